@@ -1,0 +1,1 @@
+"""raydl: elastic deep-learning training on Ray."""
