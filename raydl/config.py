@@ -1,0 +1,296 @@
+"""The settings of a run, as frozen dataclasses.
+
+Each class checks its own fields; :class:`TrainConfig` checks what spans several. A field's
+metadata may name the short flag it has on the command line (``{"flag": "beta"}``); every
+other field is reached by its dotted name (``--exchange.timeout-s``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_type_hints
+
+from raydl.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+def _require(ok: bool, setting: str, rule: str, value: object) -> None:
+    if not ok:
+        raise ConfigError(setting, f"must be {rule}, got {value}")
+
+
+def _is_positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """How the replicas meet the center."""
+
+    name: str = field(default="sync-easgd", metadata={"flag": "method"})
+    """The training method; `raydl methods` lists them."""
+    beta: float = field(default=0.9, metadata={"flag": "beta"})
+    """Elastic force of all workers together, in (0, 1]; each one's moving rate is beta / p."""
+    period: int | None = field(default=None, metadata={"flag": "period"})
+    """Local steps from one exchange to the next (tau); unset: the method's own."""
+
+    def __post_init__(self) -> None:
+        _require(0 < self.beta <= 1, "method.beta", "in (0, 1]", self.beta)
+        _require(self.period is None or self.period >= 1, "method.period", "1 or more", self.period)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The local step of a replica (for the SGD methods: of the center)."""
+
+    lr: float = field(default=0.1, metadata={"flag": "lr"})
+    """Learning rate (eta)."""
+    momentum: float | None = field(default=None, metadata={"flag": "momentum"})
+    """Momentum (mu), in [0, 1); unset: the method's own (0.9 for the M-forms, else 0)."""
+    nesterov: bool = False
+    """Look ahead along the momentum (Nesterov), as EAMSGD does."""
+    weight_decay: float = 0.0
+    """L2 penalty added to the gradient."""
+
+    def __post_init__(self) -> None:
+        _require(_is_positive(self.lr), "optimizer.lr", "a positive number", self.lr)
+        _require(
+            self.momentum is None or 0 <= self.momentum < 1,
+            "optimizer.momentum",
+            "in [0, 1)",
+            self.momentum,
+        )
+        _require(
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            "optimizer.weight_decay",
+            "0 or more",
+            self.weight_decay,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long, how large, from which seed."""
+
+    epochs: int | None = field(default=None, metadata={"flag": "epochs"})
+    """Passes over the training set, by all workers together (20 when --steps is unset too)."""
+    steps: int | None = field(default=None, metadata={"flag": "steps"})
+    """Local steps of each worker, instead of epochs."""
+    batch_size: int = field(default=64, metadata={"flag": "batch-size"})
+    """Samples in one step of one worker."""
+    seed: int = field(default=0, metadata={"flag": "seed"})
+    """Seed of the initial weights, the order of the samples and all else that is random."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.epochs is None or self.epochs >= 1, "training.epochs", "1 or more", self.epochs
+        )
+        _require(self.steps is None or self.steps >= 1, "training.steps", "1 or more", self.steps)
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError("training.epochs", "and training.steps exclude each other; give one")
+        _require(self.batch_size >= 1, "training.batch_size", "1 or more", self.batch_size)
+        _require(0 <= self.seed < 2**63, "training.seed", "in [0, 2^63)", self.seed)
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Epochs to train for, or None when the steps decide."""
+        if self.steps is not None:
+            return None
+        return 20 if self.epochs is None else self.epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig:
+    """How many workers, and what each of them holds. The words are Ray Train's."""
+
+    num_workers: int | tuple[int, int] = field(default=2, metadata={"flag": "workers"})
+    """Workers: N, or MIN:MAX to start with MIN and take more; 0: in this process, without Ray."""
+    cpus_per_worker: float = field(default=1.0, metadata={"flag": "cpus-per-worker"})
+    """CPUs each worker reserves; it computes with as many threads, at least one."""
+    gpus_per_worker: float = field(default=0.0, metadata={"flag": "gpus-per-worker"})
+    """GPUs each worker reserves; above 0 it computes on CUDA."""
+    resources_per_worker: dict[str, float] = field(default_factory=dict)
+    """Further Ray resources each worker reserves, by name."""
+    start_timeout_s: float = 600.0
+    """How long the run waits for its first MIN workers, in seconds."""
+
+    def __post_init__(self) -> None:
+        low, high = self.min_workers, self.max_workers
+        _require(low >= 0, "scaling.num_workers", "0 or more", low)
+        _require(low <= high, "scaling.num_workers", "MIN:MAX with MIN <= MAX", f"{low}:{high}")
+        _require(
+            low > 0 or high == 0, "scaling.num_workers", "0, or MIN:MAX from 1 up", f"{low}:{high}"
+        )
+        for name in ("cpus_per_worker", "gpus_per_worker"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, f"scaling.{name}", "0 or more", value)
+        _require(
+            _is_positive(self.start_timeout_s),
+            "scaling.start_timeout_s",
+            "a positive number of seconds",
+            self.start_timeout_s,
+        )
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers that train."""
+        return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers that train."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether the workers compute on CUDA."""
+        return self.gpus_per_worker > 0
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads of one worker."""
+        return max(1, int(self.cpus_per_worker))
+
+    def resources(self) -> dict[str, float]:
+        """Return all that one worker reserves, by Ray's resource names."""
+        own = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
+        return {k: v for k, v in {**own, **self.resources_per_worker}.items() if v}
+
+    def wanted(self) -> str:
+        """Return the number of workers as the user writes it: ``2`` or ``2:8``."""
+        low, high = self.min_workers, self.max_workers
+        return str(low) if low == high else f"{low}:{high}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run lives."""
+
+    run_dir: str | None = field(default=None, metadata={"flag": "run-dir"})
+    """Folder of the run (config, events, checkpoints, result); unset: runs/METHOD-MODEL-DATE."""
+    resume: bool = field(default=False, metadata={"flag": "resume"})
+    """Go on from the newest checkpoint in the run's folder."""
+    storage_path: str | None = field(default=None, metadata={"flag": "storage-path"})
+    """Folder or URI (s3://, gs://, …) that keeps the run, below it NAME of runs/NAME."""
+    progress: str = "auto"
+    """What the terminal shows: auto, panel, plain or none."""
+
+    def __post_init__(self) -> None:
+        choices = ("auto", "panel", "plain", "none")
+        _require(
+            self.progress in choices, "run.progress", f"one of {', '.join(choices)}", self.progress
+        )
+        if self.resume and self.run_dir is None:
+            raise ConfigError("run.resume", "needs run.run_dir: the run to go on with")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written. The last state of a run always is."""
+
+    every_s: float | None = 60.0
+    """Seconds from one checkpoint to the next; None: not by time."""
+    every_epochs: int | None = None
+    """Epochs from one checkpoint to the next; None: not by epochs."""
+    keep: int = 2
+    """How many checkpoints are kept; older ones are deleted."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.every_s is None or _is_positive(self.every_s),
+            "checkpoint.every_s",
+            "a positive number of seconds",
+            self.every_s,
+        )
+        _require(
+            self.every_epochs is None or self.every_epochs >= 1,
+            "checkpoint.every_epochs",
+            "1 or more",
+            self.every_epochs,
+        )
+        _require(self.keep >= 1, "checkpoint.keep", "1 or more", self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """When the center is scored on the test set. No worker waits for it."""
+
+    every_epochs: int = 1
+    """Epochs from one evaluation to the next."""
+    batch_size: int = 500
+    """Samples in one evaluation step."""
+
+    def __post_init__(self) -> None:
+        _require(self.every_epochs >= 1, "evaluation.every_epochs", "1 or more", self.every_epochs)
+        _require(self.batch_size >= 1, "evaluation.batch_size", "1 or more", self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """How replicas and center exchange."""
+
+    timeout_s: float = 60.0
+    """The longest wait for the other workers in one exchange, in seconds."""
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_positive(self.timeout_s),
+            "exchange.timeout_s",
+            "a positive number of seconds",
+            self.timeout_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All settings of one run."""
+
+    data: str = "digits"
+    """Training data: digits, synthetic, a path or a URI (Parquet, IDX, CIFAR-10, npz, folders)."""
+    model: str = "lenet"
+    """The network; `raydl models` lists them."""
+    training: TrainingConfig = TrainingConfig()
+    """How long, how large, from which seed."""
+    method: MethodConfig = MethodConfig()
+    """How the replicas meet the center."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The local step."""
+    scaling: ScalingConfig = ScalingConfig()
+    """How many workers."""
+    run: RunConfig = RunConfig()
+    """Where the run lives."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When checkpoints are written."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """When the center is scored."""
+    exchange: ExchangeConfig = ExchangeConfig()
+    """How replicas and center exchange."""
+
+
+def to_dict(config: object) -> dict[str, Any]:
+    """Return a configuration as nested plain values, ready for JSON."""
+    assert dataclasses.is_dataclass(config)
+    assert not isinstance(config, type)
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
+    """Build a configuration from what :func:`to_dict` returned, perhaps through JSON.
+
+    Raises:
+        ConfigError: a key is no setting of this version.
+    """
+    hints = get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise ConfigError(key, f"is no setting of {cls.__name__}")
+        if dataclasses.is_dataclass(hints[key]):
+            value = from_dict(hints[key], value)
+        elif isinstance(value, list):  # JSON has no tuples, and no setting is a list
+            value = tuple(value)
+        arguments[key] = value
+    return cls(**arguments)

@@ -1,0 +1,67 @@
+"""Who trains: pure functions of what is known now.
+
+A membership is numbered by its generation. The controller asks here and acts on the
+answer; nothing here acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The workers of one generation, by rank."""
+
+    generation: int
+    worker_ids: tuple[str, ...]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that train (p)."""
+        return len(self.worker_ids)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What the controller knows about the workers, now."""
+
+    ready: tuple[str, ...]
+    """Workers that could train, in the order of their numbers."""
+    waited_s: float
+    """Seconds since the first worker was asked for."""
+
+
+def next_membership(
+    now: Membership | None,
+    candidates: Candidates,
+    *,
+    min_workers: int,
+    max_workers: int,
+    patience_s: float,
+) -> tuple[Membership | None, str]:
+    """Return (who trains next, the reason in one sentence).
+
+    With nobody training, the first membership forms as soon as all wanted workers are
+    ready, or at least ``min_workers`` and ``patience_s`` seconds have passed. None: not yet.
+    Later on, ready workers join until ``max_workers`` train.
+    """
+    ready = candidates.ready[:max_workers]
+    if now is None:
+        if len(ready) < min_workers:
+            return None, f"{len(ready)} of {min_workers} workers are ready"
+        if len(ready) < max_workers and candidates.waited_s < patience_s:
+            return None, f"{len(ready)} workers are ready; up to {max_workers} are wanted"
+        return Membership(1, ready), f"{_names(ready)} start"
+    joining = tuple(w for w in candidates.ready if w not in now.worker_ids)
+    joining = joining[: max_workers - now.num_workers]
+    if not joining:
+        return now, "nobody joins or leaves"
+    return (
+        Membership(now.generation + 1, now.worker_ids + joining),
+        f"{_names(joining)} join{'s' if len(joining) == 1 else ''}",
+    )
+
+
+def _names(worker_ids: tuple[str, ...]) -> str:
+    return ", ".join(worker_ids)

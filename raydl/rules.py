@@ -1,0 +1,156 @@
+"""The update equations, over flat tensors.
+
+    symbol  name here       meaning
+    x_i     replica         parameters of worker i
+    c       center          the center variable
+    g_i     gradient        mini-batch gradient at x_i
+    eta     lr              learning rate of the local step (it lives in the optimizer)
+    alpha   moving_rate     share of the gap that one exchange closes
+    beta    beta            p * alpha
+    p       num_workers     workers that train now
+
+A *rule* says what is sent, and what the receipt changes. It knows no transport, no clock
+and no randomness: the same object serves every schedule. All right-hand sides use the
+values before the step.
+
+Sources: SC17 = You, Buluc, Demmel, arXiv 1708.02983; EASGD = Zhang, Choromanska, LeCun,
+arXiv 1412.6651.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def moving_rate(beta: float, num_workers: int) -> float:
+    """Return alpha = beta / p, to be derived again whenever p changes."""
+    return beta / num_workers
+
+
+def moving_rate_limit(num_workers: int, *, lr_curvature: float = 0.0) -> float:
+    """Return the largest stable alpha when all workers exchange at once.
+
+    alpha <= (4 - 2*eta*h) / (2*(1 + p) - p*eta*h) on a quadratic of curvature h, where
+    ``lr_curvature`` is eta*h, in [0, 2).
+    """
+    p = num_workers
+    return (4 - 2 * lr_curvature) / (2 * (1 + p) - p * lr_curvature)
+
+
+def elastic_difference(
+    replica: Tensor, center: Tensor, *, moving_rate: float, out: Tensor | None = None
+) -> Tensor:
+    """Return alpha * (x - c), shape [num_parameters], in ``out`` if given.
+
+    The replica subtracts it and the center adds it: what one gains is what the other
+    loses. (SC17, eq. 1 and 2.)
+    """
+    return torch.sub(replica, center, out=out).mul_(moving_rate)
+
+
+def elastic_center_(
+    center: Tensor, total: Tensor, *, num_messages: int, moving_rate: float
+) -> Tensor:
+    """Do c <- c + alpha * (total - n*c) in place; ``total`` = sum of n replicas is used up.
+
+    With n = p this is all workers at once (SC17, eq. 2), with n = 1 a single one.
+    """
+    total.sub_(center, alpha=num_messages)
+    return center.add_(total, alpha=moving_rate)
+
+
+class Sends(enum.Enum):
+    """What a worker puts into an exchange."""
+
+    WEIGHTS = "weights"
+    """The weights at the start of the step: on their way while the gradient is computed."""
+    GRADIENT = "gradient"
+    """The sum of the gradients of the samples since the last exchange."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a total is made of."""
+
+    num_workers: int
+    """Workers that train now (p)."""
+    num_messages: int
+    """Messages summed into the total: p when all exchange at once, else 1."""
+    num_samples: float
+    """Samples behind these messages, since the exchange before."""
+
+
+class Rule:
+    """What an exchange does to replica and center. Subclass it to add a method.
+
+    ``sends`` says what travels. ``steps_replica``: the replica takes optimizer steps of its
+    own; otherwise the optimizer lives at the center and the replica becomes a copy of it.
+    """
+
+    sends: Sends
+    steps_replica: bool
+
+    def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
+        """Return what the replica subtracts after its local step, shape [num_parameters]."""
+        raise NotImplementedError
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Move the center in place by the total of the messages, which is used up."""
+        raise NotImplementedError
+
+
+class Elastic(Rule):
+    """Elastic averaging: x <- x - eta*g - alpha*(x - c) ; c <- c + alpha*sum(x - c).
+
+    The term eta*g stands for the whole step of the inner optimizer: with momentum in it
+    this is MEASGD. (SC17, eq. 1, 2, 5 and 6.)
+
+    Args:
+        beta: p * alpha, in (0, 1].
+    """
+
+    sends = Sends.WEIGHTS
+    steps_replica = True
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
+        """Return alpha * (x - c)."""
+        alpha = moving_rate(self.beta, tally.num_workers)
+        return elastic_difference(replica, center, moving_rate=alpha, out=out)
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Do c <- c + alpha * (sum(x) - n*c)."""
+        alpha = moving_rate(self.beta, tally.num_workers)
+        elastic_center_(center, total, num_messages=tally.num_messages, moving_rate=alpha)
+
+
+class MeanGradient(Rule):
+    """The optimizer at the center steps along the mean gradient; replicas follow it.
+
+    g <- sum_i sum_samples grad / num_samples ; c <- optimizer(c, g) ; x_i <- c. With plain
+    SGD inside this is data-parallel SGD on the joined batch. (SC17, eq. 3 and 4, at the
+    master.)
+    """
+
+    sends = Sends.GRADIENT
+    steps_replica = False
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Step the center's optimizer along total / num_samples."""
+        assert optimizer is not None, "the center of this rule owns an optimizer"
+        center.grad = total.div_(tally.num_samples)
+        optimizer.step()
+        center.grad = None
