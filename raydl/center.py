@@ -1,0 +1,110 @@
+"""The center variable: what remembers, while replicas explore.
+
+:class:`Center` is the variable itself. In a synchronous method every rank keeps the same
+one, moved by the same totals. :class:`SnapshotShelf` holds committed copies of it for those
+who evaluate and write checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from raydl.rules import Rule, Tally
+
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A committed copy of the center, as NumPy arrays so that it travels without a copy."""
+
+    round: int
+    generation: int
+    epoch: int
+    """Epochs completed."""
+    num_samples: int
+    """Samples seen by all workers up to here."""
+    version: int
+    weights: np.ndarray
+    """Shape [num_parameters]."""
+    buffers: np.ndarray
+    """Shape [num_buffers]."""
+    optimizer: dict[str, Any]
+    """State of the optimizer at the center; empty where the rule has none."""
+
+
+class Center:
+    """The center variable c, its float buffers, its version, and its optimizer if any.
+
+    Args:
+        weights: initial values, shape [num_parameters]; copied.
+        buffers: initial float buffers, shape [num_buffers]; copied.
+        rule: what moves it.
+        make_optimizer: builds the optimizer of rules that step at the center.
+    """
+
+    def __init__(
+        self, weights: Tensor, buffers: Tensor, *, rule: Rule, make_optimizer: MakeOptimizer
+    ) -> None:
+        self.weights = weights.detach().clone()
+        self.buffers = buffers.detach().clone()
+        self.version = 0
+        self._rule = rule
+        self._optimizer = None if rule.steps_replica else make_optimizer([self.weights])
+
+    def apply_(self, total_weights: Tensor, total_buffers: Tensor, tally: Tally) -> None:
+        """Move the center by a total of messages, which is used up.
+
+        The buffers become the mean of the replicas' buffers.
+
+        Args:
+            total_weights: sum of what the rule sends, shape [num_parameters].
+            total_buffers: sum of the replicas' float buffers, shape [num_buffers].
+            tally: what the totals are made of.
+        """
+        self._rule.update_center_(self.weights, total_weights, tally, self._optimizer)
+        torch.div(total_buffers, tally.num_messages, out=self.buffers)
+        self.version += 1
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the state of the optimizer at the center, or an empty dict."""
+        return self._optimizer.state_dict() if self._optimizer else {}
+
+    def load(
+        self, weights: Tensor, buffers: Tensor, *, version: int, optimizer: dict[str, Any]
+    ) -> None:
+        """Take over the values of a snapshot."""
+        self.weights.copy_(weights)
+        self.buffers.copy_(buffers)
+        self.version = version
+        if self._optimizer and optimizer:
+            self._optimizer.load_state_dict(optimizer)
+
+
+class SnapshotShelf:
+    """The newest committed snapshots, by round.
+
+    Args:
+        keep: how many are held; older ones are dropped.
+    """
+
+    def __init__(self, *, keep: int = 3) -> None:
+        self._keep = keep
+        self._by_round: dict[int, Snapshot] = {}
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Take in a snapshot; one of the same round is replaced by its equal."""
+        self._by_round[snapshot.round] = snapshot
+        for round in sorted(self._by_round)[: -self._keep]:
+            del self._by_round[round]
+
+    def get(self, round: int) -> Snapshot | None:
+        """Return the snapshot of that round, or None if it is not held (any more)."""
+        return self._by_round.get(round)
