@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from raydl.center import Center
 from raydl.config import OptimizerConfig
+from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
 from raydl.rules import Rule, Sends, Tally
@@ -133,8 +134,8 @@ class Replica:
             exchange (None without one).
 
         Raises:
-            ExchangeError: the exchange failed. Weights, optimizer and center are as before;
-                the step may be tried again with the same batch.
+            ExchangeError: the exchange failed. Weights, optimizer and center are as before
+                the step; gradients since the last exchange are forgotten.
         """
         if exchange is None:
             loss = self._gradient(batch)
@@ -148,8 +149,12 @@ class Replica:
         loss = self._gradient(batch)
         if not sends_weights:
             exchange.begin(self.flat.gradients, self.flat.buffers, header or Header())
-        with self._parts.measure("device_device_parameters"):
-            tally, sums = exchange.wait()
+        try:
+            with self._parts.measure("device_device_parameters"):
+                tally, sums = exchange.wait()
+        except ExchangeError:
+            self.flat.gradients.zero_()
+            raise
         self._join(exchange, tally, num_samples=len(batch[1]))
         return loss, sums
 

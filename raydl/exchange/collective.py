@@ -1,0 +1,274 @@
+"""The collective among Ray actors: a backend of ours behind ``ray.util.collective``.
+
+Ray's own gloo backend wraps the one process-wide group of torch.distributed: it fixes its
+size for the life of the process and bounds no operation. This backend makes a fresh torch
+process group (gloo for CPU tensors, NCCL for CUDA tensors) per generation, with a time-out
+on every operation. A group's name is its address, since a name is all that Ray's
+constructor hands on:
+
+    raydl://HOST:PORT/RUN/GENERATION?device=cpu&timeout_s=60.0
+
+HOST:PORT is a TCPStore in the center's process, so that no worker is needed to meet.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import ray
+import torch.distributed as dist
+from ray.util import collective
+from ray.util.collective.backend_registry import register_collective_backend
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
+from ray.util.collective.types import ReduceOp
+from torch import Tensor
+
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+
+BACKEND = "RAYDL"
+
+_REDUCE_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+}
+_ROLL_CALL_S = 1.0
+
+
+@dataclass(frozen=True)
+class GroupAddress:
+    """Where and how the workers of one generation meet; its text is the group's name."""
+
+    host: str
+    port: int
+    run_id: str
+    generation: int
+    device: str
+    """``cpu`` or ``cuda``."""
+    timeout_s: float
+
+    def __str__(self) -> str:
+        query = urlencode({"device": self.device, "timeout_s": self.timeout_s})
+        return f"raydl://{self.host}:{self.port}/{self.run_id}/{self.generation}?{query}"
+
+    @classmethod
+    def parse(cls, name: str) -> GroupAddress:
+        """Return the address that a group's name spells."""
+        url = urlsplit(name)
+        run_id, generation = url.path.strip("/").split("/")
+        query = parse_qs(url.query)
+        assert url.hostname is not None
+        assert url.port is not None
+        return cls(
+            host=url.hostname,
+            port=url.port,
+            run_id=run_id,
+            generation=int(generation),
+            device=query["device"][0],
+            timeout_s=float(query["timeout_s"][0]),
+        )
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """Return a new rendezvous store on a free port of this host. Keep a reference to it."""
+    return dist.TCPStore(
+        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+
+
+class TorchGroup(BaseGroup):  # type: ignore[misc]
+    """A torch process group behind Ray's collective interface, made from its address."""
+
+    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        super().__init__(world_size, rank, group_name)
+        self.address = GroupAddress.parse(group_name)
+        timeout = timedelta(seconds=self.address.timeout_s)
+        store = dist.TCPStore(self.address.host, self.address.port, timeout=timeout)
+        prefix = f"{self.address.run_id}/{self.address.generation}"
+        self.store = dist.PrefixStore(prefix, store)
+        make = _make_nccl if self.address.device == "cuda" else _make_gloo
+        self._process_group = make(self.store, rank, world_size, timeout)
+
+    @classmethod
+    def backend(cls) -> str:
+        """Return the backend's name."""
+        return BACKEND
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        """Return whether torch was built with process groups."""
+        return dist.is_available()
+
+    def destroy_group(self) -> None:
+        """Let go of the connections."""
+        self._process_group = None
+        self.store = None
+
+    def start_allreduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Any:
+        """Begin an all-reduce in place; return torch's handle with ``wait()``."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = _REDUCE_OPS[op]
+        return self._process_group.allreduce([tensor], options)
+
+    # What follows is Ray's blocking interface, for those who know only that.
+
+    def allreduce(self, tensor: list[Tensor], allreduce_options: Any = None) -> None:
+        """Replace the tensor by its sum (or product, least, greatest) over the group."""
+        op = allreduce_options.reduceOp if allreduce_options else ReduceOp.SUM
+        self.start_allreduce(tensor[0], op).wait()
+
+    def barrier(self, barrier_options: Any = None) -> None:
+        """Wait for all members."""
+        self._process_group.barrier().wait()
+
+    def broadcast(self, tensor: list[Tensor], broadcast_options: Any = None) -> None:
+        """Replace the tensor by that of the root rank."""
+        options = dist.BroadcastOptions()
+        options.rootRank = broadcast_options.root_rank if broadcast_options else 0
+        options.rootTensor = 0
+        self._process_group.broadcast(tensor, options).wait()
+
+    def reduce(self, tensor: list[Tensor], reduce_options: Any = None) -> None:
+        """Sum into the tensor of the root rank."""
+        options = dist.ReduceOptions()
+        options.rootRank = reduce_options.root_rank if reduce_options else 0
+        options.rootTensor = 0
+        options.reduceOp = _REDUCE_OPS[reduce_options.reduceOp if reduce_options else ReduceOp.SUM]
+        self._process_group.reduce(tensor, options).wait()
+
+    def allgather(
+        self, tensor_list: list[list[Tensor]], tensor: list[Tensor], allgather_options: Any = None
+    ) -> None:
+        """Collect every member's tensor into the list, by rank."""
+        self._process_group.allgather(tensor_list, tensor).wait()
+
+    def reducescatter(
+        self,
+        tensor: list[Tensor],
+        tensor_list: list[list[Tensor]],
+        reducescatter_options: Any = None,
+    ) -> None:
+        """Sum a list over the group and keep this rank's element."""
+        for piece in tensor_list[0]:
+            self.start_allreduce(piece).wait()
+        tensor[0].copy_(tensor_list[0][self.rank])
+
+    def send(self, tensor: list[Tensor], send_options: Any) -> None:
+        """Send the tensor to a rank."""
+        self._process_group.send(tensor, send_options.dst_rank, 0).wait()
+
+    def recv(self, tensor: list[Tensor], recv_options: Any) -> None:
+        """Receive the tensor from a rank."""
+        self._process_group.recv(tensor, recv_options.src_rank, 0).wait()
+
+
+def _make_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    # Bound to the address Ray reaches this node by: gloo's own guess takes a wrong
+    # interface on some hosts.
+    address = ray.util.get_node_ip_address()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _make_nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # A high-priority stream lets the reduction start while the gradient fills the device.
+    options.is_high_priority_stream = True
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def register() -> None:
+    """Make the backend known to ``ray.util.collective`` in this process."""
+    if not collective.is_backend_available(BACKEND):
+        register_collective_backend(BACKEND, TorchGroup)
+
+
+class CollectiveGroup:
+    """The workers of one generation, as one Ray actor sees them.
+
+    Args:
+        address: where they meet.
+        worker_ids: all members, by rank.
+        rank: this one's.
+
+    Raises:
+        ExchangeTimeoutError: not all members came in time.
+    """
+
+    def __init__(self, address: GroupAddress, worker_ids: tuple[str, ...], rank: int) -> None:
+        register()
+        self.address = address
+        self.num_workers = len(worker_ids)
+        self._worker_ids = worker_ids
+        self._rank = rank
+        self._name = str(address)
+        start = time.monotonic()
+        try:
+            collective.init_collective_group(self.num_workers, rank, BACKEND, self._name)
+        except (RuntimeError, dist.DistError) as error:
+            raise self._explain(error, round=0, waited_s=time.monotonic() - start) from error
+        self._group: TorchGroup = collective.get_group_handle(self._name)
+
+    def start_allreduce(self, tensor: Tensor, *, round: int) -> CollectiveWork:
+        """Begin to replace ``tensor`` by its sum over the members, and return at once."""
+        try:
+            return CollectiveWork(self, self._group.start_allreduce(tensor), round)
+        except RuntimeError as error:
+            raise ExchangeError(round, self.address.generation, str(error)) from error
+
+    def close(self) -> None:
+        """Leave the group."""
+        collective.destroy_collective_group(self._name)
+
+    def failure(self, error: RuntimeError, *, round: int, waited_s: float) -> ExchangeError:
+        """Return what an error of torch means for a round, with the names of the missing."""
+        return self._explain(error, round=round, waited_s=waited_s)
+
+    def _explain(self, error: RuntimeError, *, round: int, waited_s: float) -> ExchangeError:
+        generation = self.address.generation
+        if waited_s < 0.9 * self.address.timeout_s:
+            return ExchangeError(round, generation, str(error).splitlines()[0])
+        missing = self._roll_call(round)
+        return ExchangeTimeoutError(round, generation, self.address.timeout_s, missing)
+
+    def _roll_call(self, round: int) -> list[str]:
+        """Return the workers that do not answer: each that timed out signs in the store."""
+        group = getattr(self, "_group", None)
+        if group is None or group.store is None:
+            return []
+        group.store.set(f"late/{round}/{self._rank}", "here")
+        keys = {w: f"late/{round}/{rank}" for rank, w in enumerate(self._worker_ids)}
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while time.monotonic() < deadline and not group.store.check(list(keys.values())):
+            time.sleep(0.05)
+        return [w for w, key in keys.items() if not group.store.check([key])]
+
+
+class CollectiveWork:
+    """An all-reduce under way among Ray actors."""
+
+    def __init__(self, group: CollectiveGroup, work: Any, round: int) -> None:
+        self._group = group
+        self._work = work
+        self._round = round
+
+    def wait(self) -> None:
+        """Wait for the sum, bounded by the group's time-out.
+
+        Raises:
+            ExchangeError: a member went away; the tensor may be half reduced.
+        """
+        start = time.monotonic()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            waited_s = time.monotonic() - start
+            raise self._group.failure(error, round=self._round, waited_s=waited_s) from error
