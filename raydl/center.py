@@ -38,6 +38,8 @@ class Snapshot:
     """Shape [num_buffers]."""
     optimizer: dict[str, Any]
     """State of the optimizer at the center; empty where the rule has none."""
+    ledger: dict[str, Any]
+    """State of the :class:`raydl.ledger.Ledger` at this round."""
 
 
 class Center:

@@ -13,6 +13,7 @@ HOST:PORT is a TCPStore in the center's process, so that no worker is needed to 
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import ray
-import torch.distributed as dist
+import torch.distributed
 from ray.util import collective
 from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
@@ -30,6 +31,9 @@ from torch import Tensor
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 
 BACKEND = "RAYDL"
+
+# torch's stubs do not export what its documentation does: TCPStore, PrefixStore, options.
+dist: Any = torch.distributed
 
 _REDUCE_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -74,7 +78,7 @@ class GroupAddress:
         )
 
 
-def open_store(host: str) -> dist.TCPStore:
+def open_store(host: str) -> Any:
     """Return a new rendezvous store on a free port of this host. Keep a reference to it."""
     return dist.TCPStore(
         host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
@@ -102,7 +106,7 @@ class TorchGroup(BaseGroup):  # type: ignore[misc]
     @classmethod
     def check_backend_availability(cls) -> bool:
         """Return whether torch was built with process groups."""
-        return dist.is_available()
+        return bool(dist.is_available())
 
     def destroy_group(self) -> None:
         """Let go of the connections."""
@@ -167,7 +171,7 @@ class TorchGroup(BaseGroup):  # type: ignore[misc]
         self._process_group.recv(tensor, recv_options.src_rank, 0).wait()
 
 
-def _make_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _make_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()
     # Bound to the address Ray reaches this node by: gloo's own guess takes a wrong
     # interface on some hosts.
@@ -177,7 +181,9 @@ def _make_gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _make_nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _make_nccl(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    # NCCL's default on a time-out is to end the process; blocking waits raise instead.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     # A high-priority stream lets the reduction start while the gradient fills the device.
