@@ -31,6 +31,8 @@ class Snapshot:
     """Epochs completed."""
     num_samples: int
     """Samples seen by all workers up to here."""
+    local_step: int
+    """Local steps of each worker up to here."""
     version: int
     weights: np.ndarray
     """Shape [num_parameters]."""

@@ -160,6 +160,7 @@ class Worker:
         center.load(weights, buffers, version=snapshot.version, optimizer=snapshot.optimizer)
         self._center = center
         self._ledger = Ledger.from_state_dict(snapshot.ledger)
+        self.local_step = snapshot.local_step
         self.replica.follow(center)
         if own_state is None:
             seed = np.random.SeedSequence([self._job.config.training.seed, _number(self.worker_id)])
@@ -347,6 +348,7 @@ class Worker:
                 generation=self._membership.generation,
                 epoch=self._ledger.epoch,
                 num_samples=self._ledger.num_done_ever,
+                local_step=self.local_step,
                 version=self._center.version,
                 weights=self._center.weights.cpu().numpy().copy(),
                 buffers=self._center.buffers.cpu().numpy().copy(),
@@ -359,7 +361,6 @@ class Worker:
             cuda = torch.cuda.get_rng_state() if self._device.type == "cuda" else None
             return {
                 "replica": self.replica.state_dict(),
-                "local_step": self.local_step,
                 "loss_sum": self._loss_sum,
                 "loss_samples": self._loss_samples,
                 "generators": {"cpu": torch.get_rng_state(), "cuda": cuda},
@@ -367,7 +368,6 @@ class Worker:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.replica.load_state_dict(state["replica"])
-        self.local_step = state["local_step"]
         self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
         torch.set_rng_state(state["generators"]["cpu"])
         if self._device.type == "cuda" and state["generators"]["cuda"] is not None:

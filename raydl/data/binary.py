@@ -1,0 +1,119 @@
+"""The binary layouts: IDX (MNIST's), CIFAR-10's, and NumPy's .npz."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+
+import numpy as np
+
+from raydl.data.files import Place
+from raydl.data.images import Dataset, ImageSet, checked_pair, checked_set, split_off_test
+from raydl.errors import DataError
+
+_CIFAR_SHAPE = (3, 32, 32)
+_CIFAR_ROW = 1 + 3 * 32 * 32
+
+
+def read_idx(images: Place, labels: Place) -> ImageSet:
+    """Return a set from a pair of IDX files, plain or .gz.
+
+    Raises:
+        DataError: one is no IDX file of bytes, is cut off, or the two do not match.
+    """
+    pixels = _idx_array(images, num_dims=3)
+    return checked_set(pixels[:, None], _idx_array(labels, num_dims=1), source=images.name)
+
+
+def _idx_array(file: Place, *, num_dims: int) -> np.ndarray:
+    data = file.read()
+    header_bytes = 4 + 4 * num_dims
+    magic = bytes((0, 0, 8, num_dims))
+    if data[:4] != magic:
+        raise DataError(
+            file.name,
+            f"must begin with {magic.hex()} (IDX, unsigned bytes, {num_dims} dimensions), "
+            f"it begins with {data[:4].hex() or 'nothing'}",
+        )
+    if len(data) < header_bytes:
+        raise DataError(file.name, f"is cut off in its header, after {len(data)} bytes")
+    shape = struct.unpack(f">{num_dims}I", data[4:header_bytes])
+    expected = int(np.prod(shape))
+    if len(data) - header_bytes != expected:
+        raise DataError(
+            file.name,
+            f"should hold {expected} bytes after its header ({' x '.join(map(str, shape))}), "
+            f"it holds {len(data) - header_bytes}",
+        )
+    return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
+
+
+def read_cifar(files: list[Place], names: Place) -> ImageSet:
+    """Return a set from CIFAR-10's binary batches.
+
+    Raises:
+        DataError: a file is empty or cut off.
+    """
+    rows = np.concatenate([_cifar_rows(file) for file in files])
+    class_names = names.read().decode().split() if names.is_file() else [str(k) for k in range(10)]
+    images = np.ascontiguousarray(rows[:, 1:]).reshape(-1, *_CIFAR_SHAPE)
+    return checked_set(
+        images, rows[:, 0].astype(np.int64), source=files[0].name, class_names=class_names
+    )
+
+
+def _cifar_rows(file: Place) -> np.ndarray:
+    data = file.read()
+    if not data or len(data) % _CIFAR_ROW:
+        raise DataError(
+            file.name,
+            f"must hold whole rows of {_CIFAR_ROW} bytes (label and 3x32x32 pixels), "
+            f"it holds {len(data)} bytes",
+        )
+    return np.frombuffer(data, np.uint8).reshape(-1, _CIFAR_ROW)
+
+
+def read_npz(file: Place, *, seed: int) -> Dataset:
+    """Return the sets of an .npz file.
+
+    Its arrays are x_train, y_train, x_test, y_test, or images and labels (split 90/10).
+
+    Raises:
+        DataError: it does not open, lacks arrays, or their shapes or types do not fit.
+    """
+    try:
+        with np.load(io.BytesIO(file.read()), allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(file.name, f"is not a whole .npz file: {error}") from error
+    if {"x_train", "y_train", "x_test", "y_test"} <= set(arrays):
+        parts = [_npz_set(file, arrays, f"x_{part}", f"y_{part}") for part in ("train", "test")]
+        return checked_pair(*parts, source=file.name)
+    if {"images", "labels"} <= set(arrays):
+        images = _npz_set(file, arrays, "images", "labels")
+        return split_off_test(images, seed=seed, source=file.name)
+    raise DataError(
+        file.name,
+        "needs the arrays x_train, y_train, x_test and y_test, or images and labels; it has "
+        f"{', '.join(arrays) or 'none'}",
+    )
+
+
+def _npz_set(file: Place, arrays: dict[str, np.ndarray], x: str, y: str) -> ImageSet:
+    pixels, labels = arrays[x], arrays[y].reshape(-1)
+    if pixels.dtype != np.uint8:
+        raise DataError(file.name, f"{x} must be uint8 pixels (0 to 255), it is {pixels.dtype}")
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise DataError(file.name, f"{y} must be integers, it is {labels.dtype}")
+    if pixels.ndim == 3:
+        pixels = pixels[:, None]
+    elif pixels.ndim == 4 and pixels.shape[3] in (1, 3):
+        pixels = np.ascontiguousarray(np.moveaxis(pixels, 3, 1))
+    elif not (pixels.ndim == 4 and pixels.shape[1] in (1, 3)):
+        raise DataError(
+            file.name,
+            f"{x} must have shape [N, H, W], [N, H, W, C] or [N, C, H, W], it has "
+            f"{list(pixels.shape)}",
+        )
+    return checked_set(pixels, labels, source=file.name)

@@ -1,0 +1,70 @@
+"""Encoded pictures (PNG, JPEG, …) into one uint8 array."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from raydl.errors import DataError
+
+
+def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarray:
+    """Return uint8 pictures, shape [count, C, H, W]: C = 1 for grey, 3 for colour.
+
+    The first picture decides on grey or colour, and on the size of all.
+
+    Raises:
+        DataError: a picture does not decode, or has another size; the row is named.
+    """
+    iterator = iter(encoded)
+    first = next(iterator)
+    mode = _mode_of(first, source=source)
+    picture = _decode(first, 0, mode=mode, source=source)
+    images = np.empty((count, *picture.shape), np.uint8)
+    images[0] = picture
+
+    def put(row: int, data: bytes) -> None:
+        picture = _decode(data, row, mode=mode, source=source)
+        if picture.shape != images.shape[1:]:
+            raise DataError(
+                source,
+                f"the picture in row {row} is {_size(picture)}, the first one {_size(images[0])} "
+                f"(height x width); all must be of one size",
+            )
+        images[row] = picture
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # list() brings the first error of any thread here.
+        list(pool.map(put, range(1, count), iterator))
+    return images
+
+
+def _mode_of(data: bytes, *, source: str) -> str:
+    with _open(data, 0, source=source) as image:
+        return "L" if image.mode in ("1", "L", "I", "I;16", "LA") else "RGB"
+
+
+def _decode(data: bytes, row: int, *, mode: str, source: str) -> np.ndarray:
+    """Return one picture, uint8, shape [C, H, W]."""
+    try:
+        with _open(data, row, source=source) as image:
+            pixels = np.asarray(image.convert(mode))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(source, f"the picture in row {row} does not decode: {error}") from error
+    return pixels[None] if mode == "L" else np.moveaxis(pixels, 2, 0)
+
+
+def _open(data: bytes, row: int, *, source: str) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data))
+    except (UnidentifiedImageError, OSError) as error:
+        raise DataError(source, f"row {row} is not a picture that Pillow knows") from error
+
+
+def _size(picture: np.ndarray) -> str:
+    return f"{picture.shape[1]}x{picture.shape[2]}"

@@ -1,0 +1,166 @@
+"""Which reader serves what the user named: the one entry to all data."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from raydl.data import files
+from raydl.data.binary import read_cifar, read_idx, read_npz
+from raydl.data.files import Place
+from raydl.data.images import Dataset, ImageSet, checked_pair, checked_set, split_off_test
+from raydl.data.parquet import read_parquet
+from raydl.data.pictures import decode_all
+from raydl.errors import DataError, UnknownNameError
+
+_BUNDLED = ("digits", "synthetic")
+_PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".pgm", ".ppm")
+_IDX_NAMES = ("{part}-images-idx3-ubyte", "{part}-images.idx3-ubyte")
+_LAYOUTS = "train-*.parquet, IDX files, data_batch_*.bin, or folders of pictures named by class"
+
+
+def load(source: str, *, seed: int = 0) -> Dataset:
+    """Return the training set and the test set that ``source`` names, decoded.
+
+    A source without a test part is split 90/10 by the seed.
+
+    Args:
+        source: ``digits``, ``synthetic``, ``synthetic:N[xCxHxW[xK]]``, or a path or URI of a
+            Parquet image set (file, glob or folder), an IDX folder, CIFAR-10's binary
+            folder, an .npz file, or a folder of class folders.
+        seed: of the split, and of synthetic data.
+
+    Raises:
+        DataError: missing, empty, truncated, mislabelled or unrecognised input.
+        UnknownNameError: a bare word that is neither a path nor a bundled set.
+    """
+    if source == "digits":
+        return load(str(Path(__file__).parent / "digits"))
+    if source.split(":")[0] == "synthetic":
+        return _synthetic(source, seed=seed)
+    if "*" in source:
+        found = files.glob(source)
+        if not found:
+            raise DataError(source, "no file matches")
+        return _from_parquet_files(found, source=source, seed=seed)
+    place = files.find(source)
+    if place.is_dir():
+        return _from_folder(place, seed=seed)
+    if not place.is_file():
+        if re.fullmatch(r"[\w-]+", source):
+            raise UnknownNameError("data", source, _BUNDLED)
+        raise DataError(source, "there is no such file or folder")
+    if source.endswith(".npz"):
+        return read_npz(place, seed=seed)
+    if source.endswith(".parquet"):
+        return _from_parquet_files([place], source=source, seed=seed)
+    raise DataError(source, "a single file must be .parquet or .npz; name the folder otherwise")
+
+
+def _from_folder(folder: Place, *, seed: int) -> Dataset:
+    for place in (folder, folder / "data"):
+        parquet = place.children("*.parquet") if place.is_dir() else []
+        if parquet:
+            return _from_parquet_files(parquet, source=folder.name, seed=seed)
+    for images_name in _IDX_NAMES:
+        pairs = [_idx_pair(folder, images_name, part) for part in ("train", "t10k")]
+        if pairs[0]:
+            train, test = (_required(pair, folder) for pair in pairs)
+            return checked_pair(read_idx(*train), read_idx(*test), source=folder.name)
+    if folder.children("data_batch_*.bin"):
+        return _from_cifar(folder)
+    return _from_class_folders(folder, seed=seed)
+
+
+def _from_parquet_files(found: list[Place], *, source: str, seed: int) -> Dataset:
+    """Split files into parts by their names: train, test (or validation)."""
+    parts = {
+        part: [f for f in found if re.match(rf"{part}\b", f.basename)]
+        for part in ("train", "test", "validation")
+    }
+    test = parts["test"] or parts["validation"]
+    if parts["train"] and test:
+        return checked_pair(read_parquet(parts["train"]), read_parquet(test), source=source)
+    whole = parts["train"] or found
+    return split_off_test(read_parquet(whole), seed=seed, source=source)
+
+
+def _idx_pair(folder: Place, images_name: str, part: str) -> tuple[Place, Place] | None:
+    name = images_name.format(part=part)
+    for ending in ("", ".gz"):
+        images = folder / (name + ending)
+        labels = folder / (name.replace("images", "labels").replace("idx3", "idx1") + ending)
+        if images.is_file():
+            if not labels.is_file():
+                raise DataError(labels.name, "is missing beside its pictures")
+            return images, labels
+    return None
+
+
+def _required(pair: tuple[Place, Place] | None, folder: Place) -> tuple[Place, Place]:
+    if pair is None:
+        raise DataError(folder.name, "has IDX files for training (train-*) but none for t10k-*")
+    return pair
+
+
+def _from_cifar(folder: Place) -> Dataset:
+    names = folder / "batches.meta.txt"
+    test = folder / "test_batch.bin"
+    if not test.is_file():
+        raise DataError(test.name, "is missing beside the training batches")
+    train = read_cifar(folder.children("data_batch_*.bin"), names)
+    return checked_pair(train, read_cifar([test], names), source=folder.name)
+
+
+def _from_class_folders(folder: Place, *, seed: int) -> Dataset:
+    train, test = folder / "train", folder / "test"
+    if train.is_dir() and test.is_dir():
+        return checked_pair(_class_folders(train), _class_folders(test), source=folder.name)
+    images = _class_folders(train if train.is_dir() else folder)
+    return split_off_test(images, seed=seed, source=folder.name)
+
+
+def _class_folders(folder: Place) -> ImageSet:
+    """Read FOLDER/CLASS/*.png and the like; classes are numbered by name."""
+    classes = [child for child in folder.children() if child.is_dir()]
+    pictures = [
+        (picture, number)
+        for number, child in enumerate(classes)
+        for picture in child.children()
+        if picture.basename.lower().endswith(_PICTURE_ENDINGS)
+    ]
+    if not pictures:
+        raise DataError(folder.name, f"holds nothing that is known here: {_LAYOUTS}")
+    images = decode_all(
+        (picture.read() for picture, _ in pictures), count=len(pictures), source=folder.name
+    )
+    labels = np.array([number for _, number in pictures])
+    names = [child.basename for child in classes]
+    return checked_set(images, labels, source=folder.name, class_names=names)
+
+
+def _synthetic(source: str, *, seed: int) -> Dataset:
+    """Make pictures that can be learned: one random prototype per class, and noise."""
+    match = re.fullmatch(r"synthetic(?::(\d+)(?:x(\d+)x(\d+)x(\d+)(?:x(\d+))?)?)?", source)
+    numbers = [int(g) if g else None for g in match.groups()] if match else [0]
+    if 0 in numbers:
+        raise DataError(source, "must be written synthetic or synthetic:N[xCxHxW[xCLASSES]]")
+    defaults = (2048, 1, 28, 28, 10)
+    count, channels, height, width, num_classes = (
+        d if n is None else n for n, d in zip(numbers, defaults, strict=True)
+    )
+    random = np.random.default_rng(seed)
+    prototypes = random.integers(0, 256, (num_classes, channels, height, width))
+
+    def part(size: int) -> ImageSet:
+        labels = random.integers(0, num_classes, size)
+        images = np.empty((size, channels, height, width), np.uint8)
+        for row, label in enumerate(labels):
+            noise = random.normal(0, 64, prototypes.shape[1:])
+            images[row] = np.clip(prototypes[label] + noise, 0, 255)
+        names = [str(k) for k in range(num_classes)]
+        return checked_set(images, labels, source=source, class_names=names)
+
+    return Dataset(part(count), part(max(1, count // 4)), source)
