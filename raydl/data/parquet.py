@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -83,7 +82,8 @@ def _class_names(metadata: dict[bytes, bytes] | None, label: str) -> list[str] |
     if text is None:
         return None
     features: dict[str, Any] = json.loads(text).get("info", {}).get("features", {})
-    return features.get(label, {}).get("names")
+    names: list[str] | None = features.get(label, {}).get("names")
+    return names
 
 
 def _encoded(column: pa.ChunkedArray) -> Iterator[bytes]:
