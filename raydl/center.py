@@ -109,6 +109,10 @@ class SnapshotShelf:
         for round in sorted(self._by_round)[: -self._keep]:
             del self._by_round[round]
 
+    def rounds(self) -> tuple[int, ...]:
+        """Return the rounds held, oldest first."""
+        return tuple(sorted(self._by_round))
+
     def get(self, round: int) -> Snapshot | None:
         """Return the snapshot of that round, or None if it is not held (any more)."""
         return self._by_round.get(round)

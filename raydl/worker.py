@@ -66,8 +66,6 @@ class WorkerReport:
     round: int
     records: tuple[Record, ...]
     """New since the report before."""
-    published: tuple[int, ...]
-    """Rounds whose snapshots went to the center since the report before."""
     kept: tuple[int, ...]
     """Rounds whose state this worker holds for a checkpoint."""
     time_parts: dict[str, float]
@@ -274,7 +272,6 @@ class Worker:
         evaluate = epoch_ended and self._ledger.epoch % every == 0
         if self._rank == 0 and (keep or evaluate or outcome is not Outcome.GO_ON):
             self._publish(self._snapshot())
-            self._books.published.append(self._exchange.round)
         return outcome
 
     def _outcome(self, sums: Header) -> Outcome:
@@ -299,12 +296,10 @@ class Worker:
     def report(self) -> WorkerReport:
         """Return what is new since the last report."""
         records, self._books.records = self._books.records, []
-        published, self._books.published = self._books.published, []
         return WorkerReport(
             worker_id=self.worker_id,
             round=self._exchange.round if self._center else 0,
             records=tuple(records),
-            published=tuple(published),
             kept=tuple(self._kept),
             time_parts=self.parts.as_dict(),
         )
@@ -379,7 +374,6 @@ class _Books:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.published: list[int] = []
         self.round_s = 0.0
         self.restart(0.0, 0.0)
 

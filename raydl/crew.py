@@ -1,0 +1,238 @@
+"""What the controller commands: workers, the center and an evaluator, as one crew.
+
+The controller sees a crew through this protocol alone. ``LocalCrew`` below plays it in this
+process, for a debugger; :class:`raydl.actors.RayCrew` plays it with Ray actors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from raydl.center import Snapshot, SnapshotShelf
+from raydl.data import Batches, Dataset, Normalizer
+from raydl.exchange.local import LocalGroup
+from raydl.flat import FlatModel
+from raydl.membership import Membership
+from raydl.task import evaluate
+from raydl.worker import Job, Outcome, Worker, WorkerReport
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """A worker is up and could train."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A worker answered."""
+
+    report: WorkerReport
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """A worker left its loop, by a decision all ranks took."""
+
+    worker_id: str
+    outcome: Outcome
+    round: int
+
+
+@dataclass(frozen=True)
+class WorkerFailed:
+    """A worker raised: the user's code, an exchange, or a loss that is not finite."""
+
+    worker_id: str
+    error: Exception
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A worker's process went away."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """The center holds the snapshots of these rounds."""
+
+    rounds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The center of a round was scored on the test set."""
+
+    round: int
+    epoch: int
+    num_samples: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """All states of a round are here."""
+
+    snapshot: Snapshot
+    workers: dict[str, dict[str, Any]]
+    """By worker, in the order of the ranks."""
+
+
+Event = (
+    WorkerReady
+    | Reported
+    | RunEnded
+    | WorkerFailed
+    | WorkerLost
+    | Published
+    | Evaluated
+    | Collected
+)
+
+
+class Crew(Protocol):
+    """The processes of a run. No call waits; what they lead to comes as events."""
+
+    def open(self, snapshot: Snapshot) -> None:
+        """Start the center with a first snapshot, and ask for all workers."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Return what happened, after ``timeout_s`` seconds at the latest."""
+        ...
+
+    def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
+        """Let the members train from the snapshot of that round on.
+
+        Args:
+            membership: who trains.
+            round: one that the center holds.
+            own_states: from a checkpoint, by worker; one that is absent starts at the center
+                or goes on with what it has in memory.
+        """
+        ...
+
+    def vote(self, **votes: float) -> None:
+        """Let the workers cast votes; see :class:`raydl.replica.Header`."""
+        ...
+
+    def evaluate(self, round: int) -> None:
+        """Score the center of that round."""
+        ...
+
+    def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
+        """Gather the states kept at that round."""
+        ...
+
+    def waiting_for(self) -> str:
+        """Return what workers that are not up need, and what there is."""
+        ...
+
+    def close(self) -> None:
+        """End all processes."""
+        ...
+
+
+def make_evaluator_model(job: Job) -> FlatModel:
+    """Return a model to put snapshots into, for evaluation."""
+    return FlatModel(job.task.build_model(job.shape), name=job.task.name)
+
+
+def evaluate_snapshot(
+    job: Job, flat: FlatModel, test: Batches, snapshot: Snapshot
+) -> dict[str, float]:
+    """Return the metrics of a snapshot on the test set."""
+    flat.weights.copy_(torch.tensor(snapshot.weights))
+    flat.buffers.copy_(torch.tensor(snapshot.buffers))
+    return evaluate(
+        job.task,
+        flat.model,
+        lambda start, stop: test.batch(np.arange(start, stop)),
+        num_samples=test.num_samples,
+        batch_size=job.config.evaluation.batch_size,
+    )
+
+
+class LocalCrew:
+    """One worker in this process: every :meth:`poll` runs one round of it.
+
+    Args:
+        job: what the worker does.
+        dataset: training and test set.
+    """
+
+    def __init__(self, job: Job, dataset: Dataset) -> None:
+        normalizer = Normalizer.of(dataset.train)
+        self._job = job
+        self._train = Batches(dataset.train, normalizer)
+        self._test = Batches(dataset.test, normalizer)
+        self._shelf = SnapshotShelf()
+        self._events: list[Event] = []
+        self._running = False
+
+    def open(self, snapshot: Snapshot) -> None:
+        """Build the worker."""
+        torch.set_num_threads(self._job.config.scaling.num_threads)
+        self._shelf.put(snapshot)
+        # The evaluation model first: building it draws from the same generator.
+        self._evaluator = make_evaluator_model(self._job)
+        self._worker = Worker(self._job, "w0", batches=self._train, publish=self._shelf.put)
+        self._events.append(WorkerReady("w0"))
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Run one round, if the worker trains, and return what happened."""
+        if self._running:
+            self._run_round()
+        self._events.append(Published(self._shelf.rounds()))
+        events, self._events = self._events, []
+        return events
+
+    def _run_round(self) -> None:
+        outcome = self._worker.run_round()
+        report = self._worker.report()
+        self._events.append(Reported(report))
+        if outcome is not Outcome.GO_ON:
+            self._running = False
+            self._events.append(RunEnded("w0", outcome, report.round))
+
+    def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
+        """Start to train."""
+        group = LocalGroup(1, timeout_s=1.0, generation=membership.generation)
+        snapshot = self._snapshot(round)
+        self._worker.join(membership, group.member(0), snapshot, own_states.get("w0"))
+        self._running = True
+
+    def vote(self, **votes: float) -> None:
+        """Hand the votes to the worker."""
+        self._worker.vote(**votes)
+
+    def evaluate(self, round: int) -> None:
+        """Score the center at once."""
+        snapshot = self._snapshot(round)
+        metrics = evaluate_snapshot(self._job, self._evaluator, self._test, snapshot)
+        self._events.append(Evaluated(round, snapshot.epoch, snapshot.num_samples, metrics))
+
+    def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
+        """Take the worker's kept state."""
+        kept = self._worker.take_kept(round)
+        self._events.append(Collected(self._snapshot(round), {"w0": kept}))
+
+    def _snapshot(self, round: int) -> Snapshot:
+        snapshot = self._shelf.get(round)
+        assert snapshot is not None, "the controller asks only for what is published"
+        return snapshot
+
+    def waiting_for(self) -> str:
+        """Return nothing: the worker is this process."""
+        return ""
+
+    def close(self) -> None:
+        """Do nothing: there is no process but this one."""
