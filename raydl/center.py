@@ -77,6 +77,11 @@ class Center:
         torch.div(total_buffers, tally.num_messages, out=self.buffers)
         self.version += 1
 
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the optimizer at the center, if there is one."""
+        if self._optimizer is not None:
+            set_lr(self._optimizer, lr)
+
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state of the optimizer at the center, or an empty dict."""
         return self._optimizer.state_dict() if self._optimizer else {}
@@ -90,6 +95,12 @@ class Center:
         self.version = version
         if self._optimizer and optimizer:
             self._optimizer.load_state_dict(optimizer)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 class SnapshotShelf:

@@ -12,9 +12,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, UnknownNameError
 
 _T = TypeVar("_T")
+
+SCHEDULES = ("cosine", "linear", "constant")
+"""The courses a learning rate can take."""
 
 
 def _require(ok: bool, setting: str, rule: str, value: object) -> None:
@@ -48,6 +51,8 @@ class OptimizerConfig:
 
     lr: float = field(default=0.1, metadata={"flag": "lr"})
     """Learning rate (eta)."""
+    schedule: str = field(default="cosine", metadata={"flag": "schedule"})
+    """Course of the learning rate over the run: cosine or linear (both down to 0), constant."""
     momentum: float | None = field(default=None, metadata={"flag": "momentum"})
     """Momentum (mu), in [0, 1); unset: the method's own (0.9 for the M-forms, else 0)."""
     nesterov: bool = False
@@ -57,6 +62,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require(_is_positive(self.lr), "optimizer.lr", "a positive number", self.lr)
+        if self.schedule not in SCHEDULES:
+            raise UnknownNameError("optimizer.schedule", self.schedule, SCHEDULES)
         _require(
             self.momentum is None or 0 <= self.momentum < 1,
             "optimizer.momentum",

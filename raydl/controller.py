@@ -124,7 +124,7 @@ class Controller:
         self._run: _Run | None = None
         self._published: tuple[int, ...] = (first_round,)
         self._evaluating = self._evaluated = first_round
-        self._stop_reason = ""
+        self.stop_reason = ""
         self._stop_voted = False
         self._checkpoints = _Schedule(config, clock())
         self._last_collected: int | None = None
@@ -137,7 +137,7 @@ class Controller:
 
     def request_stop(self, reason: str) -> None:
         """Ask for an end after the next round, with a checkpoint. Safe in a signal handler."""
-        self._stop_reason = reason
+        self.stop_reason = reason
 
     def step(self) -> bool:
         """Poll, decide and act once; return whether the run is done.
@@ -148,13 +148,14 @@ class Controller:
         for event in self._crew.poll(_POLL_S):
             self._take(event)
         self._evaluate_newest()
-        {
+        act = {
             State.WAITING: self._wait,
             State.TRAINING: self._train,
             State.REGROUPING: self._regroup,
             State.FINISHING: self._finish,
-            State.DONE: lambda: None,
-        }[self.state]()
+        }.get(self.state)
+        if act:
+            act()
         self._recorder.show(self.state, self.num_workers)
         return self.state is State.DONE
 
@@ -227,8 +228,8 @@ class Controller:
     def _wait(self) -> None:
         scaling = self._config.scaling
         waited_s = self._clock() - self._state_since
-        if self._stop_reason:
-            self._say(f"{self._stop_reason}: the run ends before it trained")
+        if self.stop_reason:
+            self._say(f"{self.stop_reason}: the run ends before it trained")
             self.outcome = Outcome.STOPPED
             self._enter(State.DONE)
             return
@@ -268,9 +269,9 @@ class Controller:
             return
         if run.ended:
             return
-        if self._stop_reason and not self._stop_voted:
+        if self.stop_reason and not self._stop_voted:
             self._stop_voted = True
-            self._say(f"{self._stop_reason}: stopping after this round, with a checkpoint")
+            self._say(f"{self.stop_reason}: stopping after this round, with a checkpoint")
             self._crew.vote(stop=1.0)
         elif self._can_grow(run.membership):
             self._say("a worker is ready to join: regrouping after this round")

@@ -6,6 +6,7 @@ with a period and an inner optimizer. Names follow SC17 (arXiv 1708.02983).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -113,10 +114,5 @@ def resolve(config: MethodConfig, optimizer: OptimizerConfig) -> Method:
         rule=row.make_rule(config),
         schedule=row.schedule,
         period=row.period if config.period is None else config.period,
-        optimizer=OptimizerConfig(
-            lr=optimizer.lr,
-            momentum=momentum,
-            nesterov=optimizer.nesterov,
-            weight_decay=optimizer.weight_decay,
-        ),
+        optimizer=dataclasses.replace(optimizer, momentum=momentum),
     )

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 _PLAIN_EVERY_S = 5.0
-_DASH = "–"
+_DASH = "-"
 
 
 @dataclass(frozen=True)

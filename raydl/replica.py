@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from raydl.center import Center
+from raydl.center import Center, set_lr
 from raydl.config import OptimizerConfig
 from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
@@ -195,6 +195,11 @@ class Replica:
             exchange.commit()
         if not self._rule.steps_replica:
             self.follow(exchange.center)
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the inner optimizer, if there is one."""
+        if self._optimizer is not None:
+            set_lr(self._optimizer, lr)
 
     def follow(self, center: Center) -> None:
         """Become a copy of the center, and forget gradients that were under way."""

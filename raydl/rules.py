@@ -20,6 +20,7 @@ arXiv 1412.6651.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,19 @@ def elastic_center_(
     """
     total.sub_(center, alpha=num_messages)
     return center.add_(total, alpha=moving_rate)
+
+
+def lr_factor(schedule: str, share_done: float) -> float:
+    """Return what the learning rate is multiplied by.
+
+    Args:
+        schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``.
+        share_done: 0..1 of the run's samples, by all workers, so that the course is the same
+            under any number of them.
+    """
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * share_done))
+    return 1 - share_done if schedule == "linear" else 1.0
 
 
 class Sends(enum.Enum):

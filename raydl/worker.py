@@ -27,6 +27,7 @@ from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.metrics import TimeParts
 from raydl.replica import Header, Replica, make_optimizer
+from raydl.rules import lr_factor
 from raydl.task import Batch, DataShape, Task
 
 _RECORD_EVERY_S = 0.2
@@ -115,6 +116,7 @@ class Worker:
                 time_parts=self.parts,
             )
         self.local_step = 0
+        self._lr = 0.0
         self._votes: dict[str, float] = {}
         self._losses: list[tuple[int, int, torch.Tensor]] = []
         self._loss_sum = self._loss_samples = 0.0
@@ -183,6 +185,7 @@ class Worker:
             batch = self._batch(spans[first : first + size])
             first += size
             is_last = step == num_steps - 1
+            self._set_lr(step)
             if is_last:
                 header = self._make_header(num_samples=counts[self._rank])
                 loss, sums = self.replica.step(batch, exchange=self._exchange, header=header)
@@ -230,6 +233,24 @@ class Worker:
             random = np.random.default_rng([self._job.config.training.seed, epoch])
             self._order = (epoch, random.permutation(self._ledger.num_samples))
         return self._order[1]
+
+    def _set_lr(self, step: int) -> None:
+        """Set the learning rate for a step of this round, counted from 0."""
+        assert self._center is not None
+        optimizer = self._method.optimizer
+        self._lr = optimizer.lr * lr_factor(optimizer.schedule, self._share_done(step))
+        self.replica.set_lr(self._lr)
+        self._center.set_lr(self._lr)
+
+    def _share_done(self, step: int) -> float:
+        """Return 0..1 of the run before a step of this round."""
+        training, ledger = self._job.config.training, self._ledger
+        if training.steps is not None:
+            return self.local_step / training.steps
+        assert training.num_epochs is not None
+        batch = training.batch_size * self._membership.num_workers
+        num_samples = ledger.num_done_ever + step * batch
+        return min(1.0, num_samples / (training.num_epochs * ledger.num_samples))
 
     def _make_header(self, *, num_samples: int) -> Header:
         self._collect_losses()
@@ -326,7 +347,7 @@ class Worker:
                 epoch=ledger.num_done_ever / ledger.num_samples,
                 num_samples=ledger.num_done_ever,
                 local_step=self.local_step,
-                lr=self._method.optimizer.lr,
+                lr=self._lr,
                 loss=books.mean_loss(),
                 distance=math.sqrt(sums.distance / p),
                 exchange_s=(waited_s - books.waited_s) / books.num_rounds,

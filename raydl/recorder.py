@@ -1,0 +1,249 @@
+"""Takes what the controller learns to TensorBoard, the terminal and the checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydl.center import Snapshot
+from raydl.checkpoint import Checkpoint, CheckpointStore
+from raydl.config import TrainConfig
+from raydl.controller import State
+from raydl.crew import Collected, Evaluated
+from raydl.flat import FlatModel
+from raydl.metrics import TIME_PARTS, MetricsWriter, communication_share, mean_parts
+from raydl.progress import Progress, ProgressView
+from raydl.worker import Record, WorkerReport
+
+_SPEED_OVER = 8
+"""Records that the speed in the terminal is averaged over."""
+
+
+def checkpoint_of(collected: Collected, flat: FlatModel, *, seconds: float) -> Checkpoint:
+    """Return what to write for a collected round."""
+    snapshot = collected.snapshot
+    weights, buffers = torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
+    return Checkpoint(
+        round=snapshot.round,
+        generation=snapshot.generation,
+        num_samples=snapshot.num_samples,
+        seconds=seconds,
+        center=flat.state_dict_of(weights, buffers),
+        state={
+            "epoch": snapshot.epoch,
+            "local_step": snapshot.local_step,
+            "version": snapshot.version,
+            "optimizer": snapshot.optimizer,
+            "ledger": snapshot.ledger,
+        },
+        workers=collected.workers,
+    )
+
+
+def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
+    """Return the snapshot that a checkpoint was made of."""
+    weights, buffers = flat.flatten(checkpoint.center)
+    return Snapshot(
+        round=checkpoint.round,
+        generation=checkpoint.generation,
+        epoch=checkpoint.state["epoch"],
+        num_samples=checkpoint.num_samples,
+        local_step=checkpoint.state["local_step"],
+        version=checkpoint.state["version"],
+        weights=weights.numpy(),
+        buffers=np.asarray(buffers),
+        optimizer=checkpoint.state["optimizer"],
+        ledger=checkpoint.state["ledger"],
+    )
+
+
+class RunRecorder:
+    """The recorder of a real run; see :class:`raydl.controller.Recorder`.
+
+    Args:
+        config: the settings.
+        num_train: samples in the training set.
+        start: the snapshot the run goes on from.
+        seconds_before: training time of earlier starts, in seconds.
+        writer: for TensorBoard.
+        progress: for the terminal.
+        store: for checkpoints.
+        flat: names the weights.
+        after_checkpoint: called when one was written.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        num_train: int,
+        start: Snapshot,
+        seconds_before: float,
+        writer: MetricsWriter,
+        progress: Progress,
+        store: CheckpointStore,
+        flat: FlatModel,
+        after_checkpoint: Callable[[], None],
+    ) -> None:
+        self.last: Record | None = None
+        self.score: Evaluated | None = None
+        self._config = config
+        self._num_train = num_train
+        self._start = start
+        self._seconds_before = seconds_before
+        self._writer = writer
+        self._progress = progress
+        self._store = store
+        self._flat = flat
+        self._after_checkpoint = after_checkpoint
+        self._opened_at = time.monotonic()
+        self._began_at: float | None = None
+        self._ended_at = self._opened_at
+        self._parts = dict.fromkeys(TIME_PARTS, 0.0)
+        self._speeds: deque[tuple[float, int]] = deque(maxlen=_SPEED_OVER)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: list[Future[None]] = []
+
+    def describe(self, markdown: str) -> None:
+        """Keep the configuration beside the curves."""
+        self._writer.text("config", markdown, num_samples=self._num_samples)
+
+    def event(self, sentence: str) -> None:
+        """Print the sentence and keep it beside the curves."""
+        if self._began_at is None and sentence.startswith("generation"):
+            self._began_at = time.monotonic()
+            self._speeds.append((self._began_at, self._start.num_samples))
+        self._progress.event(sentence)
+        self._writer.text("events", sentence, num_samples=self._num_samples)
+
+    @property
+    def _num_samples(self) -> int:
+        return self.last.num_samples if self.last else self._start.num_samples
+
+    @property
+    def seconds(self) -> float:
+        """Training time up to the last record, over all starts, in seconds."""
+        began = self._began_at
+        return self._seconds_before + (self._ended_at - began if began is not None else 0.0)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Training samples per second since this start."""
+        seconds = self.seconds - self._seconds_before
+        return (self._num_samples - self._start.num_samples) / seconds if seconds > 0 else None
+
+    def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
+        """Write a point of every curve."""
+        now = time.monotonic()
+        before_s, before = self._speeds[-1] if self._speeds else (now, record.num_samples)
+        self.last, self._ended_at = record, now
+        self._parts = mean_parts([r.time_parts for r in reports.values()])
+        self._speeds.append((now, record.num_samples))
+        values = {
+            "train/lr": record.lr,
+            "train/epoch": record.epoch,
+            "center/distance": record.distance,
+            "workers/count": record.num_workers,
+            "workers/generation": record.generation,
+            "exchange/count": record.round,
+            "exchange/seconds": record.exchange_s,
+            "exchange/bytes": record.exchange_bytes,
+            "exchange/communication_share": communication_share(self._parts),
+        }
+        if now > before_s:
+            values["throughput/samples_per_s"] = (record.num_samples - before) / (now - before_s)
+        if not math.isnan(record.loss):
+            values["train/loss"] = record.loss
+        values |= {f"time/{part}": seconds for part, seconds in self._parts.items()}
+        self._writer.scalars(values, num_samples=record.num_samples)
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """Write the scores of the center."""
+        self.score = evaluated
+        values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
+        self._writer.scalars(values, num_samples=evaluated.num_samples)
+
+    def checkpoint(self, collected: Collected) -> None:
+        """Write a checkpoint in a thread of its own."""
+        self._raise_if_failed()
+        self._writing.append(self._pool.submit(self._write, collected, self.seconds))
+
+    def _write(self, collected: Collected, seconds: float) -> None:
+        self._store.write(checkpoint_of(collected, self._flat, seconds=seconds))
+        self._writer.flush()
+        self._after_checkpoint()
+
+    def _raise_if_failed(self) -> None:
+        for future in [f for f in self._writing if f.done()]:
+            self._writing.remove(future)
+            future.result()
+
+    def show(self, state: State, num_workers: int) -> None:
+        """Refresh the terminal."""
+        self._raise_if_failed()
+        self._progress.update(self._view(state, num_workers))
+
+    def _view(self, state: State, num_workers: int) -> ProgressView:
+        training, last = self._config.training, self.last
+        num_samples, local_step = self._num_samples, last.local_step if last else 0
+        if training.steps is not None:
+            share_done = local_step / training.steps
+        else:
+            assert training.num_epochs is not None
+            share_done = num_samples / (training.num_epochs * self._num_train)
+        return ProgressView(
+            state=state.value,
+            elapsed_s=time.monotonic() - self._opened_at,
+            epoch=num_samples / self._num_train,
+            num_epochs=training.num_epochs,
+            num_steps=training.steps,
+            local_step=local_step,
+            num_samples=num_samples,
+            share_done=min(1.0, share_done),
+            samples_per_s=self._recent_speed(),
+            train_loss=last.loss if last and not math.isnan(last.loss) else None,
+            center_accuracy=self.score.metrics.get("accuracy") if self.score else None,
+            num_workers=num_workers,
+            wanted_workers=self._config.scaling.wanted(),
+            generation=last.generation if last else 0,
+            communication_share=communication_share(self._parts) if last else None,
+        )
+
+    def _recent_speed(self) -> float | None:
+        if len(self._speeds) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._speeds[0], self._speeds[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else None
+
+    def figures(self) -> dict[str, Any]:
+        """Return what ``result.json`` says of the training."""
+        metrics = self.score.metrics if self.score else {}
+        return {
+            "center_accuracy": metrics.get("accuracy"),
+            "center_loss": metrics.get("loss"),
+            "samples": self._num_samples,
+            "seconds": self.seconds,
+            "samples_per_s": self.samples_per_s,
+            "communication_share": communication_share(self._parts),
+            "time_parts": self._parts,
+            "rounds": self.last.round if self.last else self._start.round,
+            "workers": self.last.num_workers if self.last else 0,
+        }
+
+    def close(self) -> None:
+        """Finish what is being written.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+        """
+        self._pool.shutdown(wait=True)
+        self._progress.close()
+        self._writer.close()
+        self._raise_if_failed()

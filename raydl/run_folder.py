@@ -1,0 +1,151 @@
+"""The folder of a run: configuration, events, checkpoints, result.
+
+    runs/NAME/
+        config.json           all settings, package versions, commit
+        events.out.tfevents…  for TensorBoard
+        checkpoints/          see raydl.checkpoint
+        center.safetensors    the trained weights, once the run has finished
+        result.json           its figures
+
+Without ``storage_path`` this is all there is. With it, checkpoints go there at once, the
+other files whenever a checkpoint is written, and the local folder holds the events.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from raydl.config import TrainConfig, from_dict, to_dict
+from raydl.errors import CheckpointError, ConfigError
+from raydl.storage import Storage
+
+_PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
+_MUST_STAY = ("data", "model", "training.seed", "training.batch_size", "method.name")
+
+
+class RunFolder:
+    """Where one run reads and writes.
+
+    Args:
+        config: names the folder, or leaves it to be named by method, model and time.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        default = f"runs/{config.method.name}-{config.model}-{stamp}"
+        self.path = Path(config.run.run_dir or default)
+        self.is_remote = config.run.storage_path is not None
+        self.root = (
+            f"{config.run.storage_path.rstrip('/')}/{self.path.name}"
+            if config.run.storage_path is not None
+            else str(self.path)
+        )
+        self.storage = Storage(self.root)
+
+    def open_new(self) -> None:
+        """Make the folder for a run that begins.
+
+        Raises:
+            ConfigError: it holds a run already, or can not be written.
+        """
+        if self.storage.exists("config.json"):
+            raise ConfigError(
+                "run.run_dir", f"{self.root} already holds a run; add --resume, or name another"
+            )
+        self._make()
+
+    def open_again(self, config: TrainConfig) -> None:
+        """Open the folder of a run to go on with.
+
+        Raises:
+            CheckpointError: no run is there.
+            ConfigError: a setting that must not change did, or the folder can not be written.
+        """
+        before, now = _dotted(to_dict(self.read_config())), _dotted(to_dict(config))
+        for name in _MUST_STAY:
+            if before[name] != now[name]:
+                raise ConfigError(
+                    name, f"is {now[name]} but the run began with {before[name]}; keep it to resume"
+                )
+        if self.is_remote and not self.path.exists():
+            self.storage.download("", str(self.path))
+        self._make()
+
+    def _make(self) -> None:
+        setting = "run.storage_path" if self.is_remote else "run.run_dir"
+        self.storage.probe(setting)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("run.run_dir", f"{self.path} can not be made: {error}") from error
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write all settings with the versions of what runs them."""
+        values = {"config": to_dict(config), "versions": _versions(), "commit": _commit()}
+        self.storage.write_bytes("config.json", json.dumps(values, indent=2).encode())
+
+    def read_config(self) -> TrainConfig:
+        """Return the settings that the run began with.
+
+        Raises:
+            CheckpointError: no run is there.
+        """
+        try:
+            values = json.loads(self.storage.read_bytes("config.json"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(self.root, f"no run is there: {error}") from error
+        return from_dict(TrainConfig, values["config"])
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Write the figures of the run."""
+        self.storage.write_bytes("result.json", json.dumps(result, indent=2).encode())
+
+    def publish_events(self) -> None:
+        """Copy the local event files to where the run is kept, if that is elsewhere."""
+        if self.is_remote:
+            self.storage.upload(str(self.path), "")
+
+
+def open_run(path: str) -> RunFolder:
+    """Return the folder of a run that is there, from its path or URI."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    from raydl.config import RunConfig  # the only field that matters here
+
+    storage = parent if "://" in path else None
+    run = RunConfig(run_dir=name if storage else path, storage_path=storage)
+    return RunFolder(TrainConfig(run=run))
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _dotted(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _commit() -> str | None:
+    """Return the commit of raydl's own sources, if they lie in a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,360 @@
+"""The trainer: checks everything, starts the processes, runs the controller to its end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save as save_tensors
+
+from raydl.center import Snapshot
+from raydl.checkpoint import CheckpointStore
+from raydl.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ExchangeConfig,
+    MethodConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+    to_dict,
+)
+from raydl.controller import Controller, State
+from raydl.crew import Crew, LocalCrew
+from raydl.data import Batches, Dataset, Normalizer, load
+from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
+from raydl.flat import FlatModel
+from raydl.ledger import Ledger
+from raydl.methods import resolve
+from raydl.metrics import TensorBoardWriter, config_as_markdown
+from raydl.progress import make_progress
+from raydl.recorder import RunRecorder, snapshot_of
+from raydl.run_folder import RunFolder
+from raydl.task import Classification, DataShape, Task, evaluate
+from raydl.worker import Job, Outcome
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. The words are Ray Train's."""
+
+    metrics: dict[str, Any]
+    """The figures of ``result.json``."""
+    path: str
+    """The run's folder."""
+    checkpoint: str
+    """The newest checkpoint."""
+    stopped_by: str
+    """What ended the run before its time; empty if it finished."""
+
+
+class Trainer:
+    """Trains a task on data with workers that come and go.
+
+    Args:
+        task: what is learned, or the name of a model to classify with.
+        data: anything :func:`raydl.data.load` knows, or a loaded dataset.
+        method: a named method, or its settings.
+        training: epochs or steps, batch size, seed.
+        optimizer: the local step.
+        scaling: the workers.
+        run: the run's folder.
+        checkpoint: when checkpoints are written.
+        evaluation: when the center is scored.
+        exchange: how replicas and center exchange.
+    """
+
+    def __init__(
+        self,
+        task: Task | str = "lenet",
+        data: Dataset | str = "digits",
+        *,
+        method: MethodConfig | str = "sync-easgd",
+        training: TrainingConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        scaling: ScalingConfig | None = None,
+        run: RunConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        evaluation: EvaluationConfig | None = None,
+        exchange: ExchangeConfig | None = None,
+    ) -> None:
+        self.task = Classification(task) if isinstance(task, str) else task
+        self.data = data
+        self.config = TrainConfig(
+            data=data if isinstance(data, str) else data.source,
+            model=self.task.name,
+            method=MethodConfig(name=method) if isinstance(method, str) else method,
+            training=training or TrainingConfig(),
+            optimizer=optimizer or OptimizerConfig(),
+            scaling=scaling or ScalingConfig(),
+            run=run or RunConfig(),
+            checkpoint=checkpoint or CheckpointConfig(),
+            evaluation=evaluation or EvaluationConfig(),
+            exchange=exchange or ExchangeConfig(),
+        )
+
+    @classmethod
+    def from_config(cls, config: TrainConfig) -> Trainer:
+        """Return the trainer that these settings describe."""
+        trainer = cls(config.model, config.data)
+        trainer.config = config
+        return trainer
+
+    def fit(self) -> Result:
+        """Train to the end and return the figures.
+
+        Raises:
+            RaydlError: a setting, the data or the model is wrong (before any actor starts),
+                or the run could not go on.
+            Exception: what the task's own code raised, with its own traceback.
+        """
+        config = self.config
+        resolve(config.method, config.optimizer)
+        dataset = self._load_data()
+        shape = DataShape(dataset.train.image_shape, dataset.train.num_classes)
+        flat = self._try_model(dataset, shape)
+        folder = RunFolder(config)
+        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
+        start = _Start.open(config, folder, store, flat, num_samples=dataset.train.num_samples)
+        crew = _make_crew(Job(config, self.task, shape), dataset)
+        try:
+            return self._run(crew, folder, store, flat, start)
+        finally:
+            crew.close()
+
+    def _load_data(self) -> Dataset:
+        if isinstance(self.data, Dataset):
+            return self.data
+        return load(self.data, seed=self.config.training.seed)
+
+    def _try_model(self, dataset: Dataset, shape: DataShape) -> FlatModel:
+        """Build the initial model and try one batch, before any process starts."""
+        torch.manual_seed(self.config.training.seed)
+        model = self.task.build_model(shape)
+        flat = FlatModel(model, name=self.task.name)
+        weights, buffers = flat.weights.clone(), flat.buffers.clone()
+        batches = Batches(dataset.train, Normalizer.of(dataset.train))
+        batch = batches.batch(np.arange(min(2, dataset.train.num_samples)))
+        try:
+            with torch.no_grad():
+                loss = self.task.loss(model, batch)
+        except (RuntimeError, IndexError) as error:
+            size = "x".join(map(str, shape.image_shape))
+            problem = f"does not take {size} pictures of {shape.num_classes} classes: {error}"
+            raise ShapeError(self.task.name, problem) from error
+        if loss.shape != ():
+            raise ShapeError(
+                self.task.name, f"the loss must be one number, it has shape {list(loss.shape)}"
+            )
+        flat.weights.copy_(weights)
+        flat.buffers.copy_(buffers)
+        return flat
+
+    def _run(
+        self,
+        crew: Crew,
+        folder: RunFolder,
+        store: CheckpointStore,
+        flat: FlatModel,
+        start: _Start,
+    ) -> Result:
+        config = self.config
+        snapshot = start.snapshot
+        purge_after = snapshot.num_samples if config.run.resume else None
+        recorder = RunRecorder(
+            config,
+            num_train=snapshot.ledger["num_samples"],
+            start=snapshot,
+            seconds_before=start.seconds,
+            writer=TensorBoardWriter(str(folder.path), purge_after=purge_after),
+            progress=make_progress(config.run.progress),
+            store=store,
+            flat=flat,
+            after_checkpoint=folder.publish_events,
+        )
+        try:
+            folder.write_config(config)
+            recorder.describe(config_as_markdown(to_dict(config)))
+            for sentence in start.sentences:
+                recorder.event(sentence)
+            crew.open(snapshot)
+            controller = Controller(
+                crew,
+                config,
+                recorder,
+                first_round=snapshot.round,
+                first_generation=snapshot.generation,
+                own_states=start.own_states,
+            )
+            with _stop_on_signal(controller):
+                while not controller.step():
+                    pass
+        finally:
+            recorder.close()
+        return _finish(controller, recorder, folder, store)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a run begins, or goes on."""
+
+    snapshot: Snapshot
+    own_states: dict[str, Any]
+    seconds: float
+    sentences: list[str]
+
+    @classmethod
+    def open(
+        cls,
+        config: TrainConfig,
+        folder: RunFolder,
+        store: CheckpointStore,
+        flat: FlatModel,
+        *,
+        num_samples: int,
+    ) -> _Start:
+        """Open the run's folder and return the start it holds, or a new one."""
+        if not config.run.resume:
+            folder.open_new()
+            return cls(_first_snapshot(flat, num_samples), {}, 0.0, [])
+        folder.open_again(config)
+        checkpoint, sentences = store.read()
+        snapshot = snapshot_of(checkpoint, flat)
+        if snapshot.ledger["num_samples"] != num_samples:
+            raise ConfigError(
+                "data",
+                f"has {num_samples} training samples, the run began with "
+                f"{snapshot.ledger['num_samples']}",
+            )
+        if _is_complete(config, snapshot):
+            raise ConfigError(
+                "run.resume",
+                f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
+                f"raise training.epochs or training.steps to train on",
+            )
+        sentences.append(f"resuming from round {snapshot.round} in {folder.root}")
+        return cls(snapshot, checkpoint.workers, checkpoint.seconds, sentences)
+
+
+def _is_complete(config: TrainConfig, snapshot: Snapshot) -> bool:
+    training = config.training
+    if training.steps is not None:
+        return snapshot.local_step >= training.steps
+    assert training.num_epochs is not None
+    return snapshot.epoch >= training.num_epochs
+
+
+def _first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
+    return Snapshot(
+        round=0,
+        generation=0,
+        epoch=0,
+        num_samples=0,
+        local_step=0,
+        version=0,
+        weights=flat.weights.detach().numpy().copy(),
+        buffers=flat.buffers.detach().numpy().copy(),
+        optimizer={},
+        ledger=Ledger(num_samples).state_dict(),
+    )
+
+
+def _make_crew(job: Job, dataset: Dataset) -> Crew:
+    scaling = job.config.scaling
+    if scaling.max_workers == 0:
+        return LocalCrew(job, dataset)
+    from raydl.actors import RayCrew, workers_that_fit
+    from raydl.ray_session import connect
+
+    is_ours = connect()
+    fit = workers_that_fit(scaling)
+    if is_ours and fit < scaling.min_workers:
+        raise ResourceError(
+            f"scaling.num_workers asks for {scaling.min_workers} workers with "
+            f"{scaling.resources()} each, this machine holds {fit}; lower it, or "
+            f"--cpus-per-worker"
+        )
+    return RayCrew(job, dataset)
+
+
+@contextmanager
+def _stop_on_signal(controller: Controller) -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into a stop with a checkpoint; the second ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        signal.signal(number, signal.default_int_handler)
+        controller.request_stop(name)
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _finish(
+    controller: Controller, recorder: RunRecorder, folder: RunFolder, store: CheckpointStore
+) -> Result:
+    assert controller.state is State.DONE
+    is_stopped = controller.outcome is Outcome.STOPPED
+    metrics = {
+        **recorder.figures(),
+        "generations": controller.num_generations,
+        "stopped_by": controller.stop_reason if is_stopped else "",
+    }
+    names = store.names()
+    if names and not is_stopped:
+        center, _ = store.read_center()
+        folder.storage.write_bytes("center.safetensors", save_tensors(center))
+    folder.write_result(metrics)
+    folder.publish_events()
+    newest = f"{folder.root}/checkpoints/{names[-1]}" if names else ""
+    return Result(metrics, folder.root, newest, metrics["stopped_by"])
+
+
+def score_run(path: str, *, data: str | None = None) -> dict[str, float]:
+    """Return the metrics of a run's newest center on its test set.
+
+    Args:
+        path: the run's folder, a path or URI.
+        data: another source than the run's own.
+
+    Raises:
+        CheckpointError: no run or no checkpoint is there.
+        DataError: the data can not be read or are of another kind.
+    """
+    from raydl.run_folder import open_run
+
+    folder = open_run(path)
+    config = folder.read_config()
+    center, _ = CheckpointStore(folder.storage).read_center()
+    dataset = load(data or config.data, seed=config.training.seed)
+    task = Classification(config.model)
+    torch.set_num_threads(1)
+    model = task.build_model(DataShape(dataset.train.image_shape, dataset.train.num_classes))
+    try:
+        model.load_state_dict(center)
+    except RuntimeError as error:
+        raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
+    test = Batches(dataset.test, Normalizer.of(dataset.train))
+    return evaluate(
+        task,
+        model,
+        lambda first, last: test.batch(np.arange(first, last)),
+        num_samples=test.num_samples,
+        batch_size=config.evaluation.batch_size,
+    )
