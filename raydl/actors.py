@@ -98,7 +98,7 @@ class WorkerActor:
             outcome = Outcome.GO_ON
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
-            return outcome, self._worker.report().round
+            return outcome, self._worker.round
         finally:
             group.close()
 

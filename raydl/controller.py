@@ -340,7 +340,9 @@ class Controller:
             self._checkpoints.collecting = True
             self._crew.collect(self._round, run.membership.worker_ids)
         is_scored = self.outcome is Outcome.STOPPED or self._evaluated >= self._round
-        if self._is_collected and is_scored:
+        lead = run.reports.get(run.membership.worker_ids[0])
+        is_told = lead is not None and lead.round >= self._round
+        if self._is_collected and is_scored and is_told:
             self._enter(State.DONE)
 
     @property

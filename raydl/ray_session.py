@@ -20,6 +20,9 @@ def connect() -> bool:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.WARNING)
         return False
+    # A cluster's processes and its clients must agree on authentication; left unset, only
+    # the processes default to tokens.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Ray asks for this choice aloud at every start; raydl's zero-GPU actors want the new one.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)

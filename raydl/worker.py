@@ -308,6 +308,11 @@ class Worker:
             return Outcome.STOPPED
         return Outcome.REGROUP if sums.regroup > 0 else Outcome.GO_ON
 
+    @property
+    def round(self) -> int:
+        """Rounds completed since the run began."""
+        return self._exchange.round if self._center else 0
+
     # what others ask for
 
     def vote(self, **votes: float) -> None:
@@ -319,7 +324,7 @@ class Worker:
         records, self._books.records = self._books.records, []
         return WorkerReport(
             worker_id=self.worker_id,
-            round=self._exchange.round if self._center else 0,
+            round=self.round,
             records=tuple(records),
             kept=tuple(self._kept),
             time_parts=self.parts.as_dict(),
