@@ -83,8 +83,8 @@ class Center:
             set_lr(self._optimizer, lr)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the state of the optimizer at the center, or an empty dict."""
-        return self._optimizer.state_dict() if self._optimizer else {}
+        """Return a copy of the state of the optimizer at the center, or an empty dict."""
+        return copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {}
 
     def load(
         self, weights: Tensor, buffers: Tensor, *, version: int, optimizer: dict[str, Any]
@@ -94,13 +94,25 @@ class Center:
         self.buffers.copy_(buffers)
         self.version = version
         if self._optimizer and optimizer:
-            self._optimizer.load_state_dict(optimizer)
+            # torch keeps the tensors it is given; a snapshot is shared with others.
+            self._optimizer.load_state_dict(copied_to_cpu(optimizer))
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def copied_to_cpu(value: Any) -> Any:
+    """Return nested dicts and lists with copies of all tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {k: copied_to_cpu(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [copied_to_cpu(v) for v in value]
+    return value
 
 
 class SnapshotShelf:

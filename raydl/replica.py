@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from raydl.center import Center, set_lr
+from raydl.center import Center, copied_to_cpu, set_lr
 from raydl.config import OptimizerConfig
 from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
@@ -214,7 +214,7 @@ class Replica:
             "weights": self.flat.weights.detach().cpu().clone(),
             "buffers": self.flat.buffers.detach().cpu().clone(),
             "gradients": self.flat.gradients.detach().cpu().clone(),
-            "optimizer": _to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
+            "optimizer": copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
             "distance_squared": self.distance_squared,
         }
 
@@ -224,16 +224,5 @@ class Replica:
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])
         if self._optimizer and state["optimizer"]:
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._optimizer.load_state_dict(copied_to_cpu(state["optimizer"]))
         self.distance_squared = state["distance_squared"]
-
-
-def _to_cpu(value: Any) -> Any:
-    """Return nested values with copies of all tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {k: _to_cpu(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_to_cpu(v) for v in value]
-    return value

@@ -1,0 +1,141 @@
+"""What several tests share: a tiny job, and workers run in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raydl.center import Snapshot
+from raydl.config import TrainConfig
+from raydl.data import Batches, ImageSet, Normalizer
+from raydl.exchange.local import LocalGroup
+from raydl.flat import FlatModel
+from raydl.ledger import Ledger
+from raydl.membership import Membership
+from raydl.task import Classification, DataShape
+from raydl.worker import Job, Outcome, Worker
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = DataShape((1, 4, 4), 3)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def root() -> Path:
+    return ROOT
+
+
+def tiny_images(num_samples: int = 24, *, seed: int = 0) -> ImageSet:
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 3, num_samples)
+    images = random.integers(0, 256, (num_samples, 1, 4, 4), dtype=np.uint8)
+    images[np.arange(num_samples), 0, labels, labels] = 255
+    return ImageSet(images, labels, ("0", "1", "2"))
+
+
+def linear(image_shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(image_shape[1] * image_shape[2], num_classes)
+    )
+
+
+class Ensemble:
+    """p workers of one job in threads of this process."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        num_workers: int,
+        images: ImageSet | None = None,
+        model: Callable[..., torch.nn.Module] = linear,
+    ) -> None:
+        images = images or tiny_images()
+        task = Classification(model)
+        torch.manual_seed(config.training.seed)
+        self.flat = FlatModel(task.build_model(SHAPE))
+        self.published: dict[int, Snapshot] = {}
+        self.first = first_snapshot(self.flat, images.num_samples)
+        self.batches = Batches(images, Normalizer.of(images))
+        job = Job(config, task, SHAPE)
+        self.workers = [
+            Worker(job, f"w{i}", batches=self.batches, publish=self._publish)
+            for i in range(num_workers)
+        ]
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self.published[snapshot.round] = snapshot
+
+    def join(
+        self, snapshot: Snapshot | None = None, states: dict[str, Any] | None = None
+    ) -> Ensemble:
+        membership = Membership(1, tuple(w.worker_id for w in self.workers))
+        group = LocalGroup(len(self.workers), timeout_s=5.0)
+        for rank, worker in enumerate(self.workers):
+            own = (states or {}).get(worker.worker_id)
+            worker.join(membership, group.member(rank), snapshot or self.first, own)
+        return self
+
+    def run(self, rounds: int | None = None) -> list[Outcome]:
+        """Run all workers for some rounds, or to their end; raise what any of them raised."""
+        outcomes: dict[int, Outcome] = {}
+        errors: list[Exception] = []
+
+        def loop(rank: int) -> None:
+            try:
+                done = 0
+                outcome = Outcome.GO_ON
+                while outcome is Outcome.GO_ON and (rounds is None or done < rounds):
+                    outcome = self.workers[rank].run_round()
+                    done += 1
+                outcomes[rank] = outcome
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=loop, args=(i,)) for i in range(len(self.workers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        if errors:
+            raise errors[0]
+        return [outcomes[rank] for rank in range(len(self.workers))]
+
+    @property
+    def newest(self) -> Snapshot:
+        return self.published[max(self.published)]
+
+
+def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
+    return Snapshot(
+        round=0,
+        generation=0,
+        epoch=0,
+        num_samples=0,
+        local_step=0,
+        version=0,
+        weights=flat.weights.numpy().copy(),
+        buffers=flat.buffers.numpy().copy(),
+        optimizer={},
+        ledger=Ledger(num_samples).state_dict(),
+    )
+
+
+@pytest.fixture
+def ensemble() -> type[Ensemble]:
+    return Ensemble
+
+
+@pytest.fixture
+def images() -> ImageSet:
+    return tiny_images()
