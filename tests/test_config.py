@@ -1,0 +1,124 @@
+"""A wrong setting is told by its dotted name, its limit and its value."""
+
+import dataclasses
+import json
+
+import pytest
+
+from raydl.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ExchangeConfig,
+    MethodConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+    from_dict,
+    to_dict,
+)
+from raydl.errors import ConfigError, UnknownNameError
+from raydl.methods import METHODS, resolve
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: MethodConfig(beta=1.8), "method.beta must be in (0, 1], got 1.8"),
+        (lambda: MethodConfig(beta=0.0), "method.beta must be in (0, 1], got 0.0"),
+        (lambda: MethodConfig(beta=float("nan")), "method.beta must be in (0, 1], got nan"),
+        (lambda: MethodConfig(period=0), "method.period must be 1 or more, got 0"),
+        (lambda: OptimizerConfig(lr=-1), "optimizer.lr must be a positive number, got -1"),
+        (lambda: OptimizerConfig(momentum=1.0), "optimizer.momentum must be in [0, 1), got 1.0"),
+        (
+            lambda: OptimizerConfig(weight_decay=-0.1),
+            "optimizer.weight_decay must be 0 or more, got -0.1",
+        ),
+        (lambda: TrainingConfig(epochs=0), "training.epochs must be 1 or more, got 0"),
+        (lambda: TrainingConfig(steps=0), "training.steps must be 1 or more, got 0"),
+        (
+            lambda: TrainingConfig(epochs=1, steps=1),
+            "training.epochs and training.steps exclude each other; give one",
+        ),
+        (lambda: TrainingConfig(batch_size=0), "training.batch_size must be 1 or more, got 0"),
+        (lambda: TrainingConfig(seed=-1), "training.seed must be in [0, 2^63), got -1"),
+        (lambda: ScalingConfig(num_workers=-1), "scaling.num_workers must be 0 or more, got -1"),
+        (
+            lambda: ScalingConfig(num_workers=(3, 2)),
+            "scaling.num_workers must be MIN:MAX with MIN <= MAX, got 3:2",
+        ),
+        (
+            lambda: ScalingConfig(num_workers=(0, 2)),
+            "scaling.num_workers must be 0, or MIN:MAX from 1 up, got 0:2",
+        ),
+        (
+            lambda: ScalingConfig(cpus_per_worker=-1),
+            "scaling.cpus_per_worker must be 0 or more, got -1",
+        ),
+        (
+            lambda: RunConfig(progress="loud"),
+            "run.progress must be one of auto, panel, plain, none, got loud",
+        ),
+        (lambda: RunConfig(resume=True), "run.resume needs run.run_dir: the run to go on with"),
+        (lambda: CheckpointConfig(keep=0), "checkpoint.keep must be 1 or more, got 0"),
+        (
+            lambda: CheckpointConfig(every_s=0),
+            "checkpoint.every_s must be a positive number of seconds, got 0",
+        ),
+        (
+            lambda: EvaluationConfig(every_epochs=0),
+            "evaluation.every_epochs must be 1 or more, got 0",
+        ),
+        (
+            lambda: ExchangeConfig(timeout_s=0),
+            "exchange.timeout_s must be a positive number of seconds, got 0",
+        ),
+    ],
+)
+def test_a_value_out_of_range_is_refused(make, sentence):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value) == sentence
+
+
+def test_unknown_methods_and_schedules_list_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean sync-easgd or"):
+        resolve(MethodConfig(name="sync-eagsd"), OptimizerConfig())
+    with pytest.raises(UnknownNameError, match="did you mean cosine"):
+        OptimizerConfig(schedule="cosin")
+
+
+def test_nesterov_without_momentum_is_refused():
+    with pytest.raises(ConfigError, match=r"nesterov needs momentum; sync-sgd has none"):
+        resolve(MethodConfig(name="sync-sgd"), OptimizerConfig(nesterov=True))
+
+
+def test_the_users_settings_win_over_the_methods_own():
+    method = resolve(
+        MethodConfig(name="sync-measgd", period=3), OptimizerConfig(momentum=0.5, lr=0.2)
+    )
+    assert (method.period, method.optimizer.momentum, method.optimizer.lr) == (3, 0.5, 0.2)
+    own = resolve(MethodConfig(name="sync-measgd"), OptimizerConfig())
+    assert (own.period, own.optimizer.momentum) == (10, METHODS["sync-measgd"].momentum)
+
+
+def test_settings_survive_json():
+    config = TrainConfig(
+        scaling=ScalingConfig(num_workers=(2, 8), resources_per_worker={"spot": 1.0}),
+        method=MethodConfig(beta=0.5),
+    )
+    assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_a_setting_of_another_version_is_named():
+    with pytest.raises(ConfigError, match="gamma is no setting of MethodConfig"):
+        from_dict(MethodConfig, {"gamma": 1})
+
+
+def test_every_setting_is_frozen_and_keyword_only():
+    for field in dataclasses.fields(TrainConfig):
+        section = getattr(TrainConfig(), field.name)
+        if dataclasses.is_dataclass(section):
+            assert section.__dataclass_params__.frozen
+            assert section.__dataclass_params__.kw_only

@@ -1,0 +1,314 @@
+"""Every kind of input, and what is said of input that is broken."""
+
+import gzip
+import io
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from raydl.data import Batches, ImageSet, Normalizer, channel_statistics, load
+from raydl.errors import DataError, UnknownNameError
+
+
+def png(pixels):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def pictures(count, shape=(5, 6), seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+def write_parquet(path, images, labels, names=None):
+    encoded = [x if isinstance(x, bytes) else png(x) for x in images]
+    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    table = pa.table(
+        {
+            "image": pa.array([{"bytes": x, "path": None} for x in encoded], image),
+            "label": pa.array(labels, pa.int64()),
+        }
+    )
+    if names:
+        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+        table = table.replace_schema_metadata({b"huggingface": json.dumps(features)})
+    pq.write_table(table, path)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A folder in the hub's layout with 12 training and 4 test pictures."""
+    write_parquet(tmp_path / "train-00000-of-00002.parquet", pictures(8), [0, 1] * 4, ["a", "b"])
+    write_parquet(tmp_path / "train-00001-of-00002.parquet", pictures(4), [1] * 4, ["a", "b"])
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", pictures(4), [0] * 4, ["a", "b"])
+    return tmp_path
+
+
+def test_the_bundled_digits_are_all_there():
+    digits = load("digits")
+    assert (digits.train.num_samples, digits.test.num_samples) == (1438, 359)
+    assert digits.train.image_shape == (1, 8, 8)
+    assert digits.train.num_classes == 10
+    assert digits.train.images.max() == 255
+
+
+def test_a_folder_a_glob_and_a_uri_of_parquet_are_the_same(hub):
+    sources = [str(hub), f"{hub}/*.parquet", hub.as_uri()]
+    first, *others = [load(source) for source in sources]
+    assert first.train.images.shape == (12, 1, 5, 6)
+    assert np.array_equal(first.train.images[:8, 0], pictures(8))
+    assert first.train.class_names == ("a", "b")
+    for other in others:
+        assert np.array_equal(first.train.images, other.train.images)
+        assert np.array_equal(first.test.labels, other.test.labels)
+
+
+def test_one_parquet_file_is_split_by_the_seed(hub):
+    path = str(hub / "train-00000-of-00002.parquet")
+    write_parquet(path, pictures(40), list(range(4)) * 10)
+    first, again, other = load(path, seed=1), load(path, seed=1), load(path, seed=2)
+    assert (first.train.num_samples, first.test.num_samples) == (36, 4)
+    assert np.array_equal(first.test.images, again.test.images)
+    assert not np.array_equal(first.test.images, other.test.images)
+
+
+def test_colour_pictures_come_channels_first(tmp_path):
+    write_parquet(tmp_path / "train-0.parquet", pictures(4, (5, 6, 3)), [0, 1, 0, 1])
+    write_parquet(tmp_path / "test-0.parquet", pictures(2, (5, 6, 3)), [0, 1])
+    images = load(str(tmp_path)).train.images
+    assert images.shape == (4, 3, 5, 6)
+    assert np.array_equal(images[0].transpose(1, 2, 0), pictures(4, (5, 6, 3))[0])
+
+
+def idx(array):
+    return (
+        bytes((0, 0, 8, array.ndim))
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_idx_files_are_read_plain_and_packed(tmp_path, ending):
+    pack = gzip.compress if ending else bytes
+    for part, count in (("train", 6), ("t10k", 2)):
+        labels = np.arange(count, dtype=np.uint8) % 2
+        (tmp_path / f"{part}-images-idx3-ubyte{ending}").write_bytes(pack(idx(pictures(count))))
+        (tmp_path / f"{part}-labels-idx1-ubyte{ending}").write_bytes(pack(idx(labels)))
+    data = load(str(tmp_path))
+    assert np.array_equal(data.train.images[:, 0], pictures(6))
+    assert data.test.labels.tolist() == [0, 1]
+
+
+def test_cifar_binary_batches_are_read(tmp_path):
+    rows = pictures(4, (3073,))
+    rows[:, 0] = [3, 1, 9, 0]
+    (tmp_path / "data_batch_1.bin").write_bytes(rows[:2].tobytes())
+    (tmp_path / "data_batch_2.bin").write_bytes(rows[2:].tobytes())
+    (tmp_path / "test_batch.bin").write_bytes(rows[:1].tobytes())
+    (tmp_path / "batches.meta.txt").write_text("\n".join("abcdefghij"))
+    data = load(str(tmp_path))
+    assert data.train.labels.tolist() == [3, 1, 9, 0]
+    assert data.train.images.shape == (4, 3, 32, 32)
+    assert data.train.class_names[9] == "j"
+
+
+def test_npz_arrays_are_read_in_either_channel_order(tmp_path):
+    colour = pictures(4, (5, 6, 3))
+    y = np.array([0, 1, 0, 1])
+    np.savez(tmp_path / "a.npz", x_train=colour, y_train=y, x_test=colour[:2], y_test=y[:2])
+    assert load(str(tmp_path / "a.npz")).train.image_shape == (3, 5, 6)
+    np.savez(tmp_path / "b.npz", images=pictures(20), labels=np.arange(20) % 2)
+    assert load(str(tmp_path / "b.npz")).test.num_samples == 2
+
+
+def test_a_folder_of_class_folders_is_read(tmp_path):
+    for part in ("train", "test"):
+        for number, name in enumerate(("cat", "dog")):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for k in range(3):
+                (folder / f"{k}.png").write_bytes(png(pictures(1, seed=number)[0]))
+    data = load(str(tmp_path))
+    assert data.train.class_names == ("cat", "dog")
+    assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_synthetic_data_is_seeded_and_sized_as_asked():
+    data = load("synthetic:40x3x8x9x5", seed=1)
+    assert data.train.images.shape == (40, 3, 8, 9)
+    assert data.train.num_classes == 5
+    assert np.array_equal(data.train.images, load("synthetic:40x3x8x9x5", seed=1).train.images)
+
+
+def test_mnist_from_the_shared_folder(root):
+    source = root.parent / "shared/data/mnist"
+    if not source.is_dir():
+        pytest.skip("needs the MNIST Parquet files beside the checkout, in ../shared/data/mnist")
+    data = load(str(source))
+    assert (data.train.num_samples, data.test.num_samples) == (60_000, 10_000)
+    assert data.train.image_shape == (1, 28, 28)
+    assert sorted(set(data.train.labels.tolist())) == list(range(10))
+
+
+def test_normalised_pictures_have_mean_0_and_deviation_1():
+    images = ImageSet(pictures(50)[:, None], np.zeros(50, np.int64), ("0",))
+    batch, labels = Batches(images, Normalizer.of(images)).batch(np.arange(50))
+    assert batch.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    assert abs(batch.mean().item()) < 1e-5
+    assert abs(batch.std(correction=0).item() - 1) < 1e-5
+
+
+def test_statistics_by_hand_and_of_a_constant_channel():
+    images = np.zeros((2, 2, 1, 1), np.uint8)
+    images[1, 0] = 255
+    mean, std = channel_statistics(images)
+    assert mean.tolist() == [0.5, 0.0]
+    assert std.tolist() == [0.5, 1.0]
+
+
+def test_read_only_memory_makes_batches_without_a_copy_of_the_whole():
+    images = ImageSet(pictures(9)[:, None], np.zeros(9, np.int64), ("0",))
+    images.images.setflags(write=False)
+    images.labels.setflags(write=False)
+    batches = Batches(images, Normalizer.of(images))
+    assert batches.batch(np.array([8, 0]))[0].shape == (2, 1, 5, 6)
+    assert batches.batch(np.empty(0, np.int64))[0].shape == (0, 1, 5, 6)
+
+
+def broken(tmp_path, case):
+    """Write one kind of broken input and return its source."""
+    path = tmp_path / "train-0.parquet"
+    good = pictures(12)
+    if case == "missing":
+        return "no/such/folder"
+    if case == "empty folder":
+        return str(tmp_path)
+    if case == "truncated parquet":
+        write_parquet(path, good, [0] * 12)
+        path.write_bytes(path.read_bytes()[:200])
+    elif case == "empty parquet":
+        write_parquet(path, [], [])
+    elif case == "no label column":
+        pq.write_table(pa.table({"image": [b"x"], "class": [1]}), path)
+    elif case == "null label":
+        write_parquet(path, good[:3], [0, None, 1])
+    elif case == "negative label":
+        write_parquet(path, good, [0] * 5 + [-1] + [0] * 6)
+    elif case == "label beyond the names":
+        write_parquet(path, good, [0] * 11 + [7], ["a", "b"])
+    elif case == "broken picture":
+        write_parquet(path, [png(good[0]), png(good[1])[:60], *map(png, good[2:])], [0] * 12)
+    elif case == "no picture":
+        write_parquet(path, [b"not a picture"] * 12, [0] * 12)
+    elif case == "two sizes":
+        write_parquet(path, [*good[:11], pictures(1, (7, 7))[0]], [0] * 12)
+    elif case == "test of another size":
+        write_parquet(path, good, [0] * 12)
+        write_parquet(tmp_path / "test-0.parquet", pictures(2, (7, 7)), [0, 0])
+    elif case == "too few to split":
+        write_parquet(path, good[:5], [0] * 5)
+    elif case.startswith("idx"):
+        images = idx(good)
+        images = {
+            "idx cut off": images[:-7],
+            "idx magic": b"\0\0\x0d\3" + images[4:],
+            "idx labels": images,
+            "idx without test": images,
+        }[case]
+        labels = np.zeros(11 if case == "idx labels" else 12, np.uint8)
+        for part in ("train",) if case == "idx without test" else ("train", "t10k"):
+            (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(images)
+            (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx(labels))
+    elif case == "gzip cut off":
+        for part in ("train", "t10k"):
+            packed = gzip.compress(idx(good))
+            (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(packed[:-30])
+            (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(packed)
+    elif case == "cifar cut off":
+        (tmp_path / "data_batch_1.bin").write_bytes(bytes(3072))
+        (tmp_path / "test_batch.bin").write_bytes(bytes(3073))
+    elif case == "npz of floats":
+        np.savez(tmp_path / "x.npz", images=good / 255.0, labels=np.zeros(12, int))
+        return str(tmp_path / "x.npz")
+    elif case == "npz without arrays":
+        np.savez(tmp_path / "x.npz", a=good)
+        return str(tmp_path / "x.npz")
+    elif case == "npz broken":
+        (tmp_path / "x.npz").write_bytes(b"nothing")
+        return str(tmp_path / "x.npz")
+    elif case == "unknown file":
+        (tmp_path / "x.csv").write_text("1,2")
+        return str(tmp_path / "x.csv")
+    elif case == "glob without match":
+        return f"{tmp_path}/*.parquet"
+    elif case == "synthetic misspelt":
+        return "synthetic:10xx"
+    else:
+        raise AssertionError(case)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("missing", "there is no such file or folder"),
+        ("empty folder", r"holds nothing that is known here: train-\*.parquet"),
+        ("truncated parquet", "is not a whole Parquet file"),
+        ("empty parquet", "holds no rows"),
+        ("no label column", "needs a column label or labels or fine_label; it has image, class"),
+        ("null label", "column 'label' is null in row 1"),
+        ("negative label", "row 5 has label -1; labels must be 0 to 0"),
+        ("label beyond the names", "row 11 has label 7; labels must be 0 to 1"),
+        ("broken picture", "the picture in row 1 does not decode"),
+        ("no picture", "row 0 is not a picture"),
+        ("two sizes", "the picture in row 11 is 7x7, the first one 5x6"),
+        ("test of another size", "training pictures are 1x5x6 .* test pictures are 1x7x7"),
+        ("too few to split", "only 5 pictures: too few to split"),
+        ("idx cut off", "should hold 360 bytes after its header .* it holds 353"),
+        ("idx magic", "must begin with 00000803 .* begins with 00000d03"),
+        ("idx labels", "has 12 pictures but 11 labels"),
+        ("idx without test", "has IDX files for training .* none for t10k"),
+        ("gzip cut off", "is a gzip file that was cut off"),
+        ("cifar cut off", "must hold whole rows of 3073 bytes .* it holds 3072"),
+        ("npz of floats", "images must be uint8 pixels .* it is float64"),
+        ("npz without arrays", "needs the arrays x_train, .* it has a"),
+        ("npz broken", "is not a whole .npz file"),
+        ("unknown file", "a single file must be .parquet or .npz"),
+        ("glob without match", "no file matches"),
+        ("synthetic misspelt", "must be written synthetic or synthetic:N"),
+    ],
+)
+def test_broken_input_is_named_in_one_sentence(tmp_path, case, sentence):
+    with pytest.raises(DataError, match=sentence) as caught:
+        load(broken(tmp_path, case))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_bundled_set_lists_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean digits"):
+        load("digts")
+
+
+def test_no_file_system_for_a_scheme_is_said():
+    with pytest.raises(DataError, match="nosuch://bucket: can not be opened"):
+        load("nosuch://bucket")
+
+
+def test_the_digits_can_be_made_again(tmp_path):
+    pytest.importorskip("sklearn", reason="the maker of the bundled digits needs scikit-learn")
+    from raydl.data import digits
+    from raydl.data.digits.make import main
+
+    main(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        bundled = pq.read_table(Path(digits.__file__).parent / path.name)
+        assert pq.read_table(path).equals(bundled)

@@ -1,0 +1,54 @@
+"""Every error travels between processes and reads as one sentence."""
+
+import inspect
+import pickle
+
+import pytest
+
+from raydl import errors
+from raydl.errors import RaydlError
+
+EXAMPLES = [
+    errors.RaydlError("something"),
+    errors.ConfigError("method.beta", "must be in (0, 1], got 1.8"),
+    errors.UnknownNameError("model", "lnet", ("lenet", "mlp")),
+    errors.DataError("a/b.parquet", "holds no rows"),
+    errors.ShapeError("lenet", "needs pictures of 4x4 or more, got 2x2"),
+    errors.ResourceError("2 workers do not fit"),
+    errors.CheckpointError("runs/x", "there is none"),
+    errors.NonFiniteLossError("w1", 12, float("inf")),
+    errors.WorkerLostError("w1", "killed"),
+    errors.ExchangeError(3, 1, "connection reset"),
+    errors.ExchangeTimeoutError(3, 1, 30.0, ("w2", "w5")),
+]
+
+
+def test_the_examples_cover_the_tree():
+    classes = {
+        c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, RaydlError)
+    }
+    assert classes == {type(e) for e in EXAMPLES}
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_an_error_survives_pickling_with_its_words_and_fields(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.args == error.args
+    assert {k: str(v) for k, v in vars(again).items()} == {
+        k: str(v) for k, v in vars(error).items()
+    }
+
+
+def test_a_time_out_names_who_was_missing_how_long_and_the_setting():
+    text = str(errors.ExchangeTimeoutError(1200, 7, 30.0, ["w2", "w5"]))
+    assert text == (
+        "exchange round 1200 (generation 7) failed: timed out after 30.0 s waiting for workers "
+        "['w2', 'w5']; raise exchange.timeout_s if they were only slow"
+    )
+
+
+def test_an_unknown_name_lists_the_nearest_first():
+    text = str(errors.UnknownNameError("model", "lnet", ("lenet", "mlp")))
+    assert text == "model has no 'lnet'; did you mean lenet? known: lenet, mlp"
