@@ -49,19 +49,26 @@ class MethodConfig:
 class OptimizerConfig:
     """The local step of a replica (for the SGD methods: of the center)."""
 
-    lr: float = field(default=0.1, metadata={"flag": "lr"})
-    """Learning rate (eta)."""
+    lr: float | None = field(default=None, metadata={"flag": "lr"})
+    """Highest learning rate (eta); unset: the method's own (0.2, with momentum 0.02)."""
     schedule: str = field(default="cosine", metadata={"flag": "schedule"})
     """Course of the learning rate over the run: cosine or linear (both down to 0), constant."""
+    warmup: float = 0.05
+    """Share of the run, in [0, 1), in which the learning rate rises from 0."""
     momentum: float | None = field(default=None, metadata={"flag": "momentum"})
     """Momentum (mu), in [0, 1); unset: the method's own (0.9 for the M-forms, else 0)."""
     nesterov: bool = False
     """Look ahead along the momentum (Nesterov), as EAMSGD does."""
     weight_decay: float = 0.0
     """L2 penalty added to the gradient."""
+    max_grad_norm: float | None = 2.0
+    """Longest gradient of one step (L2 norm); longer ones are scaled down. None: any length."""
 
     def __post_init__(self) -> None:
-        _require(_is_positive(self.lr), "optimizer.lr", "a positive number", self.lr)
+        _require(
+            self.lr is None or _is_positive(self.lr), "optimizer.lr", "a positive number", self.lr
+        )
+        _require(0 <= self.warmup < 1, "optimizer.warmup", "in [0, 1)", self.warmup)
         if self.schedule not in SCHEDULES:
             raise UnknownNameError("optimizer.schedule", self.schedule, SCHEDULES)
         _require(
@@ -75,6 +82,12 @@ class OptimizerConfig:
             "optimizer.weight_decay",
             "0 or more",
             self.weight_decay,
+        )
+        _require(
+            self.max_grad_norm is None or _is_positive(self.max_grad_norm),
+            "optimizer.max_grad_norm",
+            "a positive number",
+            self.max_grad_norm,
         )
 
 

@@ -127,7 +127,7 @@ class Controller:
         self.stop_reason = ""
         self._stop_voted = False
         self._checkpoints = _Schedule(config, clock())
-        self._last_collected: int | None = None
+        self._last_collected = -1
         self._said = ""
 
     @property
@@ -289,8 +289,12 @@ class Controller:
             self._crew.vote(checkpoint=1.0)
         if self._checkpoints.voted:
             kept = [set(r.kept) for r in run.reports.values()]
-            everywhere = set.intersection(*kept) if len(kept) == run.membership.num_workers else ()
-            ready = [r for r in everywhere if r in self._published]
+            everywhere = (
+                set.intersection(*kept) if len(kept) == run.membership.num_workers else set()
+            )
+            # Reports may still show the round that was collected last.
+            newer = {r for r in everywhere if r > self._last_collected}
+            ready = newer & set(self._published)
             if ready and not self._checkpoints.collecting:
                 self._checkpoints.collecting = True
                 self._crew.collect(max(ready), run.membership.worker_ids)
@@ -347,7 +351,7 @@ class Controller:
 
     @property
     def _is_collected(self) -> bool:
-        return self._last_collected is not None and self._last_collected >= self._round
+        return self._last_collected >= self._round
 
 
 class _Schedule:

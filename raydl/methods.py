@@ -26,6 +26,8 @@ class MethodRow:
     """Local steps between exchanges where the user names none."""
     momentum: float
     """Momentum of the optimizer where the user names none."""
+    lr: float
+    """Learning rate where the user names none; with momentum a tenth, for steps as long."""
     source: str
     """The equations, by paper."""
     sentence: str
@@ -46,6 +48,7 @@ _ROWS = (
         schedule="sync",
         period=10,
         momentum=0.0,
+        lr=0.2,
         source="SC17 eq. 1 and 2",
         sentence="all workers exchange at once with the center, hidden behind the gradient",
     ),
@@ -55,6 +58,7 @@ _ROWS = (
         schedule="sync",
         period=10,
         momentum=0.9,
+        lr=0.02,
         source="SC17 eq. 2, 5 and 6",
         sentence="sync-easgd with momentum in the local step",
     ),
@@ -64,6 +68,7 @@ _ROWS = (
         schedule="sync",
         period=1,
         momentum=0.0,
+        lr=0.2,
         source="SC17, data-parallel SGD",
         sentence="mean gradient of all workers: the plain data-parallel baseline",
     ),
@@ -73,6 +78,7 @@ _ROWS = (
         schedule="sync",
         period=1,
         momentum=0.9,
+        lr=0.02,
         source="SC17 eq. 3 and 4",
         sentence="sync-sgd with momentum",
     ),
@@ -91,7 +97,7 @@ class Method:
     schedule: str
     period: int
     optimizer: OptimizerConfig
-    """The user's optimizer settings with the method's momentum filled in."""
+    """The user's optimizer settings with the method's own filled in."""
 
 
 def resolve(config: MethodConfig, optimizer: OptimizerConfig) -> Method:
@@ -105,6 +111,7 @@ def resolve(config: MethodConfig, optimizer: OptimizerConfig) -> Method:
         raise UnknownNameError("method.name", config.name, METHODS)
     row = METHODS[config.name]
     momentum = row.momentum if optimizer.momentum is None else optimizer.momentum
+    lr = row.lr if optimizer.lr is None else optimizer.lr
     if optimizer.nesterov and momentum == 0:
         raise ConfigError(
             "optimizer.nesterov", f"needs momentum; {row.name} has none: set optimizer.momentum"
@@ -114,5 +121,5 @@ def resolve(config: MethodConfig, optimizer: OptimizerConfig) -> Method:
         rule=row.make_rule(config),
         schedule=row.schedule,
         period=row.period if config.period is None else config.period,
-        optimizer=dataclasses.replace(optimizer, momentum=momentum),
+        optimizer=dataclasses.replace(optimizer, momentum=momentum, lr=lr),
     )

@@ -1,12 +1,27 @@
-"""Reaching a Ray cluster: the one a job runs in, or one started for this run."""
+"""Reaching a Ray cluster: the one a job runs in, or one started for this run.
+
+Ray reads its environment when it is imported, so :func:`prepare` comes before that.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import sys
 
-import ray
+
+def prepare() -> None:
+    """Decide what Ray reads from the environment at import, where the user did not.
+
+    Does nothing in a process that has imported Ray already, or has a cluster to go to.
+    """
+    if "ray" in sys.modules or os.environ.get("RAY_ADDRESS"):
+        return
+    # A cluster and its clients must agree on authentication; say it aloud to both.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # What Ray will do by default: actors without a GPU do not see any.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def connect() -> bool:
@@ -15,16 +30,13 @@ def connect() -> bool:
     A process that is connected stays as it is. Else ``RAY_ADDRESS`` (which ``ray job
     submit`` sets) names the cluster; without it a local one starts, and ends with us.
     """
+    import ray
+
     if ray.is_initialized():
         return False
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level=logging.WARNING)
         return False
-    # A cluster's processes and its clients must agree on authentication; left unset, only
-    # the processes default to tokens.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Ray asks for this choice aloud at every start; raydl's zero-GPU actors want the new one.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     atexit.register(ray.shutdown)
     return True

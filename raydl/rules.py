@@ -65,17 +65,23 @@ def elastic_center_(
     return center.add_(total, alpha=moving_rate)
 
 
-def lr_factor(schedule: str, share_done: float) -> float:
-    """Return what the learning rate is multiplied by.
+def lr_factor(schedule: str, share_done: float, *, warmup: float = 0.0) -> float:
+    """Return what the learning rate is multiplied by, 0..1.
+
+    It rises in a straight line from 0 to 1 during the warm-up, then follows the schedule.
 
     Args:
         schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``.
         share_done: 0..1 of the run's samples, by all workers, so that the course is the same
             under any number of them.
+        warmup: the share of the run that is warm-up, in [0, 1).
     """
+    if share_done < warmup:
+        return share_done / warmup
+    share = (share_done - warmup) / (1 - warmup)
     if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * share_done))
-    return 1 - share_done if schedule == "linear" else 1.0
+        return 0.5 * (1 + math.cos(math.pi * share))
+    return 1 - share if schedule == "linear" else 1.0
 
 
 class Sends(enum.Enum):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
 
+from raydl import ray_session
 from raydl.center import Snapshot
 from raydl.checkpoint import CheckpointStore
 from raydl.config import (
@@ -272,10 +273,10 @@ def _make_crew(job: Job, dataset: Dataset) -> Crew:
     scaling = job.config.scaling
     if scaling.max_workers == 0:
         return LocalCrew(job, dataset)
-    from raydl.actors import RayCrew, workers_that_fit
-    from raydl.ray_session import connect
+    ray_session.prepare()
+    from raydl.actors import RayCrew, workers_that_fit  # imports Ray
 
-    is_ours = connect()
+    is_ours = ray_session.connect()
     fit = workers_that_fit(scaling)
     if is_ours and fit < scaling.min_workers:
         raise ResourceError(

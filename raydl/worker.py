@@ -238,7 +238,9 @@ class Worker:
         """Set the learning rate for a step of this round, counted from 0."""
         assert self._center is not None
         optimizer = self._method.optimizer
-        self._lr = optimizer.lr * lr_factor(optimizer.schedule, self._share_done(step))
+        assert optimizer.lr is not None
+        share_done = self._share_done(step)
+        self._lr = optimizer.lr * lr_factor(optimizer.schedule, share_done, warmup=optimizer.warmup)
         self.replica.set_lr(self._lr)
         self._center.set_lr(self._lr)
 

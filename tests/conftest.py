@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from raydl import ray_session
 from raydl.center import Snapshot
 from raydl.config import TrainConfig
 from raydl.data import Batches, ImageSet, Normalizer
@@ -20,6 +21,8 @@ from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.task import Classification, DataShape
 from raydl.worker import Job, Outcome, Worker
+
+ray_session.prepare()  # before any test imports Ray
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = DataShape((1, 4, 4), 3)
@@ -139,3 +142,18 @@ def ensemble() -> type[Ensemble]:
 @pytest.fixture
 def images() -> ImageSet:
     return tiny_images()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray cluster of this test session, on free ports, with a folder of its own."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT / "tests")}},
+    )
+    yield
+    ray.shutdown()

@@ -121,4 +121,4 @@ def test_every_setting_is_frozen_and_keyword_only():
         section = getattr(TrainConfig(), field.name)
         if dataclasses.is_dataclass(section):
             assert section.__dataclass_params__.frozen
-            assert section.__dataclass_params__.kw_only
+            assert all(f.kw_only for f in dataclasses.fields(section))

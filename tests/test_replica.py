@@ -34,7 +34,7 @@ def make_replica(rule, config):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_ten_steps_without_exchange_are_torch_optim_bit_for_bit(momentum):
-    config = OptimizerConfig(lr=0.1, momentum=momentum, weight_decay=0.01)
+    config = OptimizerConfig(lr=0.1, momentum=momentum, weight_decay=0.01, max_grad_norm=None)
     replica, reference = make_replica(Elastic(0.9), config)
     optimizer = torch.optim.SGD(
         reference.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01
@@ -48,6 +48,14 @@ def test_ten_steps_without_exchange_are_torch_optim_bit_for_bit(momentum):
         optimizer.step()
     expected = torch.cat([p.reshape(-1) for p in reference.parameters()])
     assert torch.equal(replica.flat.weights, expected.detach())
+
+
+def test_a_gradient_that_is_too_long_is_shortened_to_the_limit():
+    config = OptimizerConfig(lr=1.0, momentum=0.0, max_grad_norm=0.001)
+    replica, _ = make_replica(Elastic(0.9), config)
+    before = replica.flat.weights.clone()
+    replica.step(batches(tiny_images()).batch(np.arange(8)))
+    assert torch.dist(before, replica.flat.weights).item() == pytest.approx(0.001, rel=1e-2)
 
 
 def test_a_step_without_samples_takes_no_gradient_step():
@@ -92,7 +100,7 @@ def config(method, **training):
     return TrainConfig(
         method=MethodConfig(name=method, period=training.pop("period", None)),
         training=TrainingConfig(**training),
-        optimizer=OptimizerConfig(lr=0.1, schedule="constant"),
+        optimizer=OptimizerConfig(lr=0.1, schedule="constant", warmup=0.0, max_grad_norm=None),
     )
 
 

@@ -108,3 +108,8 @@ def test_the_mean_gradient_steps_the_optimizer_at_the_center():
 def test_the_learning_rate_takes_its_course(schedule, middle, end):
     factors = [lr_factor(schedule, share) for share in (0.0, 0.5, 1.0)]
     assert factors == pytest.approx([1.0, middle, end])
+
+
+def test_the_learning_rate_rises_during_the_warm_up_then_takes_its_course():
+    factors = [lr_factor("linear", share, warmup=0.2) for share in (0.0, 0.1, 0.2, 0.6, 1.0)]
+    assert factors == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0])

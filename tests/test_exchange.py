@@ -1,0 +1,185 @@
+"""One scenario for every transport of the synchronous exchange."""
+
+import os
+import threading
+import time
+
+import pytest
+import ray
+import torch
+
+from raydl.center import Center
+from raydl.config import OptimizerConfig
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+from raydl.exchange.local import LocalGroup
+from raydl.exchange.sync import SyncExchange
+from raydl.replica import Header, make_optimizer
+from raydl.rules import Elastic
+
+BETA = 0.5
+
+
+def make_exchange(group, size):
+    return SyncExchange(
+        group,
+        Center(
+            torch.ones(size),
+            torch.zeros(2),
+            rule=Elastic(BETA),
+            make_optimizer=make_optimizer(OptimizerConfig()),
+        ),
+        round=0,
+    )
+
+
+def take_rounds(group, rank, *, size, num_rounds):
+    """Exchange a few rounds; return what this rank saw of the last one."""
+    exchange = make_exchange(group, size)
+    for round in range(num_rounds):
+        weights = torch.full((size,), float(rank + round))
+        exchange.begin(weights, torch.tensor([rank, 1.0]), Header(num_samples=3.0, stop=rank))
+        tally, sums = exchange.wait()
+        exchange.commit()
+    return exchange.center.weights, exchange.center.buffers, tally, sums, exchange.round
+
+
+def check_rounds(results, *, size, num_rounds):
+    """Hold the results of all ranks against the equations."""
+    p = len(results)
+    center, alpha = torch.ones(size), BETA / p
+    for round in range(num_rounds):
+        total = torch.full((size,), float(sum(range(p)) + p * round))
+        center += alpha * (total - p * center)
+    for weights, buffers, tally, sums, round in results:
+        torch.testing.assert_close(weights, center)
+        assert torch.equal(weights, results[0][0])  # the same bits on every rank
+        torch.testing.assert_close(buffers, torch.tensor([(p - 1) / 2, 1.0]))
+        assert (tally.num_workers, tally.num_messages, tally.num_samples) == (p, p, 3.0 * p)
+        assert sums.stop == sum(range(p))
+        assert round == num_rounds
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 4, 1001])
+def test_threads_exchange(num_workers, size):
+    group = LocalGroup(num_workers, timeout_s=20.0)
+    results = [None] * num_workers
+
+    def run(rank):
+        results[rank] = take_rounds(group.member(rank), rank, size=size, num_rounds=4)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    check_rounds(results, size=size, num_rounds=4)
+
+
+def test_a_thread_that_does_not_come_is_named_and_nothing_changes():
+    exchange = make_exchange(LocalGroup(2, timeout_s=0.05, generation=4).member(0), 3)
+    exchange.begin(torch.zeros(3), torch.zeros(2), Header())
+    with pytest.raises(ExchangeTimeoutError, match=r"generation 4.*waiting for workers \['rank 1'"):
+        exchange.wait()
+    assert exchange.center.weights.tolist() == [1, 1, 1]
+    assert exchange.center.version == 0
+
+
+@ray.remote(num_cpus=0)
+class Store:
+    """Hosts the rendezvous, as the center does."""
+
+    def __init__(self):
+        self.host = ray.util.get_node_ip_address()
+        self.store = open_store(self.host)
+
+    def address(self):
+        return self.host, self.store.port
+
+
+@ray.remote(num_cpus=0)
+class Peer:
+    """One rank in a process of its own."""
+
+    def pid(self):
+        return os.getpid()
+
+    def join(self, address, num_workers, rank):
+        torch.set_num_threads(1)
+        self.rank = rank
+        ids = tuple(f"w{r}" for r in range(num_workers))
+        self.group = CollectiveGroup(address, ids, rank)
+
+    def rounds(self, size, num_rounds):
+        return take_rounds(self.group, self.rank, size=size, num_rounds=num_rounds)
+
+    def fail(self, size):
+        """Exchange once and say how it failed, how long it took, and what changed."""
+        exchange = make_exchange(self.group, size)
+        start = time.monotonic()
+        exchange.begin(torch.zeros(size), torch.zeros(2), Header())
+        try:
+            exchange.wait()
+        except ExchangeError as error:
+            changed = bool((exchange.center.weights != 1).any())
+            return error, time.monotonic() - start, changed
+        return None, 0.0, False
+
+
+@pytest.fixture
+def make_peers(cluster):
+    """Return a function that makes p actors in one group: (peers, address)."""
+    store = Store.remote()
+    host, port = ray.get(store.address.remote(), timeout=60)
+    peers = []
+
+    def make(num_workers, *, generation=1, timeout_s=20.0, members=None):
+        members = members or [Peer.remote() for _ in range(num_workers)]
+        peers.extend(members)
+        # All are up before they meet: the time-out is for meeting, not for starting.
+        ray.get([m.pid.remote() for m in members], timeout=120)
+        address = GroupAddress(host, port, f"test{id(peers)}", generation, "cpu", timeout_s)
+        refs = [m.join.remote(address, num_workers, r) for r, m in enumerate(members)]
+        ray.get(refs, timeout=60)
+        return members
+
+    yield make
+    for actor in (store, *peers):
+        ray.kill(actor)
+
+
+@pytest.mark.cluster
+def test_actors_exchange_in_groups_of_any_size_one_after_another(make_peers):
+    """The same processes form a group of two, then of three, then of one: no size is fixed."""
+    peers = make_peers(2)
+    results = ray.get([p.rounds.remote(1001, 4) for p in peers], timeout=60)
+    check_rounds(results, size=1001, num_rounds=4)
+    more = make_peers(3, generation=2, members=[*peers, Peer.remote()])
+    results = ray.get([p.rounds.remote(5, 4) for p in more], timeout=60)
+    check_rounds(results, size=5, num_rounds=4)
+    alone = make_peers(1, generation=3, members=more[:1])
+    check_rounds(ray.get([alone[0].rounds.remote(7, 2)], timeout=60), size=7, num_rounds=2)
+
+
+@pytest.mark.cluster
+def test_an_actor_that_does_not_come_is_named_within_the_time_out(make_peers):
+    peers = make_peers(3, timeout_s=2.0)
+    refs = [peers[rank].fail.remote(100) for rank in (0, 2)]
+    for error, waited_s, changed in ray.get(refs, timeout=60):
+        assert isinstance(error, ExchangeTimeoutError)
+        assert error.missing == ("w1",)
+        assert 1.5 < waited_s < 10.0
+        assert not changed
+
+
+@pytest.mark.cluster
+def test_a_killed_actor_fails_the_exchange_of_its_peers_at_once(make_peers):
+    peers = make_peers(2, timeout_s=30.0)
+    pid = ray.get(peers[1].pid.remote(), timeout=30)
+    ref = peers[0].fail.remote(100)
+    os.kill(pid, 9)
+    error, waited_s, changed = ray.get(ref, timeout=60)
+    assert type(error) is ExchangeError
+    assert waited_s < 10.0
+    assert not changed
