@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RaydlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        sys.stderr.close()
+        return 0
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -115,13 +119,15 @@ def list_models(arguments: Sequence[str]) -> int:
     """List the models."""
     from raydl.models import MODELS
 
-    rows = [(name, (model.__doc__ or "").splitlines()[0]) for name, model in MODELS.items()]
-    _print_table(("model", "what it is"), rows)
+    rows = [(name, inspect.getdoc(model) or "") for name, model in MODELS.items()]
+    _print_table(("model", "what it is"), [(n, doc.split("\n\n")[0]) for n, doc in rows])
     return 0
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*head, box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for name in head:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Two hidden layers of 256 units with ReLU.
+    """Two hidden layers of 256 units with ReLU; 269,322 parameters at 28x28.
 
     Args:
         image_shape: channels, height, width.

@@ -1,0 +1,190 @@
+"""The command line without Ray: help, errors, a whole run in this process."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from raydl import cli
+from raydl.metrics import TAGS
+from raydl.models import MODELS, LeNet
+
+LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]
+
+
+def train(run_dir, *options):
+    return cli.main(["train", *LOCAL, "--run-dir", str(run_dir), *options])
+
+
+def result_of(run_dir):
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def error_of(capsys, *arguments):
+    """Run a command that must fail with one sentence, and return it."""
+    assert cli.main(list(arguments)) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert text.count("\n") == 1
+    return text.removeprefix("error: ").strip()
+
+
+def test_help_is_grouped_and_names_the_short_flags(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    flags = (
+        "--data --model --method --workers --epochs --steps --batch-size --lr --momentum --beta "
+        "--period --seed --run-dir --resume --storage-path --cpus-per-worker --gpus-per-worker "
+        "--exchange.timeout-s --checkpoint.keep"
+    )
+    for flag in flags.split():
+        assert flag in text, flag
+    for group in ("training", "method", "optimizer", "scaling", "run", "checkpoint"):
+        assert f"{group} options" in text
+
+
+def test_workers_are_a_number_or_a_range():
+    assert cli.parse_train(["--workers", "3"]).scaling.num_workers == 3
+    assert cli.parse_train(["--workers", "2:8"]).scaling.num_workers == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--beta", "1.8"], "method.beta must be in (0, 1], got 1.8"),
+        (["--workers", "two"], "scaling.num_workers must be N or MIN:MAX, got two"),
+        (["--model", "lnet"], "model has no 'lnet'; did you mean lenet? known: lenet, mlp"),
+        (
+            ["--method", "sync-egsd"],
+            "method.name has no 'sync-egsd'; did you mean sync-easgd or sync-sgd or sync-measgd? "
+            "known: sync-easgd, sync-measgd, sync-sgd, sync-msgd",
+        ),
+        (["--data", "no/such/place"], "no/such/place: there is no such file or folder"),
+        (
+            ["--data", "synthetic:40x1x2x2", "--model", "lenet"],
+            "model lenet: needs pictures of 4x4 or more, got 2x2",
+        ),
+        (["--resume"], "run.resume needs run.run_dir: the run to go on with"),
+        (
+            ["--resume", "--run-dir", "no/run"],
+            "checkpoint no/run: no run is there: ",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence_before_anything_starts(capsys, options, sentence):
+    assert error_of(capsys, "train", "--workers", "0", *options).startswith(sentence)
+
+
+def test_unknown_commands_list_the_nearest(capsys):
+    assert cli.main(["trian"]) == 2
+    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().out
+
+
+def test_methods_and_models_are_listed(capsys):
+    assert cli.main(["methods"]) == 0
+    assert "sync-easgd" in capsys.readouterr().out
+    assert cli.main(["models"]) == 0
+    out = capsys.readouterr().out
+    for model in MODELS.values():
+        num_parameters = sum(p.numel() for p in model((1, 28, 28), 10).parameters())
+        assert f"{num_parameters:,} parameters" in " ".join(out.split())
+
+
+def test_a_run_learns_and_leaves_everything_behind(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(run, "--epochs", "12") == 0
+    out = capsys.readouterr().out
+    assert f"tensorboard --logdir {run}" in out
+    result = result_of(run)
+    assert result["center_accuracy"] > 0.9
+    assert result["samples"] == 12 * 96
+    assert result["generations"] == 1
+    assert 0 <= result["communication_share"] < 1
+    expected = {
+        "center_accuracy", "center_loss", "samples", "seconds", "samples_per_s",
+        "communication_share", "time_parts", "generations", "workers",
+    }  # fmt: skip
+    assert expected <= set(result)
+    assert len(result["time_parts"]) == 8
+    config = json.loads((run / "config.json").read_text())
+    assert config["config"]["training"]["epochs"] == 12
+    assert "torch" in config["versions"]
+    assert load_file(run / "center.safetensors")["layers.1.weight"].shape == (256, 784)
+
+
+def test_evaluate_gives_the_accuracy_of_the_result(tmp_path, capsys):
+    run = tmp_path / "run"
+    train(run, "--epochs", "3")
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(run)]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert scores["accuracy"] == result_of(run)["center_accuracy"]
+    assert scores["loss"] == pytest.approx(result_of(run)["center_loss"])
+
+
+def test_two_runs_with_one_seed_leave_the_same_weights_file(tmp_path):
+    files = []
+    for name in ("a", "b"):
+        train(tmp_path / name, "--epochs", "2", "--seed", "3")
+        files.append((tmp_path / name / "center.safetensors").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_a_run_is_not_overwritten(tmp_path, capsys):
+    train(tmp_path / "run", "--epochs", "1")
+    capsys.readouterr()
+    options = ["train", *LOCAL, "--run-dir", str(tmp_path / "run")]
+    assert "already holds a run; add --resume" in error_of(capsys, *options)
+
+
+def test_a_resumed_run_may_not_change_its_seed(tmp_path, capsys):
+    train(tmp_path / "run", "--epochs", "1")
+    capsys.readouterr()
+    options = ["train", *LOCAL, "--run-dir", str(tmp_path / "run"), "--resume", "--seed", "4"]
+    assert "training.seed is 4 but the run began with 0" in error_of(capsys, *options)
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_resume(tmp_path, capsys):
+    train(tmp_path / "run", "--epochs", "1")
+    capsys.readouterr()
+    options = ["train", *LOCAL, "--run-dir", str(tmp_path / "run"), "--resume", "--epochs", "1"]
+    assert "the run is complete at epoch 1" in error_of(capsys, *options)
+
+
+def test_a_longer_run_continues_its_curves_without_gaps_or_doubles(tmp_path):
+    run = tmp_path / "run"
+    train(run, "--epochs", "2")
+    train(run, "--epochs", "4", "--resume")
+    assert result_of(run)["samples"] == 4 * 96
+    events = EventAccumulator(str(run)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags == set(TAGS)
+    for tag in tags:
+        steps = [e.step for e in events.Scalars(tag)]
+        assert steps == sorted(set(steps)), tag
+    assert [e.step for e in events.Scalars("center/accuracy")][-1] == 4 * 96
+    assert any(tag.startswith("config") for tag in events.Tags()["tensors"])
+
+
+def test_a_place_elsewhere_keeps_the_whole_run(tmp_path):
+    run = tmp_path / "local" / "name"
+    store = tmp_path / "store"
+    train(run, "--epochs", "2", "--storage-path", store.as_uri())
+    kept = {p.name for p in (store / "name").iterdir()}
+    assert {"config.json", "result.json", "center.safetensors", "checkpoints"} <= kept
+    assert any(name.startswith("events.out") for name in kept)
+    assert not (run / "checkpoints").exists()
+
+
+def test_lenet_has_the_published_number_of_parameters():
+    assert sum(p.numel() for p in LeNet((1, 28, 28), 10).parameters()) == 431_080
+    for shape in [(1, 8, 8), (3, 32, 32), (1, 4, 4), (3, 17, 31)]:
+        model = LeNet(shape, 7)
+        images = np.zeros((2, *shape), np.float32)
+        import torch
+
+        assert model(torch.from_numpy(images)).shape == (2, 7)

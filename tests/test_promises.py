@@ -1,0 +1,158 @@
+"""What the project says of itself holds."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+
+import raydl
+from raydl import cli
+from raydl.config import TrainConfig
+from raydl.methods import METHODS
+from raydl.metrics import TAGS, TIME_PARTS
+from raydl.models import MODELS
+
+ROWS = [
+    {"errors", "config", "ray_session"},
+    {"rules", "flat", "membership", "ledger"},
+    {
+        "methods", "models", "task", "data", "metrics", "progress", "storage",
+        "center", "replica", "checkpoint", "run_folder",
+    },
+    {"exchange", "worker"},
+    {"crew", "actors"},
+    {"controller", "recorder"},
+    {"trainer", "cli", "__main__", "__init__"},
+]  # fmt: skip
+MAY_IMPORT_RAY = {"ray_session", "exchange", "actors"}
+MAY_IMPORT_TORCH_FROM = 1
+
+
+def modules(root):
+    """Yield (top-level name, row, path) of every file of the package."""
+    for path in sorted((root / "raydl").rglob("*.py")):
+        relative = path.relative_to(root / "raydl")
+        name = relative.parts[0].removesuffix(".py")
+        row = next(i for i, names in enumerate(ROWS) if name in names)
+        yield name, row, path
+
+
+def imports(path):
+    """Return (imported module, whether at the top level) for each import of a file."""
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(node.module, id(node) in top)]
+            if node.module == "raydl":
+                found += [(f"raydl.{alias.name}", id(node) in top) for alias in node.names]
+    return found
+
+
+def test_a_module_imports_only_lower_rows_and_its_own(root):
+    row_of = {name: row for row, names in enumerate(ROWS) for name in names}
+    for name, row, path in modules(root):
+        for module, _ in imports(path):
+            parts = module.split(".")
+            if parts[0] != "raydl" or len(parts) == 1 or parts[1] == name:
+                continue
+            assert row_of[parts[1]] <= row, f"{path.name} imports {module}"
+
+
+def test_ray_is_imported_only_at_the_edge(root):
+    for name, _, path in modules(root):
+        if name not in MAY_IMPORT_RAY:
+            assert all(m.split(".")[0] != "ray" for m, _ in imports(path)), path
+
+
+def test_the_lowest_row_needs_only_the_standard_library(root):
+    for _, row, path in modules(root):
+        if row == 0:
+            for module, is_top in imports(path):
+                allowed = {*sys.stdlib_module_names, "raydl"}
+                assert not is_top or module.split(".")[0] in allowed, (path, module)
+
+
+def test_the_arithmetic_knows_no_clock_and_no_randomness(root):
+    for _, row, path in modules(root):
+        if row == 1:
+            assert not {m.split(".")[0] for m, _ in imports(path)} & {"time", "random"}, path
+
+
+def test_importing_raydl_imports_neither_ray_nor_torch():
+    code = "import raydl, sys; sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_there():
+    for name in raydl.__all__:
+        assert getattr(raydl, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        raydl.Trainr  # noqa: B018
+
+
+def test_every_tag_has_its_sentence_in_the_docs_and_no_other(root):
+    text = (root / "docs/metrics.md").read_text()
+    documented = dict(re.findall(r"^\| `([a-z_/]+)` \| (.+?) \|$", text, flags=re.M))
+    assert documented == {tag.name: tag.sentence for tag in TAGS.values()}
+
+
+def test_every_method_and_its_equations_are_in_the_docs(root):
+    text = (root / "docs/algorithms.md").read_text()
+    for row in METHODS.values():
+        assert f"`{row.name}`" in text, row.name
+    for name in re.findall(r"`(\w+)\(\)`", text):
+        sources = [p.read_text() for p in (root / "raydl").rglob("*.py")]
+        assert any(re.search(rf"def {name}\(", s) for s in sources), name
+
+
+def commands(text):
+    """Return the raydl commands that a text shows in its code blocks."""
+    blocks = re.findall(r"^```(?:bash|console)?\n(.*?)^```", text, flags=re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].split() for line in lines if line.startswith("raydl ")]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/algorithms.md", "docs/architecture.md"])
+def test_the_commands_of_the_docs_are_understood(root, name):
+    for words in commands((root / name).read_text()):
+        assert words[1] in cli._COMMANDS, words
+        if words[1] == "train":
+            config = cli.parse_train(words[2:])
+            assert isinstance(config, TrainConfig)
+            assert config.method.name in METHODS
+            assert config.model in MODELS
+
+
+def test_the_make_targets_of_the_readme_exist(root):
+    makefile = (root / "Makefile").read_text()
+    targets = re.findall(r"^make ([a-z-]+)", (root / "README.md").read_text(), flags=re.M)
+    assert {"train", "test"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+def test_the_trees_of_the_docs_are_on_the_disk(root):
+    for name in ("README.md", "docs/architecture.md"):
+        for block in re.findall(r"^```text\n(.*?)^```", (root / name).read_text(), re.M | re.S):
+            for entry in re.findall(r"^ *([\w./-]+(?:/|\.\w+))(?: |$)", block, flags=re.M):
+                candidates = [root / entry, root / "raydl" / entry, root / "docs" / entry]
+                assert any(c.exists() for c in candidates), f"{name}: {entry}"
+
+
+def test_ci_runs_the_test_command_of_the_readme(root):
+    assert "make test" in (root / ".ci/run").read_text()
+
+
+def test_the_eight_time_parts_are_eight():
+    assert len(TIME_PARTS) == 8
+
+
+def test_no_file_is_past_400_lines(root):
+    long = [p.name for p in (root / "raydl").rglob("*.py") if len(p.read_text().splitlines()) > 400]
+    assert long == []
