@@ -34,6 +34,8 @@ class Snapshot:
     local_step: int
     """Local steps of each worker up to here."""
     version: int
+    is_kept: bool
+    """Whether the workers kept their states at this round for a checkpoint."""
     weights: np.ndarray
     """Shape [num_parameters]."""
     buffers: np.ndarray
@@ -116,21 +118,26 @@ def copied_to_cpu(value: Any) -> Any:
 
 
 class SnapshotShelf:
-    """The newest committed snapshots, by round.
+    """The newest committed snapshots, and the newest of those kept for a checkpoint.
+
+    Snapshots may come faster than anyone takes them; one that a checkpoint needs is held
+    until the next such one, however many others come between.
 
     Args:
-        keep: how many are held; older ones are dropped.
+        num_newest: how many are held in any case.
     """
 
-    def __init__(self, *, keep: int = 3) -> None:
-        self._keep = keep
+    def __init__(self, *, num_newest: int = 3) -> None:
+        self._num_newest = num_newest
         self._by_round: dict[int, Snapshot] = {}
 
     def put(self, snapshot: Snapshot) -> None:
         """Take in a snapshot; one of the same round is replaced by its equal."""
         self._by_round[snapshot.round] = snapshot
-        for round in sorted(self._by_round)[: -self._keep]:
-            del self._by_round[round]
+        rounds = sorted(self._by_round)
+        held = set(rounds[-self._num_newest :])
+        held.update([r for r in rounds if self._by_round[r].is_kept][-1:])
+        self._by_round = {r: self._by_round[r] for r in rounds if r in held}
 
     def rounds(self) -> tuple[int, ...]:
         """Return the rounds held, oldest first."""

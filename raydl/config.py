@@ -50,7 +50,7 @@ class OptimizerConfig:
     """The local step of a replica (for the SGD methods: of the center)."""
 
     lr: float | None = field(default=None, metadata={"flag": "lr"})
-    """Highest learning rate (eta); unset: the method's own (0.2, with momentum 0.02)."""
+    """Highest learning rate (eta); unset: the method's own (0.25, with momentum 0.025)."""
     schedule: str = field(default="cosine", metadata={"flag": "schedule"})
     """Course of the learning rate over the run: cosine or linear (both down to 0), constant."""
     warmup: float = 0.05

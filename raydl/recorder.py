@@ -57,6 +57,7 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
         num_samples=checkpoint.num_samples,
         local_step=checkpoint.state["local_step"],
         version=checkpoint.state["version"],
+        is_kept=True,
         weights=weights.numpy(),
         buffers=np.asarray(buffers),
         optimizer=checkpoint.state["optimizer"],

@@ -262,6 +262,7 @@ def _first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
         num_samples=0,
         local_step=0,
         version=0,
+        is_kept=False,
         weights=flat.weights.detach().numpy().copy(),
         buffers=flat.buffers.detach().numpy().copy(),
         optimizer={},

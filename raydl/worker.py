@@ -294,7 +294,7 @@ class Worker:
         every = self._job.config.evaluation.every_epochs
         evaluate = epoch_ended and self._ledger.epoch % every == 0
         if self._rank == 0 and (keep or evaluate or outcome is not Outcome.GO_ON):
-            self._publish(self._snapshot())
+            self._publish(self._snapshot(is_kept=keep))
         return outcome
 
     def _outcome(self, sums: Header) -> Outcome:
@@ -363,7 +363,7 @@ class Worker:
         )
         books.restart(now, waited_s)
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self, *, is_kept: bool) -> Snapshot:
         assert self._center is not None
         with self.parts.measure("host_device_parameters"):
             return Snapshot(
@@ -373,6 +373,7 @@ class Worker:
                 num_samples=self._ledger.num_done_ever,
                 local_step=self.local_step,
                 version=self._center.version,
+                is_kept=is_kept,
                 weights=self._center.weights.cpu().numpy().copy(),
                 buffers=self._center.buffers.cpu().numpy().copy(),
                 optimizer=self._center.optimizer_state(),

@@ -127,6 +127,7 @@ def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
         num_samples=0,
         local_step=0,
         version=0,
+        is_kept=False,
         weights=flat.weights.numpy().copy(),
         buffers=flat.buffers.numpy().copy(),
         optimizer={},

@@ -36,6 +36,7 @@ def snapshot(round, epoch=0):
         num_samples=round,
         local_step=round,
         version=round,
+        is_kept=False,
         weights=empty,
         buffers=empty,
         optimizer={},

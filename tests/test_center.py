@@ -1,0 +1,33 @@
+"""The shelf of snapshots holds what is still needed, and no more."""
+
+import dataclasses
+
+from conftest import SHAPE, first_snapshot, linear
+
+from raydl.center import SnapshotShelf
+from raydl.flat import FlatModel
+
+
+def snapshot(round, *, is_kept=False):
+    first = first_snapshot(FlatModel(linear(SHAPE.image_shape, SHAPE.num_classes)), 10)
+    return dataclasses.replace(first, round=round, is_kept=is_kept)
+
+
+def test_only_the_newest_snapshots_are_held():
+    shelf = SnapshotShelf(num_newest=2)
+    for round in (3, 1, 2, 9):
+        shelf.put(snapshot(round))
+    assert shelf.rounds() == (3, 9)
+    assert shelf.get(1) is None
+    assert shelf.get(9).round == 9
+
+
+def test_a_snapshot_that_a_checkpoint_needs_stays_until_the_next_such_one():
+    shelf = SnapshotShelf(num_newest=2)
+    shelf.put(snapshot(1, is_kept=True))
+    for round in range(2, 50):
+        shelf.put(snapshot(round))
+    assert shelf.rounds() == (1, 48, 49)
+    shelf.put(snapshot(50, is_kept=True))
+    shelf.put(snapshot(51))
+    assert shelf.rounds() == (50, 51)

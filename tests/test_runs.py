@@ -1,0 +1,176 @@
+"""Whole runs on Ray, as a user starts them: in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+OPTIONS = [
+    "--data", "digits", "--model", "lenet", "--workers", "2", "--epochs", "100",
+    "--checkpoint.every-epochs", "1", "--run.progress", "plain",
+]  # fmt: skip
+BOUND_S = 150
+
+
+class Run:
+    """One ``raydl train`` in a process group of its own, with its output in a file."""
+
+    def __init__(self, path, *options, command=("-m", "raydl", "train")):
+        self.path = path
+        self.log = path.with_suffix(".log")
+        words = [sys.executable, *command, *OPTIONS, "--run-dir", str(path), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                words, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    @property
+    def output(self):
+        return self.log.read_text()
+
+    def wait(self):
+        """Return the exit status; a run that takes too long is killed and fails the test."""
+        try:
+            return self.process.wait(timeout=BOUND_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"no end within {BOUND_S} s:\n{self.output}") from None
+
+    def until(self, condition):
+        """Wait until a condition holds, while the run goes on."""
+        deadline = time.monotonic() + BOUND_S
+        while not condition():
+            assert self.process.poll() is None, f"ended too soon:\n{self.output}"
+            assert time.monotonic() < deadline, f"waited in vain:\n{self.output}"
+            time.sleep(0.02)
+
+    def has_checkpoint(self):
+        return any(self.path.glob("checkpoints/round-*/manifest.json"))
+
+    @property
+    def result(self):
+        return json.loads((self.path / "result.json").read_text())
+
+    @property
+    def weights(self):
+        return (self.path / "center.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupted."""
+    run = Run(tmp_path_factory.mktemp("whole") / "run")
+    assert run.wait() == 0, run.output
+    return run
+
+
+def test_a_run_on_two_workers_reaches_its_accuracy(whole):
+    assert whole.result["center_accuracy"] >= 0.97
+    assert whole.result["samples"] == 100 * 1438
+    assert whole.result["workers"] == 2
+    assert "center test accuracy" in whole.output
+    assert f"tensorboard --logdir {whole.path}" in whole.output
+
+
+def test_two_runs_with_one_seed_agree_to_the_last_digit(whole, tmp_path):
+    again = Run(tmp_path / "run")
+    assert again.wait() == 0, again.output
+    assert again.result["center_accuracy"] == whole.result["center_accuracy"]
+    assert again.result["center_loss"] == whole.result["center_loss"]
+    assert again.weights == whole.weights
+
+
+def test_a_driver_killed_with_9_and_resumed_ends_with_the_same_bits(whole, tmp_path):
+    run = Run(tmp_path / "run")
+    run.until(run.has_checkpoint)
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait(timeout=30)
+    assert not (run.path / "result.json").exists(), "the run ended before it was killed"
+    again = Run(run.path, "--resume")
+    assert again.wait() == 0, again.output
+    assert "resuming from round" in again.output
+    assert again.weights == whole.weights
+    assert again.result["center_accuracy"] == whole.result["center_accuracy"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_with_a_checkpoint_and_the_resumed_run_ends_with_the_same_bits(
+    whole, tmp_path, number, status
+):
+    run = Run(tmp_path / "run", "--checkpoint.every-epochs", "1000")
+    run.until(lambda: "epoch" in run.output and "generation 1" in run.output)
+    run.process.send_signal(number)
+    assert run.wait() == status, run.output
+    assert run.has_checkpoint()
+    assert "--resume" in run.output
+    again = Run(run.path, "--resume")
+    assert again.wait() == 0, again.output
+    assert again.weights == whole.weights
+
+
+def test_the_job_script_takes_the_same_options(tmp_path, root):
+    run = Run(tmp_path / "run", "--epochs", "1", command=(str(root / "jobs/train.py"),))
+    assert run.wait() == 0, run.output
+    assert run.result["samples"] == 1438
+
+
+def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(tmp_path):
+    run = Run(tmp_path / "run", "--workers", "500")
+    assert run.wait() == 2
+    assert "error: scaling.num_workers asks for 500 workers" in run.output
+    assert "lower it" in run.output
+    assert "Traceback" not in run.output
+
+
+OWN_TASK = """
+import sys, torch, raydl
+
+def broken(image_shape, num_classes):
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(64, num_classes)
+            self.calls = 0
+
+        def forward(self, images):
+            self.calls += 1
+            if self.calls > 20:
+                raise ZeroDivisionError("my own mistake")
+            return self.linear(images.flatten(1))
+
+    return Broken()
+
+raydl.Trainer(
+    raydl.Classification(broken), "digits", run=raydl.RunConfig(run_dir=sys.argv[1])
+).fit()
+"""
+
+
+def test_a_users_own_exception_arrives_with_its_own_traceback(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(OWN_TASK)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ZeroDivisionError: my own mistake" in done.stderr
+    assert 'own.py", line' in done.stderr
+
+
+def test_a_loss_that_explodes_names_worker_and_step(tmp_path):
+    run = Run(tmp_path / "run", "--lr", "1e20", "--optimizer.max-grad-norm", "None")
+    assert run.wait() == 2, run.output
+    assert "error: the loss became" in run.output
+    assert "lower optimizer.lr" in run.output
+    assert "Traceback" not in run.output
