@@ -31,7 +31,8 @@ from raydl.data import Batches, Dataset, ImageSet, Normalizer
 from raydl.errors import RaydlError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
 from raydl.membership import Membership
-from raydl.worker import Job, Outcome, Worker, WorkerReport
+from raydl.reports import WorkerReport
+from raydl.worker import Job, Outcome, Worker
 
 _ASK_EVERY_S = 0.25
 _START_S = 120.0

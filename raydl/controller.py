@@ -30,7 +30,8 @@ from raydl.crew import (
 )
 from raydl.errors import ExchangeError, RaydlError, ResourceError, WorkerLostError
 from raydl.membership import Candidates, Membership, next_membership
-from raydl.worker import Outcome, Record, WorkerReport
+from raydl.reports import Record, WorkerReport
+from raydl.worker import Outcome
 
 _POLL_S = 0.25
 _CAUSE_GRACE_S = 3.0

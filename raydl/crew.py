@@ -17,8 +17,9 @@ from raydl.data import Batches, Dataset, Normalizer
 from raydl.exchange.local import LocalGroup
 from raydl.flat import FlatModel
 from raydl.membership import Membership
+from raydl.reports import WorkerReport
 from raydl.task import evaluate
-from raydl.worker import Job, Outcome, Worker, WorkerReport
+from raydl.worker import Job, Outcome, Worker
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from raydl.crew import Collected, Evaluated
 from raydl.flat import FlatModel
 from raydl.metrics import TIME_PARTS, MetricsWriter, communication_share, mean_parts
 from raydl.progress import Progress, ProgressView
-from raydl.worker import Record, WorkerReport
+from raydl.reports import Record, WorkerReport
 
 _SPEED_OVER = 8
 """Records that the speed in the terminal is averaged over."""

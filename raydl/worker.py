@@ -27,6 +27,7 @@ from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.metrics import TimeParts
 from raydl.replica import Header, Replica, make_optimizer
+from raydl.reports import Books, Record, WorkerReport
 from raydl.rules import lr_factor
 from raydl.task import Batch, DataShape, Task
 
@@ -40,36 +41,6 @@ class Job:
     config: TrainConfig
     task: Task
     shape: DataShape
-
-
-@dataclass(frozen=True)
-class Record:
-    """What happened since the record before, over all workers; one point of the curves."""
-
-    round: int
-    generation: int
-    num_workers: int
-    epoch: float
-    num_samples: int
-    local_step: int
-    lr: float
-    loss: float
-    distance: float
-    exchange_s: float
-    exchange_bytes: int
-
-
-@dataclass(frozen=True)
-class WorkerReport:
-    """What a worker tells the controller when asked."""
-
-    worker_id: str
-    round: int
-    records: tuple[Record, ...]
-    """New since the report before."""
-    kept: tuple[int, ...]
-    """Rounds whose state this worker holds for a checkpoint."""
-    time_parts: dict[str, float]
 
 
 class Outcome(enum.Enum):
@@ -121,7 +92,7 @@ class Worker:
         self._losses: list[tuple[int, int, torch.Tensor]] = []
         self._loss_sum = self._loss_samples = 0.0
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        self._books = _Books()
+        self._books = Books()
         self._kept: dict[int, dict[str, Any]] = {}
         self._center: Center | None = None
 
@@ -396,29 +367,6 @@ class Worker:
         torch.set_rng_state(state["generators"]["cpu"])
         if self._device.type == "cuda" and state["generators"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["generators"]["cuda"])
-
-
-class _Books:
-    """What a worker has seen since its last record, and what it has not reported yet."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.round_s = 0.0
-        self.restart(0.0, 0.0)
-
-    def restart(self, now: float, waited_s: float) -> None:
-        self.recorded_at = now
-        self.waited_s = waited_s
-        self.num_rounds = 0
-        self.loss_sum = self.loss_samples = 0.0
-
-    def add(self, sums: Header) -> None:
-        self.num_rounds += 1
-        self.loss_sum += sums.loss_sum
-        self.loss_samples += sums.loss_samples
-
-    def mean_loss(self) -> float:
-        return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
 
 
 def _positions(spans: list[Span]) -> np.ndarray:

@@ -24,7 +24,8 @@ from raydl.errors import (
     WorkerLostError,
 )
 from raydl.metrics import TimeParts
-from raydl.worker import Outcome, Record, WorkerReport
+from raydl.reports import Record, WorkerReport
+from raydl.worker import Outcome
 
 
 def snapshot(round, epoch=0):

@@ -21,7 +21,7 @@ ROWS = [
         "methods", "models", "task", "data", "metrics", "progress", "storage",
         "center", "replica", "checkpoint", "run_folder",
     },
-    {"exchange", "worker"},
+    {"exchange", "reports", "worker"},
     {"crew", "actors"},
     {"controller", "recorder"},
     {"trainer", "cli", "__main__", "__init__"},
