@@ -242,7 +242,8 @@ class Controller:
             patience_s=_PATIENCE_S,
         )
         if membership is None:
-            self._say(f"waiting: {reason}")
+            missing = f"; waiting for {self._crew.waiting_for()}" if waited_s > _PATIENCE_S else ""
+            self._say(f"{reason}{missing}")
             if waited_s > scaling.start_timeout_s:
                 raise ResourceError(
                     f"{reason} after {waited_s:.0f} s; waiting for {self._crew.waiting_for()}; "
@@ -258,6 +259,8 @@ class Controller:
         self._crew.form(membership, self._round, self._own_states)
         self._own_states = {}
         self._run = _Run(membership)
+        self._stop_voted = False  # votes end with their generation
+        self._checkpoints.voted = False
         self._say(f"generation {membership.generation}: {reason}")
         self._enter(State.TRAINING)
 
@@ -321,7 +324,6 @@ class Controller:
             return
         self._round = end.round
         if self._round in self._published:
-            self._stop_voted = False
             self._enter(State.WAITING)
 
     def _evaluate_newest(self) -> None:

@@ -152,7 +152,10 @@ class WorkerLostError(RaydlError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"worker {self.worker_id} was lost: {self.reason}"
+        return (
+            f"worker {self.worker_id} was lost: {self.reason}; "
+            f"the same command with --resume goes on from the last checkpoint, if one was written"
+        )
 
 
 class ExchangeError(RaydlError):

@@ -52,16 +52,20 @@ def next_membership(
             return None, f"{len(ready)} of {min_workers} workers are ready"
         if len(ready) < max_workers and candidates.waited_s < patience_s:
             return None, f"{len(ready)} workers are ready; up to {max_workers} are wanted"
-        return Membership(1, ready), f"{_names(ready)} start"
+        return Membership(1, ready), f"{_names(ready)} start{_s(ready)}"
     joining = tuple(w for w in candidates.ready if w not in now.worker_ids)
     joining = joining[: max_workers - now.num_workers]
     if not joining:
         return now, "nobody joins or leaves"
     return (
         Membership(now.generation + 1, now.worker_ids + joining),
-        f"{_names(joining)} join{'s' if len(joining) == 1 else ''}",
+        f"{_names(joining)} join{_s(joining)}",
     )
 
 
 def _names(worker_ids: tuple[str, ...]) -> str:
     return ", ".join(worker_ids)
+
+
+def _s(worker_ids: tuple[str, ...]) -> str:
+    return "s" if len(worker_ids) == 1 else ""

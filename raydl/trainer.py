@@ -122,6 +122,7 @@ class Trainer:
         resolve(config.method, config.optimizer)
         dataset = self._load_data()
         shape = DataShape(dataset.train.image_shape, dataset.train.num_classes)
+        _check_batch_size(config, dataset)
         flat = self._try_model(dataset, shape)
         folder = RunFolder(config)
         store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
@@ -202,6 +203,14 @@ class Trainer:
         finally:
             recorder.close()
         return _finish(controller, recorder, folder, store)
+
+
+def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
+    batch_size, num_samples = config.training.batch_size, dataset.train.num_samples
+    if batch_size > num_samples:
+        raise ConfigError(
+            "training.batch_size", f"must be at most the {num_samples} samples, got {batch_size}"
+        )
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ class Worker:
                 self._start_from(snapshot, own_state)
             assert self._center is not None
             self._membership = membership
+            self._votes = {}  # those cast so far were for the generation before
             self._rank = membership.worker_ids.index(self.worker_id)
             self._exchange = SyncExchange(group, self._center, round=snapshot.round)
 

@@ -65,8 +65,12 @@ def test_workers_are_a_number_or_a_range():
         ),
         (["--data", "no/such/place"], "no/such/place: there is no such file or folder"),
         (
-            ["--data", "synthetic:40x1x2x2", "--model", "lenet"],
+            ["--data", "synthetic:80x1x2x2", "--model", "lenet"],
             "model lenet: needs pictures of 4x4 or more, got 2x2",
+        ),
+        (
+            ["--data", "synthetic:40", "--batch-size", "41"],
+            "training.batch_size must be at most the 40 samples, got 41",
         ),
         (["--resume"], "run.resume needs run.run_dir: the run to go on with"),
         (

@@ -150,7 +150,7 @@ def test_training_starts_when_all_workers_are_ready_in_the_order_of_their_number
     assert stage.controller.state is State.WAITING
     assert stage.step(WorkerReady("w0")) == [("form", 1, ("w0", "w1"), 0)]
     assert stage.recorder.events == [
-        "waiting: 1 of 2 workers are ready",
+        "1 of 2 workers are ready",
         "generation 1: w0, w1 start",
     ]
 
@@ -158,6 +158,12 @@ def test_training_starts_when_all_workers_are_ready_in_the_order_of_their_number
 def test_waiting_is_bounded_and_says_what_for():
     stage = Stage()
     stage.step(WorkerReady("w0"))
+    stage.now = 6.0
+    stage.step()
+    assert stage.recorder.events[-1] == (
+        "1 of 2 workers are ready; waiting for 1 more worker(s), each needs {CPU: 1}; "
+        "the cluster has {CPU: 1}"
+    )
     stage.now = 61.0
     with pytest.raises(ResourceError, match=r"1 of 2 workers .* after 61 s; waiting for 1 more"):
         stage.step()

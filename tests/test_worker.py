@@ -114,6 +114,13 @@ def test_a_checkpoint_vote_keeps_the_state_of_one_round_everywhere_and_training_
     assert 1 in ensemble.published
 
 
+def test_a_vote_of_the_generation_before_counts_no_more():
+    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
+    for worker in ensemble.workers:
+        worker.vote(regroup=1.0)
+    assert ensemble.join().run(2) == [Outcome.GO_ON] * 2
+
+
 def test_steps_end_the_run_where_they_say():
     ensemble = Ensemble(settings("sync-easgd", steps=5), num_workers=2).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
