@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow lint check clean help
+.PHONY: train test test-slow test-gpu lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -38,6 +38,9 @@ test: check  ## check, and run all but the slow tests
 
 test-slow: $(VENV)/installed-dev  ## the tests that take minutes
 	$(BIN)/pytest -m slow
+
+test-gpu: $(VENV)/installed-dev  ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raydl.config import MethodConfig, OptimizerConfig
+from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.rules import Elastic, MeanGradient, Rule
 
@@ -122,4 +122,19 @@ def resolve(config: MethodConfig, optimizer: OptimizerConfig) -> Method:
         schedule=row.schedule,
         period=row.period if config.period is None else config.period,
         optimizer=dataclasses.replace(optimizer, momentum=momentum, lr=lr),
+    )
+
+
+def filled_in(config: TrainConfig) -> TrainConfig:
+    """Return the settings with what the method decides written out, as a run records them.
+
+    Raises:
+        UnknownNameError: no method has that name.
+        ConfigError: two settings contradict each other.
+    """
+    method = resolve(config.method, config.optimizer)
+    return dataclasses.replace(
+        config,
+        method=dataclasses.replace(config.method, period=method.period),
+        optimizer=method.optimizer,
     )

@@ -35,7 +35,7 @@ from raydl.data import Batches, Dataset, Normalizer, load
 from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
-from raydl.methods import resolve
+from raydl.methods import filled_in
 from raydl.metrics import TensorBoardWriter, config_as_markdown
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder, snapshot_of
@@ -118,8 +118,7 @@ class Trainer:
                 or the run could not go on.
             Exception: what the task's own code raised, with its own traceback.
         """
-        config = self.config
-        resolve(config.method, config.optimizer)
+        self.config = config = filled_in(self.config)
         dataset = self._load_data()
         shape = DataShape(dataset.train.image_shape, dataset.train.num_classes)
         _check_batch_size(config, dataset)

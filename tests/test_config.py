@@ -19,7 +19,7 @@ from raydl.config import (
     to_dict,
 )
 from raydl.errors import ConfigError, UnknownNameError
-from raydl.methods import METHODS, resolve
+from raydl.methods import METHODS, filled_in, resolve
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,13 @@ def test_the_users_settings_win_over_the_methods_own():
     assert (method.period, method.optimizer.momentum, method.optimizer.lr) == (3, 0.5, 0.2)
     own = resolve(MethodConfig(name="sync-measgd"), OptimizerConfig())
     assert (own.period, own.optimizer.momentum) == (10, METHODS["sync-measgd"].momentum)
+
+
+def test_a_run_records_what_the_method_decided():
+    config = filled_in(TrainConfig(method=MethodConfig(name="sync-msgd")))
+    assert config.method.period == 1
+    assert (config.optimizer.lr, config.optimizer.momentum) == (0.025, 0.9)
+    assert filled_in(config) == config
 
 
 def test_settings_survive_json():

@@ -1,0 +1,64 @@
+"""The CUDA road: the same step, the same exchange, on a device."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHAPE, Ensemble, first_snapshot, linear, tiny_images
+
+from raydl.config import (
+    MethodConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from raydl.flat import FlatModel
+from raydl.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def settings(**scaling):
+    return TrainConfig(
+        method=MethodConfig(name="sync-easgd", period=2),
+        training=TrainingConfig(epochs=3, batch_size=4),
+        optimizer=OptimizerConfig(lr=0.1),
+        scaling=ScalingConfig(num_workers=1, **scaling),
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_run_on_the_device_agrees_with_the_cpu(num_workers):
+    weights = []
+    for gpus in (0.0, 0.5):
+        ensemble = Ensemble(
+            settings(gpus_per_worker=gpus), num_workers=num_workers, images=tiny_images(24)
+        )
+        ensemble.join().run()
+        weights.append(ensemble.newest.weights)
+    np.testing.assert_allclose(*weights, rtol=1e-3, atol=1e-4)
+
+
+def test_flat_storage_lives_on_the_device():
+    flat = FlatModel(linear(SHAPE.image_shape, SHAPE.num_classes).cuda())
+    assert flat.weights.is_cuda
+    assert flat.gradients.is_cuda
+    state = flat.state_dict_of(flat.weights, flat.buffers)
+    assert all(not tensor.is_cuda for tensor in state.values())
+    assert first_snapshot(FlatModel(linear(SHAPE.image_shape, 3)), 4).weights.dtype == np.float32
+
+
+@pytest.mark.cluster
+def test_a_worker_with_a_gpu_trains_through_nccl(tmp_path):
+    result = Trainer(
+        "lenet",
+        "digits",
+        training=TrainingConfig(epochs=30),
+        scaling=ScalingConfig(num_workers=1, gpus_per_worker=1),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    ).fit()
+    assert result.metrics["center_accuracy"] >= 0.97
