@@ -18,11 +18,11 @@ from raydl.crew import (
     Collected,
     Evaluated,
     Event,
+    Failed,
+    Lost,
     Published,
     Reported,
     RunEnded,
-    WorkerFailed,
-    WorkerLost,
     WorkerReady,
     evaluate_snapshot,
     make_evaluator_model,
@@ -224,10 +224,10 @@ class RayCrew:
         try:
             return handler(ray.get(ref))
         except RayTaskError as error:
-            return [WorkerFailed(who, _original(error))]
+            return [Failed(who, _original(error))]
         except RayActorError as error:
             self._up.discard(who)
-            return [WorkerLost(who, str(error).strip().splitlines()[0])]
+            return [Lost(who, str(error).strip().splitlines()[0])]
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Let the members meet and train."""
@@ -237,7 +237,7 @@ class RayCrew:
             port=self._address[1],
             run_id=self._run_id,
             generation=membership.generation,
-            device="cuda" if config.scaling.use_gpu else "cpu",
+            device=config.scaling.device,
             timeout_s=config.exchange.timeout_s,
         )
         snapshot = self._center.get.remote(round)

@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RaydlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _STOPPED["SIGINT"]
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0

@@ -132,6 +132,8 @@ class ScalingConfig:
     """CPUs each worker reserves; it computes with as many threads, at least one."""
     gpus_per_worker: float = field(default=0.0, metadata={"flag": "gpus-per-worker"})
     """GPUs each worker reserves; above 0 it computes on CUDA."""
+    use_gpu: bool = False
+    """Short for one GPU per worker."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Further Ray resources each worker reserves, by name."""
     start_timeout_s: float = 600.0
@@ -165,18 +167,19 @@ class ScalingConfig:
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
-    def use_gpu(self) -> bool:
-        """Whether the workers compute on CUDA."""
-        return self.gpus_per_worker > 0
+    def device(self) -> str:
+        """What the workers compute on: ``cpu`` or ``cuda``."""
+        return "cuda" if self.resources().get("GPU") else "cpu"
 
     @property
     def num_threads(self) -> int:
         """Compute threads of one worker."""
-        return max(1, int(self.cpus_per_worker))
+        return max(1, int(self.resources().get("CPU", 0)))
 
     def resources(self) -> dict[str, float]:
         """Return all that one worker reserves, by Ray's resource names."""
-        own = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
+        gpus = self.gpus_per_worker or float(self.use_gpu)
+        own = {"CPU": self.cpus_per_worker, "GPU": gpus}
         return {k: v for k, v in {**own, **self.resources_per_worker}.items() if v}
 
     def wanted(self) -> str:

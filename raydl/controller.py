@@ -21,14 +21,14 @@ from raydl.crew import (
     Crew,
     Evaluated,
     Event,
+    Failed,
+    Lost,
     Published,
     Reported,
     RunEnded,
-    WorkerFailed,
-    WorkerLost,
     WorkerReady,
 )
-from raydl.errors import ExchangeError, RaydlError, ResourceError, WorkerLostError
+from raydl.errors import ExchangeError, ProcessLostError, RaydlError, ResourceError
 from raydl.membership import Candidates, Membership, next_membership
 from raydl.reports import Record, WorkerReport
 from raydl.worker import Outcome
@@ -183,10 +183,10 @@ class Controller:
                 self._take_report(report)
             case RunEnded(worker_id) if self._run:
                 self._run.ended[worker_id] = event
-            case WorkerFailed(worker_id, error):
-                self._take_failure(error)
-            case WorkerLost(worker_id, reason):
-                self._take_failure(WorkerLostError(worker_id, reason))
+            case Failed(name, error):
+                self._take_failure(name, error)
+            case Lost(name, reason):
+                self._take_failure(name, ProcessLostError(name, reason))
             case Evaluated():
                 self._evaluated = event.round
                 self._recorder.evaluated(event)
@@ -204,12 +204,22 @@ class Controller:
                 self._checkpoints.saw_epoch(int(record.epoch))
                 self._recorder.record(record, self._run.reports)
 
-    def _take_failure(self, error: Exception) -> None:
+    def _take_failure(self, name: str, error: Exception) -> None:
         if self._run is None:
             raise error
+        if isinstance(error, ProcessLostError) and self._is_bystander(name):
+            if name in self._ready:
+                self._ready.remove(name)
+            self._say(f"{name} was lost before it joined; the others train on")
+            return
         if not self._run.failures:
             self._run.failed_at = self._clock()
         self._run.failures.append(error)
+
+    def _is_bystander(self, name: str) -> bool:
+        """Whether this is a worker that does not train."""
+        assert self._run is not None
+        return name[1:].isdigit() and name not in self._run.membership.worker_ids
 
     def _raise_failure(self, run: _Run) -> None:
         """Raise the failure behind all others, once it had time to show itself.
@@ -218,7 +228,7 @@ class Controller:
         they report is the consequence.
         """
         causes = [e for e in run.failures if not isinstance(e, ExchangeError)]
-        ours = [e for e in causes if not isinstance(e, WorkerLostError)]
+        ours = [e for e in causes if not isinstance(e, ProcessLostError)]
         if ours:
             raise ours[0]
         if run.failures and self._clock() - run.failed_at >= _CAUSE_GRACE_S:

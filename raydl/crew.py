@@ -46,18 +46,19 @@ class RunEnded:
 
 
 @dataclass(frozen=True)
-class WorkerFailed:
-    """A worker raised: the user's code, an exchange, or a loss that is not finite."""
+class Failed:
+    """A process raised: the user's code, an exchange, or a loss that is not finite."""
 
-    worker_id: str
+    name: str
+    """``w3`` for a worker, ``center``, ``evaluator`` or ``checkpoint``."""
     error: Exception
 
 
 @dataclass(frozen=True)
-class WorkerLost:
-    """A worker's process went away."""
+class Lost:
+    """A process went away."""
 
-    worker_id: str
+    name: str
     reason: str
 
 
@@ -87,16 +88,7 @@ class Collected:
     """By worker, in the order of the ranks."""
 
 
-Event = (
-    WorkerReady
-    | Reported
-    | RunEnded
-    | WorkerFailed
-    | WorkerLost
-    | Published
-    | Evaluated
-    | Collected
-)
+Event = WorkerReady | Reported | RunEnded | Failed | Lost | Published | Evaluated | Collected
 
 
 class Crew(Protocol):

@@ -8,7 +8,7 @@
     ├── ResourceError               the cluster can not hold what was asked for
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
     ├── NonFiniteLossError          the loss became NaN or infinite
-    ├── WorkerLostError             a worker process went away
+    ├── ProcessLostError            a process of the run went away
     └── ExchangeError               an exchange did not complete; nothing was changed by it
         └── ExchangeTimeoutError    somebody did not come in time
 
@@ -138,23 +138,23 @@ class NonFiniteLossError(RaydlError):
         )
 
 
-class WorkerLostError(RaydlError):
-    """A worker process went away.
+class ProcessLostError(RaydlError):
+    """A process of the run went away.
 
     Args:
-        worker_id: which one.
+        name: whose: ``w3`` for a worker, ``center``, ``evaluator``.
         reason: what Ray said about it.
     """
 
-    def __init__(self, worker_id: str, reason: str) -> None:
-        super().__init__(worker_id, reason)
-        self.worker_id = worker_id
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name = name
         self.reason = reason
 
     def __str__(self) -> str:
         return (
-            f"worker {self.worker_id} was lost: {self.reason}; "
-            f"the same command with --resume goes on from the last checkpoint, if one was written"
+            f"the process of {self.name} was lost: {self.reason}; the same command with "
+            f"--resume goes on from the last checkpoint, if one was written"
         )
 
 

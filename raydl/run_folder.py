@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from raydl.config import TrainConfig, from_dict, to_dict
+from raydl.config import RunConfig, TrainConfig, from_dict, to_dict
 from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage
 
@@ -114,8 +114,6 @@ class RunFolder:
 def open_run(path: str) -> RunFolder:
     """Return the folder of a run that is there, from its path or URI."""
     parent, _, name = path.rstrip("/").rpartition("/")
-    from raydl.config import RunConfig  # the only field that matters here
-
     storage = parent if "://" in path else None
     run = RunConfig(run_dir=name if storage else path, storage_path=storage)
     return RunFolder(TrainConfig(run=run))

@@ -39,7 +39,7 @@ from raydl.methods import filled_in
 from raydl.metrics import TensorBoardWriter, config_as_markdown
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder, snapshot_of
-from raydl.run_folder import RunFolder
+from raydl.run_folder import RunFolder, open_run
 from raydl.task import Classification, DataShape, Task, evaluate
 from raydl.worker import Job, Outcome
 
@@ -347,8 +347,6 @@ def score_run(path: str, *, data: str | None = None) -> dict[str, float]:
         CheckpointError: no run or no checkpoint is there.
         DataError: the data can not be read or are of another kind.
     """
-    from raydl.run_folder import open_run
-
     folder = open_run(path)
     config = folder.read_config()
     center, _ = CheckpointStore(folder.storage).read_center()

@@ -76,7 +76,7 @@ class Worker:
         self._batches = batches
         self._publish = publish
         self._method = resolve(job.config.method, job.config.optimizer)
-        self._device = torch.device("cuda" if job.config.scaling.use_gpu else "cpu")
+        self._device = torch.device(job.config.scaling.device)
         with self.parts.measure("initialization"):
             model = job.task.build_model(job.shape).to(self._device)
             self.replica = Replica(

@@ -123,6 +123,14 @@ def test_a_setting_of_another_version_is_named():
         from_dict(MethodConfig, {"gamma": 1})
 
 
+def test_resources_are_said_in_ray_trains_words():
+    assert ScalingConfig().resources() == {"CPU": 1.0}
+    gpu = ScalingConfig(use_gpu=True, resources_per_worker={"CPU": 4.0, "spot": 1.0})
+    assert gpu.resources() == {"CPU": 4.0, "GPU": 1.0, "spot": 1.0}
+    assert (gpu.device, ScalingConfig().device) == ("cuda", "cpu")
+    assert gpu.num_threads == 4
+
+
 def test_every_setting_is_frozen_and_keyword_only():
     for field in dataclasses.fields(TrainConfig):
         section = getattr(TrainConfig(), field.name)

@@ -9,19 +9,19 @@ from raydl.controller import Controller, State
 from raydl.crew import (
     Collected,
     Evaluated,
+    Failed,
+    Lost,
     Published,
     Reported,
     RunEnded,
-    WorkerFailed,
-    WorkerLost,
     WorkerReady,
 )
 from raydl.errors import (
     ExchangeError,
     NonFiniteLossError,
+    ProcessLostError,
     RaydlError,
     ResourceError,
-    WorkerLostError,
 )
 from raydl.metrics import TimeParts
 from raydl.reports import Record, WorkerReport
@@ -264,23 +264,44 @@ def test_a_run_that_ends_in_the_round_of_a_regroup_just_ends():
 
 def test_the_cause_of_a_failure_is_raised_not_its_echo():
     stage = Stage().start()
-    stage.step(WorkerFailed("w1", ExchangeError(3, 1, "connection closed")))
+    stage.step(Failed("w1", ExchangeError(3, 1, "connection closed")))
     with pytest.raises(NonFiniteLossError):
-        stage.step(WorkerFailed("w0", NonFiniteLossError("w0", 5, float("nan"))))
+        stage.step(Failed("w0", NonFiniteLossError("w0", 5, float("nan"))))
 
 
 def test_a_users_own_exception_arrives_as_it_is():
     stage = Stage().start()
     with pytest.raises(ZeroDivisionError):
-        stage.step(WorkerFailed("w0", ZeroDivisionError()))
+        stage.step(Failed("w0", ZeroDivisionError()))
 
 
 def test_a_lost_worker_is_named_after_a_grace_time_for_other_causes():
     stage = Stage().start()
-    stage.step(WorkerFailed("w1", ExchangeError(3, 1, "connection closed")))
-    stage.step(WorkerLost("w0", "the actor died"))
+    stage.step(Failed("w1", ExchangeError(3, 1, "connection closed")))
+    stage.step(Lost("w0", "the actor died"))
     stage.now = 4.0
-    with pytest.raises(WorkerLostError, match="w0 was lost: the actor died"):
+    with pytest.raises(ProcessLostError, match="w0 was lost: the actor died"):
+        stage.step()
+
+
+def test_a_newcomer_that_dies_while_it_starts_does_not_disturb_the_others():
+    stage = Stage(num_workers=(2, 3))
+    stage.step(WorkerReady("w0"), WorkerReady("w1"))
+    stage.now = 6.0
+    stage.step()
+    assert stage.step(Lost("w2", "the actor died")) == []
+    assert stage.recorder.events[-1] == "w2 was lost before it joined; the others train on"
+    stage.now = 60.0
+    stage.step()
+    assert stage.controller.state is State.TRAINING
+
+
+@pytest.mark.parametrize("name", ["center", "evaluator"])
+def test_losing_the_center_or_the_evaluator_ends_the_run_by_name(name):
+    stage = Stage().start()
+    stage.step(Lost(name, "the actor died"))
+    stage.now = 4.0
+    with pytest.raises(ProcessLostError, match=f"process of {name} was lost"):
         stage.step()
 
 

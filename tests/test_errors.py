@@ -17,7 +17,7 @@ EXAMPLES = [
     errors.ResourceError("2 workers do not fit"),
     errors.CheckpointError("runs/x", "there is none"),
     errors.NonFiniteLossError("w1", 12, float("inf")),
-    errors.WorkerLostError("w1", "killed"),
+    errors.ProcessLostError("w1", "killed"),
     errors.ExchangeError(3, 1, "connection reset"),
     errors.ExchangeTimeoutError(3, 1, 30.0, ("w2", "w5")),
 ]
