@@ -207,6 +207,6 @@ def _number(value: float | None, form: str) -> str:
 def _clock_text(seconds: float | None) -> str:
     if seconds is None:
         return _DASH
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -172,8 +172,7 @@ class RunRecorder:
         self._writer.scalars(values, num_samples=evaluated.num_samples)
 
     def checkpoint(self, collected: Collected) -> None:
-        """Write a checkpoint in a thread of its own."""
-        self._raise_if_failed()
+        """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
         self._writing.append(self._pool.submit(self._write, collected, self.seconds))
 
     def _write(self, collected: Collected, seconds: float) -> None:
@@ -181,14 +180,17 @@ class RunRecorder:
         self._writer.flush()
         self._after_checkpoint()
 
-    def _raise_if_failed(self) -> None:
-        for future in [f for f in self._writing if f.done()]:
+    def _tell_failures(self) -> None:
+        """Say which checkpoints could not be written; later ones may go through."""
+        for future in [f for f in self._writing[:-1] if f.done()]:
             self._writing.remove(future)
-            future.result()
+            error = future.exception()
+            if error is not None:
+                self.event(f"{error}; training goes on, the next one may go through")
 
     def show(self, state: State, num_workers: int) -> None:
         """Refresh the terminal."""
-        self._raise_if_failed()
+        self._tell_failures()
         self._progress.update(self._view(state, num_workers))
 
     def _view(self, state: State, num_workers: int) -> ProgressView:
@@ -247,4 +249,5 @@ class RunRecorder:
         self._pool.shutdown(wait=True)
         self._progress.close()
         self._writer.close()
-        self._raise_if_failed()
+        for future in self._writing[-1:]:
+            future.result()

@@ -1,0 +1,142 @@
+"""The recorder: a failed checkpoint is told, speed and shares are worked out."""
+
+import numpy as np
+import pytest
+from conftest import SHAPE, first_snapshot, linear
+
+from raydl.config import TrainConfig, TrainingConfig
+from raydl.controller import State
+from raydl.crew import Collected, Evaluated
+from raydl.errors import CheckpointError
+from raydl.flat import FlatModel
+from raydl.metrics import TAGS, TimeParts
+from raydl.recorder import RunRecorder, checkpoint_of, snapshot_of
+from raydl.reports import Record, WorkerReport
+
+
+class Memory:
+    """A writer and a display that remember."""
+
+    def __init__(self):
+        self.points, self.sentences, self.views = [], [], []
+
+    def scalars(self, values, *, num_samples):
+        assert set(values) <= set(TAGS)
+        self.points.append((num_samples, dict(values)))
+
+    def text(self, name, markdown, *, num_samples):
+        pass
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+    def event(self, sentence):
+        self.sentences.append(sentence)
+
+    def update(self, view):
+        self.views.append(view)
+
+
+class Store:
+    """A checkpoint store that fails at the rounds it is given."""
+
+    def __init__(self, *bad):
+        self.bad, self.written = bad, []
+
+    def write(self, checkpoint):
+        if checkpoint.round in self.bad:
+            raise CheckpointError("runs/x", "could not be written: disk full")
+        self.written.append(checkpoint.round)
+
+
+def flat_model():
+    return FlatModel(linear(SHAPE.image_shape, SHAPE.num_classes))
+
+
+def make(store):
+    memory, flat = Memory(), flat_model()
+    recorder = RunRecorder(
+        TrainConfig(training=TrainingConfig(epochs=2)),
+        num_train=10,
+        start=first_snapshot(flat, 10),
+        seconds_before=5.0,
+        writer=memory,
+        progress=memory,
+        store=store,
+        flat=flat,
+        after_checkpoint=lambda: None,
+    )
+    return recorder, memory
+
+
+def collected(round):
+    import dataclasses
+
+    snapshot = dataclasses.replace(first_snapshot(flat_model(), 10), round=round)
+    return Collected(snapshot, {"w0": {"x": np.ones(2)}})
+
+
+def test_a_checkpoint_that_fails_on_the_way_is_told_and_the_next_goes_through():
+    store = Store(1)
+    recorder, memory = make(store)
+    recorder.checkpoint(collected(1))
+    recorder.checkpoint(collected(2))
+    recorder._pool.shutdown(wait=True)
+    recorder.show(State.TRAINING, 2)
+    recorder.close()
+    assert store.written == [2]
+    assert memory.sentences == [
+        "checkpoint runs/x: could not be written: disk full; training goes on, "
+        "the next one may go through"
+    ]
+
+
+def test_a_last_checkpoint_that_fails_is_an_error():
+    recorder, _ = make(Store(7))
+    recorder.checkpoint(collected(7))
+    with pytest.raises(CheckpointError, match="disk full"):
+        recorder.close()
+
+
+def test_a_record_becomes_one_point_of_every_curve():
+    recorder, memory = make(Store())
+    recorder.event("generation 1: w0 starts")
+    parts = {**TimeParts().as_dict(), "forward_backward": 3.0, "device_device_parameters": 1.0}
+    record = Record(
+        round=2,
+        generation=1,
+        num_workers=1,
+        epoch=0.5,
+        num_samples=5,
+        local_step=2,
+        lr=0.1,
+        loss=0.7,
+        distance=0.2,
+        exchange_s=0.01,
+        exchange_bytes=40,
+    )
+    recorder.record(record, {"w0": WorkerReport("w0", 2, (), (), parts)})
+    recorder.evaluated(Evaluated(2, 0, 5, {"accuracy": 0.9, "loss": 0.3}))
+    recorder.show(State.TRAINING, 1)
+    recorder.close()
+    assert set().union(*[values for _, values in memory.points]) == set(TAGS)
+    assert all(num_samples == 5 for num_samples, _ in memory.points)
+    view = memory.views[-1]
+    assert (view.share_done, view.communication_share) == (0.25, 0.25)
+    assert (view.train_loss, view.center_accuracy) == (0.7, 0.9)
+    figures = recorder.figures()
+    assert figures["seconds"] > 5.0
+    assert figures["samples"] == 5
+    assert figures["center_accuracy"] == 0.9
+
+
+def test_a_snapshot_comes_back_from_its_checkpoint():
+    flat, gathered = flat_model(), collected(3)
+    checkpoint = checkpoint_of(gathered, flat, seconds=1.0)
+    again = snapshot_of(checkpoint, flat)
+    assert np.array_equal(again.weights, gathered.snapshot.weights)
+    assert again.ledger == gathered.snapshot.ledger
+    assert again.round == 3
