@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from raydl.flat import FlatModel
+from raydl.ledger import Ledger
 from raydl.rules import Rule, Tally
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
@@ -98,6 +100,28 @@ class Center:
         if self._optimizer and optimizer:
             # torch keeps the tensors it is given; a snapshot is shared with others.
             self._optimizer.load_state_dict(copied_to_cpu(optimizer))
+
+
+def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
+    """Return where a new run starts: the weights of a model, and no sample seen.
+
+    Args:
+        flat: the initial model.
+        num_samples: samples in the training set.
+    """
+    return Snapshot(
+        round=0,
+        generation=0,
+        epoch=0,
+        num_samples=0,
+        local_step=0,
+        version=0,
+        is_kept=False,
+        weights=flat.weights.detach().numpy().copy(),
+        buffers=flat.buffers.detach().numpy().copy(),
+        optimizer={},
+        ledger=Ledger(num_samples).state_dict(),
+    )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

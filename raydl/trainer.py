@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from raydl import ray_session
-from raydl.center import Snapshot
+from raydl.center import Snapshot, first_snapshot
 from raydl.checkpoint import CheckpointStore
 from raydl.config import (
     CheckpointConfig,
@@ -34,7 +34,6 @@ from raydl.crew import Crew, LocalCrew
 from raydl.data import Batches, Dataset, Normalizer, load
 from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
 from raydl.flat import FlatModel
-from raydl.ledger import Ledger
 from raydl.methods import filled_in
 from raydl.metrics import TensorBoardWriter, config_as_markdown
 from raydl.progress import make_progress
@@ -234,7 +233,7 @@ class _Start:
         """Open the run's folder and return the start it holds, or a new one."""
         if not config.run.resume:
             folder.open_new()
-            return cls(_first_snapshot(flat, num_samples), {}, 0.0, [])
+            return cls(first_snapshot(flat, num_samples), {}, 0.0, [])
         folder.open_again(config)
         checkpoint, sentences = store.read()
         snapshot = snapshot_of(checkpoint, flat)
@@ -260,22 +259,6 @@ def _is_complete(config: TrainConfig, snapshot: Snapshot) -> bool:
         return snapshot.local_step >= training.steps
     assert training.num_epochs is not None
     return snapshot.epoch >= training.num_epochs
-
-
-def _first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
-    return Snapshot(
-        round=0,
-        generation=0,
-        epoch=0,
-        num_samples=0,
-        local_step=0,
-        version=0,
-        is_kept=False,
-        weights=flat.weights.detach().numpy().copy(),
-        buffers=flat.buffers.detach().numpy().copy(),
-        optimizer={},
-        ledger=Ledger(num_samples).state_dict(),
-    )
 
 
 def _make_crew(job: Job, dataset: Dataset) -> Crew:

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from raydl import ray_session
-from raydl.center import Snapshot
+from raydl.center import Snapshot, first_snapshot
 from raydl.config import TrainConfig
 from raydl.data import Batches, ImageSet, Normalizer
 from raydl.exchange.local import LocalGroup
 from raydl.flat import FlatModel
-from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.task import Classification, DataShape
 from raydl.worker import Job, Outcome, Worker
@@ -117,22 +116,6 @@ class Ensemble:
     @property
     def newest(self) -> Snapshot:
         return self.published[max(self.published)]
-
-
-def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
-    return Snapshot(
-        round=0,
-        generation=0,
-        epoch=0,
-        num_samples=0,
-        local_step=0,
-        version=0,
-        is_kept=False,
-        weights=flat.weights.numpy().copy(),
-        buffers=flat.buffers.numpy().copy(),
-        optimizer={},
-        ledger=Ledger(num_samples).state_dict(),
-    )
 
 
 @pytest.fixture

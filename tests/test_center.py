@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from conftest import SHAPE, first_snapshot, linear
+from conftest import SHAPE, linear
 
-from raydl.center import SnapshotShelf
+from raydl.center import SnapshotShelf, first_snapshot
 from raydl.flat import FlatModel
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SHAPE, Ensemble, first_snapshot, linear, tiny_images
+from conftest import SHAPE, Ensemble, linear, tiny_images
 
+from raydl.center import first_snapshot
 from raydl.config import (
     MethodConfig,
     OptimizerConfig,

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from conftest import SHAPE, first_snapshot, linear
+from conftest import SHAPE, linear
 
+from raydl.center import first_snapshot
 from raydl.config import TrainConfig, TrainingConfig
 from raydl.controller import State
 from raydl.crew import Collected, Evaluated
