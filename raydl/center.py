@@ -142,10 +142,11 @@ def copied_to_cpu(value: Any) -> Any:
 
 
 class SnapshotShelf:
-    """The newest committed snapshots, and the newest of those kept for a checkpoint.
+    """The newest committed snapshots, and the two newest that are kept for a checkpoint.
 
-    Snapshots may come faster than anyone takes them; one that a checkpoint needs is held
-    until the next such one, however many others come between.
+    Snapshots may come faster than anyone takes them; those that a checkpoint needs are held
+    however many others come between. Two, since the last round of a run may follow at once
+    on one that was voted for and is not collected yet.
 
     Args:
         num_newest: how many are held in any case.
@@ -160,7 +161,7 @@ class SnapshotShelf:
         self._by_round[snapshot.round] = snapshot
         rounds = sorted(self._by_round)
         held = set(rounds[-self._num_newest :])
-        held.update([r for r in rounds if self._by_round[r].is_kept][-1:])
+        held.update([r for r in rounds if self._by_round[r].is_kept][-2:])
         self._by_round = {r: self._by_round[r] for r in rounds if r in held}
 
     def rounds(self) -> tuple[int, ...]:

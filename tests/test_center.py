@@ -22,12 +22,13 @@ def test_only_the_newest_snapshots_are_held():
     assert shelf.get(9).round == 9
 
 
-def test_a_snapshot_that_a_checkpoint_needs_stays_until_the_next_such_one():
+def test_the_two_newest_snapshots_that_a_checkpoint_needs_stay():
     shelf = SnapshotShelf(num_newest=2)
     shelf.put(snapshot(1, is_kept=True))
     for round in range(2, 50):
         shelf.put(snapshot(round))
     assert shelf.rounds() == (1, 48, 49)
-    shelf.put(snapshot(50, is_kept=True))
-    shelf.put(snapshot(51))
+    shelf.put(snapshot(50, is_kept=True))  # the last round, while 1 is still to be collected
+    assert shelf.rounds() == (1, 49, 50)
+    shelf.put(snapshot(51, is_kept=True))
     assert shelf.rounds() == (50, 51)
