@@ -3,6 +3,7 @@
 Command:   ray job submit --working-dir . -- python jobs/train.py --data digits --workers 2
 Expected:  about 98% center test accuracy on the bundled digits
 Time:      under a minute on two CPU cores
+Keep:      a job works in a temporary folder; add --storage-path to keep the run
 
 The options are those of ``raydl train``; ``--workers 0`` runs in this process without Ray.
 """
