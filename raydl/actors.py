@@ -109,9 +109,9 @@ class WorkerActor:
         return self._worker.report()
 
     @ray.method(concurrency_group="control")
-    def vote(self, votes: dict[str, float]) -> None:
+    def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
-        self._worker.vote(**votes)
+        self._worker.vote(generation, **votes)
 
     @ray.method(concurrency_group="control")
     def take_kept(self, round: int) -> dict[str, Any]:
@@ -246,10 +246,10 @@ class RayCrew:
             ref = self._workers[worker_id].run.remote(membership, address, snapshot, own_state)
             self._expect(ref, worker_id, _on_end(worker_id))
 
-    def vote(self, **votes: float) -> None:
+    def vote(self, generation: int, **votes: float) -> None:
         """Hand the votes to all workers that are up."""
         for worker_id in self._up:
-            self._workers[worker_id].vote.remote(votes)
+            self._workers[worker_id].vote.remote(generation, votes)
 
     def evaluate(self, round: int) -> None:
         """Let the evaluator score the center of a round."""

@@ -286,10 +286,10 @@ class Controller:
         if self.stop_reason and not self._stop_voted:
             self._stop_voted = True
             self._say(f"{self.stop_reason}: stopping after this round, with a checkpoint")
-            self._crew.vote(stop=1.0)
+            self._crew.vote(run.membership.generation, stop=1.0)
         elif self._can_grow(run.membership):
             self._say("a worker is ready to join: regrouping after this round")
-            self._crew.vote(regroup=1.0)
+            self._crew.vote(run.membership.generation, regroup=1.0)
             self._enter(State.REGROUPING)
         self._keep_checkpoints(run)
 
@@ -300,7 +300,7 @@ class Controller:
     def _keep_checkpoints(self, run: _Run) -> None:
         if self._checkpoints.due(self._clock()):
             self._checkpoints.voted = True
-            self._crew.vote(checkpoint=1.0)
+            self._crew.vote(run.membership.generation, checkpoint=1.0)
         if self._checkpoints.voted:
             kept = [set(r.kept) for r in run.reports.values()]
             everywhere = (

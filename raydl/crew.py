@@ -113,8 +113,8 @@ class Crew(Protocol):
         """
         ...
 
-    def vote(self, **votes: float) -> None:
-        """Let the workers cast votes; see :class:`raydl.replica.Header`."""
+    def vote(self, generation: int, **votes: float) -> None:
+        """Let the workers of a generation cast votes; see :class:`raydl.replica.Header`."""
         ...
 
     def evaluate(self, round: int) -> None:
@@ -203,9 +203,9 @@ class LocalCrew:
         self._worker.join(membership, group.member(0), snapshot, own_states.get("w0"))
         self._running = True
 
-    def vote(self, **votes: float) -> None:
+    def vote(self, generation: int, **votes: float) -> None:
         """Hand the votes to the worker."""
-        self._worker.vote(**votes)
+        self._worker.vote(generation, **votes)
 
     def evaluate(self, round: int) -> None:
         """Score the center at once."""

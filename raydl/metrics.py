@@ -133,22 +133,6 @@ class MetricsWriter(Protocol):
         ...
 
 
-class NullWriter:
-    """Takes everything, keeps nothing."""
-
-    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
-        """Do nothing."""
-
-    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class TensorBoardWriter:
     """Event files for TensorBoard.
 

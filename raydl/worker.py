@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class Worker:
             )
         self.local_step = 0
         self._lr = 0.0
-        self._votes: dict[str, float] = {}
+        self._votes: dict[int, dict[str, float]] = {}
+        self._votes_lock = threading.Lock()
         self._losses: list[tuple[int, int, torch.Tensor]] = []
         self._loss_sum = self._loss_samples = 0.0
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
@@ -119,7 +121,8 @@ class Worker:
                 self._start_from(snapshot, own_state)
             assert self._center is not None
             self._membership = membership
-            self._votes = {}  # those cast so far were for the generation before
+            with self._votes_lock:
+                self._votes = {g: v for g, v in self._votes.items() if g >= membership.generation}
             self._rank = membership.worker_ids.index(self.worker_id)
             self._exchange = SyncExchange(group, self._center, round=snapshot.round)
 
@@ -230,8 +233,8 @@ class Worker:
         self._collect_losses()
         loss_sum, loss_samples = self._loss_sum, self._loss_samples
         self._loss_sum = self._loss_samples = 0.0
-        # A vote that comes in after this line waits for the next round.
-        votes, self._votes = self._votes, {}
+        with self._votes_lock:  # a vote that comes in later waits for the next round
+            votes = self._votes.pop(self._membership.generation, {})
         return Header(
             num_samples=num_samples,
             loss_sum=loss_sum,
@@ -289,9 +292,15 @@ class Worker:
 
     # what others ask for
 
-    def vote(self, **votes: float) -> None:
-        """Ask all ranks to ``stop``, ``regroup`` or keep a ``checkpoint`` after a round."""
-        self._votes = {**self._votes, **votes}
+    def vote(self, generation: int, **votes: float) -> None:
+        """Ask all ranks to ``stop``, ``regroup`` or keep a ``checkpoint`` after a round.
+
+        A vote counts in its generation alone. It may come before the worker has joined that
+        one, since it takes another road than the order to join; one for a generation that
+        has passed is ignored.
+        """
+        with self._votes_lock:
+            self._votes.setdefault(generation, {}).update(votes)
 
     def report(self) -> WorkerReport:
         """Return what is new since the last report."""

@@ -72,15 +72,18 @@ class FakeCrew:
     def __init__(self):
         self.events = []
         self.told = []
+        self.formed = []
 
     def poll(self, timeout_s):
         events, self.events = self.events, []
         return events
 
     def form(self, membership, round, own_states):
+        self.formed.append(membership)
         self.told.append(("form", membership.generation, membership.worker_ids, round))
 
-    def vote(self, **votes):
+    def vote(self, generation, **votes):
+        assert generation == self.formed[-1].generation
         self.told.append(("vote", votes))
 
     def evaluate(self, round):

@@ -71,7 +71,7 @@ def test_a_run_stopped_after_any_round_goes_on_to_the_same_bits(method, num_work
         first = Ensemble(config, num_workers=num_workers, images=images, model=model).join()
         if stop_after > 1:
             first.run(stop_after - 1)
-        first.workers[-1].vote(stop=1.0)
+        first.workers[-1].vote(1, stop=1.0)
         assert first.run() == [Outcome.STOPPED] * num_workers
         snapshot = first.newest
         assert snapshot.round == stop_after
@@ -101,14 +101,14 @@ def test_every_sample_of_an_epoch_is_seen_once_by_some_worker():
 
 def test_all_ranks_stop_after_the_same_round_by_one_vote():
     ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=3).join()
-    ensemble.workers[1].vote(stop=1.0)
+    ensemble.workers[1].vote(1, stop=1.0)
     assert ensemble.run() == [Outcome.STOPPED] * 3
     assert len({w.round for w in ensemble.workers}) == 1
 
 
 def test_a_checkpoint_vote_keeps_the_state_of_one_round_everywhere_and_training_goes_on():
     ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2).join()
-    ensemble.workers[0].vote(checkpoint=1.0)
+    ensemble.workers[0].vote(1, checkpoint=1.0)
     assert ensemble.run(3) == [Outcome.GO_ON] * 2
     assert [w.report().kept for w in ensemble.workers] == [(1,), (1,)]
     assert 1 in ensemble.published
@@ -117,8 +117,14 @@ def test_a_checkpoint_vote_keeps_the_state_of_one_round_everywhere_and_training_
 def test_a_vote_of_the_generation_before_counts_no_more():
     ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
     for worker in ensemble.workers:
-        worker.vote(regroup=1.0)
+        worker.vote(0, regroup=1.0)
     assert ensemble.join().run(2) == [Outcome.GO_ON] * 2
+
+
+def test_a_vote_that_overtakes_the_order_to_join_still_counts():
+    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
+    ensemble.workers[1].vote(1, stop=1.0)
+    assert ensemble.join().run(2) == [Outcome.STOPPED] * 2
 
 
 def test_steps_end_the_run_where_they_say():

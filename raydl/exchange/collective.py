@@ -220,7 +220,7 @@ class CollectiveGroup:
         try:
             collective.init_collective_group(self.num_workers, rank, BACKEND, self._name)
         except (RuntimeError, dist.DistError) as error:
-            raise self._explain(error, round=0, waited_s=time.monotonic() - start) from error
+            raise self.explain(error, round=0, waited_s=time.monotonic() - start) from error
         self._group: TorchGroup = collective.get_group_handle(self._name)
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> CollectiveWork:
@@ -234,11 +234,8 @@ class CollectiveGroup:
         """Leave the group."""
         collective.destroy_collective_group(self._name)
 
-    def failure(self, error: RuntimeError, *, round: int, waited_s: float) -> ExchangeError:
+    def explain(self, error: RuntimeError, *, round: int, waited_s: float) -> ExchangeError:
         """Return what an error of torch means for a round, with the names of the missing."""
-        return self._explain(error, round=round, waited_s=waited_s)
-
-    def _explain(self, error: RuntimeError, *, round: int, waited_s: float) -> ExchangeError:
         generation = self.address.generation
         if waited_s < 0.9 * self.address.timeout_s:
             return ExchangeError(round, generation, str(error).splitlines()[0])
@@ -277,4 +274,4 @@ class CollectiveWork:
             self._work.wait()
         except RuntimeError as error:
             waited_s = time.monotonic() - start
-            raise self._group.failure(error, round=self._round, waited_s=waited_s) from error
+            raise self._group.explain(error, round=self._round, waited_s=waited_s) from error
