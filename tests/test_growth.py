@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from ray.cluster_utils import Cluster
@@ -17,6 +18,9 @@ BOUND_S = 150
 @pytest.fixture
 def small_cluster():
     """One node with one CPU; the test may add more."""
+    # The token that cluster and clients share; one that is there stays as it is.
+    ray = Path(sys.executable).with_name("ray")
+    subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 1, "include_dashboard": False},
