@@ -8,12 +8,20 @@
 
 A folder without its manifest is no checkpoint. It is written under a hidden name and
 renamed; on object stores, which have no renaming, the manifest alone makes it whole.
+
+Nothing is ever written over: a round that is written again, after a resume, comes to lie
+beside the first as round-00000120.1, and the first is deleted when the second is whole.
+So at any moment of a write one that can be read is there.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import warnings
 import zlib
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +37,17 @@ from raydl.storage import Storage
 FORMAT = 1
 _FOLDER = "checkpoints"
 _PARTIAL = ".partial-"
+_NAME = re.compile(r"round-(\d+)(?:\.(\d+))?")
 _TENSOR = "tensor"
+_Kinds = dict[str, tuple[type, ...]]
+_MANIFEST: _Kinds = {
+    "round": (int,),
+    "generation": (int,),
+    "num_samples": (int,),
+    "seconds": (int, float),
+    "workers": (list,),
+    "files": (dict,),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +68,10 @@ class Checkpoint:
     """Each worker's own state, by id, in the order of the ranks."""
 
 
+class _DamagedError(CheckpointError):
+    """It can not be read, an older one may do; a newer format is no damage."""
+
+
 class CheckpointStore:
     """The checkpoints of one run.
 
@@ -61,28 +83,51 @@ class CheckpointStore:
     def __init__(self, storage: Storage, *, keep: int = 2) -> None:
         self._storage = storage
         self._keep = keep
+        self._damaged: set[str] = set()
 
     def names(self) -> list[str]:
-        """Return the whole checkpoints, oldest first."""
-        return [
-            name
-            for name in self._storage.list_dir(_FOLDER)
-            if name.startswith("round-") and self._storage.exists(_manifest_path(name))
-        ]
+        """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged."""
+        return [name for name in self._finished() if name not in self._damaged]
+
+    def _finished(self) -> list[str]:
+        """Return those with a manifest, oldest first."""
+        names = [n for n in self._ours() if _NAME.fullmatch(n)]
+        return sorted(filter(self._has_manifest, names), key=_round_and_version)
+
+    def _ours(self) -> list[str]:
+        """Return the folders that a store made, whole or not; others are left alone."""
+        names = self._storage.list_dir(_FOLDER)
+        return [n for n in names if _NAME.fullmatch(n) or n.startswith(_PARTIAL)]
+
+    def _has_manifest(self, name: str) -> bool:
+        return self._storage.exists(_manifest_path(name))
 
     def write(self, checkpoint: Checkpoint) -> str:
         """Write a checkpoint, drop old ones, and return its name.
 
+        An old one that can not be deleted is a RuntimeWarning and is tried again after the
+        next write: the new one is whole, a run must not fail for want of tidiness.
+
         Raises:
             CheckpointError: the storage refused; earlier checkpoints are as they were.
         """
-        name = f"round-{checkpoint.round:08d}"
         try:
+            self._clear_unfinished()  # their space may be what the new one needs
+            name = self._fresh_name(checkpoint.round)
             self._write(name, checkpoint)
         except OSError as error:
-            raise CheckpointError(self._path(name), f"could not be written: {error}") from error
-        self._prune()
+            with suppress(OSError):  # the first error is the one to tell
+                self._clear_unfinished()
+            path = self._path(f"round-{checkpoint.round:08d}")
+            raise CheckpointError(path, f"could not be written: {error}") from error
+        self._damaged.discard(name)  # a damaged one that was deleted may have had that name
+        self._prune(name)
         return name
+
+    def _fresh_name(self, round: int) -> str:
+        taken = [_round_and_version(n) for n in self._ours() if _NAME.fullmatch(n)]
+        version = 1 + max((v for r, v in taken if r == round), default=-1)
+        return f"round-{round:08d}" + (f".{version}" if version else "")
 
     def _write(self, name: str, checkpoint: Checkpoint) -> None:
         files = {"center.safetensors": save_tensors(_owned(checkpoint.center))}
@@ -99,32 +144,64 @@ class CheckpointStore:
             "files": {n: {"bytes": len(d), "crc32": zlib.crc32(d)} for n, d in files.items()},
         }
         aside = name if self._storage.is_object_store else f"{_PARTIAL}{name}"
-        self._storage.delete_dir(f"{_FOLDER}/{aside}")
         for file_name, data in files.items():
             self._storage.write_bytes(f"{_FOLDER}/{aside}/{file_name}", data)
+        self._storage.write_bytes(_manifest_path(aside), json.dumps(manifest, indent=1).encode())
         if aside != name:
-            self._storage.delete_dir(f"{_FOLDER}/{name}")
             self._storage.move_dir(f"{_FOLDER}/{aside}", f"{_FOLDER}/{name}")
-        self._storage.write_bytes(_manifest_path(name), json.dumps(manifest, indent=1).encode())
 
-    def _prune(self) -> None:
-        stale = self.names()[: -self._keep]
-        stale += [n for n in self._storage.list_dir(_FOLDER) if n.startswith(_PARTIAL)]
-        for name in stale:
-            self._storage.delete_dir(f"{_FOLDER}/{name}")
+    def _clear_unfinished(self) -> None:
+        """Delete what a crash or a full disk left, as far as the storage lets us."""
+        finished = self._finished()
+        self._delete(name for name in self._ours() if name not in finished)
+
+    def _prune(self, written: str) -> None:
+        """Delete all but the ``keep`` newest, of which ``written`` is always one.
+
+        It was written whole a moment ago, and nothing was deleted before: so at least one
+        that can be read stays, whatever became of the others. One that :meth:`read` found
+        damaged counts for nothing, nor does one whose round was written again.
+        """
+        try:
+            by_round = {_round_and_version(name)[0]: name for name in self.names()}
+            by_round.pop(_round_and_version(written)[0], None)
+            kept = [*by_round.values(), written][-self._keep :]
+            problems = self._delete(name for name in self._ours() if name not in kept)
+        except OSError as error:
+            problems = [f"the others could not be listed: {error}"]
+        if problems:
+            sentence = f"checkpoint {self._path(written)} was written, but old ones stay: "
+            sentence += f"{'; '.join(problems)}; the next write tries again"
+            warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+
+    def _delete(self, names: Iterable[str]) -> list[str]:
+        """Delete folders and return a sentence for each that could not be."""
+        problems = []
+        for name in names:
+            try:
+                self._storage.delete_dir(f"{_FOLDER}/{name}")
+            except OSError as error:
+                problems.append(f"{name} could not be deleted: {error}")
+        return problems
 
     def read(self) -> tuple[Checkpoint, list[str]]:
         """Return the newest whole checkpoint, and a sentence for each damaged newer one.
 
+        The damaged ones are remembered: the next write deletes them.
+
         Raises:
-            CheckpointError: there is none, or all are damaged.
+            CheckpointError: there is none, all are damaged, or the newest is of a newer format.
         """
         damage: list[str] = []
-        for name in reversed(self.names()):
+        for name in reversed(self._finished()):
             try:
-                return self._read(name), damage
-            except CheckpointError as error:
+                checkpoint = self._read(name)
+            except _DamagedError as error:
+                self._damaged.add(name)
                 damage.append(str(error))
+            else:
+                self._damaged.discard(name)  # the storage was out of reach the last time
+                return checkpoint, damage
         where = f"{self._storage.root}/{_FOLDER}"
         raise CheckpointError(where, "; ".join(damage) or "there is none to go on from")
 
@@ -160,25 +237,30 @@ class CheckpointStore:
 
     def _manifest(self, name: str) -> dict[str, Any]:
         try:
-            manifest: dict[str, Any] = json.loads(self._storage.read_bytes(_manifest_path(name)))
-            if manifest["format"] > FORMAT:
-                raise CheckpointError(
-                    self._path(name),
-                    f"has format {manifest['format']}, this raydl reads up to {FORMAT}; update it",
-                )
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(self._path(name), f"its manifest is damaged: {error}") from error
-        return manifest
+            manifest = json.loads(self._storage.read_bytes(_manifest_path(name)))
+            _require(manifest, {"format": (int,)})
+            if manifest["format"] <= FORMAT:
+                return _checked(manifest)
+        except (OSError, ValueError) as error:
+            raise _DamagedError(self._path(name), f"its manifest is damaged: {error}") from error
+        raise CheckpointError(
+            self._path(name),
+            f"has format {manifest['format']}, this raydl reads up to {FORMAT}; update raydl",
+        )
 
     def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytes:
         """Return a file of a checkpoint, checked against its manifest."""
+        if file_name not in manifest["files"]:
+            raise _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
+        expected = manifest["files"][file_name]
         try:
             data = self._storage.read_bytes(f"{_FOLDER}/{name}/{file_name}")
-            expected = manifest["files"][file_name]
-        except (OSError, KeyError) as error:
-            raise CheckpointError(self._path(name), f"{file_name} is missing") from error
+        except OSError as error:
+            raise _DamagedError(
+                self._path(name), f"{file_name} can not be read: {error}"
+            ) from error
         if len(data) != expected["bytes"] or zlib.crc32(data) != expected["crc32"]:
-            raise CheckpointError(
+            raise _DamagedError(
                 self._path(name),
                 f"{file_name} is damaged: {len(data)} bytes, written were {expected['bytes']}",
             )
@@ -190,6 +272,44 @@ class CheckpointStore:
 
 def _manifest_path(name: str) -> str:
     return f"{_FOLDER}/{name}/manifest.json"
+
+
+def _round_and_version(name: str) -> tuple[int, int]:
+    """Return (12, 0) for round-00000012 and (12, 1) for round-00000012.1."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match[1]), int(match[2] or 0)
+
+
+def _checked(manifest: Any) -> dict[str, Any]:
+    """Return a manifest if all in it is of the kind that was written.
+
+    Raises:
+        ValueError: which value is not.
+    """
+    checked = _require(manifest, _MANIFEST)
+    for expected in checked["files"].values():
+        _require(expected, {"bytes": (int,), "crc32": (int,)})
+    for worker_id in checked["workers"]:
+        _require({"a worker's id": worker_id}, {"a worker's id": (str,)})
+    return checked
+
+
+def _require(values: Any, kinds: _Kinds) -> dict[str, Any]:
+    """Return ``values`` if it is a dict with all keys of ``kinds``, each of one of its types.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"a {type(values).__name__} stands where a table should")
+    for key, allowed in kinds.items():
+        if key not in values:
+            raise ValueError(f"{key} is missing")
+        if type(values[key]) not in allowed:  # not isinstance: a bool is no number here
+            wanted, got = allowed[-1].__name__, type(values[key]).__name__
+            raise ValueError(f"{key} must be of type {wanted}, got {got}")
+    return values
 
 
 def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -205,13 +325,20 @@ def _pack(state: dict[str, Any]) -> bytes:
 
 
 def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """Return what JSON can hold of a value; each tensor goes into ``tensors`` by its path."""
+    """Return what JSON can hold of a value; each tensor goes into ``tensors`` by its number.
+
+    Not by its path, which two may share: {0: …, "0": …}, or {"a/b": …, "a": {"b": …}}.
+    """
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if isinstance(value, Tensor):
-        tensors[path] = value.detach().cpu().contiguous().clone()
-        return {_TENSOR: path}
+        key = str(len(tensors))
+        tensors[key] = value.detach().cpu().contiguous().clone()
+        return {_TENSOR: key}
     if isinstance(value, dict):
+        for key in value:
+            if not (key is None or isinstance(key, (bool, int, float, str))):
+                raise CheckpointError(path, f"can not hold a key of type {type(key).__name__}")
         # A list of pairs, since JSON would turn a key 0 into "0".
         return {"dict": [[k, _outline(v, tensors, f"{path}/{k}")] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):

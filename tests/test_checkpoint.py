@@ -1,6 +1,9 @@
 """A checkpoint is whole or absent, and plain PyTorch reads it."""
 
 import json
+import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
+from safetensors.torch import save as save_tensors
 
 from raydl.checkpoint import Checkpoint, CheckpointStore, _pack, _unpack
 from raydl.errors import CheckpointError, ConfigError
@@ -199,3 +203,307 @@ def test_a_place_that_can_not_be_written_is_told_before_training(tmp_path):
         Storage(str(tmp_path / "file" / "below")).probe("run.storage_path")
     with pytest.raises(ConfigError, match=r"nosuch://x can not be opened"):
         Storage("nosuch://x")
+
+
+def test_two_tensors_whose_paths_read_the_same_are_kept_apart():
+    one, two = torch.ones(2), torch.zeros(3)
+    for state in ({0: one, "0": two}, {"a/b": one, "a": {"b": two}}, {"": one, "x": {"": two}}):
+        assert same(_unpack(_pack(state)), state)
+
+
+def test_a_file_with_paths_for_keys_as_older_raydl_wrote_is_read():
+    outline = {"dict": [["a", {"dict": [["b", {"tensor": "/a/b"}]]}], ["n", 3]]}
+    data = save_tensors({"/a/b": torch.ones(2)}, metadata={"outline": json.dumps(outline)})
+    assert same(_unpack(data), {"a": {"b": torch.ones(2)}, "n": 3})
+
+
+def test_a_key_that_could_not_be_read_again_is_refused_at_once():
+    with pytest.raises(CheckpointError, match="/a: can not hold a key of type tuple"):
+        _pack({"a": {(1, 2): 3}})
+
+
+class Killed(BaseException):
+    """The process ends here: no handler runs."""
+
+
+class Dying(Storage):
+    """A storage whose process is killed at its n-th change; folders vanish file by file."""
+
+    def __init__(self, root, *, after, is_object_store, manifest_goes_first):
+        super().__init__(root)
+        self.left = after
+        self._is_object_store = is_object_store
+        self._manifest_goes_first = manifest_goes_first
+
+    @property
+    def is_object_store(self):
+        return self._is_object_store
+
+    def _spend(self):
+        if self.left == 0:
+            raise Killed  # and again at each later change
+        self.left -= 1
+
+    def write_bytes(self, name, data):
+        self._spend()
+        super().write_bytes(name, data)
+
+    def move_dir(self, name, new_name):
+        assert not self.is_object_store, "object stores can not rename folders"
+        self._spend()
+        super().move_dir(name, new_name)
+
+    def delete_dir(self, name):
+        files = self.list_dir(name)
+        files.sort(key=lambda f: (f == "manifest.json") != self._manifest_goes_first)
+        for file_name in files:
+            self._spend()
+            (Path(self.root) / name / file_name).unlink()
+        self._spend()
+        super().delete_dir(name)
+
+
+@pytest.mark.parametrize("manifest_goes_first", [False, True])
+@pytest.mark.parametrize("is_object_store", [False, True])
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("before", [(5,), (3, 5)])
+@pytest.mark.parametrize("round", [5, 7])
+def test_a_process_killed_at_any_change_leaves_the_old_or_the_new_checkpoint(
+    tmp_path, round, before, keep, is_object_store, manifest_goes_first
+):
+    def store_of(root, after):
+        how = {"is_object_store": is_object_store, "manifest_goes_first": manifest_goes_first}
+        return CheckpointStore(Dying(root, after=after, **how), keep=keep)
+
+    for after in range(100):
+        root = str(tmp_path / str(after))
+        for old in before:
+            store_of(root, -1).write(make(old, value=1.0))
+        try:
+            store_of(root, after).write(make(round, value=2.0))
+            break
+        except Killed:
+            pass
+        store = store_of(root, -1)
+        checkpoint, _ = store.read()
+        old, new = make(before[-1], value=1.0), make(round, value=2.0)
+        assert same(vars(checkpoint), vars(old)) or same(vars(checkpoint), vars(new))
+        assert store.names()
+        store.write(make(9))  # and the next write goes through and clears what was left
+        assert store.read()[0].round == 9
+        assert sorted(store.names()) == sorted(os.listdir(tmp_path / str(after) / "checkpoints"))
+        assert len(store.names()) <= keep
+    assert 5 <= after < 99
+
+
+def test_a_round_written_again_takes_the_place_of_the_first(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)), keep=2)
+    for round, value in ((1, 1.0), (2, 1.0), (2, 2.0), (2, 3.0)):
+        store.write(make(round, value=value))
+    checkpoint, damage = store.read()
+    assert same(vars(checkpoint), vars(make(2, value=3.0)))
+    assert damage == []
+    assert [int(name[6:14]) for name in store.names()] == [1, 2]
+
+
+def test_rounds_and_their_versions_are_ordered_as_numbers(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)), keep=2)
+    for round in (99_999_999, 100_000_000):
+        store.write(make(round))
+    assert store.read()[0].round == 100_000_000
+    for value in range(12):  # names end in .2 and .10
+        store.write(make(100_000_000, value=float(value)))
+    assert store.read()[0].center["linear.weight"].eq(11).all()
+
+
+def cut(root, name, file_name="worker-w1.safetensors"):
+    path = Path(root) / "checkpoints" / name / file_name
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("round", [15, 20, 25])
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path, keep, round):
+    storage = Storage(str(tmp_path))
+    for old in (5, 10, 20):
+        CheckpointStore(storage, keep=3).write(make(old))
+    cut(tmp_path, "round-00000020")
+    store = CheckpointStore(storage, keep=keep)
+    assert store.read()[0].round == 10
+    store.write(make(round))
+    assert len(store.names()) == keep
+    again = CheckpointStore(storage)
+    checkpoint, damage = again.read()
+    assert (checkpoint.round, damage) == (round, [])
+    if keep == 2:
+        cut(tmp_path, again.names()[-1])
+        assert again.read()[0].round == 10
+
+
+def test_a_damaged_round_that_the_run_comes_to_again_counts_as_whole(tmp_path):
+    storage = Storage(str(tmp_path))
+    for old in (10, 20):
+        CheckpointStore(storage).write(make(old))
+    cut(tmp_path, "round-00000020")
+    store = CheckpointStore(storage, keep=2)
+    store.read()
+    for round in (15, 20):  # 15 lets the damaged 20 go, so its name is free again
+        store.write(make(round))
+    assert store.names() == ["round-00000015", "round-00000020"]
+    store.write(make(25))
+    assert store.names() == ["round-00000020", "round-00000025"]
+
+
+def test_the_checkpoint_gone_on_from_stays_until_a_newer_one_is_whole(tmp_path):
+    root = str(tmp_path)
+    for old in (1, 2):
+        CheckpointStore(Storage(root)).write(make(old))
+    cut(root, "round-00000002")
+    for after in range(6):
+        store = CheckpointStore(Failing(root, after=after), keep=1)
+        assert store.read()[0].round == 1
+        with pytest.raises(CheckpointError, match="could not be written"):
+            store.write(make(2))
+        assert CheckpointStore(Storage(root)).read()[0].round == 1
+
+
+def test_the_center_is_not_read_from_a_checkpoint_found_damaged(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)))
+    for round in (1, 2):
+        store.write(make(round))
+    cut(tmp_path, "round-00000002", "center.safetensors")
+    store.read()
+    assert store.read_center()[1] == 1
+
+
+class Undeletable(Storage):
+    """A storage that refuses to delete one folder while it is told to."""
+
+    refused = "round-00000001"
+
+    def delete_dir(self, name):
+        if name.endswith(self.refused) and self.exists(name):
+            raise OSError("permission denied")
+        super().delete_dir(name)
+
+
+def test_old_checkpoints_that_can_not_be_deleted_are_told_and_the_write_stands(tmp_path):
+    storage = Undeletable(str(tmp_path))
+    store = CheckpointStore(storage, keep=1)
+    storage.refused = "none"
+    store.write(make(1))
+    storage.refused = "round-00000001"
+    problem = r"round-00000002 was written, but old ones stay: round-00000001 could not be del"
+    with pytest.warns(RuntimeWarning, match=problem):
+        assert store.write(make(2)) == "round-00000002"
+    with pytest.warns(RuntimeWarning, match="permission denied; the next write tries again"):
+        store.write(make(3))
+    assert store.read()[0].round == 3
+    assert store.names() == ["round-00000001", "round-00000003"]  # 2 went all the same
+    storage.refused = "none"
+    store.write(make(4))
+    assert store.names() == ["round-00000004"]
+
+
+def test_a_folder_that_can_not_be_listed_after_the_write_is_told_too(tmp_path):
+    class Unlisted(Storage):
+        def list_dir(self, name):
+            if self.exists("checkpoints/round-00000001"):
+                raise OSError("timed out")
+            return super().list_dir(name)
+
+    with pytest.warns(RuntimeWarning, match="could not be listed: timed out"):
+        CheckpointStore(Unlisted(str(tmp_path))).write(make(1))
+    assert CheckpointStore(Storage(str(tmp_path))).read()[0].round == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: [m], "a list stands where a table should"),
+        (lambda m: 7, "a int stands where a table should"),
+        (lambda m: {k: v for k, v in m.items() if k != "format"}, "format is missing"),
+        (lambda m: {**m, "format": "1"}, "format must be of type int, got str"),
+        (lambda m: {k: v for k, v in m.items() if k != "workers"}, "workers is missing"),
+        (lambda m: {k: v for k, v in m.items() if k != "files"}, "files is missing"),
+        (lambda m: {**m, "files": [*m["files"]]}, "files must be of type dict, got list"),
+        (lambda m: {**m, "files": {"center.safetensors": 3}}, "a int stands where a table"),
+        (
+            lambda m: {**m, "files": {"center.safetensors": {"bytes": "3"}}},
+            "bytes must be of type int, got str",
+        ),
+        (lambda m: {**m, "workers": [["w0"]]}, "a worker's id must be of type str, got list"),
+        (lambda m: {**m, "workers": None}, "workers must be of type list, got NoneType"),
+        (lambda m: {**m, "round": "2"}, "round must be of type int, got str"),
+        (lambda m: {**m, "generation": None}, "generation must be of type int, got NoneType"),
+        (lambda m: {**m, "num_samples": True}, "num_samples must be of type int, got bool"),
+        (lambda m: {**m, "seconds": "long"}, "seconds must be of type float, got str"),
+    ],
+)
+def test_a_malformed_manifest_is_damage_to_fall_back_from(tmp_path, change, problem):
+    store = CheckpointStore(Storage(str(tmp_path)))
+    for round in (1, 2):
+        store.write(make(round))
+    manifest = tmp_path / "checkpoints/round-00000002/manifest.json"
+    manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
+    with pytest.raises(CheckpointError, match=f"its manifest is damaged: .*{problem}"):
+        store.read_center()
+    checkpoint, damage = store.read()
+    assert checkpoint.round == 1
+    assert f"round-00000002: its manifest is damaged: {problem}" in damage[0]
+
+
+def test_a_manifest_that_leaves_out_a_file_is_damage_to_fall_back_from(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)))
+    for round in (1, 2):
+        store.write(make(round))
+    manifest = tmp_path / "checkpoints/round-00000002/manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": {}}))
+    checkpoint, damage = store.read()
+    assert checkpoint.round == 1
+    assert "safetensors is missing in its manifest" in damage[0]
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_and_not_passed_over(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)))
+    for round in (1, 2):
+        store.write(make(round))
+    manifest = tmp_path / "checkpoints/round-00000002/manifest.json"
+    manifest.write_text('{"format": 2, "all": "else", "may": "differ"}')
+    for read in (store.read, store.read_center):
+        with pytest.raises(CheckpointError, match=r"has format 2, .* up to 1; update raydl"):
+            read()
+    assert store.names() == ["round-00000001", "round-00000002"]
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_full_disk_is_cleared_of_the_partial_checkpoint_at_once(tmp_path, after):
+    store = CheckpointStore(Failing(str(tmp_path), after=after))
+    with pytest.raises(CheckpointError, match="no space left"):
+        store.write(make(1))
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_what_a_crash_left_is_cleared_before_the_space_is_needed(tmp_path):
+    left = tmp_path / "checkpoints/.partial-round-00000009"
+    left.mkdir(parents=True)
+    (left / "center.safetensors").write_bytes(b"much")
+
+    class Small(Storage):
+        def write_bytes(self, name, data):
+            if left.exists():
+                raise OSError("no space left on device")
+            super().write_bytes(name, data)
+
+    CheckpointStore(Small(str(tmp_path))).write(make(10))
+    assert CheckpointStore(Storage(str(tmp_path))).names() == ["round-00000010"]
+
+
+def test_a_folder_that_a_user_made_is_neither_read_nor_deleted(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)), keep=1)
+    store.write(make(1))
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "round-00000001", folder / "round-00000001-best")
+    store.write(make(2))
+    assert store.names() == ["round-00000002"]
+    assert (folder / "round-00000001-best/manifest.json").exists()
