@@ -1,12 +1,13 @@
 """The center variable: what remembers, while replicas explore.
 
-:class:`Center` is the variable itself. In a synchronous method every rank keeps the same
-one, moved by the same totals. :class:`SnapshotShelf` holds committed copies of it for those
-who evaluate and write checkpoints.
+:class:`Center` is the variable itself, or a span of it. In a synchronous method every rank
+keeps the same one, moved by the same totals; otherwise it lives in the center's shards.
+:class:`SnapshotShelf` holds committed copies for those who evaluate and write checkpoints.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from raydl.flat import FlatModel
 from raydl.ledger import Ledger
 from raydl.rules import Rule, Tally
 
-MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+MakeOptimizer = Callable[[list[Tensor]], "Optimizer | None"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Snapshot:
     num_samples: int
     """Samples seen by all workers up to here."""
     local_step: int
-    """Local steps of each worker up to here."""
-    version: int
+    """Local steps of each worker up to here; the mean where they differ."""
+    seconds: float
+    """Seconds of training up to here."""
     is_kept: bool
     """Whether the workers kept their states at this round for a checkpoint."""
     weights: np.ndarray
@@ -49,57 +51,124 @@ class Snapshot:
 
 
 class Center:
-    """The center variable c, its float buffers, its version, and its optimizer if any.
+    """The center variable c, or one span of it, with its optimizer if it has any.
+
+    Several threads may call :meth:`apply_` at once: they then add to the same memory with no
+    order between them, as Hogwild does. Who wants an order holds a lock around it.
 
     Args:
-        weights: initial values, shape [num_parameters]; copied.
-        buffers: initial float buffers, shape [num_buffers]; copied.
+        weights: initial values, shape [n]; kept, and moved in place.
+        buffers: initial float buffers, shape [num_buffers]; kept, and moved in place.
         rule: what moves it.
-        make_optimizer: builds the optimizer of rules that step at the center.
+        make_optimizer: builds the user's optimizer, for rules that let it step here.
     """
 
     def __init__(
         self, weights: Tensor, buffers: Tensor, *, rule: Rule, make_optimizer: MakeOptimizer
     ) -> None:
-        self.weights = weights.detach().clone()
-        self.buffers = buffers.detach().clone()
-        self.version = 0
+        self.weights = weights
+        self.buffers = buffers
         self._rule = rule
-        self._optimizer = None if rule.steps_replica else make_optimizer([self.weights])
+        self._make = rule.make_center_optimizer if rule.steps_replica else make_optimizer
+        # A torch optimizer reads the gradient off its tensor. So that threads do not take
+        # each other's, each has an alias of the weights with an optimizer of its own; the
+        # optimizer's state is one and the same.
+        self._here = threading.local()
+        self._state: dict[str, Any] = {}
+        self._lr: float | None = None
 
     def apply_(self, total_weights: Tensor, total_buffers: Tensor, tally: Tally) -> None:
         """Move the center by a total of messages, which is used up.
 
-        The buffers become the mean of the replicas' buffers.
+        The buffers go towards the mean of the messages' buffers, by the share of the workers
+        that sent one: all at once they become the mean.
 
         Args:
-            total_weights: sum of what the rule sends, shape [num_parameters].
+            total_weights: sum of what the rule sends, shape [n].
             total_buffers: sum of the replicas' float buffers, shape [num_buffers].
             tally: what the totals are made of.
         """
-        self._rule.update_center_(self.weights, total_weights, tally, self._optimizer)
-        torch.div(total_buffers, tally.num_messages, out=self.buffers)
-        self.version += 1
+        weights, optimizer = self._handle()
+        if optimizer is not None and self._lr is not None:
+            set_lr(optimizer, self._lr)
+        self._rule.update_center_(weights, total_weights, tally, optimizer)
+        n = tally.num_messages
+        total_buffers.sub_(self.buffers, alpha=n)
+        self.buffers.add_(total_buffers, alpha=1 / tally.num_workers)
+
+    def _handle(self) -> tuple[Tensor, Optimizer | None]:
+        """Return this thread's alias of the weights, and its optimizer."""
+        if not hasattr(self._here, "weights"):
+            self._here.weights = self.weights.detach()
+            self._here.optimizer = self._make([self._here.weights])
+            if self._here.optimizer is not None:
+                self._here.optimizer.state[self._here.weights] = self._state
+        return self._here.weights, self._here.optimizer
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the optimizer at the center, if there is one."""
-        if self._optimizer is not None:
-            set_lr(self._optimizer, lr)
+        """Set the learning rate of the user's optimizer, where it steps here."""
+        if not self._rule.steps_replica:
+            self._lr = lr
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return a copy of the state of the optimizer at the center, or an empty dict."""
-        return copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {}
+        _, optimizer = self._handle()
+        return copied_to_cpu(optimizer.state_dict()) if optimizer else {}
 
-    def load(
-        self, weights: Tensor, buffers: Tensor, *, version: int, optimizer: dict[str, Any]
-    ) -> None:
-        """Take over the values of a snapshot."""
-        self.weights.copy_(weights)
-        self.buffers.copy_(buffers)
-        self.version = version
-        if self._optimizer and optimizer:
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`optimizer_state` returned."""
+        weights, optimizer = self._handle()
+        if optimizer and state:
             # torch keeps the tensors it is given; a snapshot is shared with others.
-            self._optimizer.load_state_dict(copied_to_cpu(optimizer))
+            optimizer.load_state_dict(copied_to_cpu(state))
+            self._state.update(optimizer.state[weights])
+            optimizer.state[weights] = self._state
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A worker's copy of a span of the center, as it last came to know it."""
+
+    weights: Tensor
+    """Shape [n]."""
+    buffers: Tensor
+    """Shape [num_buffers]."""
+
+
+def joined_states(states: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
+    """Return the optimizer state of the whole center from those of its spans, in order.
+
+    What has the shape of its span is laid end to end; anything else (a step count) is the
+    first one's.
+    """
+    if len(states) == 1 or not states[0]:
+        return states[0]
+    merged = {}
+    for key, value in states[0]["state"].get(0, {}).items():
+        if isinstance(value, Tensor) and value.shape == (sizes[0],):
+            # A span that has not been exchanged yet has no state: as good as zeros.
+            parts = [
+                state["state"].get(0, {}).get(key, value.new_zeros(size))
+                for state, size in zip(states, sizes, strict=True)
+            ]
+            merged[key] = torch.cat(parts)
+        else:
+            merged[key] = value
+    return {**states[0], "state": {0: merged} if merged else {}}
+
+
+def split_states(state: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
+    """Return the optimizer states of the spans of a center from that of the whole."""
+    if len(sizes) == 1 or not state:
+        return [state] * len(sizes)
+    whole = state["state"].get(0, {})
+    split: list[dict[str, Any]] = [{} for _ in sizes]
+    for key, value in whole.items():
+        is_flat = isinstance(value, Tensor) and value.shape == (sum(sizes),)
+        parts = torch.split(value, sizes) if is_flat else [value] * len(sizes)
+        for part, piece in zip(split, parts, strict=True):
+            part[key] = piece
+    return [{**state, "state": {0: part} if part else {}} for part in split]
 
 
 def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
@@ -115,7 +184,7 @@ def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
         epoch=0,
         num_samples=0,
         local_step=0,
-        version=0,
+        seconds=0.0,
         is_kept=False,
         weights=flat.weights.detach().numpy().copy(),
         buffers=flat.buffers.detach().numpy().copy(),

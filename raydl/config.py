@@ -19,6 +19,9 @@ _T = TypeVar("_T")
 SCHEDULES = ("cosine", "linear", "constant")
 """The courses a learning rate can take."""
 
+WHO_MAY_TALK = ("sync", "async", "hogwild", "round_robin")
+"""The schedules of exchanges: all at once; one at a time; no lock; in rank order."""
+
 
 def _require(ok: bool, setting: str, rule: str, value: object) -> None:
     if not ok:
@@ -34,15 +37,35 @@ class MethodConfig:
     """How the replicas meet the center."""
 
     name: str = field(default="sync-easgd", metadata={"flag": "method"})
-    """The training method; `raydl methods` lists them."""
+    """The training method (`raydl methods` lists them), or module:Class, a rule of your own."""
     beta: float = field(default=0.9, metadata={"flag": "beta"})
-    """Elastic force of all workers together, in (0, 1]; each one's moving rate is beta / p."""
+    """Elastic force of all workers together; each one's moving rate is beta / p."""
     period: int | None = field(default=None, metadata={"flag": "period"})
     """Local steps from one exchange to the next (tau); unset: the method's own."""
+    schedule: str | None = None
+    """Who may talk when, for a rule of your own: sync, async, hogwild or round_robin."""
+    outer_lr: float | None = None
+    """Rate of the outer step, for local-sgd and the DiLoCo family; unset: the method's own."""
+    outer_momentum: float | None = None
+    """Momentum of the outer step, in [0, 1); unset: the method's own."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.beta <= 1, "method.beta", "in (0, 1]", self.beta)
+        _require(_is_positive(self.beta), "method.beta", "a positive number", self.beta)
         _require(self.period is None or self.period >= 1, "method.period", "1 or more", self.period)
+        if self.schedule is not None and self.schedule not in WHO_MAY_TALK:
+            raise UnknownNameError("method.schedule", self.schedule, WHO_MAY_TALK)
+        _require(
+            self.outer_lr is None or _is_positive(self.outer_lr),
+            "method.outer_lr",
+            "a positive number",
+            self.outer_lr,
+        )
+        _require(
+            self.outer_momentum is None or 0 <= self.outer_momentum < 1,
+            "method.outer_momentum",
+            "in [0, 1)",
+            self.outer_momentum,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +73,15 @@ class OptimizerConfig:
     """The local step of a replica (for the SGD methods: of the center)."""
 
     lr: float | None = field(default=None, metadata={"flag": "lr"})
-    """Highest learning rate (eta); unset: the method's own (0.25, with momentum 0.025)."""
+    """Highest learning rate (eta); unset: the method's own, as `raydl methods` lists it."""
     schedule: str = field(default="cosine", metadata={"flag": "schedule"})
     """Course of the learning rate over the run: cosine or linear (both down to 0), constant."""
     warmup: float = 0.05
     """Share of the run, in [0, 1), in which the learning rate rises from 0."""
     momentum: float | None = field(default=None, metadata={"flag": "momentum"})
     """Momentum (mu), in [0, 1); unset: the method's own (0.9 for the M-forms, else 0)."""
-    nesterov: bool = False
-    """Look ahead along the momentum (Nesterov), as EAMSGD does."""
+    nesterov: bool | None = None
+    """Look ahead along the momentum (Nesterov), as EAMSGD does; unset: the method's own."""
     weight_decay: float = 0.0
     """L2 penalty added to the gradient."""
     max_grad_norm: float | None = 2.0
@@ -96,28 +119,53 @@ class TrainingConfig:
     """How long, how large, from which seed."""
 
     epochs: int | None = field(default=None, metadata={"flag": "epochs"})
-    """Passes over the training set, by all workers together (20 when --steps is unset too)."""
+    """Passes over the training set, by all workers together (20 where nothing else is set)."""
     steps: int | None = field(default=None, metadata={"flag": "steps"})
     """Local steps of each worker, instead of epochs."""
+    samples: int | None = field(default=None, metadata={"flag": "samples"})
+    """Samples by all workers together, instead of epochs."""
+    seconds: float | None = field(default=None, metadata={"flag": "seconds"})
+    """Seconds of training, instead of epochs."""
     batch_size: int = field(default=64, metadata={"flag": "batch-size"})
     """Samples in one step of one worker."""
     seed: int = field(default=0, metadata={"flag": "seed"})
     """Seed of the initial weights, the order of the samples and all else that is random."""
+    deterministic: bool = field(default=False, metadata={"flag": "deterministic"})
+    """Refuse what would not give the same bits for the same seed and the same workers."""
 
     def __post_init__(self) -> None:
         _require(
             self.epochs is None or self.epochs >= 1, "training.epochs", "1 or more", self.epochs
         )
         _require(self.steps is None or self.steps >= 1, "training.steps", "1 or more", self.steps)
-        if self.epochs is not None and self.steps is not None:
-            raise ConfigError("training.epochs", "and training.steps exclude each other; give one")
+        _require(
+            self.samples is None or self.samples >= 1,
+            "training.samples",
+            "1 or more",
+            self.samples,
+        )
+        _require(
+            self.seconds is None or _is_positive(self.seconds),
+            "training.seconds",
+            "a positive number",
+            self.seconds,
+        )
+        ends = [
+            e for e in ("epochs", "steps", "samples", "seconds") if getattr(self, e) is not None
+        ]
+        if len(ends) > 1:
+            raise ConfigError(
+                f"training.{ends[0]}", f"and training.{ends[1]} exclude each other; give one"
+            )
+        if self.deterministic and self.seconds is not None:
+            raise ConfigError("training.seconds", "depends on the clock, not with --deterministic")
         _require(self.batch_size >= 1, "training.batch_size", "1 or more", self.batch_size)
         _require(0 <= self.seed < 2**63, "training.seed", "in [0, 2^63)", self.seed)
 
     @property
     def num_epochs(self) -> int | None:
-        """Epochs to train for, or None when the steps decide."""
-        if self.steps is not None:
+        """Epochs to train for, or None where steps, samples or seconds decide."""
+        if not (self.steps is None and self.samples is None and self.seconds is None):
             return None
         return 20 if self.epochs is None else self.epochs
 
@@ -257,8 +305,23 @@ class ExchangeConfig:
 
     timeout_s: float = 60.0
     """The longest wait for the other workers in one exchange, in seconds."""
+    fragments: int = field(default=1, metadata={"flag": "fragments"})
+    """Parts of the parameters that exchange at different steps of a period, in turn."""
+    delay: int = field(default=0, metadata={"flag": "exchange-delay"})
+    """Local steps from the start of an exchange to its effect; 0: hidden behind one gradient."""
+    overlap: bool | None = None
+    """Weights travel while the gradient is computed (EASGD3); unset: the method's own."""
+    packed: bool = True
+    """One message for all parameters, rather than one per layer. Synchronous methods."""
+    resident: bool = True
+    """Message and center stay on the device (EASGD2), not in host memory. Synchronous methods."""
+    center_shards: int = field(default=1, metadata={"flag": "center-shards"})
+    """Actors that the center is spread over, for the methods that are not synchronous."""
 
     def __post_init__(self) -> None:
+        for name, least in (("fragments", 1), ("delay", 0), ("center_shards", 1)):
+            value = getattr(self, name)
+            _require(value >= least, f"exchange.{name}", f"{least} or more", value)
         _require(
             _is_positive(self.timeout_s),
             "exchange.timeout_s",

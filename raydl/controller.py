@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raydl.checkpoint_times import CheckpointTimes
 from raydl.config import TrainConfig
 from raydl.crew import (
     Collected,
@@ -30,8 +31,7 @@ from raydl.crew import (
 )
 from raydl.errors import ExchangeError, ProcessLostError, RaydlError, ResourceError
 from raydl.membership import Candidates, Membership, next_membership
-from raydl.reports import Record, WorkerReport
-from raydl.worker import Outcome
+from raydl.reports import Outcome, Record, WorkerReport
 
 _POLL_S = 0.25
 _CAUSE_GRACE_S = 3.0
@@ -127,7 +127,7 @@ class Controller:
         self._evaluating = self._evaluated = first_round
         self.stop_reason = ""
         self._stop_voted = False
-        self._checkpoints = _Schedule(config, clock())
+        self._checkpoints = CheckpointTimes(config, clock())
         self._last_collected = -1
         self._said = ""
 
@@ -177,8 +177,9 @@ class Controller:
             case WorkerReady(worker_id):
                 self._ready.append(worker_id)
                 self._ready.sort(key=lambda w: int(w.lstrip("w")))
-            case Published(rounds):
+            case Published(rounds, records):
                 self._published = rounds
+                self._take_records(records)
             case Reported(report):
                 self._take_report(report)
             case RunEnded(worker_id) if self._run:
@@ -200,9 +201,12 @@ class Controller:
             return
         self._run.reports[report.worker_id] = report
         if report.worker_id == self._run.membership.worker_ids[0]:
-            for record in report.records:
-                self._checkpoints.saw_epoch(int(record.epoch))
-                self._recorder.record(record, self._run.reports)
+            self._take_records(report.records)
+
+    def _take_records(self, records: tuple[Record, ...]) -> None:
+        for record in records:
+            self._checkpoints.saw_epoch(int(record.epoch))
+            self._recorder.record(record, self._run.reports if self._run else {})
 
     def _take_failure(self, name: str, error: Exception) -> None:
         if self._run is None:
@@ -314,7 +318,7 @@ class Controller:
                 self._crew.collect(max(ready), run.membership.worker_ids)
 
     def _take_end(self, run: _Run) -> None:
-        end = next(iter(run.ended.values()))
+        end = _last_end(run)
         self._round = end.round
         if end.outcome is Outcome.REGROUP:
             self._regroup()
@@ -328,7 +332,7 @@ class Controller:
         self._raise_failure(run)
         if len(run.ended) < run.membership.num_workers:
             return
-        end = next(iter(run.ended.values()))
+        end = _last_end(run)
         if end.outcome is not Outcome.REGROUP:  # the run ended in that very round
             self._enter(State.TRAINING)
             return
@@ -357,8 +361,9 @@ class Controller:
             self._checkpoints.collecting = True
             self._crew.collect(self._round, run.membership.worker_ids)
         is_scored = self.outcome is Outcome.STOPPED or self._evaluated >= self._round
-        lead = run.reports.get(run.membership.worker_ids[0])
-        is_told = lead is not None and lead.round >= self._round
+        is_told = all(
+            w in run.reports and run.reports[w].round >= end.round for w, end in run.ended.items()
+        )
         if self._is_collected and is_scored and is_told:
             self._enter(State.DONE)
 
@@ -367,30 +372,14 @@ class Controller:
         return self._last_collected >= self._round
 
 
-class _Schedule:
-    """When a checkpoint is due; one at a time."""
+def _last_end(run: _Run) -> RunEnded:
+    """Return how the worker that left last ended; in a synchronous round all leave at once.
 
-    def __init__(self, config: TrainConfig, now: float) -> None:
-        self._config = config.checkpoint
-        self._last_s = now
-        self._last_epoch = self._epoch = 0
-        self.voted = False
-        self.collecting = False
-
-    def saw_epoch(self, epoch: int) -> None:
-        """Note how many epochs are complete."""
-        self._epoch = epoch
-
-    def due(self, now: float) -> bool:
-        """Whether to vote for a checkpoint now."""
-        if self.voted or self.collecting:
-            return False
-        every_s, every_epochs = self._config.every_s, self._config.every_epochs
-        by_time = every_s is not None and now - self._last_s >= every_s
-        by_epoch = every_epochs is not None and self._epoch - self._last_epoch >= every_epochs
-        return by_time or by_epoch
-
-    def done(self, now: float, epoch: int) -> None:
-        """Note that a checkpoint was collected."""
-        self._last_s, self._last_epoch = now, epoch
-        self.voted = self.collecting = False
+    An outcome that ends the run counts before one that only regroups: where workers come one
+    by one, some may have found no more work when the vote to regroup came.
+    """
+    ends = sorted(run.ended.values(), key=lambda end: end.round)
+    last = ends[-1]
+    if all(end.outcome is not Outcome.REGROUP for end in ends):
+        return last
+    return RunEnded(last.worker_id, Outcome.REGROUP, last.round)

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from raydl.center import Snapshot, SnapshotShelf
+from raydl.center_service import CenterService
 from raydl.data import Batches, Dataset, Normalizer
-from raydl.exchange.local import LocalGroup
+from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.flat import FlatModel
 from raydl.membership import Membership
-from raydl.reports import WorkerReport
+from raydl.reports import Outcome, Record, WorkerReport
 from raydl.task import evaluate
-from raydl.worker import Job, Outcome, Worker
+from raydl.worker import Job, Worker
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Published:
     """The center holds the snapshots of these rounds."""
 
     rounds: tuple[int, ...]
+    records: tuple[Record, ...] = ()
+    """New points of the curves, where the center keeps the books."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +181,19 @@ class LocalCrew:
         # The evaluation model first: building it draws from the same generator.
         self._evaluator = make_evaluator_model(self._job)
         self._worker = Worker(self._job, "w0", batches=self._train, publish=self._shelf.put)
+        self._service = None if self._job.method.is_sync else CenterService(self._job, snapshot)
         self._events.append(WorkerReady("w0"))
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Run one round, if the worker trains, and return what happened."""
         if self._running:
             self._run_round()
-        self._events.append(Published(self._shelf.rounds()))
+        records: tuple[Record, ...] = ()
+        if self._service:
+            for due in self._service.dispatcher.take_due():
+                self._shelf.put(self._service.snapshot(due, []))
+            records = self._service.dispatcher.take_records()
+        self._events.append(Published(self._shelf.rounds(), records))
         events, self._events = self._events, []
         return events
 
@@ -198,14 +207,17 @@ class LocalCrew:
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Start to train."""
-        group = LocalGroup(1, timeout_s=1.0, generation=membership.generation)
-        snapshot = self._snapshot(round)
-        self._worker.join(membership, group.member(0), snapshot, own_states.get("w0"))
+        road: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
+        if self._service:
+            self._service.open(membership)
+            road = LocalPost([self._service.home], self._service.dispatcher)
+        self._worker.join(membership, road, self._snapshot(round), own_states.get("w0"))
         self._running = True
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Hand the votes to the worker."""
-        self._worker.vote(generation, **votes)
+        """Hand the votes to who decides."""
+        decider = self._service.dispatcher if self._service else self._worker
+        decider.vote(generation, **votes)
 
     def evaluate(self, round: int) -> None:
         """Score the center at once."""

@@ -21,6 +21,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LISTED = 8
+"""The longest table that a message about a near miss lists in full."""
+
 
 class RaydlError(Exception):
     """Base of every error raised on purpose; its text is one sentence for the user."""
@@ -56,7 +59,9 @@ class UnknownNameError(ConfigError):
         self.choices = tuple(choices)
         near = difflib.get_close_matches(name, self.choices, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else "that is not one of them;"
-        super().__init__(setting, f"has no {name!r}; {hint} known: {', '.join(self.choices)}")
+        if not near or len(self.choices) <= _LISTED:
+            hint = f"{hint} known: {', '.join(self.choices)}"
+        super().__init__(setting, f"has no {name!r}; {hint}")
         self.args = (setting, name, self.choices)
         self.name = name
 

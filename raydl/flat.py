@@ -49,6 +49,11 @@ class FlatModel:
         return self.weights.numel()
 
     @property
+    def layer_sizes(self) -> list[int]:
+        """Elements of each parameter tensor, in the order of the flat weights."""
+        return [p.numel() for p in self._parameters.values()]
+
+    @property
     def num_buffers(self) -> int:
         """Elements of all float buffers."""
         return self.buffers.numel()

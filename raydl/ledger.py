@@ -53,80 +53,99 @@ def split_evenly(count: int, num_parts: int) -> list[int]:
 
 
 class Ledger:
-    """The positions of one epoch: free, claimed by a worker, or done.
+    """The positions of each epoch: free, claimed by a worker, or done.
+
+    The next epoch opens when all positions of the ones before are claimed, so that nobody
+    waits for a slower worker's last samples; what is given back is claimed again first.
 
     Args:
         num_samples: positions in an epoch, 1 or more.
-        epoch: the epoch that begins, counted from 0.
     """
 
-    def __init__(self, num_samples: int, *, epoch: int = 0) -> None:
+    def __init__(self, num_samples: int) -> None:
         assert num_samples > 0
         self.num_samples = num_samples
-        self.epoch = epoch
-        self.num_done = 0
-        self._free: list[Span] = [(0, num_samples)]
-        self._claimed: dict[str, list[Span]] = {}
+        self.epoch = 0
+        """Epochs completed: the number of the first one that is not."""
+        self._num_done: dict[int, int] = {}
+        self._free: dict[int, list[Span]] = {}
+        self._claimed: dict[str, list[tuple[int, Span]]] = {}
 
     @property
     def num_free(self) -> int:
-        """Positions that nobody has claimed."""
-        return _size(self._free)
+        """Positions free in the epoch that the next claim takes from."""
+        epoch = self._next_epoch()
+        return _size(self._free[epoch]) if epoch in self._free else self.num_samples
 
     @property
     def num_done_ever(self) -> int:
         """Positions completed since epoch 0."""
-        return self.epoch * self.num_samples + self.num_done
+        return self.epoch * self.num_samples + sum(self._num_done.values())
 
-    def claim(self, worker_id: str, count: int) -> list[Span]:
-        """Give the worker the next ``count`` free positions and return them as spans.
+    @property
+    def num_claimed(self) -> int:
+        """Positions claimed and not completed."""
+        return sum(_size([span for _, span in spans]) for spans in self._claimed.values())
 
-        Fewer are returned when fewer are free.
+    def _next_epoch(self) -> int:
+        """Return the first epoch with a free position."""
+        return min((e for e, free in self._free.items() if free), default=self._first_unopened())
+
+    def _first_unopened(self) -> int:
+        return max(self._free, default=self.epoch - 1) + 1
+
+    def claim(self, worker_id: str, count: int) -> tuple[int, list[Span]]:
+        """Give the worker the next ``count`` free positions: (epoch, spans).
+
+        Fewer are returned when fewer are free in that epoch.
         """
-        taken, self._free = _take(self._free, count)
-        if taken:
-            self._claimed.setdefault(worker_id, []).extend(taken)
-        return taken
+        epoch = self._next_epoch()
+        if epoch not in self._free:
+            self._free[epoch], self._num_done[epoch] = [(0, self.num_samples)], 0
+        taken, self._free[epoch] = _take(self._free[epoch], count)
+        self._claimed.setdefault(worker_id, []).extend((epoch, span) for span in taken)
+        return epoch, taken
 
     def complete(self, worker_id: str) -> int:
         """Count all that the worker has claimed as done; return how many it was."""
-        count = _size(self._claimed.pop(worker_id, []))
-        self.num_done += count
-        return count
+        spans = self._claimed.pop(worker_id, [])
+        for epoch, span in spans:
+            self._num_done[epoch] += _size([span])
+        while self._num_done.get(self.epoch) == self.num_samples:
+            del self._num_done[self.epoch], self._free[self.epoch]
+            self.epoch += 1
+        return _size([span for _, span in spans])
 
     def give_back(self, worker_id: str) -> int:
         """Free all that the worker has claimed; return how many it was."""
         spans = self._claimed.pop(worker_id, [])
-        self._free = sorted(self._free + spans)
-        return _size(spans)
-
-    @property
-    def epoch_is_complete(self) -> bool:
-        """Whether every position of this epoch is done."""
-        return self.num_done == self.num_samples
-
-    def next_epoch(self) -> None:
-        """Begin the next epoch, all positions free."""
-        assert self.epoch_is_complete, "an epoch ends when every sample is done"
-        self.__init__(self.num_samples, epoch=self.epoch + 1)  # type: ignore[misc]
+        for epoch, span in spans:
+            self._free[epoch] = sorted([*self._free[epoch], span])
+        return _size([span for _, span in spans])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values; what is claimed and not done counts as free."""
-        claimed = [span for spans in self._claimed.values() for span in spans]
-        free = sorted(self._free + claimed)
+        free = {epoch: list(spans) for epoch, spans in self._free.items()}
+        for spans in self._claimed.values():
+            for epoch, span in spans:
+                free[epoch].append(span)
         return {
             "num_samples": self.num_samples,
             "epoch": self.epoch,
-            "num_done": self.num_done,
-            "free": [list(span) for span in free],
+            "open": [
+                [epoch, self._num_done[epoch], [list(span) for span in sorted(spans)]]
+                for epoch, spans in sorted(free.items())
+            ],
         }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Ledger:
         """Return the ledger that :meth:`state_dict` described."""
-        ledger = cls(state["num_samples"], epoch=state["epoch"])
-        ledger.num_done = state["num_done"]
-        ledger._free = [(start, stop) for start, stop in state["free"]]
+        ledger = cls(state["num_samples"])
+        ledger.epoch = state["epoch"]
+        for epoch, num_done, free in state["open"]:
+            ledger._num_done[epoch] = num_done
+            ledger._free[epoch] = [(start, stop) for start, stop in free]
         return ledger
 
 

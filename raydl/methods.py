@@ -1,18 +1,21 @@
 """The table of named methods: which rule, under which schedule, with which defaults.
 
 A method is a *rule* (what an exchange computes) under a *schedule* (who may talk when),
-with a period and an inner optimizer. Names follow SC17 (arXiv 1708.02983).
+with a period and an inner optimizer. Names follow SC17 (arXiv 1708.02983), where they are
+from there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
 from raydl.errors import ConfigError, UnknownNameError
-from raydl.rules import Elastic, MeanGradient, Rule
+from raydl.method import Method, check
+from raydl.rules import DelayedOuter, Elastic, MeanGradient, Outer, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,65 +25,194 @@ class MethodRow:
     name: str
     make_rule: Callable[[MethodConfig], Rule]
     schedule: str
-    period: int
-    """Local steps between exchanges where the user names none."""
-    momentum: float
-    """Momentum of the optimizer where the user names none."""
-    lr: float
-    """Learning rate where the user names none; with momentum a tenth, for steps as long."""
+    sentence: str
     source: str
     """The equations, by paper."""
-    sentence: str
+    period: int = 10
+    """Local steps between exchanges where the user names none."""
+    lr: float = 0.25
+    """Learning rate where the user names none."""
+    momentum: float = 0.0
+    """Momentum where the user names none."""
+    nesterov: bool = False
+    """Look ahead along the momentum where the user does not say."""
+    is_momentum_at_center: bool = False
+    """The momentum is the master's, not the replicas'."""
+    outer: tuple[float, float] | None = None
+    """(rate, momentum) of the outer step where the user may set them."""
+    overlap: bool = True
+    """Weights travel while the gradient is computed."""
+    by_speed: bool = False
+    """Local steps in proportion to a worker's speed; the fastest takes ``period``."""
 
 
-def _elastic(config: MethodConfig) -> Rule:
-    return Elastic(config.beta)
+def _outer(nesterov: bool) -> Callable[[MethodConfig], Rule]:
+    def make(config: MethodConfig) -> Rule:
+        assert config.outer_lr is not None
+        assert config.outer_momentum is not None
+        return Outer(config.outer_lr, momentum=config.outer_momentum, nesterov=nesterov)
+
+    return make
 
 
-def _mean_gradient(config: MethodConfig) -> Rule:
-    return MeanGradient()
+def _delayed(config: MethodConfig) -> Rule:
+    assert config.outer_lr is not None
+    assert config.outer_momentum is not None
+    return DelayedOuter(config.outer_lr, momentum=config.outer_momentum)
 
 
 _ROWS = (
     MethodRow(
+        name="original-easgd",
+        make_rule=Elastic.from_config,
+        schedule="round_robin",
+        period=1,
+        overlap=False,
+        sentence="workers take turns in rank order, one active at a time: SC17's baseline",
+        source="SC17 eq. 1, and 2 for one worker",
+    ),
+    MethodRow(
+        name="async-sgd",
+        make_rule=_outer(nesterov=False),
+        schedule="async",
+        period=1,
+        lr=0.1,
+        sentence="SGD at the master, first come first served; with a longer period Downpour",
+        source="SC17, Async SGD",
+    ),
+    MethodRow(
+        name="async-msgd",
+        make_rule=_outer(nesterov=False),
+        schedule="async",
+        period=1,
+        lr=0.01,
+        momentum=0.9,
+        is_momentum_at_center=True,
+        sentence="async-sgd with momentum at the master",
+        source="SC17 eq. 3 and 4, at the master",
+    ),
+    MethodRow(
+        name="hogwild-sgd",
+        make_rule=_outer(nesterov=False),
+        schedule="hogwild",
+        period=1,
+        lr=0.1,
+        sentence="async-sgd without the lock",
+        source="SC17, Hogwild SGD",
+    ),
+    MethodRow(
+        name="hogwild-msgd",
+        make_rule=_outer(nesterov=False),
+        schedule="hogwild",
+        period=1,
+        lr=0.01,
+        momentum=0.9,
+        is_momentum_at_center=True,
+        sentence="async-msgd without the lock",
+        source="rule and schedule of SC17, joined here",
+    ),
+    MethodRow(
+        name="async-easgd",
+        make_rule=Elastic.from_config,
+        schedule="async",
+        sentence="each worker exchanges with the center when it is due, one at a time",
+        source="SC17 eq. 1, and 2 for one worker",
+    ),
+    MethodRow(
+        name="async-measgd",
+        make_rule=Elastic.from_config,
+        schedule="async",
+        lr=0.025,
+        momentum=0.9,
+        sentence="async-easgd with momentum in the local step",
+        source="SC17 eq. 5 and 6, and 2 for one worker",
+    ),
+    MethodRow(
+        name="eamsgd",
+        make_rule=Elastic.from_config,
+        schedule="async",
+        lr=0.0025,
+        momentum=0.99,
+        nesterov=True,
+        sentence="async-easgd with Nesterov momentum 0.99 in the local step",
+        source="EASGD paper, EAMSGD",
+    ),
+    MethodRow(
+        name="hogwild-easgd",
+        make_rule=Elastic.from_config,
+        schedule="hogwild",
+        sentence="async-easgd without the lock",
+        source="SC17 eq. 1, and 2 for one worker",
+    ),
+    MethodRow(
+        name="hogwild-measgd",
+        make_rule=Elastic.from_config,
+        schedule="hogwild",
+        lr=0.025,
+        momentum=0.9,
+        sentence="async-measgd without the lock",
+        source="rule and schedule of SC17, joined here",
+    ),
+    MethodRow(
         name="sync-easgd",
-        make_rule=_elastic,
+        make_rule=Elastic.from_config,
         schedule="sync",
-        period=10,
-        momentum=0.0,
-        lr=0.25,
-        source="SC17 eq. 1 and 2",
         sentence="all workers exchange at once with the center, hidden behind the gradient",
+        source="SC17 eq. 1 and 2",
     ),
     MethodRow(
         name="sync-measgd",
-        make_rule=_elastic,
+        make_rule=Elastic.from_config,
         schedule="sync",
-        period=10,
-        momentum=0.9,
         lr=0.025,
-        source="SC17 eq. 2, 5 and 6",
+        momentum=0.9,
         sentence="sync-easgd with momentum in the local step",
+        source="SC17 eq. 2, 5 and 6",
     ),
     MethodRow(
         name="sync-sgd",
-        make_rule=_mean_gradient,
+        make_rule=MeanGradient.from_config,
         schedule="sync",
         period=1,
-        momentum=0.0,
-        lr=0.25,
-        source="SC17, data-parallel SGD",
         sentence="mean gradient of all workers: the plain data-parallel baseline",
+        source="SC17, data-parallel SGD",
     ),
     MethodRow(
         name="sync-msgd",
-        make_rule=_mean_gradient,
+        make_rule=MeanGradient.from_config,
         schedule="sync",
         period=1,
-        momentum=0.9,
         lr=0.025,
-        source="SC17 eq. 3 and 4",
+        momentum=0.9,
         sentence="sync-sgd with momentum",
+        source="SC17 eq. 3 and 4",
+    ),
+    MethodRow(
+        name="local-sgd",
+        make_rule=_outer(nesterov=False),
+        schedule="sync",
+        outer=(1.0, 0.0),
+        sentence="local steps, then the mean of all replicas",
+        source="local SGD, FedAvg",
+    ),
+    MethodRow(
+        name="diloco",
+        make_rule=_outer(nesterov=True),
+        schedule="sync",
+        period=50,
+        outer=(0.7, 0.9),
+        sentence="local steps, then an outer Nesterov step along the mean progress",
+        source="arXiv 2311.08105",
+    ),
+    MethodRow(
+        name="async-diloco",
+        make_rule=_delayed,
+        schedule="async",
+        period=50,
+        outer=(0.7, 0.9),
+        by_speed=True,
+        sentence="progress applied on arrival, delayed Nesterov, local steps by speed",
+        source="arXiv 2401.09135",
     ),
 )
 
@@ -88,51 +220,100 @@ METHODS: dict[str, MethodRow] = {row.name: row for row in _ROWS}
 """Every named method."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A method with all its settings decided."""
-
-    name: str
-    rule: Rule
-    schedule: str
-    period: int
-    optimizer: OptimizerConfig
-    """The user's optimizer settings with the method's own filled in."""
-
-
-def resolve(config: MethodConfig, optimizer: OptimizerConfig) -> Method:
+def resolve(config: TrainConfig, rule: Rule | None = None) -> Method:
     """Return the method that the settings name, its defaults filled in.
+
+    Args:
+        config: the run's settings.
+        rule: one of the user's own, instead of the named.
 
     Raises:
         UnknownNameError: no method has that name.
         ConfigError: two settings contradict each other.
     """
+    row = _row_of(rule or _own_rule(config.method), config.method)
+    optimizer = _filled_optimizer(row, config.optimizer)
+    method_config = _filled_method(row, config.method, optimizer)
+    method = Method(
+        name=row.name,
+        rule=row.make_rule(method_config),
+        schedule=row.schedule,
+        period=method_config.period or row.period,
+        overlap=row.overlap if config.exchange.overlap is None else config.exchange.overlap,
+        by_speed=row.by_speed,
+        optimizer=optimizer,
+        inner=dataclasses.replace(optimizer, momentum=0.0, nesterov=False)
+        if row.is_momentum_at_center
+        else optimizer,
+    )
+    check(config, method)
+    return method
+
+
+def _own_rule(config: MethodConfig) -> Rule | None:
+    """Return the rule that ``module:Class`` names, or None for a name of the table."""
+    if ":" not in config.name:
+        return None
+    module_name, _, class_name = config.name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("method.name", f"{config.name} can not be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Rule)):
+        raise ConfigError("method.name", f"{config.name} is no subclass of raydl.rules.Rule")
+    return found.from_config(config)
+
+
+def _row_of(rule: Rule | None, config: MethodConfig) -> MethodRow:
+    if rule is not None:
+        return MethodRow(
+            name=config.name,
+            make_rule=lambda _: rule,
+            schedule=config.schedule or rule.schedule,
+            period=rule.period,
+            sentence=(rule.__doc__ or "").split("\n")[0],
+            source="your own",
+        )
     if config.name not in METHODS:
         raise UnknownNameError("method.name", config.name, METHODS)
     row = METHODS[config.name]
+    if config.schedule not in (None, row.schedule):
+        raise ConfigError(
+            "method.schedule", f"of {row.name} is {row.schedule}; it is set for rules of your own"
+        )
+    return row
+
+
+def _filled_optimizer(row: MethodRow, optimizer: OptimizerConfig) -> OptimizerConfig:
     momentum = row.momentum if optimizer.momentum is None else optimizer.momentum
     lr = row.lr if optimizer.lr is None else optimizer.lr
-    if optimizer.nesterov and momentum == 0:
+    nesterov = row.nesterov if optimizer.nesterov is None else optimizer.nesterov
+    if nesterov and momentum == 0:
         raise ConfigError(
             "optimizer.nesterov", f"needs momentum; {row.name} has none: set optimizer.momentum"
         )
-    return Method(
-        name=row.name,
-        rule=row.make_rule(config),
-        schedule=row.schedule,
-        period=row.period if config.period is None else config.period,
-        optimizer=dataclasses.replace(optimizer, momentum=momentum, lr=lr),
+    return dataclasses.replace(optimizer, momentum=momentum, lr=lr, nesterov=nesterov)
+
+
+def _filled_method(
+    row: MethodRow, config: MethodConfig, optimizer: OptimizerConfig
+) -> MethodConfig:
+    for name in ("outer_lr", "outer_momentum"):
+        if getattr(config, name) is not None and row.outer is None and ":" not in config.name:
+            raise ConfigError(f"method.{name}", f"has no meaning for {row.name}: no outer step")
+    outer_lr, outer_momentum = row.outer or (1.0, 0.0)
+    if row.is_momentum_at_center:
+        outer_momentum = optimizer.momentum or 0.0
+    return dataclasses.replace(
+        config,
+        period=config.period or row.period,
+        outer_lr=outer_lr if config.outer_lr is None else config.outer_lr,
+        outer_momentum=outer_momentum if config.outer_momentum is None else config.outer_momentum,
     )
 
 
-def filled_in(config: TrainConfig) -> TrainConfig:
-    """Return the settings with what the method decides written out, as a run records them.
-
-    Raises:
-        UnknownNameError: no method has that name.
-        ConfigError: two settings contradict each other.
-    """
-    method = resolve(config.method, config.optimizer)
+def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
+    """Return the settings with what the method decides written out, as a run records them."""
     return dataclasses.replace(
         config,
         method=dataclasses.replace(config.method, period=method.period),

@@ -100,6 +100,10 @@ _TAGS = (
     Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds."),
     Tag("exchange/bytes", "Bytes one worker hands to one exchange."),
     Tag(
+        "exchange/staleness",
+        "Exchanges of other workers that the center settled between two of the same worker, mean.",
+    ),
+    Tag(
         "exchange/communication_share",
         "Share of the workers' time since initialization that went into communication, 0 to 1.",
     ),

@@ -17,6 +17,7 @@ from raydl.checkpoint import Checkpoint, CheckpointStore
 from raydl.config import TrainConfig
 from raydl.controller import State
 from raydl.crew import Collected, Evaluated
+from raydl.extent import Extent
 from raydl.flat import FlatModel
 from raydl.metrics import TIME_PARTS, MetricsWriter, communication_share, mean_parts
 from raydl.progress import Progress, ProgressView
@@ -39,7 +40,6 @@ def checkpoint_of(collected: Collected, flat: FlatModel, *, seconds: float) -> C
         state={
             "epoch": snapshot.epoch,
             "local_step": snapshot.local_step,
-            "version": snapshot.version,
             "optimizer": snapshot.optimizer,
             "ledger": snapshot.ledger,
         },
@@ -56,7 +56,7 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
         epoch=checkpoint.state["epoch"],
         num_samples=checkpoint.num_samples,
         local_step=checkpoint.state["local_step"],
-        version=checkpoint.state["version"],
+        seconds=checkpoint.seconds,
         is_kept=True,
         weights=weights.numpy(),
         buffers=np.asarray(buffers),
@@ -156,6 +156,7 @@ class RunRecorder:
             "exchange/count": record.round,
             "exchange/seconds": record.exchange_s,
             "exchange/bytes": record.exchange_bytes,
+            "exchange/staleness": record.staleness,
             "exchange/communication_share": communication_share(self._parts),
         }
         if now > before_s:
@@ -196,11 +197,9 @@ class RunRecorder:
     def _view(self, state: State, num_workers: int) -> ProgressView:
         training, last = self._config.training, self.last
         num_samples, local_step = self._num_samples, last.local_step if last else 0
-        if training.steps is not None:
-            share_done = local_step / training.steps
-        else:
-            assert training.num_epochs is not None
-            share_done = num_samples / (training.num_epochs * self._num_train)
+        share_done = Extent.of(training, epoch_samples=self._num_train).share_done(
+            num_samples=num_samples, num_steps=local_step, seconds=self.seconds
+        )
         return ProgressView(
             state=state.value,
             elapsed_s=time.monotonic() - self._opened_at,
@@ -209,7 +208,7 @@ class RunRecorder:
             num_steps=training.steps,
             local_step=local_step,
             num_samples=num_samples,
-            share_done=min(1.0, share_done),
+            share_done=share_done,
             samples_per_s=self._recent_speed(),
             train_loss=last.loss if last and not math.isnan(last.loss) else None,
             center_accuracy=self.score.metrics.get("accuracy") if self.score else None,

@@ -7,14 +7,14 @@ behind :class:`Exchange` differs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from raydl.center import Center, copied_to_cpu, set_lr
+from raydl.center import Center, Mirror, copied_to_cpu, set_lr
 from raydl.config import OptimizerConfig
 from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
@@ -25,9 +25,9 @@ from raydl.task import Batch, Task
 
 @dataclass(frozen=True)
 class Header:
-    """A few numbers that travel with every message and are summed with it.
+    """A few numbers that travel with a message and are summed with it.
 
-    Every rank sees the same sums after the same round, so all take the same decision with
+    In a synchronous round every rank sees the same sums, so all take the same decision with
     no message of its own. All fields describe the time since the last message.
     """
 
@@ -38,30 +38,42 @@ class Header:
     checkpoint: float = 0.0
     """Votes to keep the state as it is after this round."""
     num_samples: float = 0.0
-    """Samples of this round, the step under way included."""
+    """Samples whose gradients are in this message, since the last one of the same span."""
     loss_sum: float = 0.0
     """Sum of the losses of ``loss_samples`` samples."""
     loss_samples: float = 0.0
     """Samples behind ``loss_sum``: all up to the step before this one."""
     distance: float = 0.0
     """Squared distance to the center at the exchange before."""
-    seconds: float = 0.0
-    """Seconds of the round before."""
+    step_s: float = 0.0
+    """Seconds per local step in the round before, waiting not counted."""
+    waited_s: float = 0.0
+    """Seconds waited for exchanges in the round before."""
+    elapsed_s: float = 0.0
+    """Seconds of training so far, by this worker's clock."""
+
+    def __add__(self, other: Header) -> Header:
+        return Header(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Exchange(Protocol):
-    """What a replica needs of a transport: one transaction with the center."""
+    """What a replica needs of a transport: transactions with one span of the center."""
 
     @property
-    def center(self) -> Center:
-        """The center as it was before this exchange, until :meth:`commit`."""
+    def span(self) -> slice:
+        """Which of the flat parameters travel."""
+        ...
+
+    @property
+    def center(self) -> Center | Mirror:
+        """The center's span as it was before this exchange, until :meth:`commit`."""
         ...
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
         """Send copies and return at once.
 
         Args:
-            weights: what the rule sends, shape [num_parameters].
+            weights: what the rule sends, the span of it.
             buffers: float buffers, shape [num_buffers].
             header: the numbers that ride along.
         """
@@ -78,6 +90,23 @@ class Exchange(Protocol):
     def commit(self) -> None:
         """Move the center. Cannot fail."""
         ...
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What a local step has to do with exchanges."""
+
+    begin: tuple[Exchange, ...] = ()
+    """Those that begin around this step."""
+    join: tuple[Exchange, ...] = ()
+    """Those that are waited for and take effect in this step."""
+    header: Header = Header()
+    """What travels with the last of those that begin."""
+    overlap: bool = True
+    """Weights travel while the gradient is computed, rather than before."""
+
+
+_SILENT = Talk()
 
 
 class ClippedSGD(SGD):
@@ -107,7 +136,7 @@ def make_optimizer(config: OptimizerConfig) -> Callable[[list[Tensor]], Optimize
             max_grad_norm=config.max_grad_norm,
             lr=config.lr or 0.0,
             momentum=config.momentum or 0.0,
-            nesterov=config.nesterov,
+            nesterov=bool(config.nesterov),
             weight_decay=config.weight_decay,
         )
 
@@ -140,42 +169,84 @@ class Replica:
         self._optimizer = make_optimizer([self.flat.weights]) if rule.steps_replica else None
         self._parts = time_parts
         self._pull = torch.empty_like(self.flat.weights)
+        self._sent = torch.empty(0)
+        self._num_seen = 0
+        self._num_sent: dict[int, int] = {}
         self.distance_squared = 0.0
         """Squared distance to the center, seen at the last exchange."""
 
-    def step(
-        self, batch: Batch, *, exchange: Exchange | None = None, header: Header | None = None
-    ) -> tuple[Tensor, Header | None]:
-        """Take one local step, with an exchange around it if one is given.
+    def step(self, batch: Batch, talk: Talk = _SILENT) -> tuple[Tensor, Header | None]:
+        """Take one local step, with exchanges that begin and take effect around it.
 
         Returns:
-            The mean loss of the batch (a detached scalar), and the header sums of the
-            exchange (None without one).
+            The mean loss of the batch (a detached scalar), and the header sums of the last
+            exchange joined (None without one).
 
         Raises:
-            ExchangeError: the exchange failed. Weights, optimizer and center are as before
-                the step; gradients since the last exchange are forgotten.
+            ExchangeError: an exchange failed. It changed neither replica nor center;
+                gradients since the last one are forgotten.
         """
-        if exchange is None:
-            loss = self._gradient(batch)
-            self._local_step(len(batch[1]))
-            return loss, None
-        sends_weights = self._rule.sends is Sends.WEIGHTS
-        if sends_weights:
-            # The weights of the start of the step travel while the gradient is computed.
-            # Nothing below changes them before the join.
-            exchange.begin(self.flat.weights, self.flat.buffers, header or Header())
-        loss = self._gradient(batch)
-        if not sends_weights:
-            exchange.begin(self.flat.gradients, self.flat.buffers, header or Header())
+        sends = self._rule.sends
+        is_early = sends is Sends.WEIGHTS and not talk.overlap
         try:
-            with self._parts.measure("device_device_parameters"):
-                tally, sums = exchange.wait()
+            if sends is Sends.WEIGHTS:
+                # The weights of the start of the step travel while the gradient is computed.
+                # Nothing below changes them before the join.
+                self._begin(talk)
+            arrived = self._wait(talk) if is_early else []
+            loss = self._gradient(batch)
+            if sends is Sends.PROGRESS:
+                self._local_step(len(batch[1]))
+            if sends is not Sends.WEIGHTS:
+                self._begin(talk)
+            if not is_early:
+                arrived = self._wait(talk)
         except ExchangeError:
             self.flat.gradients.zero_()
             raise
-        self._join(exchange, tally, num_samples=len(batch[1]))
-        return loss, sums
+        if sends is Sends.WEIGHTS:
+            self._join(talk, arrived, num_samples=len(batch[1]))
+        else:
+            self._follow(talk)
+        return loss, arrived[-1][1] if arrived else None
+
+    def _begin(self, talk: Talk) -> None:
+        """Send what the rule sends of each span that begins."""
+        for exchange in talk.begin:
+            span = exchange.span
+            header = talk.header if exchange is talk.begin[-1] else Header()
+            num_samples = self._num_seen - self._num_sent.get(span.start, 0)
+            header = replace(header, num_samples=float(num_samples))
+            exchange.begin(self._message(exchange), self.flat.buffers, header)
+            if self._rule.sends is Sends.GRADIENT:
+                # What is sent is done with; later gradients are for the next exchange.
+                self.flat.gradients[span].zero_()
+            elif exchange not in talk.join:
+                self._keep_sent(span)
+            self._num_sent[span.start] = self._num_seen
+
+    def _message(self, exchange: Exchange) -> Tensor:
+        span = exchange.span
+        if self._rule.sends is Sends.GRADIENT:
+            return self.flat.gradients[span]
+        if self._rule.sends is Sends.WEIGHTS:
+            return self.flat.weights[span]
+        return torch.sub(exchange.center.weights, self.flat.weights[span], out=self._pull[span])
+
+    def _keep_sent(self, span: slice) -> None:
+        """Remember what was sent, for an exchange that takes effect in a later step."""
+        if not self._sent.numel():
+            self._sent = torch.empty_like(self.flat.weights)
+        self._sent[span] = self.flat.weights[span]
+
+    def _sent_weights(self, exchange: Exchange, talk: Talk) -> Tensor:
+        sent = self.flat.weights if exchange in talk.begin else self._sent
+        return sent[exchange.span]
+
+    def _wait(self, talk: Talk) -> list[tuple[Tally, Header]]:
+        """Wait for all that take effect in this step."""
+        with self._parts.measure("device_device_parameters"):
+            return [exchange.wait() for exchange in talk.join]
 
     def _gradient(self, batch: Batch) -> Tensor:
         """Add the gradient at the current weights into the flat buffer; return the mean loss."""
@@ -188,6 +259,7 @@ class Replica:
             # samples weigh less in the mean.
             scaled = loss if self._rule.steps_replica else loss * num_samples
             scaled.backward()  # type: ignore[no-untyped-call]
+        self._num_seen += num_samples
         return loss.detach()
 
     def _local_step(self, num_samples: int) -> None:
@@ -200,31 +272,59 @@ class Replica:
                 self._optimizer.step()
             self.flat.gradients.zero_()
 
-    def _join(self, exchange: Exchange, tally: Tally, *, num_samples: int) -> None:
-        """Update replica and center, both from the values before the step."""
-        if self._rule.steps_replica:
-            with self._parts.measure("replica_update"):
-                weights, center = self.flat.weights, exchange.center.weights
-                self.distance_squared = float(torch.dist(weights, center)) ** 2
-                pull = self._rule.pull(weights, center, tally, out=self._pull)
-            self._local_step(num_samples)
-            with self._parts.measure("replica_update"):
-                self.flat.weights.sub_(pull)
+    def _join(self, talk: Talk, arrived: list[tuple[Tally, Header]], *, num_samples: int) -> None:
+        """Update replica and center, both from the values that were sent."""
+        with self._parts.measure("replica_update"):
+            pulls = []
+            for exchange, (tally, _) in zip(talk.join, arrived, strict=True):
+                sent, center = self._sent_weights(exchange, talk), exchange.center.weights
+                self._note_distance(exchange, sent, center)
+                out = self._pull[exchange.span]
+                pulls.append((exchange, self._rule.pull(sent, center, tally, out=out)))
+        self._local_step(num_samples)
+        with self._parts.measure("replica_update"):
+            for exchange, pull in pulls:
+                self.flat.weights[exchange.span].sub_(pull)
+        self._commit(talk)
+
+    def _follow(self, talk: Talk) -> None:
+        """Move the center, and become a copy of it, but for steps since the message."""
+        for exchange in talk.join:
+            if self._rule.sends is Sends.PROGRESS:
+                sent = self._sent_weights(exchange, talk)
+                self._note_distance(exchange, sent, exchange.center.weights)
+        self._commit(talk)
+        with self._parts.measure("replica_update"):
+            for exchange in talk.join:
+                weights = self.flat.weights[exchange.span]
+                if self._rule.sends is Sends.GRADIENT or exchange in talk.begin:
+                    weights.copy_(exchange.center.weights)
+                else:
+                    # x <- c + (x - what was sent): steps since the message stay.
+                    weights.sub_(self._sent[exchange.span]).add_(exchange.center.weights)
+                if exchange.center.buffers.numel():
+                    self.flat.buffers.copy_(exchange.center.buffers)
+
+    def _commit(self, talk: Talk) -> None:
         with self._parts.measure("center_update"):
-            exchange.commit()
-        if not self._rule.steps_replica:
-            self.follow(exchange.center)
+            for exchange in talk.join:
+                exchange.commit()
+
+    def _note_distance(self, exchange: Exchange, sent: Tensor, center: Tensor) -> None:
+        if exchange.span.start == 0:
+            self.distance_squared = 0.0
+        self.distance_squared += float(torch.dist(sent, center)) ** 2
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the inner optimizer, if there is one."""
         if self._optimizer is not None:
             set_lr(self._optimizer, lr)
 
-    def follow(self, center: Center) -> None:
+    def become(self, weights: Tensor, buffers: Tensor) -> None:
         """Become a copy of the center, and forget gradients that were under way."""
         with self._parts.measure("replica_update"):
-            self.flat.weights.copy_(center.weights)
-            self.flat.buffers.copy_(center.buffers)
+            self.flat.weights.copy_(weights)
+            self.flat.buffers.copy_(buffers)
             self.flat.gradients.zero_()
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,6 +335,8 @@ class Replica:
             "gradients": self.flat.gradients.detach().cpu().clone(),
             "optimizer": copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
             "distance_squared": self.distance_squared,
+            "num_seen": self._num_seen,
+            "num_sent": dict(self._num_sent),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,3 +347,4 @@ class Replica:
         if self._optimizer and state["optimizer"]:
             self._optimizer.load_state_dict(copied_to_cpu(state["optimizer"]))
         self.distance_squared = state["distance_squared"]
+        self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])

@@ -1,11 +1,25 @@
-"""What a worker tells of its training, and the books it keeps until somebody asks."""
+"""What a worker tells of its training, and the books in which exchanges are added up."""
 
 from __future__ import annotations
 
+import enum
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raydl.replica import Header
+
+_RECORD_EVERY_S = 0.2
+
+
+class Outcome(enum.Enum):
+    """What follows a round."""
+
+    GO_ON = "go on"
+    REGROUP = "regroup"
+    STOPPED = "stopped"
+    FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -23,6 +37,7 @@ class Record:
     distance: float
     exchange_s: float
     exchange_bytes: int
+    staleness: float
 
 
 @dataclass(frozen=True)
@@ -32,33 +47,70 @@ class WorkerReport:
     worker_id: str
     round: int
     records: tuple[Record, ...]
-    """New since the report before."""
+    """New since the report before; of the methods in which every rank keeps the books."""
     kept: tuple[int, ...]
     """Rounds whose state this worker holds for a checkpoint."""
     time_parts: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Where the run stands at a record."""
+
+    round: int
+    generation: int
+    num_workers: int
+    epoch: float
+    num_samples: int
+    local_step: int
+    lr: float
+    exchange_bytes: int
+
+
 class Books:
-    """What a worker has seen since its last record, and what it has not reported yet."""
+    """Adds up exchanges into records, one every 0.2 s at most.
 
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.round_s = 0.0
-        self.restart(0.0, 0.0)
+    Args:
+        clock: seconds, rising.
+    """
 
-    def restart(self, now: float, waited_s: float) -> None:
-        """Begin a new record, at a time and with the seconds waited so far."""
-        self.recorded_at = now
-        self.waited_s = waited_s
-        self.num_rounds = 0
-        self.loss_sum = self.loss_samples = 0.0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._records: list[Record] = []
+        self._restart()
 
-    def add(self, sums: Header) -> None:
-        """Enter a round, over all workers."""
-        self.num_rounds += 1
-        self.loss_sum += sums.loss_sum
-        self.loss_samples += sums.loss_samples
+    def _restart(self) -> None:
+        self._since = self._clock()
+        self._sums = Header()
+        self._staleness = 0.0
+        self._num_messages = 0
 
-    def mean_loss(self) -> float:
-        """Return the mean loss since the last record, or NaN without samples."""
-        return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
+    def add(self, sums: Header, *, num_messages: int, staleness: float = 0.0) -> None:
+        """Enter an exchange: the sum of the headers of its messages."""
+        self._sums = self._sums + sums
+        self._num_messages += num_messages
+        self._staleness += staleness
+
+    def record(self, standing: Standing, *, at_once: bool = False) -> None:
+        """Close a record, unless the last one is too young; ``at_once``: whatever its age."""
+        if self._num_messages == 0 or not (at_once or self._is_due()):
+            return
+        sums, n = self._sums, self._num_messages
+        self._records.append(
+            Record(
+                **vars(standing),
+                loss=sums.loss_sum / sums.loss_samples if sums.loss_samples else math.nan,
+                distance=math.sqrt(sums.distance / n),
+                exchange_s=sums.waited_s / n,
+                staleness=self._staleness / n,
+            )
+        )
+        self._restart()
+
+    def _is_due(self) -> bool:
+        return self._clock() - self._since >= _RECORD_EVERY_S
+
+    def take(self) -> tuple[Record, ...]:
+        """Hand over the records that nobody has taken yet."""
+        records, self._records = self._records, []
+        return tuple(records)

@@ -22,10 +22,13 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+
+from raydl.config import MethodConfig
 
 
 def moving_rate(beta: float, num_workers: int) -> float:
@@ -41,6 +44,14 @@ def moving_rate_limit(num_workers: int, *, lr_curvature: float = 0.0) -> float:
     """
     p = num_workers
     return (4 - 2 * lr_curvature) / (2 * (1 + p) - p * lr_curvature)
+
+
+def moving_rate_limit_in_turn(*, lr_curvature: float = 0.0) -> float:
+    """Return the largest stable alpha when workers exchange one by one, whatever p is.
+
+    alpha <= (4 - 2*eta*h) / (4 - eta*h), with ``lr_curvature`` = eta*h in [0, 2).
+    """
+    return (4 - 2 * lr_curvature) / (4 - lr_curvature)
 
 
 def elastic_difference(
@@ -91,6 +102,8 @@ class Sends(enum.Enum):
     """The weights at the start of the step: on their way while the gradient is computed."""
     GRADIENT = "gradient"
     """The sum of the gradients of the samples since the last exchange."""
+    PROGRESS = "progress"
+    """c - x after the step: how far the replica went from the center it last followed."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +121,28 @@ class Tally:
 class Rule:
     """What an exchange does to replica and center. Subclass it to add a method.
 
-    ``sends`` says what travels. ``steps_replica``: the replica takes optimizer steps of its
-    own; otherwise the optimizer lives at the center and the replica becomes a copy of it.
+    Everything is elementwise over flat tensors, so a rule serves a slice as well as the
+    whole: fragments and shards of the center come for nothing.
+
+    Attributes:
+        sends: what travels. A rule that sends weights defines :meth:`pull`; after any other
+            exchange the replica becomes a copy of the center.
+        steps_replica: the replica takes optimizer steps of its own; otherwise the user's
+            optimizer lives at the center.
+        schedule: who may talk when, where the user names none: ``sync``, ``async``,
+            ``hogwild`` or ``round_robin``.
+        period: local steps between exchanges, where the user names none.
     """
 
-    sends: Sends
-    steps_replica: bool
+    sends: Sends = Sends.WEIGHTS
+    steps_replica: bool = True
+    schedule: str = "sync"
+    period: int = 10
+
+    @classmethod
+    def from_config(cls, config: MethodConfig) -> Rule:
+        """Return the rule with the user's settings; a rule with none ignores them."""
+        return cls()
 
     def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
         """Return what the replica subtracts after its local step, shape [num_parameters]."""
@@ -125,22 +154,32 @@ class Rule:
         """Move the center in place by the total of the messages, which is used up."""
         raise NotImplementedError
 
+    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
+        """Return the rule's own optimizer at the center, over one flat tensor; None: it has none.
+
+        Its state is kept in checkpoints. Rules with ``steps_replica = False`` get the user's
+        instead.
+        """
+        return None
+
 
 class Elastic(Rule):
     """Elastic averaging: x <- x - eta*g - alpha*(x - c) ; c <- c + alpha*sum(x - c).
 
     The term eta*g stands for the whole step of the inner optimizer: with momentum in it
-    this is MEASGD. (SC17, eq. 1, 2, 5 and 6.)
+    this is MEASGD, with Nesterov's look-ahead EAMSGD. (SC17, eq. 1, 2, 5 and 6.)
 
     Args:
         beta: p * alpha, in (0, 1].
     """
 
-    sends = Sends.WEIGHTS
-    steps_replica = True
-
     def __init__(self, beta: float) -> None:
         self.beta = beta
+
+    @classmethod
+    def from_config(cls, config: MethodConfig) -> Elastic:
+        """Return the rule with the user's beta."""
+        return cls(config.beta)
 
     def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
         """Return alpha * (x - c)."""
@@ -165,12 +204,111 @@ class MeanGradient(Rule):
 
     sends = Sends.GRADIENT
     steps_replica = False
+    period = 1
 
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
     ) -> None:
         """Step the center's optimizer along total / num_samples."""
-        assert optimizer is not None, "the center of this rule owns an optimizer"
-        center.grad = total.div_(tally.num_samples)
-        optimizer.step()
-        center.grad = None
+        step_along_(center, total.div_(tally.num_samples), optimizer)
+
+
+class Outer(Rule):
+    """An outer optimizer steps along the mean progress D_i = c - x_i; replicas follow it.
+
+    With rate 1 and no momentum all at once this is local SGD, c <- mean(x_i); with Nesterov
+    momentum it is DiLoCo (arXiv 2311.08105): m <- mu*m + mean(D) ; c <- c - lr*(mean(D) + mu*m).
+    First come first served, rate 1 and one local step, it is SGD at the master: D = eta*g
+    (SC17; with more local steps Downpour), and with plain momentum MSGD at the master.
+
+    Args:
+        lr: the outer rate.
+        momentum: the outer momentum.
+        nesterov: look ahead along the momentum.
+    """
+
+    sends = Sends.PROGRESS
+
+    def __init__(self, lr: float = 1.0, *, momentum: float = 0.0, nesterov: bool = False) -> None:
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+
+    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
+        """Return torch's SGD with the outer rate and momentum."""
+        return SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Step the outer optimizer along total / n."""
+        step_along_(center, total.div_(tally.num_messages), optimizer)
+
+
+class DelayedOuter(Outer):
+    """Outer Nesterov for progress that arrives one by one: :class:`DelayedNesterov`.
+
+    Its momentum is refreshed after as many arrivals as workers train.
+    """
+
+    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
+        """Return the delayed Nesterov optimizer."""
+        return DelayedNesterov(tensors, lr=self.lr, momentum=self.momentum)
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Step along D; every p-th arrival refreshes the momentum."""
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            group["every"] = tally.num_workers
+        super().update_center_(center, total, tally, optimizer)
+
+
+class DelayedNesterov(Optimizer):
+    """Nesterov momentum whose momentum moves once in N steps (arXiv 2401.09135, algorithm 3).
+
+    s <- s + D ; every N-th time: m <- mu*m + s/N ; c <- c - lr*(D/N + mu*m) ; s <- 0 ;
+    else: c <- c - lr*D/N. Momentum applied at every single arrival would count stale
+    progress N times over.
+
+    Args:
+        tensors: one flat tensor.
+        lr: the outer rate.
+        momentum: mu.
+    """
+
+    def __init__(self, tensors: list[Tensor], *, lr: float, momentum: float) -> None:
+        super().__init__(tensors, {"lr": lr, "momentum": momentum, "every": 1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take in the progress in ``grad``."""
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                self._step(tensor, group, self.state[tensor])
+
+    def _step(self, tensor: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            state["arrivals"] = 0
+            state["sum"] = torch.zeros_like(tensor)
+            state["momentum_buffer"] = torch.zeros_like(tensor)
+        progress, every = tensor.grad, group["every"]
+        assert progress is not None
+        state["arrivals"] += 1
+        state["sum"].add_(progress)
+        tensor.sub_(progress, alpha=group["lr"] / every)
+        if state["arrivals"] >= every:
+            momentum = state["momentum_buffer"]
+            momentum.mul_(group["momentum"]).add_(state["sum"], alpha=1 / every)
+            tensor.sub_(momentum, alpha=group["lr"] * group["momentum"])
+            state["sum"].zero_()
+            state["arrivals"] = 0
+
+
+def step_along_(center: Tensor, direction: Tensor, optimizer: Optimizer | None) -> None:
+    """Let the optimizer at the center step along a flat gradient, shape [num_parameters]."""
+    assert optimizer is not None, "the center of this rule owns an optimizer"
+    center.grad = direction
+    optimizer.step()
+    center.grad = None

@@ -33,14 +33,17 @@ from raydl.controller import Controller, State
 from raydl.crew import Crew, LocalCrew
 from raydl.data import Batches, Dataset, Normalizer, load
 from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
+from raydl.extent import Extent
 from raydl.flat import FlatModel
-from raydl.methods import filled_in
+from raydl.methods import filled_in, resolve
 from raydl.metrics import TensorBoardWriter, config_as_markdown
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder, snapshot_of
+from raydl.reports import Outcome
+from raydl.rules import Rule
 from raydl.run_folder import RunFolder, open_run
 from raydl.task import Classification, DataShape, Task, evaluate
-from raydl.worker import Job, Outcome
+from raydl.worker import Job
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Trainer:
     Args:
         task: what is learned, or the name of a model to classify with.
         data: anything :func:`raydl.data.load` knows, or a loaded dataset.
-        method: a named method, or its settings.
+        method: a named method, or its settings, or a rule of your own.
         training: epochs or steps, batch size, seed.
         optimizer: the local step.
         scaling: the workers.
@@ -78,7 +81,7 @@ class Trainer:
         task: Task | str = "lenet",
         data: Dataset | str = "digits",
         *,
-        method: MethodConfig | str = "sync-easgd",
+        method: MethodConfig | Rule | str = "sync-easgd",
         training: TrainingConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         scaling: ScalingConfig | None = None,
@@ -89,10 +92,11 @@ class Trainer:
     ) -> None:
         self.task = Classification(task) if isinstance(task, str) else task
         self.data = data
+        self.rule = method if isinstance(method, Rule) else None
         self.config = TrainConfig(
             data=data if isinstance(data, str) else data.source,
             model=self.task.name,
-            method=MethodConfig(name=method) if isinstance(method, str) else method,
+            method=_method_config(method),
             training=training or TrainingConfig(),
             optimizer=optimizer or OptimizerConfig(),
             scaling=scaling or ScalingConfig(),
@@ -117,7 +121,8 @@ class Trainer:
                 or the run could not go on.
             Exception: what the task's own code raised, with its own traceback.
         """
-        self.config = config = filled_in(self.config)
+        method = resolve(self.config, self.rule)
+        self.config = config = filled_in(self.config, method)
         dataset = self._load_data()
         shape = DataShape(dataset.train.image_shape, dataset.train.num_classes)
         _check_batch_size(config, dataset)
@@ -125,7 +130,7 @@ class Trainer:
         folder = RunFolder(config)
         store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
         start = _Start.open(config, folder, store, flat, num_samples=dataset.train.num_samples)
-        crew = _make_crew(Job(config, self.task, shape), dataset)
+        crew = _make_crew(Job(config, method, self.task, shape), dataset)
         try:
             return self._run(crew, folder, store, flat, start)
         finally:
@@ -203,6 +208,12 @@ class Trainer:
         return _finish(controller, recorder, folder, store)
 
 
+def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
+    if isinstance(method, MethodConfig):
+        return method
+    return MethodConfig(name=method if isinstance(method, str) else type(method).__name__)
+
+
 def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
     batch_size, num_samples = config.training.batch_size, dataset.train.num_samples
     if batch_size > num_samples:
@@ -247,18 +258,17 @@ class _Start:
             raise ConfigError(
                 "run.resume",
                 f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
-                f"raise training.epochs or training.steps to train on",
+                f"raise training.epochs (or steps, samples, seconds) to train on",
             )
         sentences.append(f"resuming from round {snapshot.round} in {folder.root}")
         return cls(snapshot, checkpoint.workers, checkpoint.seconds, sentences)
 
 
 def _is_complete(config: TrainConfig, snapshot: Snapshot) -> bool:
-    training = config.training
-    if training.steps is not None:
-        return snapshot.local_step >= training.steps
-    assert training.num_epochs is not None
-    return snapshot.epoch >= training.num_epochs
+    extent = Extent.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
+    return extent.is_reached(
+        num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
+    )
 
 
 def _make_crew(job: Job, dataset: Dataset) -> Crew:
@@ -266,7 +276,7 @@ def _make_crew(job: Job, dataset: Dataset) -> Crew:
     if scaling.max_workers == 0:
         return LocalCrew(job, dataset)
     ray_session.prepare()
-    from raydl.actors import RayCrew, workers_that_fit  # imports Ray
+    from raydl.ray_crew import RayCrew, workers_that_fit  # imports Ray
 
     is_ours = ray_session.connect()
     fit = workers_that_fit(scaling)

@@ -1,13 +1,11 @@
-"""The loop of one worker, in rounds: claim samples, take local steps, exchange, decide.
+"""The loop of one worker, in rounds: get samples, take local steps, exchange, go on.
 
 No Ray here: an actor drives it in a cluster, the trainer drives it in one process, and a
-test drives several in threads. All ranks of a generation run the same ledger and see the
-same header sums, so they take the same decisions after the same round.
+test drives several in threads. When to talk, and what follows a round, its schedule says.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import threading
 import time
@@ -18,21 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydl.center import Center, Snapshot
+from raydl.center import Snapshot
 from raydl.config import TrainConfig
 from raydl.data import Batches
 from raydl.errors import NonFiniteLossError
-from raydl.exchange.sync import Group, SyncExchange
-from raydl.ledger import Ledger, Span, share_round, split_evenly
+from raydl.exchange.messages import Post
+from raydl.exchange.sync import Group
+from raydl.ledger import Span, split_evenly
 from raydl.membership import Membership
-from raydl.methods import resolve
+from raydl.method import Method
 from raydl.metrics import TimeParts
-from raydl.replica import Header, Replica, make_optimizer
-from raydl.reports import Books, Record, WorkerReport
-from raydl.rules import lr_factor
+from raydl.replica import Header, Replica, Talk, make_optimizer
+from raydl.reports import Outcome, Record, WorkerReport
+from raydl.rules import Sends, lr_factor
+from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
 from raydl.task import Batch, DataShape, Task
-
-_RECORD_EVERY_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -40,17 +38,9 @@ class Job:
     """What all workers of a run share."""
 
     config: TrainConfig
+    method: Method
     task: Task
     shape: DataShape
-
-
-class Outcome(enum.Enum):
-    """What all ranks decided after a round."""
-
-    GO_ON = "go on"
-    REGROUP = "regroup"
-    STOPPED = "stopped"
-    FINISHED = "finished"
 
 
 class Worker:
@@ -61,6 +51,7 @@ class Worker:
         worker_id: the stable id, ``w0``, ``w1``, …
         batches: the training set.
         publish: takes a committed snapshot of the center to where it is served.
+        incarnation: which life of this worker.
     """
 
     def __init__(
@@ -70,13 +61,15 @@ class Worker:
         *,
         batches: Batches,
         publish: Callable[[Snapshot], None],
+        incarnation: int = 0,
     ) -> None:
         self.worker_id = worker_id
         self.parts = TimeParts()
         self._job = job
         self._batches = batches
         self._publish = publish
-        self._method = resolve(job.config.method, job.config.optimizer)
+        self._incarnation = incarnation
+        self._method = job.method
         self._device = torch.device(job.config.scaling.device)
         with self.parts.measure("initialization"):
             model = job.task.build_model(job.shape).to(self._device)
@@ -84,26 +77,28 @@ class Worker:
                 model,
                 job.task,
                 rule=self._method.rule,
-                make_optimizer=make_optimizer(self._method.optimizer),
+                make_optimizer=make_optimizer(self._method.inner),
                 time_parts=self.parts,
             )
         self.local_step = 0
-        self._lr = 0.0
-        self._votes: dict[int, dict[str, float]] = {}
+        self._is_started = False
+        self._early_votes: dict[int, dict[str, float]] = {}
         self._votes_lock = threading.Lock()
         self._losses: list[tuple[int, int, torch.Tensor]] = []
         self._loss_sum = self._loss_samples = 0.0
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        self._books = Books()
+        self._step_s = self._waited_s = 0.0
+        self._seconds_at = (0.0, 0.0)
+        self._orders: dict[int, np.ndarray] = {}
+        self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
-        self._center: Center | None = None
+        self._schedule: Schedule | None = None
 
     # joining and leaving a generation
 
     def join(
         self,
         membership: Membership,
-        group: Group,
+        road: Group | Post,
         snapshot: Snapshot,
         own_state: dict[str, Any] | None = None,
     ) -> None:
@@ -111,37 +106,57 @@ class Worker:
 
         Args:
             membership: who trains.
-            group: connects them.
+            road: connects this worker with the others, or with the center.
             snapshot: the center they all start from.
             own_state: what this worker kept at that round in a checkpoint; None for one
                 that has none (it starts at the center) or has it in memory.
         """
         with self.parts.measure("initialization"):
-            if self._center is None:
+            if not self._is_started:
                 self._start_from(snapshot, own_state)
-            assert self._center is not None
-            self._membership = membership
+            if self._schedule is not None:
+                self._records += self._schedule.take_records()
+            site = Site(
+                config=self._job.config,
+                method=self._method,
+                membership=membership,
+                worker_id=self.worker_id,
+                flat=self.replica.flat,
+                time_parts=self.parts,
+            )
+            schedule = self._make_schedule(site, road, snapshot)
             with self._votes_lock:
-                self._votes = {g: v for g, v in self._votes.items() if g >= membership.generation}
-            self._rank = membership.worker_ids.index(self.worker_id)
-            self._exchange = SyncExchange(group, self._center, round=snapshot.round)
+                self._membership, self._schedule = membership, schedule
+                schedule.vote(**self._early_votes.pop(membership.generation, {}))
+            self._seconds_at = (snapshot.seconds, time.monotonic())
+
+    def _make_schedule(self, site: Site, road: Any, snapshot: Snapshot) -> Schedule:
+        if self._method.is_sync:
+            return SyncSchedule(site, road, snapshot)
+        if self._method.rule.sends is not Sends.WEIGHTS:
+            # The center went on while this worker was away; it measures its progress from
+            # where the center is now.
+            self._become(snapshot)
+        return MessageSchedule(
+            site, road, snapshot, incarnation=self._incarnation, local_step=self.local_step
+        )
 
     def _start_from(self, snapshot: Snapshot, own_state: dict[str, Any] | None) -> None:
-        device = self._device
-        weights = torch.tensor(snapshot.weights, device=device)
-        buffers = torch.tensor(snapshot.buffers, device=device)
-        optimizer = make_optimizer(self._method.optimizer)
-        center = Center(weights, buffers, rule=self._method.rule, make_optimizer=optimizer)
-        center.load(weights, buffers, version=snapshot.version, optimizer=snapshot.optimizer)
-        self._center = center
-        self._ledger = Ledger.from_state_dict(snapshot.ledger)
+        self._is_started = True
         self.local_step = snapshot.local_step
-        self.replica.follow(center)
+        self._become(snapshot)
         if own_state is None:
             seed = np.random.SeedSequence([self._job.config.training.seed, _number(self.worker_id)])
             torch.manual_seed(int(seed.generate_state(1)[0]))
         else:
             self._load_state(own_state)
+
+    def _become(self, snapshot: Snapshot) -> None:
+        device = self._device
+        self.replica.become(
+            torch.tensor(snapshot.weights, device=device),
+            torch.tensor(snapshot.buffers, device=device),
+        )
 
     # one round
 
@@ -152,96 +167,98 @@ class Worker:
             NonFiniteLossError: the loss became NaN or infinite.
             ExchangeError: the exchange failed; the center is as before the round.
         """
-        start = time.perf_counter()
-        num_steps, spans, counts = self._claim_round()
-        sums: Header | None = None
+        schedule = self._schedule
+        assert schedule is not None, "join comes first"
+        waited_s = self._waited()
+        round = schedule.next_round(self.local_step)
+        start, waited_for_turn_s = time.perf_counter(), self._waited() - waited_s
+        sums = self._take_steps(schedule, round)
+        self._collect_losses()
+        if round.num_steps:
+            self._waited_s = self._waited() - waited_s
+            in_steps_s = time.perf_counter() - start - (self._waited_s - waited_for_turn_s)
+            self._step_s = in_steps_s / round.num_steps
+        decision = schedule.settle(sums, self.local_step)
+        is_kept = decision.keep is not None
+        if decision.keep is not None:
+            self._kept[decision.keep] = self._state_dict()
+        if decision.publishes:
+            with self.parts.measure("host_device_parameters"):
+                snapshot = schedule.snapshot(is_kept=is_kept, local_step=self.local_step)
+            self._publish(snapshot)
+        return decision.outcome
+
+    def _waited(self) -> float:
+        """Return the seconds that this worker waited for exchanges so far."""
+        return self.parts.as_dict()["device_device_parameters"]
+
+    def _take_steps(self, schedule: Schedule, round: Round) -> Header:
+        """Take the local steps of a round; return the header sums of its last exchange."""
+        settings, sums = self._job.config.exchange, Header()
+        if not round.num_steps:  # the center has no work for this worker
+            return sums
+        plan = plan_talks(round.num_steps, fragments=settings.fragments, delay=settings.delay)
+        positions = _positions(round.spans)
         first = 0
-        for step, size in enumerate(split_evenly(counts[self._rank], num_steps)):
-            batch = self._batch(spans[first : first + size])
+        for step, size in enumerate(split_evenly(round.num_samples, round.num_steps)):
+            batch = self._batch(round.epoch, positions[first : first + size])
             first += size
-            is_last = step == num_steps - 1
-            self._set_lr(step)
-            if is_last:
-                header = self._make_header(num_samples=counts[self._rank])
-                loss, sums = self.replica.step(batch, exchange=self._exchange, header=header)
-            else:
-                loss, _ = self.replica.step(batch)
+            self._set_lr(schedule, step)
+            talk = self._talk(schedule, *plan[step])
+            loss, arrived = self.replica.step(batch, talk)
+            sums = arrived or sums
             self._losses.append((self.local_step, size, loss))
             self.local_step += 1
-        assert sums is not None
-        self._collect_losses()
-        self._books.round_s = time.perf_counter() - start
-        return self._decide(sums)
+        return sums
 
-    def _claim_round(self) -> tuple[int, np.ndarray, tuple[int, ...]]:
-        """Return (local steps, this worker's positions, samples of each rank)."""
-        with self.parts.measure("data_io"):
-            training = self._job.config.training
-            max_steps = self._method.period
-            if training.steps is not None:
-                max_steps = min(max_steps, training.steps - self.local_step)
-            members = self._membership.worker_ids
-            share = share_round(
-                self._ledger.num_free,
-                num_workers=len(members),
-                batch_size=training.batch_size,
-                max_steps=max_steps,
-            )
-            claims = {
-                worker: self._ledger.claim(worker, count)
-                for worker, count in zip(members, share.counts, strict=True)
-            }
-            return share.num_steps, _positions(claims[self.worker_id]), share.counts
+    def _talk(self, schedule: Schedule, begin: list[int], join: list[int]) -> Talk:
+        exchanges = schedule.exchanges
+        is_last = len(exchanges) - 1 in begin
+        return Talk(
+            begin=tuple(exchanges[f] for f in begin),
+            join=tuple(exchanges[f] for f in join),
+            header=self._make_header(schedule) if is_last else Header(),
+            overlap=self._method.overlap,
+        )
 
-    def _batch(self, positions: np.ndarray) -> Batch:
+    def _batch(self, epoch: int, positions: np.ndarray) -> Batch:
         with self.parts.measure("data_io"):
-            inputs, labels = self._batches.batch(self._epoch_order()[positions])
+            inputs, labels = self._batches.batch(self._epoch_order(epoch)[positions])
         if self._device.type == "cpu":
             return inputs, labels
         with self.parts.measure("host_device_data"):
             return inputs.to(self._device), labels.to(self._device)
 
-    def _epoch_order(self) -> np.ndarray:
-        """Return the samples of this epoch in their order, shape [num_samples]."""
-        epoch = self._ledger.epoch
-        if self._order[0] != epoch:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the samples of an epoch in their order, shape [num_samples]."""
+        if epoch not in self._orders:
             random = np.random.default_rng([self._job.config.training.seed, epoch])
-            self._order = (epoch, random.permutation(self._ledger.num_samples))
-        return self._order[1]
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
+            self._orders[epoch] = random.permutation(self._batches.num_samples)
+        return self._orders[epoch]
 
-    def _set_lr(self, step: int) -> None:
+    def _set_lr(self, schedule: Schedule, step: int) -> None:
         """Set the learning rate for a step of this round, counted from 0."""
-        assert self._center is not None
         optimizer = self._method.optimizer
         assert optimizer.lr is not None
-        share_done = self._share_done(step)
-        self._lr = optimizer.lr * lr_factor(optimizer.schedule, share_done, warmup=optimizer.warmup)
-        self.replica.set_lr(self._lr)
-        self._center.set_lr(self._lr)
+        share_done = schedule.share_done(step, self.local_step)
+        lr = optimizer.lr * lr_factor(optimizer.schedule, share_done, warmup=optimizer.warmup)
+        self.replica.set_lr(lr)
+        schedule.set_lr(lr)
 
-    def _share_done(self, step: int) -> float:
-        """Return 0..1 of the run before a step of this round."""
-        training, ledger = self._job.config.training, self._ledger
-        if training.steps is not None:
-            return self.local_step / training.steps
-        assert training.num_epochs is not None
-        batch = training.batch_size * self._membership.num_workers
-        num_samples = ledger.num_done_ever + step * batch
-        return min(1.0, num_samples / (training.num_epochs * ledger.num_samples))
-
-    def _make_header(self, *, num_samples: int) -> Header:
+    def _make_header(self, schedule: Schedule) -> Header:
         self._collect_losses()
         loss_sum, loss_samples = self._loss_sum, self._loss_samples
         self._loss_sum = self._loss_samples = 0.0
-        with self._votes_lock:  # a vote that comes in later waits for the next round
-            votes = self._votes.pop(self._membership.generation, {})
+        seconds_before, since = self._seconds_at
         return Header(
-            num_samples=num_samples,
             loss_sum=loss_sum,
             loss_samples=loss_samples,
             distance=self.replica.distance_squared,
-            seconds=self._books.round_s,
-            **votes,
+            step_s=self._step_s,
+            waited_s=self._waited_s,
+            elapsed_s=seconds_before + time.monotonic() - since,
+            **schedule.votes(),
         )
 
     def _collect_losses(self) -> None:
@@ -254,41 +271,10 @@ class Worker:
             self._loss_samples += num_samples
         self._losses.clear()
 
-    def _decide(self, sums: Header) -> Outcome:
-        """Enter a committed round into the books; return what all ranks do next."""
-        for worker in self._membership.worker_ids:
-            self._ledger.complete(worker)
-        epoch_ended = self._ledger.epoch_is_complete
-        if epoch_ended:
-            self._ledger.next_epoch()
-        outcome = self._outcome(sums)
-        self._write_down(sums, at_once=epoch_ended or outcome is not Outcome.GO_ON)
-        keep = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
-        if keep:
-            self._kept[self._exchange.round] = self._state_dict()
-        every = self._job.config.evaluation.every_epochs
-        evaluate = epoch_ended and self._ledger.epoch % every == 0
-        if self._rank == 0 and (keep or evaluate or outcome is not Outcome.GO_ON):
-            self._publish(self._snapshot(is_kept=keep))
-        return outcome
-
-    def _outcome(self, sums: Header) -> Outcome:
-        training = self._job.config.training
-        if training.steps is not None:
-            finished = self.local_step >= training.steps
-        else:
-            assert training.num_epochs is not None
-            finished = self._ledger.epoch >= training.num_epochs
-        if finished:
-            return Outcome.FINISHED
-        if sums.stop > 0:
-            return Outcome.STOPPED
-        return Outcome.REGROUP if sums.regroup > 0 else Outcome.GO_ON
-
     @property
     def round(self) -> int:
-        """Rounds completed since the run began."""
-        return self._exchange.round if self._center else 0
+        """Rounds completed since the run began, or exchanges that the center has settled."""
+        return self._schedule.version if self._schedule else 0
 
     # what others ask for
 
@@ -300,72 +286,42 @@ class Worker:
         has passed is ignored.
         """
         with self._votes_lock:
-            self._votes.setdefault(generation, {}).update(votes)
+            now = self._membership.generation if self._schedule else 0
+            if self._schedule is not None and generation == now:
+                self._schedule.vote(**votes)
+            elif generation > now:
+                self._early_votes.setdefault(generation, {}).update(votes)
 
     def report(self) -> WorkerReport:
         """Return what is new since the last report."""
-        records, self._books.records = self._books.records, []
+        version, kept = self.round, tuple(self._kept)
+        records, self._records = self._records, ()
+        if self._schedule is not None:
+            records += self._schedule.take_records()
         return WorkerReport(
             worker_id=self.worker_id,
-            round=self.round,
-            records=tuple(records),
-            kept=tuple(self._kept),
+            round=version,
+            records=records,
+            kept=kept,
             time_parts=self.parts.as_dict(),
         )
 
     def take_kept(self, round: int) -> dict[str, Any]:
-        """Hand over the state kept at that round; older ones are dropped with it."""
-        state = self._kept[round]
+        """Hand over the state kept at that round; older ones are dropped with it.
+
+        A worker that has left its loop stays as it is, so without a kept state it hands over
+        what it has.
+        """
+        state = self._kept.pop(round, None)
         self._kept = {r: s for r, s in self._kept.items() if r > round}
-        return state
-
-    def _write_down(self, sums: Header, *, at_once: bool) -> None:
-        books = self._books
-        books.add(sums)
-        now = time.monotonic()
-        if not at_once and now - books.recorded_at < _RECORD_EVERY_S:
-            return
-        waited_s = self.parts.as_dict()["device_device_parameters"]
-        ledger, p = self._ledger, self._membership.num_workers
-        books.records.append(
-            Record(
-                round=self._exchange.round,
-                generation=self._membership.generation,
-                num_workers=p,
-                epoch=ledger.num_done_ever / ledger.num_samples,
-                num_samples=ledger.num_done_ever,
-                local_step=self.local_step,
-                lr=self._lr,
-                loss=books.mean_loss(),
-                distance=math.sqrt(sums.distance / p),
-                exchange_s=(waited_s - books.waited_s) / books.num_rounds,
-                exchange_bytes=self._exchange.num_bytes,
-            )
-        )
-        books.restart(now, waited_s)
-
-    def _snapshot(self, *, is_kept: bool) -> Snapshot:
-        assert self._center is not None
-        with self.parts.measure("host_device_parameters"):
-            return Snapshot(
-                round=self._exchange.round,
-                generation=self._membership.generation,
-                epoch=self._ledger.epoch,
-                num_samples=self._ledger.num_done_ever,
-                local_step=self.local_step,
-                version=self._center.version,
-                is_kept=is_kept,
-                weights=self._center.weights.cpu().numpy().copy(),
-                buffers=self._center.buffers.cpu().numpy().copy(),
-                optimizer=self._center.optimizer_state(),
-                ledger=self._ledger.state_dict(),
-            )
+        return self._state_dict() if state is None else state
 
     def _state_dict(self) -> dict[str, Any]:
         with self.parts.measure("host_device_parameters"):
             cuda = torch.cuda.get_rng_state() if self._device.type == "cuda" else None
             return {
                 "replica": self.replica.state_dict(),
+                "local_step": self.local_step,
                 "loss_sum": self._loss_sum,
                 "loss_samples": self._loss_samples,
                 "generators": {"cpu": torch.get_rng_state(), "cuda": cuda},
@@ -373,6 +329,7 @@ class Worker:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.replica.load_state_dict(state["replica"])
+        self.local_step = state["local_step"]
         self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
         torch.set_rng_state(state["generators"]["cpu"])
         if self._device.type == "cuda" and state["generators"]["cuda"] is not None:

@@ -13,13 +13,17 @@ import torch
 
 from raydl import ray_session
 from raydl.center import Snapshot, first_snapshot
+from raydl.center_service import CenterService, make_shard
 from raydl.config import TrainConfig
 from raydl.data import Batches, ImageSet, Normalizer
-from raydl.exchange.local import LocalGroup
+from raydl.dispatcher import Due
+from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.flat import FlatModel
 from raydl.membership import Membership
+from raydl.methods import resolve
+from raydl.reports import Outcome
 from raydl.task import Classification, DataShape
-from raydl.worker import Job, Outcome, Worker
+from raydl.worker import Job, Worker
 
 ray_session.prepare()  # before any test imports Ray
 
@@ -69,7 +73,8 @@ class Ensemble:
         self.published: dict[int, Snapshot] = {}
         self.first = first_snapshot(self.flat, images.num_samples)
         self.batches = Batches(images, Normalizer.of(images))
-        job = Job(config, task, SHAPE)
+        job = Job(config, resolve(config), task, SHAPE)
+        self.job = job
         self.workers = [
             Worker(job, f"w{i}", batches=self.batches, publish=self._publish)
             for i in range(num_workers)
@@ -81,12 +86,30 @@ class Ensemble:
     def join(
         self, snapshot: Snapshot | None = None, states: dict[str, Any] | None = None
     ) -> Ensemble:
+        """Let all workers enter a generation."""
+        snapshot = snapshot or self.first
         membership = Membership(1, tuple(w.worker_id for w in self.workers))
         group = LocalGroup(len(self.workers), timeout_s=5.0)
+        post = None if self.job.method.is_sync else self._open_center(snapshot, membership)
         for rank, worker in enumerate(self.workers):
             own = (states or {}).get(worker.worker_id)
-            worker.join(membership, group.member(rank), snapshot or self.first, own)
+            worker.join(membership, post or group.member(rank), snapshot, own)
         return self
+
+    def _open_center(self, snapshot: Snapshot, membership: Membership) -> LocalPost:
+        self.service = CenterService(self.job, snapshot)
+        num_shards = self.job.config.exchange.center_shards
+        self.others = [make_shard(self.job, snapshot, i, None) for i in range(1, num_shards)]
+        self.service.open(membership)
+        for shard in self.others:
+            shard.open(membership.generation)
+        return LocalPost([self.service.home, *self.others], self.service.dispatcher)
+
+    def center(self) -> Snapshot:
+        """Return the center as it is."""
+        if self.job.method.is_sync:
+            return self.newest
+        return self.service.snapshot(Due(0, False), [s.state() for s in self.others])
 
     def run(self, rounds: int | None = None) -> list[Outcome]:
         """Run all workers for some rounds, or to their end; raise what any of them raised."""

@@ -36,7 +36,7 @@ def snapshot(round, epoch=0):
         epoch=epoch,
         num_samples=round,
         local_step=round,
-        version=round,
+        seconds=0.0,
         is_kept=False,
         weights=empty,
         buffers=empty,
@@ -58,6 +58,7 @@ def record(round, epoch=0.0):
         distance=0.0,
         exchange_s=0.0,
         exchange_bytes=0,
+        staleness=0.0,
     )
 
 
@@ -185,7 +186,7 @@ def test_a_finished_run_is_collected_scored_and_reported_before_it_is_done():
     assert stage.controller.state is State.FINISHING
     stage.step(Evaluated(9, 5, 9, {"accuracy": 0.5}))
     assert stage.controller.state is State.FINISHING  # the last records are not here yet
-    stage.step(report("w0", 9))
+    stage.step(report("w0", 9), report("w1", 9))
     assert stage.controller.state is State.DONE
     assert stage.recorder.records[-1].round == 9
     assert len(stage.recorder.checkpoints) == 1
@@ -198,7 +199,7 @@ def test_a_stop_is_voted_once_and_ends_with_a_checkpoint_without_a_score():
     assert stage.step() == []
     stage.step(*[RunEnded(w, Outcome.STOPPED, 3) for w in ("w0", "w1")])
     assert stage.step(Published((0, 3))) == [("collect", 3, ("w0", "w1"))]
-    stage.step(Collected(snapshot(3), {}), report("w0", 3))
+    stage.step(Collected(snapshot(3), {}), report("w0", 3), report("w1", 3))
     assert stage.controller.state is State.DONE
     assert stage.controller.outcome is Outcome.STOPPED
 

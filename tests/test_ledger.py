@@ -8,9 +8,13 @@ from raydl.ledger import Ledger, share_round, split_evenly
 
 def test_claims_run_along_the_epoch_and_stop_at_its_end():
     ledger = Ledger(10)
-    assert ledger.claim("w0", 6) == [(0, 6)]
-    assert ledger.claim("w1", 6) == [(6, 10)]
-    assert ledger.claim("w0", 1) == []
+    assert ledger.claim("w0", 6) == (0, [(0, 6)])
+    assert ledger.claim("w1", 6) == (0, [(6, 10)])
+    assert ledger.claim("w0", 1) == (1, [(0, 1)])  # nobody waits for the last samples
+    ledger.complete("w1")
+    assert ledger.epoch == 0
+    ledger.complete("w0")
+    assert ledger.epoch == 1
 
 
 def test_what_a_lost_worker_had_claimed_goes_back():
@@ -19,9 +23,9 @@ def test_what_a_lost_worker_had_claimed_goes_back():
     ledger.claim("w1", 4)
     assert ledger.give_back("w0") == 4
     assert ledger.complete("w1") == 4
-    assert ledger.claim("w2", 10) == [(0, 4), (8, 10)]
+    assert ledger.claim("w2", 10) == (0, [(0, 4), (8, 10)])
     ledger.complete("w2")
-    assert ledger.epoch_is_complete
+    assert (ledger.epoch, ledger.num_done_ever) == (1, 10)
 
 
 def test_a_full_round_gives_everyone_a_full_share():
@@ -46,8 +50,8 @@ def test_a_saved_ledger_frees_what_was_under_way():
     ledger.complete("w0")
     ledger.claim("w1", 2)
     again = Ledger.from_state_dict(ledger.state_dict())
-    assert again.num_done == 3
-    assert again.claim("w0", 100) == [(3, 5), (5, 8)]
+    assert again.num_done_ever == 3
+    assert again.claim("w0", 100) == (0, [(3, 5), (5, 8)])
 
 
 @given(
@@ -63,7 +67,7 @@ def test_an_epoch_completes_every_position_once(
     """Rounds in which one worker is lost give its share back to later rounds."""
     ledger, seen = Ledger(num_samples), []
     lost = list(losses)
-    while not ledger.epoch_is_complete:
+    while ledger.epoch == 0:
         share = share_round(
             ledger.num_free, num_workers=num_workers, batch_size=batch_size, max_steps=period
         )
@@ -71,7 +75,7 @@ def test_an_epoch_completes_every_position_once(
         assert max(share.counts) <= share.num_steps * batch_size
         loser = lost.pop() if lost else None
         for worker, count in enumerate(share.counts):
-            spans = ledger.claim(f"w{worker}", count)
+            _, spans = ledger.claim(f"w{worker}", count)
             if worker == loser:
                 ledger.give_back(f"w{worker}")
                 continue

@@ -16,17 +16,17 @@ from raydl.models import MODELS
 
 ROWS = [
     {"errors", "config", "ray_session"},
-    {"rules", "flat", "membership", "ledger"},
+    {"rules", "flat", "membership", "ledger", "extent", "compression"},
     {
-        "methods", "models", "task", "data", "metrics", "progress", "storage",
+        "method", "methods", "models", "task", "data", "metrics", "progress", "storage",
         "center", "replica", "checkpoint", "run_folder",
     },
-    {"exchange", "reports", "worker"},
-    {"crew", "actors"},
-    {"controller", "recorder"},
+    {"exchange", "reports", "schedules", "dispatcher", "worker", "center_service"},
+    {"crew", "actors", "ray_crew"},
+    {"checkpoint_times", "controller", "recorder"},
     {"trainer", "cli", "__main__", "__init__"},
 ]  # fmt: skip
-MAY_IMPORT_RAY = {"ray_session", "exchange", "actors"}
+MAY_IMPORT_RAY = {"ray_session", "exchange", "actors", "ray_crew"}
 MAY_IMPORT_TORCH_FROM = 1
 
 

@@ -118,6 +118,7 @@ def test_a_record_becomes_one_point_of_every_curve():
         distance=0.2,
         exchange_s=0.01,
         exchange_bytes=40,
+        staleness=0.0,
     )
     recorder.record(record, {"w0": WorkerReport("w0", 2, (), (), parts)})
     recorder.evaluated(Evaluated(2, 0, 5, {"accuracy": 0.9, "loss": 0.3}))

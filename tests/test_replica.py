@@ -8,11 +8,12 @@ import torch
 from conftest import SHAPE, linear, tiny_images
 from torch.nn import functional
 
+from raydl.center import Mirror
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Batches, Normalizer
 from raydl.errors import ExchangeError
 from raydl.metrics import TimeParts
-from raydl.replica import Header, Replica, make_optimizer
+from raydl.replica import Replica, Talk, make_optimizer
 from raydl.rules import Elastic, MeanGradient
 from raydl.task import Classification
 
@@ -69,7 +70,10 @@ def test_a_step_without_samples_takes_no_gradient_step():
 class BrokenExchange:
     """Takes everything in, then fails."""
 
-    center = None
+    span = slice(0, 51)
+
+    def __init__(self):
+        self.center = Mirror(torch.zeros(51), torch.zeros(0))
 
     def begin(self, weights, buffers, header):
         pass
@@ -88,8 +92,9 @@ def test_a_failed_exchange_leaves_every_tensor_as_it_was(rule):
     replica.step(batch)
     replica.flat.gradients.zero_()
     before = copy.deepcopy(replica.state_dict())
+    broken = BrokenExchange()
     with pytest.raises(ExchangeError):
-        replica.step(batch, exchange=BrokenExchange(), header=Header())
+        replica.step(batch, Talk(begin=(broken,), join=(broken,)))
     after = replica.state_dict()
     for key in ("weights", "buffers", "gradients"):
         assert torch.equal(before[key], after[key]), key

@@ -1,12 +1,16 @@
-"""A group of threads in one process: for one worker without Ray, and for tests."""
+"""Both roads within one process: for one worker without Ray, and for tests."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from raydl.errors import ExchangeTimeoutError
+from raydl.exchange.messages import Orders, Push, Reply, Stamp
+from raydl.exchange.shard import Shard
 
 
 class LocalGroup:
@@ -23,33 +27,34 @@ class LocalGroup:
         self.timeout_s = timeout_s
         self.generation = generation
         self._arrived: dict[int, dict[int, Tensor]] = {}
+        self._num_left: dict[int, int] = {}
         self._changed = threading.Condition()
 
     def member(self, rank: int) -> LocalMember:
         """Return the group as one rank sees it."""
         return LocalMember(self, rank)
 
-    def arrive(self, rank: int, round: int, tensor: Tensor) -> None:
-        """Hand in a tensor for a round; the group keeps a copy."""
+    def arrive(self, rank: int, turn: int, tensor: Tensor) -> None:
+        """Hand in a tensor for the turn-th sum; the group keeps a copy."""
         with self._changed:
-            self._arrived.setdefault(round, {})[rank] = tensor.clone()
-            self._arrived.pop(round - 2, None)  # everybody has left the round before last
+            self._arrived.setdefault(turn, {})[rank] = tensor.clone()
             self._changed.notify_all()
 
-    def total(self, round: int) -> list[Tensor]:
-        """Wait for all tensors of a round, and return them in the order of the ranks.
+    def total(self, turn: int, round: int) -> list[Tensor]:
+        """Wait for all tensors of a turn, and return them in the order of the ranks.
 
         Raises:
             ExchangeTimeoutError: somebody did not come in time.
         """
         with self._changed:
-            complete = self._changed.wait_for(
-                lambda: len(self._arrived[round]) == self.num_workers, self.timeout_s
-            )
-            here = self._arrived[round]
+            here = self._arrived[turn]
+            complete = self._changed.wait_for(lambda: len(here) == self.num_workers, self.timeout_s)
             if not complete:
                 missing = [f"rank {r}" for r in range(self.num_workers) if r not in here]
                 raise ExchangeTimeoutError(round, self.generation, self.timeout_s, missing)
+            self._num_left[turn] = self._num_left.get(turn, 0) + 1
+            if self._num_left[turn] == self.num_workers:
+                del self._num_left[turn], self._arrived[turn]
             return [here[rank] for rank in range(self.num_workers)]
 
 
@@ -59,6 +64,7 @@ class LocalMember:
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
         self._rank = rank
+        self._turn = 0
 
     @property
     def num_workers(self) -> int:
@@ -67,21 +73,84 @@ class LocalMember:
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> LocalWork:
         """Hand in the tensor; the sum is taken in :meth:`LocalWork.wait`."""
-        self._group.arrive(self._rank, round, tensor)
-        return LocalWork(self._group, tensor, round)
+        turn, self._turn = self._turn, self._turn + 1
+        self._group.arrive(self._rank, turn, tensor)
+        return LocalWork(self._group, tensor, turn, round)
 
 
 class LocalWork:
     """A sum under way among threads."""
 
-    def __init__(self, group: LocalGroup, tensor: Tensor, round: int) -> None:
+    def __init__(self, group: LocalGroup, tensor: Tensor, turn: int, round: int) -> None:
         self._group = group
         self._tensor = tensor
+        self._turn = turn
         self._round = round
 
     def wait(self) -> None:
         """Wait for all ranks, then put their sum into the tensor."""
-        first, *others = self._group.total(self._round)
+        first, *others = self._group.total(self._turn, self._round)
         self._tensor.copy_(first)
         for other in others:
             self._tensor.add_(other)
+
+
+class Dispatches(Protocol):
+    """Who gives orders; see :class:`raydl.dispatcher.Dispatcher`."""
+
+    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+        """Return the first orders of a worker."""
+        ...
+
+    def take_turn(self, stamp: Stamp) -> None:
+        """Wait for a worker's turn."""
+        ...
+
+    def end_turn(self, stamp: Stamp) -> None:
+        """End a worker's turn."""
+        ...
+
+
+class LocalPost:
+    """Messages to shards in this process: each is taken at once, in the sender's thread.
+
+    Args:
+        shards: of the center, the home shard first.
+        dispatcher: gives orders.
+    """
+
+    def __init__(self, shards: Sequence[Shard], dispatcher: Dispatches) -> None:
+        self._shards = shards
+        self._dispatcher = dispatcher
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the center."""
+        return len(self._shards)
+
+    def push(self, shard: int, push: Push) -> LocalDelivery:
+        """Let the shard take the message, and keep the answer."""
+        return LocalDelivery(self._shards[shard].exchange(push))
+
+    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+        """Return the first orders."""
+        return self._dispatcher.enter(stamp, local_step)
+
+    def take_turn(self, stamp: Stamp) -> None:
+        """Wait until it is this worker's turn."""
+        self._dispatcher.take_turn(stamp)
+
+    def end_turn(self, stamp: Stamp) -> None:
+        """Let the next in rank order begin."""
+        self._dispatcher.end_turn(stamp)
+
+
+class LocalDelivery:
+    """A message that has arrived."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def wait(self) -> Reply:
+        """Return the answer."""
+        return self._reply

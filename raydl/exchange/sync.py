@@ -1,19 +1,25 @@
 """The synchronous exchange: one all-reduce of one packed message, then a commit.
 
-The message is ``weights | buffers | header`` in one contiguous tensor, so that a round is
-one message. It is reduced into scratch memory; replica and center stay untouched until
+The message is ``weights | buffers | header`` in one contiguous tensor, so that an exchange
+is one message. It is reduced into scratch memory; replica and center stay untouched until
 the sum has arrived whole.
+
+SC17's three steps of co-design are settings of it. EASGD1: staged through host memory,
+nothing overlapped; EASGD2: resident on the device; EASGD3: overlapped with the gradient
+(``Talk.overlap``). All three compute the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from raydl.center import Center
+from raydl.center import Center, Mirror
+from raydl.metrics import TimeParts
 from raydl.replica import Header
 from raydl.rules import Tally
 
@@ -46,38 +52,58 @@ class Group(Protocol):
 
 
 class SyncExchange:
-    """One rank's side of the rounds of one generation.
+    """One rank's side of the rounds of one generation, for one span of the center.
 
     Args:
         group: the workers of this generation.
-        center: this rank's copy of the center; all ranks have the same.
+        center: this rank's copy of the span; all ranks have the same.
+        span: which of the flat parameters it is.
         round: the number of the first round.
+        pieces: sizes to send one by one, summing to the message's weights; None: all in one
+            message.
     """
 
-    def __init__(self, group: Group, center: Center, *, round: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        center: Center,
+        *,
+        span: slice,
+        round: int,
+        pieces: Sequence[int] | None = None,
+    ) -> None:
         self.center = center
+        self.span = span
         self.round = round
         self._group = group
-        self._work: Work | None = None
+        self._work: list[Work] = []
         self._tally = Tally(0, 0, 0.0)
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
-        self._message = center.weights.new_zeros(num_weights + num_buffers + _HEADER_SIZE)
+        rest = num_buffers + _HEADER_SIZE
+        self._message = center.weights.new_zeros(num_weights + rest)
         self._weights, self._buffers, self._header = torch.split(
             self._message, [num_weights, num_buffers, _HEADER_SIZE]
         )
+        self._pieces: tuple[Tensor, ...] = (self._message,)
+        if pieces is not None:
+            assert sum(pieces) == num_weights
+            self._pieces = torch.split(self._message, [*pieces, rest])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one message."""
+        """Bytes of one exchange."""
         return self._message.numel() * self._message.element_size()
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
         """Copy the message into scratch and start the sum."""
-        assert self._work is None, "an exchange is under way"
+        assert not self._work, "an exchange is under way"
         self._weights.copy_(weights)
-        self._buffers.copy_(buffers)
+        if self._buffers.numel():
+            self._buffers.copy_(buffers)
         self._header.copy_(torch.tensor(dataclasses.astuple(header), dtype=self._header.dtype))
-        self._work = self._group.start_allreduce(self._message, round=self.round)
+        self._work = [
+            self._group.start_allreduce(piece, round=self.round) for piece in self._pieces
+        ]
 
     def wait(self) -> tuple[Tally, Header]:
         """Wait for the sum.
@@ -85,9 +111,10 @@ class SyncExchange:
         Raises:
             ExchangeError: it failed or took too long; no tensor but the scratch changed.
         """
-        assert self._work is not None, "begin comes first"
-        work, self._work = self._work, None
-        work.wait()
+        assert self._work, "begin comes first"
+        work, self._work = self._work, []
+        for piece in work:
+            piece.wait()
         sums = Header(*self._header.tolist())
         p = self._group.num_workers
         self._tally = Tally(num_workers=p, num_messages=p, num_samples=sums.num_samples)
@@ -97,3 +124,53 @@ class SyncExchange:
         """Move the center by the sum that arrived."""
         self.center.apply_(self._weights, self._buffers, self._tally)
         self.round += 1
+
+
+class StagedExchange:
+    """An exchange whose message and center lie in host memory, as in SC17's EASGD1.
+
+    The weights are copied to the host before each exchange and the center back after it;
+    without staging both stay where the replica computes.
+
+    Args:
+        inner: the exchange among tensors in host memory.
+        device: where the replica computes.
+        time_parts: where the copying is counted.
+    """
+
+    def __init__(self, inner: SyncExchange, device: torch.device, time_parts: TimeParts) -> None:
+        self._inner = inner
+        self._parts = time_parts
+        self._host = torch.empty_like(inner.center.weights)
+        self._host_buffers = torch.empty_like(inner.center.buffers)
+        weights, buffers = inner.center.weights, inner.center.buffers
+        self.center = Mirror(weights.to(device, copy=True), buffers.to(device, copy=True))
+
+    @property
+    def span(self) -> slice:
+        """Which of the flat parameters travel."""
+        return self._inner.span
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one exchange."""
+        return self._inner.num_bytes
+
+    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+        """Copy to the host and start the sum there."""
+        with self._parts.measure("host_device_parameters"):
+            self._host.copy_(weights)
+            if self._host_buffers.numel():
+                self._host_buffers.copy_(buffers)
+        self._inner.begin(self._host, self._host_buffers, header)
+
+    def wait(self) -> tuple[Tally, Header]:
+        """Wait for the sum. Raises what the inner exchange does."""
+        return self._inner.wait()
+
+    def commit(self) -> None:
+        """Move the center on the host, and copy it to the device."""
+        self._inner.commit()
+        with self._parts.measure("host_device_parameters"):
+            self.center.weights.copy_(self._inner.center.weights)
+            self.center.buffers.copy_(self._inner.center.buffers)

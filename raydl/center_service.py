@@ -1,0 +1,100 @@
+"""The center as a service, for the methods that exchange by messages: home shard and dispatcher.
+
+Plain objects: the center's actor wraps one of these, and so does a run in one process.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raydl.center import Snapshot, joined_states, split_states
+from raydl.dispatcher import Dispatcher, Due
+from raydl.exchange.messages import HOME, cells
+from raydl.exchange.shard import Shard, ShardState
+from raydl.ledger import Ledger
+from raydl.membership import Membership
+from raydl.replica import make_optimizer
+from raydl.worker import Job
+
+
+def make_shard(job: Job, snapshot: Snapshot, index: int, settles: Dispatcher | None) -> Shard:
+    """Return one shard of the center, as it is in a snapshot.
+
+    Args:
+        index: which; the home shard, 0, has the dispatcher and the float buffers.
+    """
+    exchange, method = job.config.exchange, job.method
+    weights = torch.tensor(snapshot.weights)
+    by_shard = cells(
+        weights.numel(), num_shards=exchange.center_shards, num_fragments=exchange.fragments
+    )
+    buffers = torch.tensor(snapshot.buffers if index == HOME else snapshot.buffers[:0])
+    shard = Shard(
+        by_shard[index],
+        weights,
+        buffers,
+        rule=method.rule,
+        make_optimizer=make_optimizer(method.inner),
+        is_locked=method.schedule != "hogwild",
+        settles=settles,
+    )
+    spans = sorted(span for spans in by_shard for span in spans)
+    states = split_states(snapshot.optimizer, [stop - start for start, stop in spans])
+    shard.load_optimizers(dict(zip(spans, states, strict=True)))
+    return shard
+
+
+class CenterService:
+    """The home shard with its dispatcher.
+
+    Args:
+        job: what the workers do.
+        snapshot: what the center starts from.
+    """
+
+    def __init__(self, job: Job, snapshot: Snapshot) -> None:
+        self.dispatcher = Dispatcher(
+            job.config,
+            job.method,
+            Ledger.from_state_dict(snapshot.ledger),
+            version=snapshot.round,
+            seconds=snapshot.seconds,
+        )
+        self.home = make_shard(job, snapshot, HOME, self.dispatcher)
+        self._num_parameters = snapshot.weights.size
+
+    def open(self, membership: Membership) -> None:
+        """Begin a generation."""
+        self.dispatcher.open(membership)
+        self.home.open(membership.generation)
+
+    def snapshot(self, due: Due, others: list[ShardState]) -> Snapshot:
+        """Return a copy of the whole center.
+
+        Spans are copied one after another while messages come in, so they may be some
+        exchanges apart; once all workers have left, they are not.
+
+        Args:
+            due: under which number.
+            others: the other shards.
+        """
+        counters = self.dispatcher.state()
+        home = self.home.state()
+        weights = np.empty(self._num_parameters, np.float32)
+        states = {}
+        for shard in (home, *others):
+            for span, values, optimizer in zip(
+                shard.spans, shard.weights, shard.optimizers, strict=True
+            ):
+                weights[slice(*span)] = values
+                states[span] = optimizer
+        spans = sorted(states)
+        return Snapshot(
+            round=due.round,
+            is_kept=due.is_kept,
+            weights=weights,
+            buffers=home.buffers,
+            optimizer=joined_states([states[s] for s in spans], [b - a for a, b in spans]),
+            **counters,
+        )

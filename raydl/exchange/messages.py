@@ -1,0 +1,311 @@
+"""The exchange by messages: a worker and the shards of the center, no other worker.
+
+A message carries worker, generation, incarnation and sequence number, so that the center
+refuses what is late and does not apply twice what is repeated. The home shard answers the
+last message of a round with orders: what to do next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydl.center import Mirror
+from raydl.errors import ExchangeError
+from raydl.ledger import Span, split_evenly
+from raydl.replica import Header
+from raydl.reports import Outcome
+from raydl.rules import Sends, Tally
+
+HOME = 0
+"""The shard that the dispatcher lives beside."""
+_NOTHING = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Who sends, in which life, and which of its messages it is."""
+
+    worker_id: str
+    generation: int
+    incarnation: int
+    """Which life of the worker: a process started again counts its messages anew."""
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What ends a worker's round: its samples count as done, and it asks for orders."""
+
+    header: Header
+    local_step: int
+    """Local steps of this worker when its round ends."""
+    lr: float
+    num_bytes: int
+    """Bytes this worker sent in the round's exchanges."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the dispatcher tells a worker."""
+
+    outcome: Outcome
+    epoch: int
+    spans: list[Span]
+    """Positions of the epoch that the worker claims."""
+    num_steps: int
+    """Local steps to take over them."""
+    num_workers: int
+    """Workers that train now (p)."""
+    num_done: int
+    """Samples done by all workers."""
+    seconds: float
+    """Seconds of training."""
+    version: int
+    """Exchanges that the center has settled."""
+    keep: int | None = None
+    """Keep the state as it is after this exchange, under this number."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """One message to a shard."""
+
+    stamp: Stamp
+    span: Span
+    """Which of the flat parameters it is about; empty: none, the message only settles."""
+    weights: np.ndarray
+    """What the rule sends, shape [stop - start]."""
+    buffers: np.ndarray
+    """Float buffers, or empty."""
+    num_workers: int
+    num_samples: float
+    lr: float
+    settlement: Settlement | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A shard's answer."""
+
+    weights: np.ndarray
+    """The center's span: before the message for rules that send weights, else after it."""
+    buffers: np.ndarray
+    orders: Orders | None = None
+    refusal: str = ""
+    """Why the message was not taken; empty: it was."""
+
+
+class Delivery(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> Reply:
+        """Wait for the answer.
+
+        Raises:
+            ExchangeError: it did not come, or not in time.
+        """
+        ...
+
+
+class Post(Protocol):
+    """How one worker reaches the center."""
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the center."""
+        ...
+
+    def push(self, shard: int, push: Push) -> Delivery:
+        """Send a message, or a copy of it, and return at once."""
+        ...
+
+    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+        """Begin to train in a generation; return the first orders."""
+        ...
+
+    def take_turn(self, stamp: Stamp) -> None:
+        """Wait until it is this worker's turn, for methods in rank order.
+
+        Raises:
+            ExchangeTimeoutError: the turn did not come in time.
+        """
+        ...
+
+    def end_turn(self, stamp: Stamp) -> None:
+        """Let the next in rank order begin. Does not wait."""
+        ...
+
+
+def shard_spans(size: int, num_shards: int) -> list[Span]:
+    """Return which of ``size`` parameters each shard, or each fragment, holds."""
+    edges = [0, *itertools.accumulate(split_evenly(size, num_shards))]
+    return list(itertools.pairwise(edges))
+
+
+def cells(size: int, *, num_shards: int, num_fragments: int) -> list[list[Span]]:
+    """Return the spans of each shard: its part of every fragment that meets it."""
+    fragments = shard_spans(size, num_fragments)
+    return [
+        [span for part in fragments if (span := _common(part, shard))]
+        for shard in shard_spans(size, num_shards)
+    ]
+
+
+def _common(a: Span, b: Span) -> Span | None:
+    start, stop = max(a[0], b[0]), min(a[1], b[1])
+    return (start, stop) if start < stop else None
+
+
+class MessageExchange:
+    """One worker's exchange of one fragment with the center.
+
+    Args:
+        post: reaches the center.
+        mirror: the fragment of the center as this worker last saw it; moved in place.
+        span: which of the flat parameters it is.
+        shards: (shard, span) of every part of it.
+        sends: what the rule sends.
+        is_last: whether a round ends with this exchange.
+        desk: numbers the messages and knows what the worker must tell.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        mirror: Mirror,
+        *,
+        span: slice,
+        shards: Sequence[tuple[int, Span]],
+        sends: Sends,
+        is_last: bool,
+        desk: Desk,
+    ) -> None:
+        self.center = mirror
+        self.span = span
+        self._post = post
+        self._shards = list(shards)
+        if is_last and HOME not in [shard for shard, _ in shards]:
+            self._shards.append((HOME, (0, 0)))
+        self._sends = sends
+        self._is_last = is_last
+        self._desk = desk
+        self._flying: list[tuple[Span, Delivery]] = []
+        self._replies: list[tuple[Span, Reply]] = []
+        self._tally = Tally(1, 1, 0.0)
+        self.num_bytes = 0
+        """Bytes of one exchange, both ways."""
+
+    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+        """Send each shard its part, and return at once."""
+        assert not self._flying, "an exchange is under way"
+        values = weights.detach().cpu().numpy()
+        self.num_bytes = 2 * values.nbytes
+        desk = self._desk
+        self._tally = Tally(desk.num_workers, 1, header.num_samples)
+        for shard, (start, stop) in self._shards:
+            is_home = self._is_last and shard == HOME
+            offset = self.span.start
+            message = Push(
+                stamp=desk.next_stamp(),
+                span=(start, stop),
+                weights=values[start - offset : stop - offset] if stop > start else _NOTHING,
+                buffers=buffers.detach().cpu().numpy() if is_home else _NOTHING,
+                num_workers=desk.num_workers,
+                num_samples=header.num_samples,
+                lr=desk.lr,
+                settlement=desk.settlement(header) if is_home else None,
+            )
+            self._flying.append(((start, stop), self._post.push(shard, message)))
+
+    def wait(self) -> tuple[Tally, Header]:
+        """Wait for all shards.
+
+        Raises:
+            ExchangeError: a shard did not answer, or refused.
+        """
+        flying, self._flying = self._flying, []
+        self._replies = [(span, delivery.wait()) for span, delivery in flying]
+        for _, reply in self._replies:
+            if reply.refusal:
+                desk = self._desk
+                raise ExchangeError(desk.version, desk.generation, reply.refusal)
+        if self._sends is Sends.WEIGHTS:
+            self._take()
+        return self._tally, Header()
+
+    def commit(self) -> None:
+        """Take note: the center itself moved when the message came in."""
+        if self._sends is not Sends.WEIGHTS:
+            self._take()
+        for _, reply in self._replies:
+            if reply.orders is not None:
+                self._desk.take_orders(reply.orders)
+        self._replies = []
+
+    def _take(self) -> None:
+        """Copy the replies into the mirror."""
+        for (start, stop), reply in self._replies:
+            if stop > start:
+                offset = self.span.start
+                part = self.center.weights[start - offset : stop - offset]
+                _copy_in_(part, reply.weights)
+            if reply.buffers.size and self.center.buffers.numel():
+                _copy_in_(self.center.buffers, reply.buffers)
+
+
+def _copy_in_(target: Tensor, values: np.ndarray) -> None:
+    """Copy an array into a tensor; torch itself takes no read-only arrays, as Ray's are."""
+    if target.device.type == "cpu":
+        np.copyto(target.numpy(), values)
+    else:
+        target.copy_(torch.tensor(values))
+
+
+class Desk:
+    """What a worker of a method with messages knows of the center's orders.
+
+    Args:
+        worker_id: who it is.
+        generation: the membership.
+        incarnation: which life of the worker.
+    """
+
+    def __init__(self, worker_id: str, generation: int, incarnation: int) -> None:
+        self.generation = generation
+        self.lr = 0.0
+        self.local_step = 0
+        self.exchange_bytes = 0
+        self.orders: Orders | None = None
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._numbers = itertools.count()
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that train, by the newest orders."""
+        assert self.orders is not None
+        return self.orders.num_workers
+
+    @property
+    def version(self) -> int:
+        """Exchanges settled, by the newest orders."""
+        return self.orders.version if self.orders else 0
+
+    def next_stamp(self) -> Stamp:
+        """Return the stamp of the next message."""
+        return Stamp(self._worker_id, self.generation, self._incarnation, next(self._numbers))
+
+    def settlement(self, header: Header) -> Settlement:
+        """Return what ends the round."""
+        return Settlement(header, self.local_step, self.lr, self.exchange_bytes)
+
+    def take_orders(self, orders: Orders) -> None:
+        """Note what to do next."""
+        self.orders = orders

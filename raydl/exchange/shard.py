@@ -1,0 +1,188 @@
+"""One shard of the center, for the methods that exchange by messages.
+
+Under the async schedule one message is applied at a time, behind a lock. Hogwild is the same
+code without the lock: the arithmetic releases Python's interpreter lock, so messages are
+then really added at the same time, and may overwrite parts of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydl.center import Center, MakeOptimizer
+from raydl.exchange.messages import Orders, Push, Reply, Stamp
+from raydl.ledger import Span
+from raydl.rules import Rule, Sends, Tally
+
+
+class Settles(Protocol):
+    """Who ends a worker's round and gives it orders: the dispatcher, at the home shard."""
+
+    def settle(self, push: Push) -> Orders:
+        """Count the round's samples as done, and return what the worker does next."""
+        ...
+
+
+@dataclass
+class _Cell:
+    """A span of the center with its lock, if it has any."""
+
+    center: Center
+    lock: contextlib.AbstractContextManager[Any]
+    scratch: threading.local = field(default_factory=threading.local)
+
+    def scratch_of(self, values: np.ndarray) -> Tensor:
+        """Return a copy of a message in this thread's scratch; the update uses it up."""
+        if not hasattr(self.scratch, "weights"):
+            self.scratch.weights = torch.empty_like(self.center.weights)
+        scratch: Tensor = self.scratch.weights
+        np.copyto(scratch.numpy(), values)
+        return scratch
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """A copy of what a shard holds."""
+
+    spans: list[Span]
+    weights: list[np.ndarray]
+    optimizers: list[dict[str, Any]]
+    buffers: np.ndarray
+
+
+class Shard:
+    """Some spans of the center and the rule that moves them.
+
+    Args:
+        spans: which of the flat parameters live here.
+        weights: the whole center, shape [num_parameters]; the spans are copied.
+        buffers: float buffers that live here, shape [num_buffers]; empty away from home.
+        rule: what moves the center.
+        make_optimizer: builds the user's optimizer, for rules that let it step here.
+        is_locked: one message at a time (async), or all at once (hogwild).
+        settles: at the home shard, who gives orders.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        weights: Tensor,
+        buffers: Tensor,
+        *,
+        rule: Rule,
+        make_optimizer: MakeOptimizer,
+        is_locked: bool,
+        settles: Settles | None = None,
+    ) -> None:
+        self._rule = rule
+        self._settles = settles
+        self._buffers = buffers.clone()
+        self._cells: dict[Span, _Cell] = {}
+        for start, stop in spans:
+            center = Center(
+                weights[start:stop].clone(),
+                self._buffers[:0],
+                rule=rule,
+                make_optimizer=make_optimizer,
+            )
+            # Hogwild: no lock here, on purpose. A reader may see half of an update, and of
+            # two updates at one place one may be lost.
+            lock = threading.Lock() if is_locked else contextlib.nullcontext()
+            self._cells[(start, stop)] = _Cell(center, lock)
+        self._books_lock = threading.Lock()
+        self._newest: dict[tuple[str, Span], tuple[int, int]] = {}
+        self._generation = 0
+        self.num_refused = 0
+        """Messages of a generation that has passed."""
+        self.num_repeated = 0
+        """Messages that had been applied before."""
+
+    def open(self, generation: int) -> None:
+        """Take messages of this generation from now on, and of no earlier one."""
+        with self._books_lock:
+            self._generation = generation
+
+    def exchange(self, push: Push) -> Reply:
+        """Apply a message, once, and answer with the center.
+
+        A repeated message is answered with the center as it is now; one of an earlier
+        generation is refused. Both leave the center as it was.
+        """
+        with self._books_lock:
+            if push.stamp.generation != self._generation:
+                self.num_refused += 1
+                return _refusal(push.stamp, self._generation)
+            is_new = self._is_new(push)
+        cell = self._cells.get(push.span)
+        weights = self._move(cell, push, is_new=is_new) if cell else push.weights
+        if push.settlement is None or self._settles is None:
+            return Reply(weights, push.buffers)
+        with self._books_lock:
+            buffers = self._mix_buffers(push) if is_new else _copied(self._buffers)
+        return Reply(weights, buffers, self._settles.settle(push) if is_new else None)
+
+    def _is_new(self, push: Push) -> bool:
+        """Note the message; return whether it has not come before. Needs the books' lock."""
+        key = (push.stamp.worker_id, push.span)
+        number = (push.stamp.incarnation, push.stamp.sequence)
+        if number <= self._newest.get(key, (-1, -1)):
+            self.num_repeated += 1
+            return False
+        self._newest[key] = number
+        return True
+
+    def _move(self, cell: _Cell, push: Push, *, is_new: bool) -> np.ndarray:
+        """Move a span by a message, and return a copy of it for the answer."""
+        center = cell.center
+        is_before = self._rule.sends is Sends.WEIGHTS
+        with cell.lock:
+            before = _copied(center.weights) if is_before else None
+            if is_new:
+                center.set_lr(push.lr)
+                tally = Tally(push.num_workers, 1, push.num_samples)
+                center.apply_(cell.scratch_of(push.weights), center.buffers, tally)
+            return _copied(center.weights) if before is None else before
+
+    def _mix_buffers(self, push: Push) -> np.ndarray:
+        """Move the float buffers towards a worker's, by its share of the workers."""
+        if push.buffers.size:
+            theirs = torch.tensor(push.buffers)
+            self._buffers.add_(theirs.sub_(self._buffers), alpha=1 / push.num_workers)
+        return _copied(self._buffers)
+
+    def state(self) -> ShardState:
+        """Return a copy of what is here; of each span as it is between two messages."""
+        weights, optimizers = [], []
+        for cell in self._cells.values():
+            with cell.lock:
+                weights.append(_copied(cell.center.weights))
+                optimizers.append(cell.center.optimizer_state())
+        with self._books_lock:
+            buffers = _copied(self._buffers)
+        return ShardState(list(self._cells), weights, optimizers, buffers)
+
+    def load_optimizers(self, states: dict[Span, dict[str, Any]]) -> None:
+        """Take over the states of the optimizers, by span."""
+        for span, cell in self._cells.items():
+            cell.center.load_optimizer(states[span])
+
+
+def _copied(values: Tensor) -> np.ndarray:
+    return np.array(values.numpy())
+
+
+def _refusal(stamp: Stamp, generation: int) -> Reply:
+    nothing = np.empty(0, np.float32)
+    reason = (
+        f"the center refused {stamp.worker_id}: it trains generation {generation}, "
+        f"the message is of generation {stamp.generation}"
+    )
+    return Reply(nothing, nothing, refusal=reason)

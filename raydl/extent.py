@@ -1,0 +1,48 @@
+"""How far a run goes: until a number of samples, of local steps, or of seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raydl.config import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The end of a run; one of the three is set."""
+
+    num_samples: int | None = None
+    """Samples by all workers together."""
+    num_steps: int | None = None
+    """Local steps of each worker."""
+    seconds: float | None = None
+    """Seconds of training."""
+
+    @classmethod
+    def of(cls, training: TrainingConfig, *, epoch_samples: int) -> Extent:
+        """Return the end that the settings name, over ``epoch_samples`` samples an epoch."""
+        if training.num_epochs is not None:
+            return cls(num_samples=training.num_epochs * epoch_samples)
+        return cls(training.samples, training.steps, training.seconds)
+
+    def share_done(self, *, num_samples: float, num_steps: float, seconds: float) -> float:
+        """Return 0..1 of the run: the x-axis of the learning rate's course."""
+        if self.num_steps is not None:
+            return min(1.0, num_steps / self.num_steps)
+        if self.seconds is not None:
+            return min(1.0, seconds / self.seconds)
+        assert self.num_samples is not None
+        return min(1.0, num_samples / self.num_samples)
+
+    def is_reached(self, *, num_samples: int, num_steps: int, seconds: float) -> bool:
+        """Whether the run is complete."""
+        done = {"num_samples": num_samples, "num_steps": num_steps, "seconds": seconds}
+        return self.share_done(**done) >= 1.0
+
+    def samples_left(self, num_samples: int) -> int | None:
+        """Return the samples until the end, or None where they do not decide."""
+        return None if self.num_samples is None else max(0, self.num_samples - num_samples)
+
+    def steps_left(self, num_steps: int) -> int | None:
+        """Return a worker's local steps until the end, or None where they do not decide."""
+        return None if self.num_steps is None else max(0, self.num_steps - num_steps)

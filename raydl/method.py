@@ -1,0 +1,95 @@
+"""One method with all its settings decided, and which settings go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raydl.config import OptimizerConfig, TrainConfig
+from raydl.errors import ConfigError
+from raydl.rules import Rule, Sends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A method with all its settings decided."""
+
+    name: str
+    rule: Rule
+    schedule: str
+    period: int
+    overlap: bool
+    by_speed: bool
+    optimizer: OptimizerConfig
+    """The user's optimizer settings with the method's own filled in."""
+    inner: OptimizerConfig
+    """The optimizer that the workers build: without a momentum that is the master's."""
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether all workers exchange at once."""
+        return self.schedule == "sync"
+
+
+def check(config: TrainConfig, method: Method) -> None:
+    """Raise a ConfigError if settings do not go together."""
+    _check_beta(config, method)
+    _check_exchange(config, method)
+    if config.training.deterministic and method.schedule in ("async", "hogwild"):
+        raise ConfigError(
+            "training.deterministic",
+            f"can not be kept by {method.name}: its workers come in no fixed order; "
+            f"take a sync method or original-easgd",
+        )
+
+
+def _check_beta(config: TrainConfig, method: Method) -> None:
+    """Hold beta within the stability limits at flat curvature; see ``rules``."""
+    beta = config.method.beta
+    if method.is_sync and beta > 1:
+        raise ConfigError(
+            "method.beta",
+            f"must be in (0, 1] where all workers exchange at once, got {beta}: "
+            f"more throws the center past the replicas' mean",
+        )
+    fewest = max(1, config.scaling.min_workers)
+    if beta > fewest:
+        raise ConfigError(
+            "method.beta",
+            f"must be at most the {fewest} workers of the smallest membership, got {beta}: "
+            f"one exchange would move more than the whole gap",
+        )
+
+
+def _check_exchange(config: TrainConfig, method: Method) -> None:
+    exchange = config.exchange
+    if exchange.fragments > method.period:
+        raise ConfigError(
+            "exchange.fragments",
+            f"must be at most the period of {method.period} local steps, got {exchange.fragments}; "
+            f"raise method.period",
+        )
+    if exchange.delay and exchange.delay >= method.period // exchange.fragments:
+        raise ConfigError(
+            "exchange.delay",
+            f"must be less than period / fragments = {method.period // exchange.fragments}, "
+            f"got {exchange.delay}",
+        )
+    if exchange.delay and method.schedule == "round_robin":
+        raise ConfigError(
+            "exchange.delay", f"has no meaning for {method.name}: a turn ends with its exchange"
+        )
+    if method.is_sync and exchange.center_shards > 1:
+        raise ConfigError(
+            "exchange.center_shards",
+            f"has no meaning for {method.name}: in a sync method every rank keeps the center",
+        )
+    for name in ("packed", "resident"):
+        if not method.is_sync and not getattr(exchange, name):
+            raise ConfigError(
+                f"exchange.{name}", f"can be turned off for sync methods only, not {method.name}"
+            )
+    if not method.overlap and method.rule.sends is not Sends.WEIGHTS and exchange.overlap is False:
+        raise ConfigError(
+            "exchange.overlap",
+            f"has no meaning for {method.name}: what it sends is known only after the gradient",
+        )

@@ -1,0 +1,121 @@
+"""What a schedule is to the worker's loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from raydl.center import Snapshot
+from raydl.config import TrainConfig
+from raydl.flat import FlatModel
+from raydl.ledger import Span
+from raydl.membership import Membership
+from raydl.method import Method
+from raydl.metrics import TimeParts
+from raydl.replica import Exchange, Header
+from raydl.reports import Outcome, Record
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a worker does until its next complete exchange."""
+
+    epoch: int
+    spans: list[Span]
+    """Positions of the epoch."""
+    num_samples: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows a round."""
+
+    outcome: Outcome
+    keep: int | None
+    """Keep the state under this number."""
+    publishes: bool
+    """Whether this worker hands a snapshot of the center on."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a worker stands in a generation."""
+
+    config: TrainConfig
+    method: Method
+    membership: Membership
+    worker_id: str
+    flat: FlatModel
+    time_parts: TimeParts
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.membership.worker_ids.index(self.worker_id)
+
+    def center_device(self) -> torch.device:
+        """Return where a rank's own copy of the center lies."""
+        return self.flat.weights.device if self.config.exchange.resident else torch.device("cpu")
+
+
+class Schedule(Protocol):
+    """What the worker's loop asks of a schedule."""
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """One exchange for each fragment, in the order in which they come."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Rounds completed, or exchanges that the center has settled."""
+        ...
+
+    def next_round(self, local_step: int) -> Round:
+        """Return what to do next; waits where it is not this worker's turn."""
+        ...
+
+    def share_done(self, step: int, local_step: int) -> float:
+        """Return 0..1 of the run before a step of this round, counted from 0."""
+        ...
+
+    def set_lr(self, lr: float) -> None:
+        """Take note of the learning rate, and set it at the center if that steps by it."""
+        ...
+
+    def settle(self, sums: Header, local_step: int) -> Decision:
+        """Enter a committed round; return what follows."""
+        ...
+
+    def vote(self, **votes: float) -> None:
+        """Cast votes with the next header."""
+        ...
+
+    def votes(self) -> dict[str, float]:
+        """Return the votes that nobody has sent yet, by field of the header."""
+        ...
+
+    def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
+        """Return a copy of the center."""
+        ...
+
+    def take_records(self) -> tuple[Record, ...]:
+        """Return the records that nobody has taken yet."""
+        ...
+
+
+def plan_talks(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list[int], list[int]]]:
+    """Return, for each local step of a round, the fragments that (begin, join) there.
+
+    Fragments take effect at even distances, the last one in the last step; each begins
+    ``delay`` steps earlier. So nothing is under way between two rounds.
+    """
+    plan: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_steps)]
+    for fragment in range(fragments):
+        join = -(-(fragment + 1) * num_steps // fragments) - 1
+        plan[max(0, join - delay)][0].append(fragment)
+        plan[join][1].append(fragment)
+    return plan

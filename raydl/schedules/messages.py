@@ -1,0 +1,123 @@
+"""One by one with the center, by the dispatcher's orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raydl.center import Mirror, Snapshot
+from raydl.exchange.messages import Desk, MessageExchange, Post, cells, shard_spans
+from raydl.extent import Extent
+from raydl.replica import Header
+from raydl.reports import Record
+from raydl.schedules.base import Decision, Round, Site
+
+
+class MessageSchedule:
+    """One by one with the center, by the dispatcher's orders.
+
+    Args:
+        site: where the worker stands.
+        post: reaches the center.
+        incarnation: which life of this worker.
+        weights: the center as it is, shape [num_parameters].
+        local_step: local steps of this worker before.
+    """
+
+    def __init__(
+        self, site: Site, post: Post, snapshot: Snapshot, *, incarnation: int, local_step: int
+    ) -> None:
+        self._site = site
+        self._config = site.config
+        self._post = post
+        self._extent = Extent.of(site.config.training, epoch_samples=snapshot.ledger["num_samples"])
+        self._weights = torch.tensor(snapshot.weights, device=site.flat.weights.device)
+        self._buffers = torch.tensor(snapshot.buffers, device=site.flat.weights.device)
+        self._desk = Desk(site.worker_id, site.membership.generation, incarnation)
+        self.exchanges: tuple[MessageExchange, ...] = tuple(self._make_exchanges())
+        self._desk.exchange_bytes = 2 * self._weights.numel() * self._weights.element_size()
+        self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
+        self._in_turn = site.method.schedule == "round_robin"
+
+    def _make_exchanges(self) -> list[MessageExchange]:
+        size, fragments = self._weights.numel(), self._config.exchange.fragments
+        by_shard = cells(size, num_shards=self._post.num_shards, num_fragments=fragments)
+        exchanges = []
+        for start, stop in shard_spans(size, fragments):
+            is_last = stop == size
+            exchanges.append(
+                MessageExchange(
+                    self._post,
+                    self._mirror(start, stop, is_last),
+                    span=slice(start, stop),
+                    shards=[
+                        (shard, span)
+                        for shard, spans in enumerate(by_shard)
+                        for span in spans
+                        if start <= span[0] < stop
+                    ],
+                    sends=self._site.method.rule.sends,
+                    is_last=is_last,
+                    desk=self._desk,
+                )
+            )
+        return exchanges
+
+    def _mirror(self, start: int, stop: int, is_last: bool) -> Mirror:
+        buffers = self._buffers if is_last else self._buffers[:0]
+        return Mirror(self._weights[start:stop], buffers)
+
+    @property
+    def _orders(self) -> Any:
+        assert self._desk.orders is not None
+        return self._desk.orders
+
+    @property
+    def version(self) -> int:
+        """Exchanges that the center had settled at the last one of this worker."""
+        return self._desk.version
+
+    def next_round(self, local_step: int) -> Round:
+        """Return what the dispatcher ordered, once it is this worker's turn."""
+        orders = self._orders
+        if self._in_turn and orders.num_steps:
+            with self._site.time_parts.measure("device_device_parameters"):
+                self._post.take_turn(self._desk.next_stamp())
+        num_samples = sum(stop - start for start, stop in orders.spans)
+        self._desk.local_step = local_step + orders.num_steps
+        return Round(orders.epoch, orders.spans, num_samples, orders.num_steps)
+
+    def share_done(self, step: int, local_step: int) -> float:
+        """Return 0..1 of the run, by what was done at the last orders."""
+        batch = self._config.training.batch_size * self._orders.num_workers
+        return self._extent.share_done(
+            num_samples=self._orders.num_done + step * batch,
+            num_steps=local_step,
+            seconds=self._orders.seconds,
+        )
+
+    def set_lr(self, lr: float) -> None:
+        """Take note of the learning rate; it travels with the messages."""
+        self._desk.lr = lr
+
+    def settle(self, sums: Header, local_step: int) -> Decision:
+        """Return what the newest orders say."""
+        if self._in_turn:
+            self._post.end_turn(self._desk.next_stamp())
+        return Decision(self._orders.outcome, keep=self._orders.keep, publishes=False)
+
+    def vote(self, **votes: float) -> None:
+        """Do nothing: votes are the dispatcher's."""
+
+    def votes(self) -> dict[str, float]:
+        """Return none: votes are the dispatcher's."""
+        return {}
+
+    def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
+        """Never asked: the center itself is elsewhere."""
+        raise NotImplementedError("the shards of the center make snapshots")
+
+    def take_records(self) -> tuple[Record, ...]:
+        """Return none: the dispatcher keeps the books."""
+        return ()

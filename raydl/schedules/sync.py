@@ -1,0 +1,203 @@
+"""All at once: every rank keeps the center and the ledger."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from raydl.center import Center, Snapshot, joined_states, split_states
+from raydl.exchange.messages import shard_spans
+from raydl.exchange.sync import Group, StagedExchange, SyncExchange
+from raydl.extent import Extent
+from raydl.ledger import Ledger, Span, share_round
+from raydl.replica import Header, make_optimizer
+from raydl.reports import Books, Outcome, Record, Standing
+from raydl.schedules.base import Decision, Round, Site
+
+
+class SyncSchedule:
+    """All at once: every rank keeps the center and the ledger, and takes the same decisions.
+
+    Args:
+        site: where the worker stands.
+        group: the workers of this generation.
+        snapshot: what they all start from.
+    """
+
+    def __init__(self, site: Site, group: Group, snapshot: Snapshot) -> None:
+        self._site = site
+        self._config = site.config
+        self._ledger = Ledger.from_state_dict(snapshot.ledger)
+        self._extent = Extent.of(site.config.training, epoch_samples=self._ledger.num_samples)
+        self._seconds = snapshot.seconds
+        self._round = snapshot.round
+        self._books = Books()
+        self._votes: dict[str, float] = {}
+        self._votes_lock = threading.Lock()
+        self._lr = 0.0
+        self._make_centers(snapshot)
+        self.exchanges: tuple[SyncExchange | StagedExchange, ...] = tuple(
+            self._make_exchange(group, center, span)
+            for center, span in zip(self._centers, self._spans, strict=True)
+        )
+
+    def _make_centers(self, snapshot: Snapshot) -> None:
+        method, device = self._site.method, self._site.center_device()
+        self._weights = torch.tensor(snapshot.weights, device=device)
+        self._buffers = torch.tensor(snapshot.buffers, device=device)
+        self._spans = shard_spans(self._weights.numel(), self._config.exchange.fragments)
+        sizes = [stop - start for start, stop in self._spans]
+        states = split_states(snapshot.optimizer, sizes)
+        self._centers = []
+        for (start, stop), state in zip(self._spans, states, strict=True):
+            is_last = stop == self._weights.numel()
+            center = Center(
+                self._weights[start:stop],
+                self._buffers if is_last else self._buffers[:0],
+                rule=method.rule,
+                make_optimizer=make_optimizer(method.inner),
+            )
+            center.load_optimizer(state)
+            self._centers.append(center)
+
+    def _make_exchange(
+        self, group: Group, center: Center, span: Span
+    ) -> SyncExchange | StagedExchange:
+        settings, site = self._config.exchange, self._site
+        pieces = None if settings.packed else _pieces(site.flat.layer_sizes, span)
+        exchange = SyncExchange(group, center, span=slice(*span), round=self._round, pieces=pieces)
+        if settings.resident:
+            return exchange
+        return StagedExchange(exchange, site.flat.weights.device, site.time_parts)
+
+    @property
+    def version(self) -> int:
+        """Rounds completed since the run began."""
+        return self._round
+
+    def next_round(self, local_step: int) -> Round:
+        """Claim this round's samples for all ranks."""
+        with self._site.time_parts.measure("data_io"):
+            return self._claim(local_step)
+
+    def _claim(self, local_step: int) -> Round:
+        members, site = self._site.membership.worker_ids, self._site
+        left = self._extent.samples_left(self._ledger.num_done_ever)
+        steps_left = self._extent.steps_left(local_step)
+        period = site.method.period
+        share = share_round(
+            self._ledger.num_free if left is None else min(left, self._ledger.num_free),
+            num_workers=len(members),
+            batch_size=self._config.training.batch_size,
+            max_steps=period if steps_left is None else min(period, steps_left),
+        )
+        claims = {
+            worker: self._ledger.claim(worker, count)
+            for worker, count in zip(members, share.counts, strict=True)
+        }
+        epoch, spans = claims[site.worker_id]
+        return Round(epoch, spans, share.counts[site.rank], share.num_steps)
+
+    def share_done(self, step: int, local_step: int) -> float:
+        """Return 0..1 of the run, the same on all ranks."""
+        batch = self._config.training.batch_size * self._site.membership.num_workers
+        return self._extent.share_done(
+            num_samples=self._ledger.num_done_ever + step * batch,
+            num_steps=local_step,
+            seconds=self._seconds,
+        )
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate at this rank's center."""
+        self._lr = lr
+        for center in self._centers:
+            center.set_lr(lr)
+
+    def settle(self, sums: Header, local_step: int) -> Decision:
+        """Complete the round for all ranks and decide by the sums they all see."""
+        p = self._site.membership.num_workers
+        epoch = self._ledger.epoch
+        for worker in self._site.membership.worker_ids:
+            self._ledger.complete(worker)
+        self._round += 1
+        self._seconds = sums.elapsed_s / p  # the mean of all clocks: the same on all ranks
+        outcome = self._outcome(sums, local_step)
+        is_over = outcome is not Outcome.GO_ON
+        is_new_epoch = self._ledger.epoch > epoch
+        self._books.add(sums, num_messages=p)
+        self._books.record(self._standing(local_step), at_once=is_new_epoch or is_over)
+        keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
+        every = self._config.evaluation.every_epochs
+        evaluates = self._ledger.epoch // every > epoch // every
+        return Decision(
+            outcome,
+            keep=self._round if keeps else None,
+            publishes=self._site.rank == 0 and (keeps or evaluates or is_over),
+        )
+
+    def _outcome(self, sums: Header, local_step: int) -> Outcome:
+        if self._extent.is_reached(
+            num_samples=self._ledger.num_done_ever, num_steps=local_step, seconds=self._seconds
+        ):
+            return Outcome.FINISHED
+        if sums.stop > 0:
+            return Outcome.STOPPED
+        return Outcome.REGROUP if sums.regroup > 0 else Outcome.GO_ON
+
+    def _standing(self, local_step: int) -> Standing:
+        ledger = self._ledger
+        return Standing(
+            round=self._round,
+            generation=self._site.membership.generation,
+            num_workers=self._site.membership.num_workers,
+            epoch=ledger.num_done_ever / ledger.num_samples,
+            num_samples=ledger.num_done_ever,
+            local_step=local_step,
+            lr=self._lr,
+            exchange_bytes=sum(e.num_bytes for e in self.exchanges),
+        )
+
+    def vote(self, **votes: float) -> None:
+        """Cast votes with the next header."""
+        with self._votes_lock:
+            self._votes.update(votes)
+
+    def votes(self) -> dict[str, float]:
+        """Return the votes to send; one that comes in later waits for the next round."""
+        with self._votes_lock:
+            votes, self._votes = self._votes, {}
+        return votes
+
+    def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
+        """Return a copy of this rank's center, the same on all ranks."""
+        sizes = [stop - start for start, stop in self._spans]
+        states = [center.optimizer_state() for center in self._centers]
+        return Snapshot(
+            round=self._round,
+            generation=self._site.membership.generation,
+            epoch=self._ledger.epoch,
+            num_samples=self._ledger.num_done_ever,
+            local_step=local_step,
+            seconds=self._seconds,
+            is_kept=is_kept,
+            weights=self._weights.cpu().numpy().copy(),
+            buffers=self._buffers.cpu().numpy().copy(),
+            optimizer=joined_states(states, sizes),
+            ledger=self._ledger.state_dict(),
+        )
+
+    def take_records(self) -> tuple[Record, ...]:
+        """Return the records that nobody has taken yet."""
+        return self._books.take()
+
+
+def _pieces(layer_sizes: list[int], span: Span) -> list[int]:
+    """Return the sizes of the layers' parts within a span."""
+    pieces, start = [], 0
+    for size in layer_sizes:
+        common = min(start + size, span[1]) - max(start, span[0])
+        if common > 0:
+            pieces.append(common)
+        start += size
+    return pieces
