@@ -210,7 +210,7 @@ class LocalCrew:
         road: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
         if self._service:
             self._service.open(membership)
-            road = LocalPost([self._service.home], self._service.dispatcher)
+            road = LocalPost([self._service], self._service.dispatcher)
         self._worker.join(membership, road, self._snapshot(round), own_states.get("w0"))
         self._running = True
 

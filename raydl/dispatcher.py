@@ -39,6 +39,7 @@ class _Member:
     local_step: int = 0
     seen_version: int = 0
     step_s: float = 0.0
+    has_entered: bool = False
     has_left: bool = False
 
 
@@ -85,8 +86,8 @@ class Dispatcher:
     def open(self, membership: Membership) -> None:
         """Begin a generation. Votes and turns of the one before end with it."""
         with self._changed:
-            for worker_id in membership.worker_ids:
-                self._ledger.give_back(worker_id)  # what was under way when it last left
+            for worker_id in self._membership.worker_ids:
+                self._ledger.give_back(worker_id)  # what was under way when it left
             self._membership = membership
             self._members = {w: _Member() for w in membership.worker_ids}
             self._votes, self._told, self._checkpoint = {}, set(), None
@@ -101,11 +102,36 @@ class Dispatcher:
         return self._seconds_before + since
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
-        """Return the first orders of a worker in this generation."""
+        """Return the first orders of a worker in this generation.
+
+        In rank order where the method keeps to it: claims decide which samples one gets.
+
+        Raises:
+            ExchangeTimeoutError: a worker before this one did not come in time.
+        """
         with self._changed:
+            if self._method.schedule == "round_robin":
+                self._wait_for_ranks_before(stamp.worker_id)
             member = self._members[stamp.worker_id]
-            member.local_step = local_step
+            member.local_step, member.has_entered = local_step, True
+            self._changed.notify_all()
             return self._orders(stamp.worker_id, keep=None)
+
+    def _wait_for_ranks_before(self, worker_id: str) -> None:
+        workers = self._membership.worker_ids
+        before = workers[: workers.index(worker_id)]
+
+        def missing() -> list[str]:
+            return [w for w in before if not self._members[w].has_entered]
+
+        self._wait(lambda: not missing(), missing)
+
+    def _wait(self, is_true: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
+        """Wait for other workers, bounded by ``exchange.timeout_s``."""
+        timeout_s = self._config.exchange.timeout_s
+        if not self._changed.wait_for(is_true, timeout_s):
+            generation = self._membership.generation
+            raise ExchangeTimeoutError(self._version, generation, timeout_s, missing())
 
     def settle(self, push: Push) -> Orders:
         """Count the round behind a message as done, and return what the worker does next."""
@@ -231,12 +257,10 @@ class Dispatcher:
         Raises:
             ExchangeTimeoutError: it did not come within ``exchange.timeout_s``.
         """
-        timeout_s = self._config.exchange.timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: self._holder() == stamp.worker_id, timeout_s):
-                raise ExchangeTimeoutError(
-                    self._version, self._membership.generation, timeout_s, [self._holder() or "?"]
-                )
+            self._wait(
+                lambda: self._holder() == stamp.worker_id, lambda: [self._holder() or "nobody"]
+            )
 
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""

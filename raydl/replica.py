@@ -212,18 +212,22 @@ class Replica:
 
     def _begin(self, talk: Talk) -> None:
         """Send what the rule sends of each span that begins."""
-        for exchange in talk.begin:
-            span = exchange.span
-            header = talk.header if exchange is talk.begin[-1] else Header()
-            num_samples = self._num_seen - self._num_sent.get(span.start, 0)
-            header = replace(header, num_samples=float(num_samples))
-            exchange.begin(self._message(exchange), self.flat.buffers, header)
-            if self._rule.sends is Sends.GRADIENT:
-                # What is sent is done with; later gradients are for the next exchange.
-                self.flat.gradients[span].zero_()
-            elif exchange not in talk.join:
-                self._keep_sent(span)
-            self._num_sent[span.start] = self._num_seen
+        with self._parts.measure("device_device_parameters"):
+            for exchange in talk.begin:
+                self._send(exchange, talk)
+
+    def _send(self, exchange: Exchange, talk: Talk) -> None:
+        span = exchange.span
+        header = talk.header if exchange is talk.begin[-1] else Header()
+        num_samples = self._num_seen - self._num_sent.get(span.start, 0)
+        header = replace(header, num_samples=float(num_samples))
+        exchange.begin(self._message(exchange), self.flat.buffers, header)
+        if self._rule.sends is Sends.GRADIENT:
+            # What is sent is done with; later gradients are for the next exchange.
+            self.flat.gradients[span].zero_()
+        elif exchange not in talk.join:
+            self._keep_sent(span)
+        self._num_sent[span.start] = self._num_seen
 
     def _message(self, exchange: Exchange) -> Tensor:
         span = exchange.span

@@ -66,18 +66,21 @@ class Ensemble:
         images: ImageSet | None = None,
         model: Callable[..., torch.nn.Module] = linear,
     ) -> None:
-        images = images or tiny_images()
-        task = Classification(model)
-        torch.manual_seed(config.training.seed)
+        self.images = images or tiny_images()
+        self.config, self.num_workers = config, num_workers
+        self.batches = Batches(self.images, Normalizer.of(self.images))
+        self.use_task(Classification(model))
+
+    def use_task(self, task: Any) -> None:
+        """Make the workers anew, for another task."""
+        torch.manual_seed(self.config.training.seed)
         self.flat = FlatModel(task.build_model(SHAPE))
         self.published: dict[int, Snapshot] = {}
-        self.first = first_snapshot(self.flat, images.num_samples)
-        self.batches = Batches(images, Normalizer.of(images))
-        job = Job(config, resolve(config), task, SHAPE)
-        self.job = job
+        self.first = first_snapshot(self.flat, self.images.num_samples)
+        self.job = Job(self.config, resolve(self.config), task, SHAPE)
         self.workers = [
-            Worker(job, f"w{i}", batches=self.batches, publish=self._publish)
-            for i in range(num_workers)
+            Worker(self.job, f"w{i}", batches=self.batches, publish=self._publish)
+            for i in range(self.num_workers)
         ]
 
     def _publish(self, snapshot: Snapshot) -> None:
@@ -103,7 +106,7 @@ class Ensemble:
         self.service.open(membership)
         for shard in self.others:
             shard.open(membership.generation)
-        return LocalPost([self.service.home, *self.others], self.service.dispatcher)
+        return LocalPost([self.service, *self.others], self.service.dispatcher)
 
     def center(self) -> Snapshot:
         """Return the center as it is."""

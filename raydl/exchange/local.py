@@ -10,7 +10,6 @@ from torch import Tensor
 
 from raydl.errors import ExchangeTimeoutError
 from raydl.exchange.messages import Orders, Push, Reply, Stamp
-from raydl.exchange.shard import Shard
 
 
 class LocalGroup:
@@ -95,6 +94,14 @@ class LocalWork:
             self._tensor.add_(other)
 
 
+class TakesMessages(Protocol):
+    """A shard of the center."""
+
+    def exchange(self, push: Push) -> Reply:
+        """Take a message, and answer with the center."""
+        ...
+
+
 class Dispatches(Protocol):
     """Who gives orders; see :class:`raydl.dispatcher.Dispatcher`."""
 
@@ -119,7 +126,7 @@ class LocalPost:
         dispatcher: gives orders.
     """
 
-    def __init__(self, shards: Sequence[Shard], dispatcher: Dispatches) -> None:
+    def __init__(self, shards: Sequence[TakesMessages], dispatcher: Dispatches) -> None:
         self._shards = shards
         self._dispatcher = dispatcher
 

@@ -88,6 +88,8 @@ class Push:
     num_samples: float
     lr: float
     settlement: Settlement | None = None
+    waits_for_turn: bool = False
+    """The message counts when it is its worker's turn; it may come before."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ class MessageExchange:
                 num_samples=header.num_samples,
                 lr=desk.lr,
                 settlement=desk.settlement(header) if is_home else None,
+                waits_for_turn=desk.waits_for_turn,
             )
             self._flying.append(((start, stop), self._post.push(shard, message)))
 
@@ -282,6 +285,7 @@ class Desk:
         self.lr = 0.0
         self.local_step = 0
         self.exchange_bytes = 0
+        self.waits_for_turn = False
         self.orders: Orders | None = None
         self._worker_id = worker_id
         self._incarnation = incarnation

@@ -39,6 +39,7 @@ class MessageSchedule:
         self._desk.exchange_bytes = 2 * self._weights.numel() * self._weights.element_size()
         self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
         self._in_turn = site.method.schedule == "round_robin"
+        self._overlaps = site.method.overlap
 
     def _make_exchanges(self) -> list[MessageExchange]:
         size, fragments = self._weights.numel(), self._config.exchange.fragments
@@ -81,7 +82,11 @@ class MessageSchedule:
     def next_round(self, local_step: int) -> Round:
         """Return what the dispatcher ordered, once it is this worker's turn."""
         orders = self._orders
-        if self._in_turn and orders.num_steps:
+        # In a round of one step, which its exchange opens, the message itself may wait for
+        # the turn: one answer instead of two. Shards away from home know no turns.
+        is_short = orders.num_steps == 1 and self._post.num_shards == 1 and not self._overlaps
+        self._desk.waits_for_turn = self._in_turn and is_short
+        if self._in_turn and orders.num_steps and not is_short:
             with self._site.time_parts.measure("device_device_parameters"):
                 self._post.take_turn(self._desk.next_stamp())
         num_samples = sum(stop - start for start, stop in orders.spans)

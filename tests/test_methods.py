@@ -1,0 +1,433 @@
+"""Every method: one scenario in this process, and figures worked by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from conftest import Ensemble, tiny_images
+
+from raydl.config import (
+    ExchangeConfig,
+    MethodConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from raydl.errors import ConfigError
+from raydl.method import Method
+from raydl.methods import METHODS, resolve
+from raydl.reports import Outcome
+from raydl.rules import Elastic, Rule, Sends
+
+ELASTIC = [
+    name
+    for name, row in METHODS.items()
+    if isinstance(row.make_rule(MethodConfig(outer_lr=1.0, outer_momentum=0.0)), Elastic)
+]
+SYNC = [name for name, row in METHODS.items() if row.schedule == "sync"]
+BY_MESSAGES = [name for name in METHODS if name not in SYNC]
+
+
+def settings(method, *, exchange=None, period=2, lr=0.1, workers=2, **training):
+    training.setdefault("batch_size", 3)
+    return TrainConfig(
+        method=MethodConfig(name=method, period=period),
+        training=TrainingConfig(**training),
+        optimizer=OptimizerConfig(lr=lr, schedule="constant", warmup=0.0, max_grad_norm=None),
+        exchange=exchange or ExchangeConfig(timeout_s=20.0),
+        scaling=ScalingConfig(num_workers=workers),
+    )
+
+
+def loss_of(ensemble, weights, images):
+    with torch.no_grad():
+        ensemble.flat.weights.copy_(torch.tensor(weights))
+        batch = ensemble.batches.batch(np.arange(images.num_samples))
+        return float(ensemble.job.task.loss(ensemble.flat.model, batch))
+
+
+# one scenario for all
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_to_the_end_and_counts_every_sample(method, num_workers):
+    images = tiny_images(31)
+    ensemble = Ensemble(
+        settings(method, epochs=6, lr=0.05, workers=num_workers),
+        num_workers=num_workers,
+        images=images,
+    ).join()
+    before = loss_of(ensemble, ensemble.first.weights, images)
+    assert ensemble.run() == [Outcome.FINISHED] * num_workers
+    center = ensemble.center()
+    assert center.num_samples == 6 * 31
+    assert center.epoch == 6
+    assert loss_of(ensemble, center.weights, images) < before
+
+
+@pytest.mark.parametrize("end", [{"steps": 5}, {"samples": 40}, {"seconds": 0.05}])
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd", "diloco"])
+def test_every_end_of_a_run_is_kept_to(method, end):
+    ensemble = Ensemble(settings(method, **end), num_workers=2, images=tiny_images(31)).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    if "steps" in end:
+        assert [w.local_step for w in ensemble.workers] == [5, 5]
+    if "samples" in end:
+        assert ensemble.center().num_samples == 40
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("method", ["async-easgd", "hogwild-msgd", "async-diloco"])
+def test_messages_go_in_fragments_to_shards_with_delay(method, shards, fragments, delay):
+    exchange = ExchangeConfig(fragments=fragments, delay=delay, center_shards=shards)
+    ensemble = Ensemble(
+        settings(method, epochs=3, period=4, exchange=exchange),
+        num_workers=2,
+        images=tiny_images(31),
+    ).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    assert ensemble.center().num_samples == 3 * 31
+    assert np.isfinite(ensemble.center().weights).all()
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("method", SYNC)
+def test_sync_rounds_go_in_fragments_with_delay_and_give_the_same_bits(method, fragments, delay):
+    config = settings(
+        method, epochs=2, period=6, exchange=ExchangeConfig(fragments=fragments, delay=delay)
+    )
+    centers = []
+    for _ in range(2):
+        ensemble = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
+        assert ensemble.run() == [Outcome.FINISHED] * 2
+        centers.append(ensemble.center().weights)
+    assert np.isfinite(centers[0]).all()
+    assert np.array_equal(*centers)
+
+
+# what is the same
+
+
+def center_of(config, num_workers=2):
+    ensemble = Ensemble(config, num_workers=num_workers, images=tiny_images(31)).join()
+    ensemble.run()
+    return ensemble.center().weights
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "diloco"])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        {"resident": False},
+        {"packed": False},
+        {"resident": False, "packed": False, "fragments": 2},
+    ],
+)
+def test_easgd_1_2_and_3_give_the_same_bits(method, exchange):
+    """Staged or resident, per layer or packed; over a sum in the order of the ranks."""
+    plain = {"fragments": exchange["fragments"]} if "fragments" in exchange else {}
+    config = settings(method, epochs=2, exchange=ExchangeConfig(**exchange))
+    same = settings(method, epochs=2, exchange=ExchangeConfig(**plain))
+    assert np.array_equal(center_of(config), center_of(same))
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_overlapped_or_not_sync_easgd_gives_the_same_bits(resident):
+    exchange = ExchangeConfig(overlap=False, resident=resident)
+    config = settings("sync-easgd", epochs=2, exchange=exchange)
+    assert np.array_equal(center_of(config), center_of(settings("sync-easgd", epochs=2)))
+
+
+@pytest.mark.parametrize(
+    ("alone", "reference"),
+    [
+        ("async-easgd", "sync-easgd"),
+        ("async-measgd", "sync-measgd"),
+        ("hogwild-easgd", "sync-easgd"),
+        ("original-easgd", "sync-easgd"),
+        ("async-sgd", "local-sgd"),
+    ],
+)
+def test_one_worker_alone_is_the_same_under_every_schedule(alone, reference):
+    first = center_of(settings(alone, epochs=2, workers=1), num_workers=1)
+    assert np.array_equal(first, center_of(settings(reference, epochs=2, workers=1), num_workers=1))
+
+
+def test_async_sgd_alone_is_plain_sgd():
+    images, config = tiny_images(31), settings("async-sgd", epochs=2, period=1, workers=1)
+    ensemble = Ensemble(config, num_workers=1, images=images).join()
+    ensemble.run()
+    model = ensemble.job.task.build_model(ensemble.job.shape)
+    torch.nn.utils.vector_to_parameters(torch.tensor(ensemble.first.weights), model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        order = np.random.default_rng([0, epoch]).permutation(31)
+        for start in range(0, 31, 3):
+            optimizer.zero_grad()
+            batch = ensemble.batches.batch(order[start : start + 3])
+            ensemble.job.task.loss(model, batch).backward()
+            optimizer.step()
+    expected = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.testing.assert_close(torch.tensor(ensemble.center().weights), expected)
+
+
+def test_round_robin_goes_strictly_in_rank_order():
+    config = settings("original-easgd", epochs=2, period=1, workers=3)
+    ensemble = Ensemble(config, num_workers=3, images=tiny_images(27)).join()
+    service, seen = ensemble.service, []
+    exchange = service.home.exchange
+
+    def watched(push):
+        seen.append(push.stamp.worker_id)
+        return exchange(push)
+
+    service.home.exchange = watched
+    ensemble.run()
+    assert seen == ["w0", "w1", "w2"] * 6
+
+
+def test_round_robin_gives_the_same_bits_again():
+    config = settings("original-easgd", epochs=2, workers=3)
+    assert np.array_equal(center_of(config, 3), center_of(config, 3))
+
+
+# conservation; not of Hogwild, which may lose parts of updates
+
+
+class Still:
+    """A task without any gradient: what moves, moves by exchange alone."""
+
+    name = "still"
+
+    def build_model(self, shape):
+        return torch.nn.Linear(3, 2)
+
+    def loss(self, model, batch):
+        return sum(p.sum() for p in model.parameters()) * 0.0
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("method", [m for m in ELASTIC if not m.startswith("hogwild")])
+def test_what_the_replicas_lose_the_center_gains(method, fragments):
+    config = settings(method, steps=6, exchange=ExchangeConfig(fragments=fragments))
+    ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
+    ensemble.use_task(Still())
+    ensemble.join()
+    for rank, worker in enumerate(ensemble.workers):
+        worker.replica.flat.weights.add_(float(rank) - 0.5)
+    before = sum(w.replica.flat.weights.sum() for w in ensemble.workers)
+    before = float(before) + float(ensemble.first.weights.sum())
+    ensemble.run()
+    after = sum(float(w.replica.flat.weights.sum()) for w in ensemble.workers)
+    after += float(ensemble.center().weights.sum())
+    assert after == pytest.approx(before, abs=1e-4)
+    spread = max(
+        float(torch.dist(w.replica.flat.weights, torch.tensor(ensemble.center().weights)))
+        for w in ensemble.workers
+    )
+    assert spread < 4.0  # and they came together
+
+
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_without_gradient_fragments_change_nothing(fragments):
+    ends = []
+    for count in (1, fragments):
+        config = settings("sync-easgd", steps=6, period=3, exchange=ExchangeConfig(fragments=count))
+        ensemble = Ensemble(config, num_workers=2, images=tiny_images(60))
+        ensemble.use_task(Still())
+        ensemble.join()
+        for rank, worker in enumerate(ensemble.workers):
+            worker.replica.flat.weights.add_(float(rank))
+        ensemble.run()
+        ends.append(ensemble.center().weights)
+    assert np.array_equal(*ends)
+
+
+# by hand, p = 2, constant gradients
+
+
+class Slope:
+    """One weight whose gradient is the label of the batch: constant for each worker."""
+
+    name = "slope"
+
+    def build_model(self, shape):
+        return torch.nn.Linear(1, 1, bias=False)
+
+    def loss(self, model, batch):
+        return model.weight.sum() * 1.0
+
+
+def by_hand(method, starts, *, center, steps, period=1, lr=1.0, exchange=None, **method_settings):
+    """Return (replicas, center) of two workers with gradient 1 after some local steps."""
+    config = settings(method, steps=steps, period=period, lr=lr, exchange=exchange)
+    config = dataclasses.replace(
+        config, method=dataclasses.replace(config.method, **method_settings)
+    )
+    ensemble = Ensemble(config, num_workers=2, images=tiny_images(60))
+    ensemble.use_task(Slope())
+    first = dataclasses.replace(ensemble.first, weights=np.array([center], np.float32))
+    ensemble.join(first)
+    for worker, start in zip(ensemble.workers, starts, strict=True):
+        worker.replica.flat.weights.fill_(start)
+    ensemble.run()
+    replicas = [float(w.replica.flat.weights) for w in ensemble.workers]
+    return replicas, float(ensemble.center().weights[0])
+
+
+def test_sync_easgd_by_hand():
+    # alpha 1/4: x <- x - 1 - (x - c)/4 ; c <- c + (sum x - 2c)/4
+    replicas, center = by_hand("sync-easgd", (4, 0), center=1, steps=1, beta=0.5)
+    assert (replicas, center) == ([2.25, -0.75], 1.5)
+    replicas, center = by_hand("sync-easgd", (4, 0), center=1, steps=2, beta=0.5)
+    assert (replicas, center) == ([1.0625, -1.1875], 1.125)
+
+
+def test_sync_easgd_with_delay_uses_what_was_sent():
+    # Sent at the first step of two: 4, 0, -2 local steps, minus (4 - 1)/4 and (0 - 1)/4.
+    replicas, center = by_hand(
+        "sync-easgd",
+        (4, 0),
+        center=1,
+        steps=2,
+        period=2,
+        beta=0.5,
+        exchange=ExchangeConfig(delay=1),
+    )
+    assert (replicas, center) == ([1.25, -1.75], 1.5)
+
+
+def test_original_easgd_by_hand():
+    # w0: 4 - 1 - (4 - 1)/4 = 2.25, c = 1.75; then w1: 0 - 1 - (0 - 1.75)/4, c = 1.3125
+    replicas, center = by_hand("original-easgd", (4, 0), center=1, steps=1, beta=0.5)
+    assert (replicas, center) == ([2.25, -0.5625], 1.3125)
+
+
+def test_local_sgd_by_hand():
+    # both walk 2 steps from 1: -1; the mean of -1 and -1
+    assert by_hand("local-sgd", (1, 1), center=1, steps=2, period=2) == ([-1, -1], -1)
+
+
+def test_diloco_by_hand():
+    # D = 2 each: m = 2, c = 1 - (2 + m/2)/2 = -0.5; then m = 3, c = -0.5 - (2 + 1.5)/2
+    diloco = {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.5}
+    assert by_hand("diloco", (1, 1), center=1, steps=2, **diloco)[1] == -0.5
+    assert by_hand("diloco", (1, 1), center=1, steps=4, **diloco) == ([-2.25, -2.25], -2.25)
+
+
+def test_diloco_with_delay_keeps_the_steps_since_the_message():
+    # D = 1 is sent after the first step: c = 1 - 1.5/2 = 0.25; the second step stays on top.
+    diloco = {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.5}
+    replicas, center = by_hand(
+        "diloco", (1, 1), center=1, steps=2, exchange=ExchangeConfig(delay=1), **diloco
+    )
+    assert (replicas, center) == ([-0.75, -0.75], 0.25)
+
+
+def test_async_diloco_by_hand():
+    # D = 1 twice, p = 2, rate 1/2, mu 1/2: c = 1 - 1/4; then m = 1: c -= 1/4 + 1/4
+    config = {"period": 1, "outer_lr": 0.5, "outer_momentum": 0.5}
+    assert by_hand("async-diloco", (1, 1), center=1, steps=1, **config)[1] == 0.25
+
+
+def test_sync_msgd_by_hand():
+    # v = 1, then 1.9: 1 - 1 - 1.9
+    assert by_hand("sync-msgd", (1, 1), center=1, steps=2)[1] == pytest.approx(-1.9)
+
+
+# one's own
+
+
+class Halfway(Rule):
+    """The center becomes the mean; replicas go half of the way to where it was."""
+
+    sends = Sends.WEIGHTS
+    period = 4
+
+    def pull(self, replica, center, tally, *, out):
+        return torch.sub(replica, center, out=out).mul_(0.5)
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.copy_(total.div_(tally.num_messages))
+
+
+def test_a_rule_is_found_by_module_and_class():
+    config = TrainConfig(method=MethodConfig(name="test_methods:Halfway"))
+    method = resolve(config)
+    assert isinstance(method.rule, Rule)
+    assert type(method.rule).__name__ == "Halfway"
+    assert (method.schedule, method.period) == ("sync", 4)
+    by_messages = MethodConfig(name="test_methods:Halfway", schedule="hogwild")
+    assert resolve(TrainConfig(method=by_messages)).schedule == "hogwild"
+
+
+def test_a_rule_is_given_as_it_is():
+    method = resolve(TrainConfig(method=MethodConfig(name="Halfway")), Halfway())
+    assert isinstance(method, Method)
+    config = settings("test_methods:Halfway", epochs=3, lr=0.05)
+    ensemble = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("no_such_module:Rule", "method.name no_such_module:Rule can not be imported: No module"),
+        ("test_methods:Nothing", "method.name test_methods:Nothing can not be imported: module"),
+        ("test_methods:Still", "method.name test_methods:Still is no subclass of raydl.rules.Rule"),
+    ],
+)
+def test_a_rule_that_is_none_is_told(name, sentence):
+    with pytest.raises(ConfigError) as caught:
+        resolve(TrainConfig(method=MethodConfig(name=name)))
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "sentence"),
+    [
+        ("sync-easgd", {"method": {"beta": 1.2}}, "method.beta must be in (0, 1] where all"),
+        ("async-easgd", {"method": {"beta": 2.5}}, "method.beta must be at most the 2 workers"),
+        ("sync-easgd", {"method": {"schedule": "async"}}, "method.schedule of sync-easgd is sync"),
+        ("sync-easgd", {"method": {"outer_lr": 0.5}}, "method.outer_lr has no meaning for sync-ea"),
+        ("sync-easgd", {"exchange": {"fragments": 11}}, "exchange.fragments must be at most the p"),
+        ("sync-easgd", {"exchange": {"delay": 10}}, "exchange.delay must be less than period / fr"),
+        (
+            "original-easgd",
+            {"exchange": {"delay": 1}, "method": {"period": 4}},
+            "exchange.delay has no meaning for original-easgd",
+        ),
+        ("sync-easgd", {"exchange": {"center_shards": 2}}, "exchange.center_shards has no meaning"),
+        (
+            "async-easgd",
+            {"exchange": {"packed": False}},
+            "exchange.packed can be turned off for sy",
+        ),
+        (
+            "async-sgd",
+            {"exchange": {"overlap": False}},
+            "exchange.overlap has no meaning for async",
+        ),
+        (
+            "hogwild-easgd",
+            {"training": {"deterministic": True}},
+            "training.deterministic can not be kept by hogwild-easgd",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_told_before_anything_starts(
+    method, changes, sentence
+):
+    config = TrainConfig(method=MethodConfig(name=method))
+    for section, values in changes.items():
+        changed = dataclasses.replace(getattr(config, section), **values)
+        config = dataclasses.replace(config, **{section: changed})
+    with pytest.raises(ConfigError) as caught:
+        resolve(config)
+    assert str(caught.value).startswith(sentence)

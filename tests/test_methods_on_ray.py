@@ -1,0 +1,109 @@
+"""Every method over Ray: the scenario of test_methods.py with the real actors."""
+
+import numpy as np
+import pytest
+import ray
+import torch
+from conftest import SHAPE, Ensemble, linear, tiny_images
+
+from raydl.actors import CenterActor, ShardActor, WorkerActor
+from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.data import Normalizer
+from raydl.exchange.collective import GroupAddress
+from raydl.membership import Membership
+from raydl.methods import METHODS, resolve
+from raydl.reports import Outcome
+from raydl.task import Classification
+from raydl.worker import Job
+
+NUM_WORKERS = 2
+IMAGES = tiny_images(31)
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def actors(cluster):
+    """One center and two workers, which are set up anew for every method."""
+    center = CenterActor.options(max_concurrency=8).remote()
+    workers = [WorkerActor.options(num_cpus=0).remote() for _ in range(NUM_WORKERS)]
+    yield center, workers
+    for actor in (center, *workers):
+        ray.kill(actor)
+
+
+def settings(method, **exchange):
+    return TrainConfig(
+        method=MethodConfig(name=method, period=4),
+        training=TrainingConfig(epochs=4, batch_size=3),
+        optimizer=OptimizerConfig(lr=0.05, schedule="constant", warmup=0.0),
+        exchange=ExchangeConfig(timeout_s=20.0, **exchange),
+    )
+
+
+def train(actors, config, generation=1):
+    """Let the workers train to the end; return the last snapshot of the center."""
+    center, workers = actors
+    first = Ensemble(config, num_workers=0, images=IMAGES).first
+    job = Job(config, resolve(config), Classification(linear), SHAPE)
+    others = [
+        ShardActor.options(max_concurrency=4).remote(job, first, i)
+        for i in range(1, config.exchange.center_shards)
+    ]
+    host, port = ray.get(center.open.remote(job, first, others), timeout=120)
+    normalizer = Normalizer.of(IMAGES)
+    shards = [center, *others]
+    ray.get(
+        [w.setup.remote(job, f"w{i}", IMAGES, normalizer, shards) for i, w in enumerate(workers)],
+        timeout=120,
+    )
+    membership = Membership(generation, tuple(f"w{i}" for i in range(NUM_WORKERS)))
+    if not job.method.is_sync:
+        ray.get([s.form.remote(membership) for s in shards], timeout=60)
+    run_id = f"{config.method.name}{id(config)}"
+    address = GroupAddress(host, port, run_id, generation, "cpu", 20.0)
+    ends = ray.get([w.run.remote(membership, address, first, None) for w in workers], timeout=120)
+    assert [outcome for outcome, _ in ends] == [Outcome.FINISHED] * NUM_WORKERS
+    published = ray.get(center.poll.remote(), timeout=60)
+    last = max(end for _, end in ends)
+    assert last in published.rounds
+    return ray.get(center.get.remote(last), timeout=60)
+
+
+def check(config, snapshot):
+    ensemble = Ensemble(config, num_workers=NUM_WORKERS, images=IMAGES)
+    batch = ensemble.batches.batch(np.arange(31))
+
+    def loss(weights):
+        ensemble.flat.weights.copy_(torch.tensor(weights))
+        return ensemble.job.task.loss(ensemble.flat.model, batch).item()
+
+    assert snapshot.num_samples == 4 * 31
+    assert snapshot.is_kept
+    assert loss(snapshot.weights) < loss(ensemble.first.weights)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_among_actors_and_counts_every_sample(actors, method):
+    config = settings(method)
+    snapshot = train(actors, config)
+    check(config, snapshot)
+    if METHODS[method].schedule in ("sync", "round_robin"):
+        # Order and sums are the same as among threads, and with two workers so are the bits.
+        threads = Ensemble(config, num_workers=NUM_WORKERS, images=IMAGES).join()
+        threads.run()
+        assert np.array_equal(snapshot.weights, threads.center().weights)
+
+
+@pytest.mark.parametrize(
+    ("method", "exchange"),
+    [
+        ("async-measgd", {"center_shards": 3, "fragments": 2, "delay": 1}),
+        ("hogwild-msgd", {"center_shards": 2}),
+        ("diloco", {"fragments": 2, "delay": 1}),
+        ("sync-easgd", {"packed": False, "resident": False, "overlap": False}),
+    ],
+)
+def test_settings_of_the_exchange_hold_among_actors(actors, method, exchange):
+    config = settings(method, **exchange)
+    check(config, train(actors, config))
