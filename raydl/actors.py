@@ -14,6 +14,7 @@ from raydl.crew import (
     Evaluated,
     Published,
     evaluate_snapshot,
+    evaluated_of,
     make_evaluator_model,
 )
 from raydl.data import Batches, ImageSet, Normalizer
@@ -180,7 +181,8 @@ class WorkerActor:
         if not self._job.method.is_sync:
             return RayPost(self._shards, timeout_s=address.timeout_s)
         rank = membership.worker_ids.index(self._worker.worker_id)
-        return CollectiveGroup(address, membership.worker_ids, rank)
+        algorithm = self._job.config.exchange.allreduce
+        return CollectiveGroup(address, membership.worker_ids, rank, algorithm=algorithm)
 
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:
@@ -211,4 +213,4 @@ class EvaluatorActor:
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""
         metrics = evaluate_snapshot(self._job, self._flat, self._test, snapshot)
-        return Evaluated(snapshot.round, snapshot.epoch, snapshot.num_samples, metrics)
+        return evaluated_of(snapshot, metrics)

@@ -19,6 +19,9 @@ _T = TypeVar("_T")
 SCHEDULES = ("cosine", "linear", "constant")
 """The courses a learning rate can take."""
 
+ALLREDUCES = ("library", "auto", "ring", "recursive-doubling", "two-level")
+"""The ways to sum over all workers."""
+
 WHO_MAY_TALK = ("sync", "async", "hogwild", "round_robin")
 """The schedules of exchanges: all at once; one at a time; no lock; in rank order."""
 
@@ -315,10 +318,17 @@ class ExchangeConfig:
     """One message for all parameters, rather than one per layer. Synchronous methods."""
     resident: bool = True
     """Message and center stay on the device (EASGD2), not in host memory. Synchronous methods."""
+    allreduce: str = field(default="library", metadata={"flag": "allreduce"})
+    """How workers sum, in synchronous methods: library (torch's own), ring, recursive-doubling,
+    two-level, or auto: what is predicted to be fastest on the network as it is measured."""
+    compression: str = field(default="none", metadata={"flag": "compression"})
+    """How messages are shortened: none, bf16, int8, or topk:SHARE, as in topk:0.01."""
     center_shards: int = field(default=1, metadata={"flag": "center-shards"})
     """Actors that the center is spread over, for the methods that are not synchronous."""
 
     def __post_init__(self) -> None:
+        if self.allreduce not in ALLREDUCES:
+            raise UnknownNameError("exchange.allreduce", self.allreduce, ALLREDUCES)
         for name, least in (("fragments", 1), ("delay", 0), ("center_shards", 1)):
             value = getattr(self, name)
             _require(value >= least, f"exchange.{name}", f"{least} or more", value)

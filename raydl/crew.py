@@ -79,6 +79,8 @@ class Evaluated:
     round: int
     epoch: int
     num_samples: int
+    seconds: float
+    """Seconds of training when the snapshot was taken."""
     metrics: dict[str, float]
 
 
@@ -157,6 +159,13 @@ def evaluate_snapshot(
     )
 
 
+def evaluated_of(snapshot: Snapshot, metrics: dict[str, float]) -> Evaluated:
+    """Return the event that tells a snapshot's score."""
+    return Evaluated(
+        snapshot.round, snapshot.epoch, snapshot.num_samples, snapshot.seconds, metrics
+    )
+
+
 class LocalCrew:
     """One worker in this process: every :meth:`poll` runs one round of it.
 
@@ -223,7 +232,7 @@ class LocalCrew:
         """Score the center at once."""
         snapshot = self._snapshot(round)
         metrics = evaluate_snapshot(self._job, self._evaluator, self._test, snapshot)
-        self._events.append(Evaluated(round, snapshot.epoch, snapshot.num_samples, metrics))
+        self._events.append(evaluated_of(snapshot, metrics))
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Take the worker's kept state."""

@@ -83,6 +83,8 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
             "exchange.center_shards",
             f"has no meaning for {method.name}: in a sync method every rank keeps the center",
         )
+    if exchange.allreduce != "library":
+        _check_allreduce(config, method)
     for name in ("packed", "resident"):
         if not method.is_sync and not getattr(exchange, name):
             raise ConfigError(
@@ -92,4 +94,23 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
         raise ConfigError(
             "exchange.overlap",
             f"has no meaning for {method.name}: what it sends is known only after the gradient",
+        )
+
+
+def _check_allreduce(config: TrainConfig, method: Method) -> None:
+    exchange = config.exchange
+    if not method.is_sync:
+        raise ConfigError(
+            "exchange.allreduce",
+            f"has no meaning for {method.name}: its workers exchange with the center alone",
+        )
+    if config.scaling.device != "cpu":
+        raise ConfigError(
+            "exchange.allreduce", f"can be {exchange.allreduce} on CPUs only; NCCL chooses itself"
+        )
+    if config.training.deterministic and exchange.allreduce == "auto":
+        raise ConfigError(
+            "exchange.allreduce",
+            "auto chooses by measured times, and with that the order of the sums; "
+            "name an algorithm, or leave --deterministic",
         )

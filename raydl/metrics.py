@@ -104,6 +104,14 @@ _TAGS = (
         "Exchanges of other workers that the center settled between two of the same worker, mean.",
     ),
     Tag(
+        "exchange/allreduce_predicted_s",
+        "Seconds that the chosen all-reduce should take by the measured network.",
+    ),
+    Tag(
+        "exchange/allreduce_s",
+        "Seconds that it takes, least of the newest 101: without waiting for late workers.",
+    ),
+    Tag(
         "exchange/communication_share",
         "Share of the workers' time since initialization that went into communication, 0 to 1.",
     ),

@@ -21,7 +21,7 @@ from raydl.extent import Extent
 from raydl.flat import FlatModel
 from raydl.metrics import TIME_PARTS, MetricsWriter, communication_share, mean_parts
 from raydl.progress import Progress, ProgressView
-from raydl.reports import Record, WorkerReport
+from raydl.reports import AllreduceReport, Record, WorkerReport
 
 _SPEED_OVER = 8
 """Records that the speed in the terminal is averaged over."""
@@ -94,7 +94,9 @@ class RunRecorder:
         after_checkpoint: Callable[[], None],
     ) -> None:
         self.last: Record | None = None
-        self.score: Evaluated | None = None
+        self.scores: list[Evaluated] = []
+        self._staleness_sum = 0.0
+        self._allreduce: AllreduceReport | None = None
         self._config = config
         self._num_train = num_train
         self._start = start
@@ -144,6 +146,8 @@ class RunRecorder:
         """Write a point of every curve."""
         now = time.monotonic()
         before_s, before = self._speeds[-1] if self._speeds else (now, record.num_samples)
+        round_before = self.last.round if self.last else self._start.round
+        self._staleness_sum += record.staleness * (record.round - round_before)
         self.last, self._ended_at = record, now
         self._parts = mean_parts([r.time_parts for r in reports.values()])
         self._speeds.append((now, record.num_samples))
@@ -163,12 +167,33 @@ class RunRecorder:
             values["throughput/samples_per_s"] = (record.num_samples - before) / (now - before_s)
         if not math.isnan(record.loss):
             values["train/loss"] = record.loss
+        values |= self._allreduce_values(reports)
         values |= {f"time/{part}": seconds for part, seconds in self._parts.items()}
         self._writer.scalars(values, num_samples=record.num_samples)
 
+    def _allreduce_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
+        """Note how the workers sum, and tell each new choice once."""
+        found = [r.allreduce for r in reports.values() if r.allreduce is not None]
+        if not found:
+            return {}
+        before, now = self._allreduce, found[0]
+        self._allreduce = now
+        if before is None or (before.generation, before.algorithm) != (
+            now.generation,
+            now.algorithm,
+        ):
+            self.event(
+                f"all-reduce of {now.num_bytes:,} bytes: {now.algorithm}, predicted "
+                f"{now.predicted_s * 1000:.2f} ms, measured {now.measured_s * 1000:.2f} ms"
+            )
+        return {
+            "exchange/allreduce_predicted_s": now.predicted_s,
+            "exchange/allreduce_s": now.measured_s,
+        }
+
     def evaluated(self, evaluated: Evaluated) -> None:
         """Write the scores of the center."""
-        self.score = evaluated
+        self.scores.append(evaluated)
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
         self._writer.scalars(values, num_samples=evaluated.num_samples)
 
@@ -211,7 +236,7 @@ class RunRecorder:
             share_done=share_done,
             samples_per_s=self._recent_speed(),
             train_loss=last.loss if last and not math.isnan(last.loss) else None,
-            center_accuracy=self.score.metrics.get("accuracy") if self.score else None,
+            center_accuracy=self.scores[-1].metrics.get("accuracy") if self.scores else None,
             num_workers=num_workers,
             wanted_workers=self._config.scaling.wanted(),
             generation=last.generation if last else 0,
@@ -226,7 +251,8 @@ class RunRecorder:
 
     def figures(self) -> dict[str, Any]:
         """Return what ``result.json`` says of the training."""
-        metrics = self.score.metrics if self.score else {}
+        metrics = self.scores[-1].metrics if self.scores else {}
+        num_exchanges = self.last.round - self._start.round if self.last else 0
         return {
             "center_accuracy": metrics.get("accuracy"),
             "center_loss": metrics.get("loss"),
@@ -236,7 +262,18 @@ class RunRecorder:
             "communication_share": communication_share(self._parts),
             "time_parts": self._parts,
             "rounds": self.last.round if self.last else self._start.round,
+            "staleness": self._staleness_sum / num_exchanges if num_exchanges else 0.0,
+            "evaluations": [
+                {
+                    "round": score.round,
+                    "samples": score.num_samples,
+                    "seconds": score.seconds,
+                    **score.metrics,
+                }
+                for score in self.scores
+            ],
             "workers": self.last.num_workers if self.last else 0,
+            "allreduce": vars(self._allreduce) if self._allreduce else None,
         }
 
     def close(self) -> None:

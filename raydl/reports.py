@@ -13,6 +13,19 @@ from raydl.replica import Header
 _RECORD_EVERY_S = 0.2
 
 
+@dataclass(frozen=True)
+class AllreduceReport:
+    """How the largest messages of a group are summed, and how long that was thought to take."""
+
+    generation: int
+    algorithm: str
+    num_bytes: int
+    predicted_s: float
+    """By the latency and bandwidth measured at the start of the generation."""
+    measured_s: float
+    """Least of the newest 101 sums of that size: without waiting for ranks that came late."""
+
+
 class Outcome(enum.Enum):
     """What follows a round."""
 
@@ -51,6 +64,8 @@ class WorkerReport:
     kept: tuple[int, ...]
     """Rounds whose state this worker holds for a checkpoint."""
     time_parts: dict[str, float]
+    allreduce: AllreduceReport | None = None
+    """How this worker's group sums, where it chooses for itself."""
 
 
 @dataclass(frozen=True)

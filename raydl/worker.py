@@ -304,6 +304,7 @@ class Worker:
             records=records,
             kept=kept,
             time_parts=self.parts.as_dict(),
+            allreduce=self._schedule.allreduce_report() if self._schedule else None,
         )
 
     def take_kept(self, round: int) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_a_finished_run_is_collected_scored_and_reported_before_it_is_done():
     assert told == [("evaluate", 9), ("collect", 9, ("w0", "w1"))]
     stage.step(Collected(snapshot(9), {}))
     assert stage.controller.state is State.FINISHING
-    stage.step(Evaluated(9, 5, 9, {"accuracy": 0.5}))
+    stage.step(Evaluated(9, 5, 9, 1.0, {"accuracy": 0.5}))
     assert stage.controller.state is State.FINISHING  # the last records are not here yet
     stage.step(report("w0", 9), report("w1", 9))
     assert stage.controller.state is State.DONE
@@ -215,7 +215,7 @@ def test_the_newest_snapshot_is_scored_and_only_one_at_a_time():
     stage = Stage().start()
     assert stage.step(Published((0, 2, 4))) == [("evaluate", 4)]
     assert stage.step(Published((2, 4, 6))) == []
-    assert stage.step(Evaluated(4, 1, 4, {})) == [("evaluate", 6)]
+    assert stage.step(Evaluated(4, 1, 4, 1.0, {})) == [("evaluate", 6)]
 
 
 def test_a_checkpoint_by_time_is_voted_for_then_collected_when_it_is_held_everywhere():
@@ -248,7 +248,7 @@ def test_a_worker_that_comes_later_joins_at_a_round_boundary():
     assert stage.step(WorkerReady("w2")) == [("vote", {"regroup": 1.0})]
     assert stage.controller.state is State.REGROUPING
     stage.step(*[RunEnded(w, Outcome.REGROUP, 7) for w in ("w0", "w1")])
-    stage.step(Published((0, 7)), Evaluated(7, 0, 7, {}))
+    stage.step(Published((0, 7)), Evaluated(7, 0, 7, 1.0, {}))
     told = stage.step()
     assert ("form", 2, ("w0", "w1", "w2"), 7) in told
     assert stage.recorder.events[-1] == "generation 2: w2 joins"

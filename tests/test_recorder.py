@@ -12,7 +12,7 @@ from raydl.errors import CheckpointError
 from raydl.flat import FlatModel
 from raydl.metrics import TAGS, TimeParts
 from raydl.recorder import RunRecorder, checkpoint_of, snapshot_of
-from raydl.reports import Record, WorkerReport
+from raydl.reports import AllreduceReport, Record, WorkerReport
 
 
 class Memory:
@@ -120,8 +120,9 @@ def test_a_record_becomes_one_point_of_every_curve():
         exchange_bytes=40,
         staleness=0.0,
     )
-    recorder.record(record, {"w0": WorkerReport("w0", 2, (), (), parts)})
-    recorder.evaluated(Evaluated(2, 0, 5, {"accuracy": 0.9, "loss": 0.3}))
+    allreduce = AllreduceReport(1, "ring", 1000, 0.001, 0.002)
+    recorder.record(record, {"w0": WorkerReport("w0", 2, (), (), parts, allreduce)})
+    recorder.evaluated(Evaluated(2, 0, 5, 1.0, {"accuracy": 0.9, "loss": 0.3}))
     recorder.show(State.TRAINING, 1)
     recorder.close()
     assert set().union(*[values for _, values in memory.points]) == set(TAGS)

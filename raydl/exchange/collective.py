@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,9 @@ from ray.util.collective.types import ReduceOp
 from torch import Tensor
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.exchange.adaptive import AdaptiveAllreduce
+from raydl.exchange.allreduce import ProcessGroupLink
+from raydl.reports import AllreduceReport
 
 BACKEND = "RAYDL"
 
@@ -119,6 +123,14 @@ class TorchGroup(BaseGroup):  # type: ignore[misc]
         options.reduceOp = _REDUCE_OPS[op]
         return self._process_group.allreduce([tensor], options)
 
+    def start_allgather(self, tensor: Tensor, out: list[Tensor]) -> Any:
+        """Begin to collect every member's tensor into ``out``, by rank."""
+        return self._process_group.allgather([out], [tensor])
+
+    def link(self) -> ProcessGroupLink:
+        """Return the way from this member to each other one."""
+        return ProcessGroupLink(self._process_group, self.rank, self.world_size)
+
     # What follows is Ray's blocking interface, for those who know only that.
 
     def allreduce(self, tensor: list[Tensor], allreduce_options: Any = None) -> None:
@@ -204,34 +216,68 @@ class CollectiveGroup:
         address: where they meet.
         worker_ids: all members, by rank.
         rank: this one's.
+        algorithm: of the sum: ``library`` (torch's own), a name of ``allreduce.ALGORITHMS``,
+            or ``auto`` for what is predicted to be fastest on the network as measured now.
 
     Raises:
         ExchangeTimeoutError: not all members came in time.
     """
 
-    def __init__(self, address: GroupAddress, worker_ids: tuple[str, ...], rank: int) -> None:
+    def __init__(
+        self,
+        address: GroupAddress,
+        worker_ids: tuple[str, ...],
+        rank: int,
+        *,
+        algorithm: str = "library",
+    ) -> None:
         register()
         self.address = address
         self.num_workers = len(worker_ids)
+        self.adaptive: AdaptiveAllreduce | None = None
         self._worker_ids = worker_ids
         self._rank = rank
         self._name = str(address)
         start = time.monotonic()
         try:
             collective.init_collective_group(self.num_workers, rank, BACKEND, self._name)
+            self._group: TorchGroup = collective.get_group_handle(self._name)
+            if algorithm != "library":
+                self.adaptive = AdaptiveAllreduce(
+                    self._group.link(), self._nodes(), algorithm, generation=address.generation
+                )
         except (RuntimeError, dist.DistError) as error:
             raise self.explain(error, round=0, waited_s=time.monotonic() - start) from error
-        self._group: TorchGroup = collective.get_group_handle(self._name)
+
+    def _nodes(self) -> list[str]:
+        """Return the node of each rank."""
+        store = self._group.store
+        store.set(f"node/{self._rank}", ray.get_runtime_context().get_node_id())
+        return [store.get(f"node/{rank}").decode() for rank in range(self.num_workers)]
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> CollectiveWork:
         """Begin to replace ``tensor`` by its sum over the members, and return at once."""
+        start = self.adaptive.start if self.adaptive else self._group.start_allreduce
+        return self._started(lambda: start(tensor), round)
+
+    def start_allgather(self, tensor: Tensor, out: Tensor, *, round: int) -> CollectiveWork:
+        """Begin to fill ``out``, shape [num_workers, n], with every member's ``tensor``, [n]."""
+        return self._started(lambda: self._group.start_allgather(tensor, list(out)), round)
+
+    def _started(self, start: Callable[[], Any], round: int) -> CollectiveWork:
         try:
-            return CollectiveWork(self, self._group.start_allreduce(tensor), round)
+            return CollectiveWork(self, start(), round)
         except RuntimeError as error:
             raise ExchangeError(round, self.address.generation, str(error)) from error
 
+    def report(self) -> AllreduceReport | None:
+        """Return how large messages are summed; None with torch's own all-reduce."""
+        return self.adaptive.report() if self.adaptive else None
+
     def close(self) -> None:
         """Leave the group."""
+        if self.adaptive:
+            self.adaptive.close()
         collective.destroy_collective_group(self._name)
 
     def explain(self, error: RuntimeError, *, round: int, waited_s: float) -> ExchangeError:

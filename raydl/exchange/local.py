@@ -6,10 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from raydl.errors import ExchangeTimeoutError
 from raydl.exchange.messages import Orders, Push, Reply, Stamp
+from raydl.reports import AllreduceReport
 
 
 class LocalGroup:
@@ -76,19 +78,35 @@ class LocalMember:
         self._group.arrive(self._rank, turn, tensor)
         return LocalWork(self._group, tensor, turn, round)
 
+    def start_allgather(self, tensor: Tensor, out: Tensor, *, round: int) -> LocalWork:
+        """Hand in the tensor; ``out``, shape [num_workers, n], is filled in ``wait``."""
+        turn, self._turn = self._turn, self._turn + 1
+        self._group.arrive(self._rank, turn, tensor)
+        return LocalWork(self._group, out, turn, round, is_sum=False)
+
+    def report(self) -> AllreduceReport | None:
+        """Return None: threads choose nothing."""
+        return None
+
 
 class LocalWork:
-    """A sum under way among threads."""
+    """A sum, or a collection, under way among threads."""
 
-    def __init__(self, group: LocalGroup, tensor: Tensor, turn: int, round: int) -> None:
+    def __init__(
+        self, group: LocalGroup, tensor: Tensor, turn: int, round: int, *, is_sum: bool = True
+    ) -> None:
         self._group = group
         self._tensor = tensor
+        self._is_sum = is_sum
         self._turn = turn
         self._round = round
 
     def wait(self) -> None:
-        """Wait for all ranks, then put their sum into the tensor."""
+        """Wait for all ranks, then put their sum, or each of them, into the tensor."""
         first, *others = self._group.total(self._turn, self._round)
+        if not self._is_sum:
+            torch.stack([first, *others], out=self._tensor)
+            return
         self._tensor.copy_(first)
         for other in others:
             self._tensor.add_(other)

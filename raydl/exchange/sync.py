@@ -21,6 +21,7 @@ from torch import Tensor
 from raydl.center import Center, Mirror
 from raydl.metrics import TimeParts
 from raydl.replica import Header
+from raydl.reports import AllreduceReport
 from raydl.rules import Tally
 
 _HEADER_SIZE = len(dataclasses.fields(Header))
@@ -48,6 +49,14 @@ class Group(Protocol):
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> Work:
         """Begin to replace ``tensor`` by its sum over the members, and return at once."""
+        ...
+
+    def start_allgather(self, tensor: Tensor, out: Tensor, *, round: int) -> Work:
+        """Begin to fill ``out``, shape [num_workers, n], with all ``tensor``, shape [n]."""
+        ...
+
+    def report(self) -> AllreduceReport | None:
+        """Return how large messages are summed, for a group that chooses for itself."""
         ...
 
 

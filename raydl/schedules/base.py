@@ -15,7 +15,7 @@ from raydl.membership import Membership
 from raydl.method import Method
 from raydl.metrics import TimeParts
 from raydl.replica import Exchange, Header
-from raydl.reports import Outcome, Record
+from raydl.reports import AllreduceReport, Outcome, Record
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,10 @@ class Schedule(Protocol):
 
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
+        ...
+
+    def allreduce_report(self) -> AllreduceReport | None:
+        """Return how the workers' group sums, where it chooses for itself."""
         ...
 
 

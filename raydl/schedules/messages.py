@@ -10,7 +10,7 @@ from raydl.center import Mirror, Snapshot
 from raydl.exchange.messages import Desk, MessageExchange, Post, cells, shard_spans
 from raydl.extent import Extent
 from raydl.replica import Header
-from raydl.reports import Record
+from raydl.reports import AllreduceReport, Record
 from raydl.schedules.base import Decision, Round, Site
 
 
@@ -126,3 +126,7 @@ class MessageSchedule:
     def take_records(self) -> tuple[Record, ...]:
         """Return none: the dispatcher keeps the books."""
         return ()
+
+    def allreduce_report(self) -> AllreduceReport | None:
+        """Return None: messages are not summed by the workers."""
+        return None

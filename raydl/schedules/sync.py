@@ -12,7 +12,7 @@ from raydl.exchange.sync import Group, StagedExchange, SyncExchange
 from raydl.extent import Extent
 from raydl.ledger import Ledger, Span, share_round
 from raydl.replica import Header, make_optimizer
-from raydl.reports import Books, Outcome, Record, Standing
+from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.schedules.base import Decision, Round, Site
 
 
@@ -33,6 +33,7 @@ class SyncSchedule:
         self._seconds = snapshot.seconds
         self._round = snapshot.round
         self._books = Books()
+        self._group = group
         self._votes: dict[str, float] = {}
         self._votes_lock = threading.Lock()
         self._lr = 0.0
@@ -190,6 +191,10 @@ class SyncSchedule:
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
         return self._books.take()
+
+    def allreduce_report(self) -> AllreduceReport | None:
+        """Return how the group sums, where it chooses for itself."""
+        return self._group.report()
 
 
 def _pieces(layer_sizes: list[int], span: Span) -> list[int]:
