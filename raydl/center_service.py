@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from raydl.center import Snapshot, joined_states, split_states
+from raydl.compression import parse_codec
 from raydl.dispatcher import Dispatcher, Due
 from raydl.exchange.messages import HOME, Push, Reply, cells
 from raydl.exchange.shard import Shard, ShardState
@@ -37,6 +38,7 @@ def make_shard(job: Job, snapshot: Snapshot, index: int, settles: Dispatcher | N
         rule=method.rule,
         make_optimizer=make_optimizer(method.inner),
         is_locked=method.schedule != "hogwild",
+        codec=parse_codec(exchange.compression),
         settles=settles,
     )
     spans = sorted(span for spans in by_shard for span in spans)

@@ -41,6 +41,7 @@ class _Member:
     step_s: float = 0.0
     has_entered: bool = False
     has_left: bool = False
+    is_in_turn: bool = False
 
 
 class Dispatcher:
@@ -257,15 +258,22 @@ class Dispatcher:
         Raises:
             ExchangeTimeoutError: it did not come within ``exchange.timeout_s``.
         """
+        member = self._members[stamp.worker_id]
         with self._changed:
+            # The end of a worker's turn may be overtaken by its call for the next one.
             self._wait(
-                lambda: self._holder() == stamp.worker_id, lambda: [self._holder() or "nobody"]
+                lambda: self._holder() == stamp.worker_id and not member.is_in_turn,
+                lambda: [self._holder() or "nobody"],
             )
+            member.is_in_turn = True
 
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""
         with self._changed:
+            if stamp.generation != self._membership.generation:
+                return
             workers = self._membership.worker_ids
+            self._members[stamp.worker_id].is_in_turn = False
             if workers and workers[self._turn % len(workers)] == stamp.worker_id:
                 self._turn += 1
                 self._changed.notify_all()

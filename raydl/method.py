@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raydl.compression import parse_codec
 from raydl.config import OptimizerConfig, TrainConfig
 from raydl.errors import ConfigError
 from raydl.rules import Rule, Sends
@@ -85,6 +86,8 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
         )
     if exchange.allreduce != "library":
         _check_allreduce(config, method)
+    if parse_codec(exchange.compression).name != "none":
+        _check_compression(config, method)
     for name in ("packed", "resident"):
         if not method.is_sync and not getattr(exchange, name):
             raise ConfigError(
@@ -113,4 +116,24 @@ def _check_allreduce(config: TrainConfig, method: Method) -> None:
             "exchange.allreduce",
             "auto chooses by measured times, and with that the order of the sums; "
             "name an algorithm, or leave --deterministic",
+        )
+
+
+def _check_compression(config: TrainConfig, method: Method) -> None:
+    exchange = config.exchange
+    if not exchange.packed:
+        raise ConfigError(
+            "exchange.packed", "can not be turned off with exchange.compression: it packs"
+        )
+    if exchange.allreduce != "library":
+        raise ConfigError(
+            "exchange.allreduce",
+            f"has no meaning with exchange.compression {exchange.compression}: "
+            f"shortened messages are gathered, not summed on their way",
+        )
+    if config.method.beta > 1:
+        raise ConfigError(
+            "method.beta",
+            f"must be in (0, 1] with exchange.compression, got {config.method.beta}: "
+            f"differences are then to an older center",
         )

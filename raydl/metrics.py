@@ -98,7 +98,10 @@ _TAGS = (
     Tag("workers/generation", "Number of the membership; it grows when workers join or leave."),
     Tag("exchange/count", "Exchanges completed since the run began."),
     Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds."),
-    Tag("exchange/bytes", "Bytes one worker hands to one exchange."),
+    Tag(
+        "exchange/bytes",
+        "Bytes of one worker in one round: its messages, and the center's answers.",
+    ),
     Tag(
         "exchange/staleness",
         "Exchanges of other workers that the center settled between two of the same worker, mean.",

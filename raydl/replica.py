@@ -79,6 +79,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def as_seen(self, weights: Tensor) -> Tensor:
+        """Return the weights that were sent as the center sees them: a codec may change them."""
+        ...
+
     def wait(self) -> tuple[Tally, Header]:
         """Wait until the exchange has arrived; return what it is made of and the header sums.
 
@@ -245,7 +249,7 @@ class Replica:
 
     def _sent_weights(self, exchange: Exchange, talk: Talk) -> Tensor:
         sent = self.flat.weights if exchange in talk.begin else self._sent
-        return sent[exchange.span]
+        return exchange.as_seen(sent[exchange.span])
 
     def _wait(self, talk: Talk) -> list[tuple[Tally, Header]]:
         """Wait for all that take effect in this step."""
@@ -295,8 +299,8 @@ class Replica:
         """Move the center, and become a copy of it, but for steps since the message."""
         for exchange in talk.join:
             if self._rule.sends is Sends.PROGRESS:
-                sent = self._sent_weights(exchange, talk)
-                self._note_distance(exchange, sent, exchange.center.weights)
+                weights = self.flat.weights[exchange.span]
+                self._note_distance(exchange, weights, exchange.center.weights)
         self._commit(talk)
         with self._parts.measure("replica_update"):
             for exchange in talk.join:

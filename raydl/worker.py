@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from raydl.center import Snapshot
+from raydl.compression import ErrorFeedback, parse_codec
 from raydl.config import TrainConfig
 from raydl.data import Batches
 from raydl.errors import NonFiniteLossError
@@ -92,6 +93,7 @@ class Worker:
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
         self._schedule: Schedule | None = None
+        self._feedback: dict[Span, ErrorFeedback] = {}
 
     # joining and leaving a generation
 
@@ -123,6 +125,7 @@ class Worker:
                 worker_id=self.worker_id,
                 flat=self.replica.flat,
                 time_parts=self.parts,
+                feedback=self._feedback,
             )
             schedule = self._make_schedule(site, road, snapshot)
             with self._votes_lock:
@@ -325,6 +328,7 @@ class Worker:
                 "local_step": self.local_step,
                 "loss_sum": self._loss_sum,
                 "loss_samples": self._loss_samples,
+                "feedback": [[*span, f.state_dict()] for span, f in self._feedback.items()],
                 "generators": {"cpu": torch.get_rng_state(), "cuda": cuda},
             }
 
@@ -332,6 +336,10 @@ class Worker:
         self.replica.load_state_dict(state["replica"])
         self.local_step = state["local_step"]
         self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
+        for start, stop, residual in state["feedback"]:
+            codec = parse_codec(self._job.config.exchange.compression)
+            self._feedback[start, stop] = ErrorFeedback(codec)
+            self._feedback[start, stop].load_state_dict(residual)
         torch.set_rng_state(state["generators"]["cpu"])
         if self._device.type == "cuda" and state["generators"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["generators"]["cuda"])

@@ -293,6 +293,29 @@ def test_a_turn_that_does_not_come_is_told_with_its_holder():
         dispatcher.take_turn(Stamp("w1", 1, 0, 1))
 
 
+def test_a_call_for_a_turn_that_overtakes_the_end_of_the_last_one_waits():
+    """The center's threads take a worker's calls in any order."""
+    dispatcher = make_dispatcher("original-easgd", timeout_s=5.0)
+    enter(dispatcher, "w0")
+    enter(dispatcher, "w1")
+    dispatcher.take_turn(Stamp("w0", 1, 0, 1))
+    seen = []
+
+    def run(worker_id):
+        dispatcher.take_turn(Stamp(worker_id, 1, 0, 3))
+        seen.append(worker_id)
+        dispatcher.end_turn(Stamp(worker_id, 1, 0, 4))
+
+    early = threading.Thread(target=run, args=("w0",))
+    early.start()  # before the end of its first turn
+    early.join(timeout=0.1)
+    assert early.is_alive()
+    dispatcher.end_turn(Stamp("w0", 1, 0, 2))
+    run("w1")
+    early.join(timeout=5)
+    assert seen == ["w1", "w0"]
+
+
 def test_a_worker_without_work_is_passed_over():
     dispatcher = make_dispatcher("original-easgd", num_samples=25, epochs=1)
     enter(dispatcher, "w0")

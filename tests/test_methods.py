@@ -249,6 +249,81 @@ def test_without_gradient_fragments_change_nothing(fragments):
     assert np.array_equal(*ends)
 
 
+# shortened messages
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
+@pytest.mark.parametrize(
+    "method", ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "hogwild-sgd", "original-easgd"]
+)
+def test_methods_train_with_shortened_messages(method, codec):
+    images = tiny_images(31)
+    exchange = ExchangeConfig(compression=codec, fragments=2, timeout_s=20.0)
+    config = settings(method, epochs=6, lr=0.05, exchange=exchange)
+    ensemble = Ensemble(config, num_workers=3, images=images).join()
+    before = loss_of(ensemble, ensemble.first.weights, images)
+    assert ensemble.run() == [Outcome.FINISHED] * 3
+    assert ensemble.center().num_samples == 6 * 31
+    assert loss_of(ensemble, ensemble.center().weights, images) < before
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
+def test_the_center_gains_just_what_the_replicas_lose_however_short_the_messages(method, codec):
+    exchange = ExchangeConfig(compression=codec, center_shards=1 if method[:6] == "sync-e" else 2)
+    config = settings(method, steps=40, exchange=exchange)
+    ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
+    ensemble.use_task(Still())
+    ensemble.join()
+    for rank, worker in enumerate(ensemble.workers):
+        worker.replica.flat.weights.add_(float(rank) - 0.5)
+    before = sum(float(w.replica.flat.weights.sum()) for w in ensemble.workers)
+    before += float(ensemble.first.weights.sum())
+    ensemble.run()
+    center = torch.tensor(ensemble.center().weights)
+    after = sum(float(w.replica.flat.weights.sum()) for w in ensemble.workers)
+    assert after + float(center.sum()) == pytest.approx(before, abs=1e-4)
+    for worker in ensemble.workers:  # nothing is left out for ever: they all came together
+        assert float((worker.replica.flat.weights - center).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "async-sgd"])
+def test_shortened_messages_are_shorter(method):
+    num_bytes = {}
+    for codec in ("none", "bf16", "int8"):
+        config = settings(method, steps=4, exchange=ExchangeConfig(compression=codec))
+        ensemble = Ensemble(config, num_workers=1, images=tiny_images(60), model=wide).join()
+        ensemble.run()
+        records = ensemble.workers[0].report().records
+        if not ensemble.job.method.is_sync:
+            records = ensemble.service.dispatcher.take_records()
+        num_bytes[codec] = records[-1].exchange_bytes
+    assert num_bytes["bf16"] < 0.55 * num_bytes["none"]
+    assert num_bytes["int8"] < 0.30 * num_bytes["none"]
+
+
+def wide(image_shape, num_classes):
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(16, 500), torch.nn.Linear(500, 3)
+    )
+
+
+@pytest.mark.parametrize("method", ["sync-sgd", "diloco", "sync-easgd"])
+def test_a_resumed_run_remembers_what_its_messages_left_out(method):
+    exchange = ExchangeConfig(compression="topk:0.3")
+    config = settings(method, epochs=2, exchange=exchange)
+    whole = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
+    whole.run()
+    first = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
+    first.run(2)
+    first.workers[0].vote(1, stop=1.0)
+    first.run()
+    states = {w.worker_id: w.take_kept(3) for w in first.workers}
+    second = Ensemble(config, num_workers=2, images=tiny_images(31)).join(first.newest, states)
+    second.run()
+    assert np.array_equal(whole.center().weights, second.center().weights)
+
+
 # by hand, p = 2, constant gradients
 
 

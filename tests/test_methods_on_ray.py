@@ -100,7 +100,10 @@ def test_every_method_trains_among_actors_and_counts_every_sample(actors, method
     [
         ("async-measgd", {"center_shards": 3, "fragments": 2, "delay": 1}),
         ("hogwild-msgd", {"center_shards": 2}),
-        ("diloco", {"fragments": 2, "delay": 1}),
+        ("diloco", {"fragments": 2, "delay": 1, "compression": "int8"}),
+        ("async-sgd", {"compression": "bf16", "center_shards": 2}),
+        ("sync-easgd", {"allreduce": "auto"}),
+        ("sync-sgd", {"allreduce": "recursive-doubling"}),
         ("sync-easgd", {"packed": False, "resident": False, "overlap": False}),
     ],
 )

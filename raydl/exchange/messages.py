@@ -8,7 +8,7 @@ last message of a round with orders: what to do next.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from raydl.center import Mirror
+from raydl.compression import ErrorFeedback
 from raydl.errors import ExchangeError
 from raydl.ledger import Span, split_evenly
 from raydl.replica import Header
@@ -48,7 +49,7 @@ class Settlement:
     """Local steps of this worker when its round ends."""
     lr: float
     num_bytes: int
-    """Bytes this worker sent in the round's exchanges."""
+    """Bytes this worker sent and received since its last settlement."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Push:
     span: Span
     """Which of the flat parameters it is about; empty: none, the message only settles."""
     weights: np.ndarray
-    """What the rule sends, shape [stop - start]."""
+    """What the rule sends, shape [stop - start], or a codec's bytes for it."""
     buffers: np.ndarray
     """Float buffers, or empty."""
     num_workers: int
@@ -97,7 +98,8 @@ class Reply:
     """A shard's answer."""
 
     weights: np.ndarray
-    """The center's span: before the message for rules that send weights, else after it."""
+    """The center's span: before the message for rules that send weights, else after it. With
+    a codec the bytes of how far that is from the mirror."""
     buffers: np.ndarray
     orders: Orders | None = None
     refusal: str = ""
@@ -168,6 +170,11 @@ def _common(a: Span, b: Span) -> Span | None:
 class MessageExchange:
     """One worker's exchange of one fragment with the center.
 
+    Shortened messages go by a copy of the center that worker and shard both hold, the
+    mirror: the worker sends how far its weights are from it, the shard answers with how far
+    the center is, and what either side leaves out is still there the next time. Progress
+    and gradients are sent as they are; what is left out of them is added to the next message.
+
     Args:
         post: reaches the center.
         mirror: the fragment of the center as this worker last saw it; moved in place.
@@ -176,6 +183,7 @@ class MessageExchange:
         sends: what the rule sends.
         is_last: whether a round ends with this exchange.
         desk: numbers the messages and knows what the worker must tell.
+        feedback: the codec of each part, with what it left out so far.
     """
 
     def __init__(
@@ -188,6 +196,7 @@ class MessageExchange:
         sends: Sends,
         is_last: bool,
         desk: Desk,
+        feedback: Callable[[Span], ErrorFeedback],
     ) -> None:
         self.center = mirror
         self.span = span
@@ -198,26 +207,26 @@ class MessageExchange:
         self._sends = sends
         self._is_last = is_last
         self._desk = desk
+        self._feedback = {part: feedback(part) for _, part in shards}
+        self._is_plain = all(f.codec.name == "none" for f in self._feedback.values())
+        self._seen = torch.empty_like(mirror.weights[: 0 if self._is_plain else None])
         self._flying: list[tuple[Span, Delivery]] = []
         self._replies: list[tuple[Span, Reply]] = []
         self._tally = Tally(1, 1, 0.0)
-        self.num_bytes = 0
-        """Bytes of one exchange, both ways."""
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
         """Send each shard its part, and return at once."""
         assert not self._flying, "an exchange is under way"
-        values = weights.detach().cpu().numpy()
-        self.num_bytes = 2 * values.nbytes
         desk = self._desk
         self._tally = Tally(desk.num_workers, 1, header.num_samples)
-        for shard, (start, stop) in self._shards:
+        for shard, part in self._shards:
             is_home = self._is_last and shard == HOME
-            offset = self.span.start
+            values = self._encoded(weights.detach(), part)
+            desk.num_bytes += values.nbytes
             message = Push(
                 stamp=desk.next_stamp(),
-                span=(start, stop),
-                weights=values[start - offset : stop - offset] if stop > start else _NOTHING,
+                span=part,
+                weights=values,
                 buffers=buffers.detach().cpu().numpy() if is_home else _NOTHING,
                 num_workers=desk.num_workers,
                 num_samples=header.num_samples,
@@ -225,7 +234,29 @@ class MessageExchange:
                 settlement=desk.settlement(header) if is_home else None,
                 waits_for_turn=desk.waits_for_turn,
             )
-            self._flying.append(((start, stop), self._post.push(shard, message)))
+            self._flying.append((part, self._post.push(shard, message)))
+
+    def _at(self, part: Span) -> slice:
+        """Return where a part of the flat parameters lies within this fragment."""
+        return slice(part[0] - self.span.start, part[1] - self.span.start)
+
+    def _encoded(self, weights: Tensor, part: Span) -> np.ndarray:
+        """Return what is sent to one shard: floats, or a codec's bytes."""
+        if part[0] == part[1]:
+            return _NOTHING
+        values, feedback = weights[self._at(part)], self._feedback[part]
+        if self._is_plain:
+            return np.asarray(values.cpu().numpy())
+        if self._sends is not Sends.WEIGHTS:
+            return np.array(feedback.encode(values.contiguous()).cpu().numpy())
+        mirror, seen = self.center.weights[self._at(part)], self._seen[self._at(part)]
+        message = feedback.codec.encode(torch.sub(values, mirror, out=seen))
+        feedback.codec.decode(message, out=seen).add_(mirror)
+        return np.asarray(message.cpu().numpy())
+
+    def as_seen(self, weights: Tensor) -> Tensor:
+        """Return the weights that were sent as the shards decode them."""
+        return weights if self._is_plain else self._seen
 
     def wait(self) -> tuple[Tally, Header]:
         """Wait for all shards.
@@ -234,7 +265,7 @@ class MessageExchange:
             ExchangeError: a shard did not answer, or refused.
         """
         flying, self._flying = self._flying, []
-        self._replies = [(span, delivery.wait()) for span, delivery in flying]
+        self._replies = [(part, delivery.wait()) for part, delivery in flying]
         for _, reply in self._replies:
             if reply.refusal:
                 desk = self._desk
@@ -247,20 +278,31 @@ class MessageExchange:
         """Take note: the center itself moved when the message came in."""
         if self._sends is not Sends.WEIGHTS:
             self._take()
+            if not self._is_plain:
+                for feedback in self._feedback.values():
+                    feedback.commit()
         for _, reply in self._replies:
             if reply.orders is not None:
                 self._desk.take_orders(reply.orders)
         self._replies = []
 
     def _take(self) -> None:
-        """Copy the replies into the mirror."""
-        for (start, stop), reply in self._replies:
-            if stop > start:
-                offset = self.span.start
-                part = self.center.weights[start - offset : stop - offset]
-                _copy_in_(part, reply.weights)
+        """Bring the mirror up to the replies."""
+        for part, reply in self._replies:
+            self._desk.num_bytes += reply.weights.nbytes
+            if part[0] < part[1]:
+                self._take_part(part, reply.weights)
             if reply.buffers.size and self.center.buffers.numel():
                 _copy_in_(self.center.buffers, reply.buffers)
+
+    def _take_part(self, part: Span, values: np.ndarray) -> None:
+        mirror = self.center.weights[self._at(part)]
+        if self._is_plain:
+            _copy_in_(mirror, values)
+            return
+        change = torch.empty_like(mirror)
+        message = torch.tensor(values, device=mirror.device)
+        mirror.add_(self._feedback[part].codec.decode(message, out=change))
 
 
 def _copy_in_(target: Tensor, values: np.ndarray) -> None:
@@ -284,7 +326,8 @@ class Desk:
         self.generation = generation
         self.lr = 0.0
         self.local_step = 0
-        self.exchange_bytes = 0
+        self.num_bytes = 0
+        """Bytes sent and received since the last settlement."""
         self.waits_for_turn = False
         self.orders: Orders | None = None
         self._worker_id = worker_id
@@ -308,7 +351,8 @@ class Desk:
 
     def settlement(self, header: Header) -> Settlement:
         """Return what ends the round."""
-        return Settlement(header, self.local_step, self.lr, self.exchange_bytes)
+        num_bytes, self.num_bytes = self.num_bytes, 0
+        return Settlement(header, self.local_step, self.lr, num_bytes)
 
     def take_orders(self, orders: Orders) -> None:
         """Note what to do next."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from raydl.center import Center, MakeOptimizer
+from raydl.compression import Codec
 from raydl.exchange.messages import Orders, Push, Reply, Stamp
 from raydl.ledger import Span
 from raydl.rules import Rule, Sends, Tally
@@ -32,12 +33,33 @@ class Settles(Protocol):
 
 
 @dataclass
+class _Letters:
+    """What shard and worker know of each other where messages are shortened."""
+
+    mirror: Tensor
+    """The center as the worker knows it."""
+    answer: np.ndarray | None = None
+    """The newest answer, for a message that is repeated."""
+
+
+@dataclass
 class _Cell:
     """A span of the center with its lock, if it has any."""
 
     center: Center
     lock: contextlib.AbstractContextManager[Any]
     scratch: threading.local = field(default_factory=threading.local)
+    letters: dict[str, _Letters] = field(default_factory=dict)
+    """By worker, with a codec."""
+    at_open: Tensor | None = None
+    """With a codec: the center when the generation began, which every worker knows."""
+
+    def letters_of(self, worker_id: str) -> _Letters:
+        """Return the exchange of letters with a worker."""
+        assert self.at_open is not None, "a generation is open"
+        if worker_id not in self.letters:
+            self.letters[worker_id] = _Letters(self.at_open.clone())
+        return self.letters[worker_id]
 
     def scratch_of(self, values: np.ndarray) -> Tensor:
         """Return a copy of a message in this thread's scratch; the update uses it up."""
@@ -67,6 +89,7 @@ class Shard:
         buffers: float buffers that live here, shape [num_buffers]; empty away from home.
         rule: what moves the center.
         make_optimizer: builds the user's optimizer, for rules that let it step here.
+        codec: shortens messages and answers.
         is_locked: one message at a time (async), or all at once (hogwild).
         settles: at the home shard, who gives orders.
     """
@@ -80,9 +103,11 @@ class Shard:
         rule: Rule,
         make_optimizer: MakeOptimizer,
         is_locked: bool,
+        codec: Codec | None = None,
         settles: Settles | None = None,
     ) -> None:
         self._rule = rule
+        self._codec = None if codec is None or codec.name == "none" else codec
         self._settles = settles
         self._buffers = buffers.clone()
         self._cells: dict[Span, _Cell] = {}
@@ -109,6 +134,10 @@ class Shard:
         """Take messages of this generation from now on, and of no earlier one."""
         with self._books_lock:
             self._generation = generation
+        if self._codec:
+            for cell in self._cells.values():
+                cell.letters.clear()
+                cell.at_open = cell.center.weights.clone()
 
     def exchange(self, push: Push) -> Reply:
         """Apply a message, once, and answer with the center.
@@ -141,15 +170,40 @@ class Shard:
 
     def _move(self, cell: _Cell, push: Push, *, is_new: bool) -> np.ndarray:
         """Move a span by a message, and return a copy of it for the answer."""
-        center = cell.center
-        is_before = self._rule.sends is Sends.WEIGHTS
         with cell.lock:
-            before = _copied(center.weights) if is_before else None
+            if self._codec:
+                return self._move_shortened(cell, self._codec, push, is_new=is_new)
+            is_before = self._rule.sends is Sends.WEIGHTS
+            before = _copied(cell.center.weights) if is_before else None
             if is_new:
-                center.set_lr(push.lr)
-                tally = Tally(push.num_workers, 1, push.num_samples)
-                center.apply_(cell.scratch_of(push.weights), center.buffers, tally)
-            return _copied(center.weights) if before is None else before
+                self._apply(cell.center, cell.scratch_of(push.weights), push)
+            return _copied(cell.center.weights) if before is None else before
+
+    def _apply(self, center: Center, total: Tensor, push: Push) -> None:
+        center.set_lr(push.lr)
+        center.apply_(total, center.buffers, Tally(push.num_workers, 1, push.num_samples))
+
+    def _move_shortened(self, cell: _Cell, codec: Codec, push: Push, *, is_new: bool) -> np.ndarray:
+        """Move a span by an encoded message, and return the encoded answer.
+
+        Both sides use only what both can decode: the worker's pull is the difference between
+        its weights as they are seen here and the mirror as it will be there.
+        """
+        letters, center = cell.letters_of(push.stamp.worker_id), cell.center
+        if not is_new and letters.answer is not None:
+            return letters.answer
+        total = torch.empty_like(center.weights)
+        codec.decode(torch.tensor(push.weights), out=total)
+        if self._rule.sends is Sends.WEIGHTS:
+            total.add_(letters.mirror)
+            letters.answer = _catch_up(letters.mirror, center.weights, codec)
+            # As if the center were where the worker believes it: c + (x - mirror).
+            total.sub_(letters.mirror).add_(center.weights)
+            self._apply(center, total, push)
+        else:
+            self._apply(center, total, push)
+            letters.answer = _catch_up(letters.mirror, center.weights, codec)
+        return letters.answer
 
     def _mix_buffers(self, push: Push) -> np.ndarray:
         """Move the float buffers towards a worker's, by its share of the workers."""
@@ -173,6 +227,14 @@ class Shard:
         """Take over the states of the optimizers, by span."""
         for span, cell in self._cells.items():
             cell.center.load_optimizer(states[span])
+
+
+def _catch_up(mirror: Tensor, center: Tensor, codec: Codec) -> np.ndarray:
+    """Bring a mirror closer to the center, and return the message that does so elsewhere."""
+    change = torch.sub(center, mirror)
+    message = codec.encode(change)
+    mirror.add_(codec.decode(message, out=change))
+    return _copied(message)
 
 
 def _copied(values: Tensor) -> np.ndarray:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from raydl.center import Center, Mirror
 from raydl.metrics import TimeParts
-from raydl.replica import Header
+from raydl.replica import Exchange, Header
 from raydl.reports import AllreduceReport
 from raydl.rules import Tally
 
-_HEADER_SIZE = len(dataclasses.fields(Header))
+HEADER_SIZE = len(dataclasses.fields(Header))
+"""Numbers of a header in a message."""
 
 
 class Work(Protocol):
@@ -88,10 +89,10 @@ class SyncExchange:
         self._work: list[Work] = []
         self._tally = Tally(0, 0, 0.0)
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
-        rest = num_buffers + _HEADER_SIZE
+        rest = num_buffers + HEADER_SIZE
         self._message = center.weights.new_zeros(num_weights + rest)
         self._weights, self._buffers, self._header = torch.split(
-            self._message, [num_weights, num_buffers, _HEADER_SIZE]
+            self._message, [num_weights, num_buffers, HEADER_SIZE]
         )
         self._pieces: tuple[Tensor, ...] = (self._message,)
         if pieces is not None:
@@ -114,6 +115,10 @@ class SyncExchange:
             self._group.start_allreduce(piece, round=self.round) for piece in self._pieces
         ]
 
+    def as_seen(self, weights: Tensor) -> Tensor:
+        """Return the weights that were sent, as they are."""
+        return weights
+
     def wait(self) -> tuple[Tally, Header]:
         """Wait for the sum.
 
@@ -135,6 +140,15 @@ class SyncExchange:
         self.round += 1
 
 
+class OnDevice(Exchange, Protocol):
+    """An exchange whose center lies where its messages are made."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one exchange."""
+        ...
+
+
 class StagedExchange:
     """An exchange whose message and center lie in host memory, as in SC17's EASGD1.
 
@@ -147,7 +161,7 @@ class StagedExchange:
         time_parts: where the copying is counted.
     """
 
-    def __init__(self, inner: SyncExchange, device: torch.device, time_parts: TimeParts) -> None:
+    def __init__(self, inner: OnDevice, device: torch.device, time_parts: TimeParts) -> None:
         self._inner = inner
         self._parts = time_parts
         self._host = torch.empty_like(inner.center.weights)
@@ -172,6 +186,11 @@ class StagedExchange:
             if self._host_buffers.numel():
                 self._host_buffers.copy_(buffers)
         self._inner.begin(self._host, self._host_buffers, header)
+
+    def as_seen(self, weights: Tensor) -> Tensor:
+        """Return the weights that were sent as the ranks see them, on the device."""
+        seen = self._inner.as_seen(self._host)
+        return weights if seen is self._host else seen.to(weights.device)
 
     def wait(self) -> tuple[Tally, Header]:
         """Wait for the sum. Raises what the inner exchange does."""

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from raydl.center import Snapshot
+from raydl.compression import ErrorFeedback, parse_codec
 from raydl.config import TrainConfig
 from raydl.flat import FlatModel
 from raydl.ledger import Span
@@ -50,6 +51,14 @@ class Site:
     worker_id: str
     flat: FlatModel
     time_parts: TimeParts
+    feedback: dict[Span, ErrorFeedback]
+    """What this worker's shortened messages left out so far, by span; it stays with the worker."""
+
+    def feedback_of(self, span: Span) -> ErrorFeedback:
+        """Return the codec of a span, with what it left out so far."""
+        if span not in self.feedback:
+            self.feedback[span] = ErrorFeedback(parse_codec(self.config.exchange.compression))
+        return self.feedback[span]
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from raydl.center import Mirror, Snapshot
 from raydl.exchange.messages import Desk, MessageExchange, Post, cells, shard_spans
 from raydl.extent import Extent
-from raydl.replica import Header
+from raydl.replica import Exchange, Header
 from raydl.reports import AllreduceReport, Record
 from raydl.schedules.base import Decision, Round, Site
 
@@ -35,8 +35,7 @@ class MessageSchedule:
         self._weights = torch.tensor(snapshot.weights, device=site.flat.weights.device)
         self._buffers = torch.tensor(snapshot.buffers, device=site.flat.weights.device)
         self._desk = Desk(site.worker_id, site.membership.generation, incarnation)
-        self.exchanges: tuple[MessageExchange, ...] = tuple(self._make_exchanges())
-        self._desk.exchange_bytes = 2 * self._weights.numel() * self._weights.element_size()
+        self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges())
         self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
         self._in_turn = site.method.schedule == "round_robin"
         self._overlaps = site.method.overlap
@@ -61,6 +60,7 @@ class MessageSchedule:
                     sends=self._site.method.rule.sends,
                     is_last=is_last,
                     desk=self._desk,
+                    feedback=self._site.feedback_of,
                 )
             )
         return exchanges

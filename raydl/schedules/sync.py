@@ -7,13 +7,16 @@ import threading
 import torch
 
 from raydl.center import Center, Snapshot, joined_states, split_states
+from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.messages import shard_spans
 from raydl.exchange.sync import Group, StagedExchange, SyncExchange
 from raydl.extent import Extent
 from raydl.ledger import Ledger, Span, share_round
-from raydl.replica import Header, make_optimizer
+from raydl.replica import Exchange, Header, make_optimizer
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.schedules.base import Decision, Round, Site
+
+AnyExchange = SyncExchange | GatheredExchange | StagedExchange
 
 
 class SyncSchedule:
@@ -38,10 +41,12 @@ class SyncSchedule:
         self._votes_lock = threading.Lock()
         self._lr = 0.0
         self._make_centers(snapshot)
-        self.exchanges: tuple[SyncExchange | StagedExchange, ...] = tuple(
+        exchanges: tuple[AnyExchange, ...] = tuple(
             self._make_exchange(group, center, span)
             for center, span in zip(self._centers, self._spans, strict=True)
         )
+        self.exchanges: tuple[Exchange, ...] = exchanges
+        self._exchange_bytes = sum(exchange.num_bytes for exchange in exchanges)
 
     def _make_centers(self, snapshot: Snapshot) -> None:
         method, device = self._site.method, self._site.center_device()
@@ -62,15 +67,27 @@ class SyncSchedule:
             center.load_optimizer(state)
             self._centers.append(center)
 
-    def _make_exchange(
-        self, group: Group, center: Center, span: Span
-    ) -> SyncExchange | StagedExchange:
+    def _make_exchange(self, group: Group, center: Center, span: Span) -> AnyExchange:
         settings, site = self._config.exchange, self._site
+        exchange: SyncExchange | GatheredExchange
+        if settings.compression != "none":
+            exchange = GatheredExchange(
+                group,
+                center,
+                span=slice(*span),
+                round=self._round,
+                sends=site.method.rule.sends,
+                feedback=site.feedback_of(span),
+            )
+            return self._staged(exchange)
         pieces = None if settings.packed else _pieces(site.flat.layer_sizes, span)
         exchange = SyncExchange(group, center, span=slice(*span), round=self._round, pieces=pieces)
-        if settings.resident:
+        return self._staged(exchange)
+
+    def _staged(self, exchange: SyncExchange | GatheredExchange) -> AnyExchange:
+        if self._config.exchange.resident:
             return exchange
-        return StagedExchange(exchange, site.flat.weights.device, site.time_parts)
+        return StagedExchange(exchange, self._site.flat.weights.device, self._site.time_parts)
 
     @property
     def version(self) -> int:
@@ -156,7 +173,7 @@ class SyncSchedule:
             num_samples=ledger.num_done_ever,
             local_step=local_step,
             lr=self._lr,
-            exchange_bytes=sum(e.num_bytes for e in self.exchanges),
+            exchange_bytes=self._exchange_bytes,
         )
 
     def vote(self, **votes: float) -> None:

@@ -1,0 +1,249 @@
+"""Lossy encodings of an exchanged vector, with error feedback.
+
+    symbol  name here   meaning
+    v       values      the vector that is to travel, float32, shape [n]
+    e       residual    what earlier messages left out, shape [n]
+    m       decoded     what the receiver sees: C(.) is encode, then decode, shape [n]
+
+    error feedback:     m = C(v + e) ; e <- (v + e) - m
+
+The size of a message (bytes in the order of the machine) follows from n alone. The same
+values give the same bytes. What is not finite stays so: a diverged run is seen.
+
+Sources: Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019, arXiv 1901.09847 (error
+feedback); Aji & Heafield 2017, arXiv 1704.05021, and Stich et al. 2018, arXiv 1809.07599
+(top-k); after Alistarh et al. 2017, arXiv 1610.02132 (QSGD; int8, without its coin).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from raydl.errors import ConfigError
+
+
+class Codec(Protocol):
+    """Turns a vector of float32 into bytes and back."""
+
+    name: str
+    """As :func:`parse_codec` understands it."""
+
+    def num_bytes(self, num_values: int) -> int:
+        """Return the exact size of the message of so many values, in bytes."""
+
+    def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return the message: uint8, shape [num_bytes(n)], on the device of the values."""
+
+    def decode(self, message: Tensor, *, out: Tensor) -> Tensor:
+        """Write all of ``out``, float32, shape [n]; the message may start at any byte."""
+
+
+class _Cast:
+    """Each value alone, as another type."""
+
+    name: str
+    dtype: torch.dtype
+
+    def num_bytes(self, num_values: int) -> int:
+        return self.dtype.itemsize * num_values
+
+    def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
+        message = _room(self, values, out)
+        message.view(self.dtype).copy_(values)
+        return message
+
+    def decode(self, message: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_(_aligned(self, message, out).view(self.dtype))
+
+
+class Plain(_Cast):
+    """The values as they are: the same bits come back."""
+
+    name, dtype = "none", torch.float32
+
+
+class BFloat16(_Cast):
+    """Values rounded to bfloat16, to nearest even: a relative error of at most 2^-8."""
+
+    name, dtype = "bf16", torch.bfloat16
+
+
+class Int8Blocks:
+    """One byte per value, and per block the greatest magnitude s as float32.
+
+    q = round(v / s * 127) ; m = q / 127 * s, off by s / 254 at most. All s come first, then
+    all q. A block that holds a value that is not finite decodes to NaN as a whole.
+
+    Args:
+        block_size: values that share an s; the last block may be short.
+    """
+
+    def __init__(self, block_size: int = 1024) -> None:
+        self.name, self.block_size = "int8", block_size
+
+    def num_bytes(self, num_values: int) -> int:
+        """Return n + 4 per block."""
+        return num_values + 4 * -(-num_values // self.block_size)
+
+    def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return all s, then all q."""
+        message = _room(self, values, out)
+        for part, scale, level in self._groups(values, message):
+            rows = pad(part, (0, -len(part) % self.block_size)).view(-1, self.block_size)
+            low, high = rows.aminmax(dim=1)  # NaN if any value is
+            torch.maximum(low.abs(), high.abs(), out=scale)
+            # Division comes first: 127 / s may overflow. NaN becomes q = 0: it is 0 / 0 of a
+            # block of zeros, or of a block whose s says that it is not finite.
+            shares = (rows / scale[:, None]).mul_(127).round_().nan_to_num_(nan=0)
+            level.copy_(shares.view(-1)[: len(level)])
+        return message
+
+    def decode(self, message: Tensor, *, out: Tensor) -> Tensor:
+        """Return q / 127 * s."""
+        for part, scale, level in self._groups(out, _aligned(self, message, out)):
+            steps = scale.repeat_interleave(self.block_size)[: len(part)]
+            part.copy_(level).div_(127).mul_(steps)
+        return out
+
+    def _groups(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (v, s, q) of many blocks at a time: scratch is 4 MiB, not a vector."""
+        start, step = len(message) - len(values), max(1, 2**20 // self.block_size)
+        scales, levels = message[:start].view(torch.float32), message[start:].view(torch.int8)
+        for block in range(0, len(scales), step):
+            span = slice(block * self.block_size, (block + step) * self.block_size)
+            yield values[span], scales[block : block + step], levels[span]
+
+
+class TopK:
+    """The k = max(1, ceil(share * n)) values of the largest magnitude; all others become 0.
+
+    Of equal ones the lower index goes; NaN goes first, then infinities. The message is the
+    indices as int32 in rising order, then their values as float32. n < 2^31.
+
+    Args:
+        share: in (0, 1], taken as the decimal it is written as: 0.07 of 100 is 7, not 8.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.name, self.share = f"topk:{share}", share
+
+    def num_bytes(self, num_values: int) -> int:
+        """Return 8 * k, or 0 of no values."""
+        k = math.ceil(Fraction(str(self.share)) * num_values)
+        return 8 * min(max(1, k), num_values)
+
+    def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return the indices and the values of the k largest."""
+        message = _room(self, values, out)
+        half = len(message) // 2
+        largest = _largest(values, k=half // 4)
+        message[:half].view(torch.int32).copy_(largest)
+        message[half:].view(torch.float32).copy_(values[largest])
+        return message
+
+    def decode(self, message: Tensor, *, out: Tensor) -> Tensor:
+        """Return zeros with the kept values among them."""
+        message, half = _aligned(self, message, out), len(message) // 2
+        indices, kept = message[:half].view(torch.int32), message[half:].view(torch.float32)
+        return out.zero_().index_copy_(0, indices.long(), kept)
+
+
+def parse_codec(text: str) -> Codec:
+    """Return the codec of ``none``, ``bf16``, ``int8`` or ``topk:SHARE``, or raise ConfigError."""
+    simple: dict[str, Codec] = {"none": Plain(), "bf16": BFloat16(), "int8": Int8Blocks()}
+    if text in simple:
+        return simple[text]
+    name, _, share = text.partition(":")
+    with contextlib.suppress(ValueError):
+        if name == "topk" and 0 < float(share) <= 1:
+            return TopK(float(share))
+    near = difflib.get_close_matches(name.lower(), [*simple, "topk"], n=1)
+    hint = f"; did you mean {near[0]}?" if near and near[0] != name else ""
+    problem = f"must be none, bf16, int8 or topk:SHARE with SHARE in (0, 1], got {text!r}"
+    raise ConfigError("exchange.compression", problem + hint)
+
+
+class ErrorFeedback:
+    """A codec that makes up in later messages for what earlier ones left out.
+
+    All m and the last e sum to all v: what is not sent is late, not lost. ``encode`` begins
+    an exchange, ``commit`` says that it succeeded. Without it the residual stays, and the
+    next ``encode`` forgets this one. Memory: three vectors and a message.
+
+    Attributes:
+        residual: e after the last commit, shape [n]; [0] before the first ``encode``.
+        decoded: m of the last message, shape [n]; the next ``encode`` overwrites it.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.residual = self.decoded = self._next = torch.zeros(0)
+        self._message = torch.zeros(0, dtype=torch.uint8)
+        self._is_open = False
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the message of values + residual; the next call overwrites it."""
+        if self._next.shape != values.shape:
+            self._make_room(values)
+        torch.add(values, self.residual, out=self._next)
+        self.codec.encode(self._next, out=self._message)
+        self.codec.decode(self._message, out=self.decoded)
+        self._next.sub_(self.decoded)
+        self._is_open = True
+        return self._message
+
+    def commit(self) -> None:
+        """Keep the residual of the last message, which has arrived."""
+        assert self._is_open, "a commit follows each encode at most once"
+        self.residual, self._next, self._is_open = self._next, self.residual, False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of the committed residual, on the CPU."""
+        return {"residual": self.residual.to("cpu", copy=True)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what :meth:`state_dict` returned, and forget the last message."""
+        self.residual, self._next = state["residual"].clone(), torch.zeros(0)
+        self._is_open = False
+
+    def _make_room(self, values: Tensor) -> None:
+        residual = self.residual if len(self.residual) else torch.zeros_like(values)
+        assert residual.shape == values.shape, (residual.shape, values.shape)
+        self.residual = residual.to(values)
+        self.decoded, self._next = torch.empty_like(values), torch.empty_like(values)
+        self._message = _room(self.codec, values, None)
+
+
+def _largest(values: Tensor, *, k: int) -> Tensor:
+    """Return the indices of the k largest magnitudes in rising order, shape [k]."""
+    magnitudes = values.view(torch.int32) & 0x7FFFFFFF  # integers that order alike, NaN last
+    # torch.topk leaves open which of equal values it takes: only the limit is asked of it.
+    limit = magnitudes.topk(k, sorted=False).values.amin() if k else 0
+    above = (magnitudes > limit).nonzero()[:k, 0]
+    equal = (magnitudes == limit).nonzero()[: k - len(above), 0]
+    return torch.cat([above, equal]).sort().values
+
+
+def _room(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
+    """Return ``out``, which has to start at a multiple of 4 bytes, or a new message."""
+    assert values.dtype == torch.float32, values.dtype
+    num_bytes = codec.num_bytes(len(values))
+    if out is None:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=values.device)
+    assert out.shape == (num_bytes,), (codec.name, out.shape, num_bytes)
+    return out
+
+
+def _aligned(codec: Codec, message: Tensor, out: Tensor) -> Tensor:
+    """Return the message, copied if torch has no view of numbers that start where it does."""
+    assert len(message) == codec.num_bytes(len(out)), (codec.name, message.shape, out.shape)
+    return message.clone() if message.storage_offset() % 4 else message
