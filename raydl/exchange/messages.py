@@ -232,7 +232,7 @@ class MessageExchange:
                 num_samples=header.num_samples,
                 lr=desk.lr,
                 settlement=desk.settlement(header) if is_home else None,
-                waits_for_turn=desk.waits_for_turn,
+                waits_for_turn=desk.take_wait(),
             )
             self._flying.append((part, self._post.push(shard, message)))
 
@@ -348,6 +348,11 @@ class Desk:
     def next_stamp(self) -> Stamp:
         """Return the stamp of the next message."""
         return Stamp(self._worker_id, self.generation, self._incarnation, next(self._numbers))
+
+    def take_wait(self) -> bool:
+        """Return whether the message waits for the turn: the first one of a round at most."""
+        waits, self.waits_for_turn = self.waits_for_turn, False
+        return waits
 
     def settlement(self, header: Header) -> Settlement:
         """Return what ends the round."""
