@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ray
@@ -142,8 +143,8 @@ class WorkerActor:
         train: ImageSet,
         normalizer: Normalizer,
         shards: list[ActorHandle],
-    ) -> None:
-        """Build the worker. Not in ``__init__``, so that its errors arrive as they are."""
+    ) -> str:
+        """Build the worker; return its node. Not in ``__init__``: errors arrive as they are."""
 
         def publish(snapshot: Snapshot) -> None:
             shards[HOME].put.remote(snapshot)
@@ -154,6 +155,8 @@ class WorkerActor:
         self._num_threads = job.config.scaling.num_threads
         self._job = job
         self._shards = shards
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
     @ray.method(concurrency_group="loop")
     def run(
@@ -166,14 +169,17 @@ class WorkerActor:
         """Train in one generation until all ranks decide to leave it; return why, and where."""
         torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
         road = self._make_road(membership, address)
+        partners = self._make_partners(membership, address)
         try:
-            self._worker.join(membership, road, snapshot, own_state)
+            self._worker.join(membership, road, snapshot, own_state, partners)
             outcome = Outcome.GO_ON
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
             return outcome, self._worker.round
         finally:
             road.close()
+            if partners:
+                partners.close()
 
     def _make_road(
         self, membership: Membership, address: GroupAddress
@@ -183,6 +189,16 @@ class WorkerActor:
         rank = membership.worker_ids.index(self._worker.worker_id)
         algorithm = self._job.config.exchange.allreduce
         return CollectiveGroup(address, membership.worker_ids, rank, algorithm=algorithm)
+
+    def _make_partners(
+        self, membership: Membership, address: GroupAddress
+    ) -> CollectiveGroup | None:
+        size, worker_id = self._job.config.method.group_size, self._worker.worker_id
+        if size == 1:
+            return None
+        number, workers = membership.partners_of(worker_id, size)
+        place = dataclasses.replace(address, run_id=f"{address.run_id}-partners{number}")
+        return CollectiveGroup(place, workers, workers.index(worker_id))
 
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:

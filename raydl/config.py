@@ -45,6 +45,9 @@ class MethodConfig:
     """Elastic force of all workers together; each one's moving rate is beta / p."""
     period: int | None = field(default=None, metadata={"flag": "period"})
     """Local steps from one exchange to the next (tau); unset: the method's own."""
+    group_size: int = field(default=1, metadata={"flag": "group-size"})
+    """Workers that share one replica by summing gradients, on one node where they fit; only
+    such groups exchange with the center."""
     schedule: str | None = None
     """Who may talk when, for a rule of your own: sync, async, hogwild or round_robin."""
     outer_lr: float | None = None
@@ -55,6 +58,7 @@ class MethodConfig:
     def __post_init__(self) -> None:
         _require(_is_positive(self.beta), "method.beta", "a positive number", self.beta)
         _require(self.period is None or self.period >= 1, "method.period", "1 or more", self.period)
+        _require(self.group_size >= 1, "method.group_size", "1 or more", self.group_size)
         if self.schedule is not None and self.schedule not in WHO_MAY_TALK:
             raise UnknownNameError("method.schedule", self.schedule, WHO_MAY_TALK)
         _require(

@@ -122,6 +122,7 @@ class Controller:
         self._generation = first_generation
         self._started_at = self._state_since = clock()
         self._ready: list[str] = []
+        self._nodes: dict[str, str] = {}
         self._run: _Run | None = None
         self._published: tuple[int, ...] = (first_round,)
         self._evaluating = self._evaluated = first_round
@@ -170,13 +171,18 @@ class Controller:
             self._said = sentence
             self._recorder.event(sentence)
 
+    def _place(self, worker_id: str) -> tuple[str, int]:
+        """Return the sort key of a worker: by number, in groups by node first."""
+        node = self._nodes[worker_id] if self._config.method.group_size > 1 else ""
+        return node, int(worker_id.lstrip("w"))
+
     # what happened
 
     def _take(self, event: Event) -> None:
         match event:
-            case WorkerReady(worker_id):
-                self._ready.append(worker_id)
-                self._ready.sort(key=lambda w: int(w.lstrip("w")))
+            case WorkerReady(worker_id, node):
+                self._nodes[worker_id] = node
+                self._ready = sorted([*self._ready, worker_id], key=self._place)
             case Published(rounds, records):
                 self._published = rounds
                 self._take_records(records)
@@ -254,6 +260,7 @@ class Controller:
             min_workers=max(1, scaling.min_workers),
             max_workers=max(1, scaling.max_workers),
             patience_s=_PATIENCE_S,
+            group_size=self._config.method.group_size,
         )
         if membership is None:
             missing = f"; waiting for {self._crew.waiting_for()}" if waited_s > _PATIENCE_S else ""
@@ -299,7 +306,8 @@ class Controller:
 
     def _can_grow(self, now: Membership) -> bool:
         waiting = [w for w in self._ready if w not in now.worker_ids]
-        return bool(waiting) and now.num_workers < self._config.scaling.max_workers
+        enough = len(waiting) >= self._config.method.group_size
+        return enough and now.num_workers < self._config.scaling.max_workers
 
     def _keep_checkpoints(self, run: _Run) -> None:
         if self._checkpoints.due(self._clock()):

@@ -28,6 +28,8 @@ class WorkerReady:
     """A worker is up and could train."""
 
     worker_id: str
+    node: str = ""
+    """Where it runs."""
 
 
 @dataclass(frozen=True)

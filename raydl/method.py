@@ -35,6 +35,7 @@ def check(config: TrainConfig, method: Method) -> None:
     """Raise a ConfigError if settings do not go together."""
     _check_beta(config, method)
     _check_exchange(config, method)
+    _check_groups(config, method)
     if config.training.deterministic and method.schedule in ("async", "hogwild"):
         raise ConfigError(
             "training.deterministic",
@@ -98,6 +99,22 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
             "exchange.overlap",
             f"has no meaning for {method.name}: what it sends is known only after the gradient",
         )
+
+
+def _check_groups(config: TrainConfig, method: Method) -> None:
+    size, scaling = config.method.group_size, config.scaling
+    if size == 1:
+        return
+    if not method.is_sync or not method.rule.steps_replica:
+        raise ConfigError(
+            "method.group_size",
+            f"is for sync methods whose replicas take steps of their own, not {method.name}",
+        )
+    for count in {max(1, scaling.min_workers), max(1, scaling.max_workers)}:
+        if count % size:
+            raise ConfigError(
+                "method.group_size", f"must divide scaling.num_workers, got {size} and {count}"
+            )
 
 
 def _check_allreduce(config: TrainConfig, method: Method) -> None:

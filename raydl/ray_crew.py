@@ -94,9 +94,9 @@ class RayCrew:
             raise RaydlError(f"the center did not start within {_START_S:.0f} s") from error
 
     def _on_ready(self, worker_id: str) -> Handler:
-        def handle(_: None) -> list[Event]:
+        def handle(node: str) -> list[Event]:
             self._up.add(worker_id)
-            return [WorkerReady(worker_id)]
+            return [WorkerReady(worker_id, node)]
 
         return handle
 

@@ -113,6 +113,14 @@ class Talk:
 _SILENT = Talk()
 
 
+class Partners(Protocol):
+    """Workers that share one replica; see :class:`raydl.exchange.inner.GradientGroup`."""
+
+    def mean_(self, gradients: Tensor, num_samples: int) -> int:
+        """Replace mean gradients by that of the joined batch; return its samples."""
+        ...
+
+
 class ClippedSGD(SGD):
     """Torch's SGD that shortens a gradient beyond ``max_grad_norm`` first.
 
@@ -176,6 +184,8 @@ class Replica:
         self._sent = torch.empty(0)
         self._num_seen = 0
         self._num_sent: dict[int, int] = {}
+        self.partners: Partners | None = None
+        """Workers that share this replica."""
         self.distance_squared = 0.0
         """Squared distance to the center, seen at the last exchange."""
 
@@ -199,8 +209,9 @@ class Replica:
                 self._begin(talk)
             arrived = self._wait(talk) if is_early else []
             loss = self._gradient(batch)
+            num_samples = self._joined(len(batch[1]))
             if sends is Sends.PROGRESS:
-                self._local_step(len(batch[1]))
+                self._local_step(num_samples)
             if sends is not Sends.WEIGHTS:
                 self._begin(talk)
             if not is_early:
@@ -209,7 +220,7 @@ class Replica:
             self.flat.gradients.zero_()
             raise
         if sends is Sends.WEIGHTS:
-            self._join(talk, arrived, num_samples=len(batch[1]))
+            self._join(talk, arrived, num_samples=num_samples)
         else:
             self._follow(talk)
         return loss, arrived[-1][1] if arrived else None
@@ -269,6 +280,13 @@ class Replica:
             scaled.backward()  # type: ignore[no-untyped-call]
         self._num_seen += num_samples
         return loss.detach()
+
+    def _joined(self, num_samples: int) -> int:
+        """Join the gradient with those of workers that share this replica, if any do."""
+        if self.partners is None:
+            return num_samples
+        with self._parts.measure("device_device_parameters"):
+            return self.partners.mean_(self.flat.gradients, num_samples)
 
     def _local_step(self, num_samples: int) -> None:
         """Let the inner optimizer step; without one, gradients go on adding up."""
@@ -334,6 +352,16 @@ class Replica:
             self.flat.weights.copy_(weights)
             self.flat.buffers.copy_(buffers)
             self.flat.gradients.zero_()
+
+    def tensors(self) -> list[Tensor]:
+        """Return what makes this replica, to be changed in place: weights, buffers, momentum."""
+        tensors = [self.flat.weights, self.flat.buffers]
+        if self._optimizer is not None and self._optimizer.param_groups[0]["momentum"]:
+            state = self._optimizer.state[self.flat.weights]
+            if state.get("momentum_buffer") is None:  # zeros do what none at all does
+                state["momentum_buffer"] = torch.zeros_like(self.flat.weights)
+            tensors.append(state["momentum_buffer"])
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that this replica needs to go on, on the CPU."""

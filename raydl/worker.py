@@ -21,6 +21,7 @@ from raydl.compression import ErrorFeedback, parse_codec
 from raydl.config import TrainConfig
 from raydl.data import Batches
 from raydl.errors import NonFiniteLossError
+from raydl.exchange.inner import GradientGroup
 from raydl.exchange.messages import Post
 from raydl.exchange.sync import Group
 from raydl.ledger import Span, split_evenly
@@ -103,6 +104,7 @@ class Worker:
         road: Group | Post,
         snapshot: Snapshot,
         own_state: dict[str, Any] | None = None,
+        partners: Group | None = None,
     ) -> None:
         """Enter a generation.
 
@@ -112,6 +114,7 @@ class Worker:
             snapshot: the center they all start from.
             own_state: what this worker kept at that round in a checkpoint; None for one
                 that has none (it starts at the center) or has it in memory.
+            partners: connects the workers that share this one's replica, if any do.
         """
         with self.parts.measure("initialization"):
             if not self._is_started:
@@ -127,11 +130,23 @@ class Worker:
                 time_parts=self.parts,
                 feedback=self._feedback,
             )
+            self._join_partners(partners, membership)
             schedule = self._make_schedule(site, road, snapshot)
             with self._votes_lock:
                 self._membership, self._schedule = membership, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
             self._seconds_at = (snapshot.seconds, time.monotonic())
+
+    def _join_partners(self, group: Group | None, membership: Membership) -> None:
+        """Share the replica of the group's first worker."""
+        self.replica.partners = None
+        if group is None:
+            return
+        flat, size = self.replica.flat, self._job.config.method.group_size
+        partners = GradientGroup(group, flat.num_parameters, like=flat.weights)
+        is_first = membership.worker_ids.index(self.worker_id) % size == 0
+        partners.copy_first_(self.replica.tensors(), is_first=is_first)
+        self.replica.partners = partners
 
     def _make_schedule(self, site: Site, road: Any, snapshot: Snapshot) -> Schedule:
         if self._method.is_sync:

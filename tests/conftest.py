@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,24 @@ class Ensemble:
         snapshot = snapshot or self.first
         membership = Membership(1, tuple(w.worker_id for w in self.workers))
         group = LocalGroup(len(self.workers), timeout_s=5.0)
+        size = self.config.method.group_size
+        shared = [LocalGroup(size, timeout_s=5.0) for _ in range(self.num_workers // size)]
+
+        def partners(rank: int) -> Any:
+            return shared[rank // size].member(rank % size) if size > 1 else None
+
         post = None if self.job.method.is_sync else self._open_center(snapshot, membership)
-        for rank, worker in enumerate(self.workers):
+
+        def join(rank: int, worker: Worker) -> None:
             own = (states or {}).get(worker.worker_id)
-            worker.join(membership, post or group.member(rank), snapshot, own)
+            worker.join(membership, post or group.member(rank), snapshot, own, partners(rank))
+
+        if size == 1:  # in the order of the ranks, which decides who gets which samples
+            for rank, worker in enumerate(self.workers):
+                join(rank, worker)
+            return self
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            list(pool.map(join, range(self.num_workers), self.workers))
         return self
 
     def _open_center(self, snapshot: Snapshot, membership: Membership) -> LocalPost:

@@ -35,3 +35,21 @@ def test_who_trains_next_and_why(now, ready, waited_s, expected, reason):
     assert why == reason
     if before and after:
         assert after.generation == (4 if expected == now else 5)
+
+
+def test_whole_groups_train():
+    def decide(now, ready):
+        return next_membership(
+            now,
+            Candidates(ready=ready, waited_s=9.0),
+            min_workers=2,
+            max_workers=6,
+            patience_s=5.0,
+            group_size=2,
+        )[0]
+
+    first = decide(None, ("w0", "w1", "w2"))
+    assert first.worker_ids == ("w0", "w1")
+    assert decide(first, ("w0", "w1", "w2")) == first
+    assert decide(first, ("w0", "w1", "w2", "w3")).worker_ids == ("w0", "w1", "w2", "w3")
+    assert first.partners_of("w1", 2) == (0, ("w0", "w1"))

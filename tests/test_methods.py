@@ -249,6 +249,39 @@ def test_without_gradient_fragments_change_nothing(fragments):
     assert np.array_equal(*ends)
 
 
+# two levels
+
+
+def in_groups(config, size):
+    return dataclasses.replace(config, method=dataclasses.replace(config.method, group_size=size))
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-measgd", "diloco"])
+@pytest.mark.parametrize("exchange", [{}, {"compression": "int8"}, {"fragments": 2}])
+def test_workers_of_a_group_are_one_replica_and_train_to_the_end(method, exchange):
+    config = settings(method, epochs=4, workers=4, exchange=ExchangeConfig(**exchange))
+    ensemble = Ensemble(in_groups(config, 2), num_workers=4, images=tiny_images(61)).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 4
+    first, second, third, fourth = [w.replica.flat.weights for w in ensemble.workers]
+    assert torch.equal(first, second)
+    assert torch.equal(third, fourth)
+    assert method == "diloco" or not torch.equal(first, third)
+    assert ensemble.center().num_samples == 4 * 61
+
+
+def test_one_group_of_all_with_elastic_steps_is_one_worker_with_the_joined_batch():
+    """Gradients of a group are those of one batch, and the exchange counts it once."""
+    # A group's members take consecutive samples over a round, a single worker over a step:
+    # with one step to a round both see the same batches.
+    config = settings("sync-easgd", epochs=2, period=1, batch_size=2, workers=2)
+    shared = Ensemble(in_groups(config, 2), num_workers=2, images=tiny_images(40)).join()
+    shared.run()
+    alone = settings("sync-easgd", epochs=2, period=1, batch_size=4, workers=1)
+    single = Ensemble(alone, num_workers=1, images=tiny_images(40)).join()
+    single.run()
+    np.testing.assert_allclose(shared.center().weights, single.center().weights, rtol=1e-4)
+
+
 # shortened messages
 
 

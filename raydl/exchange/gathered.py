@@ -34,6 +34,7 @@ class GatheredExchange:
         round: the number of the first round.
         sends: what the rule sends.
         feedback: this worker's codec, with what it has left out so far.
+        group_size: workers that share one replica and send the same weights.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class GatheredExchange:
         round: int,
         sends: Sends,
         feedback: ErrorFeedback,
+        group_size: int = 1,
     ) -> None:
         self.center = center
         self.span = span
         self.round = round
         self._group = group
         self._sends = sends
+        self._group_size = group_size
         self._feedback = feedback
         self._work: Work | None = None
         self._tally = Tally(0, 0, 0.0)
@@ -103,13 +106,18 @@ class GatheredExchange:
         assert self._work is not None, "begin comes first"
         work, self._work = self._work, None
         work.wait()
-        p, codec = self._group.num_workers, self._feedback.codec
+        num_workers, codec = self._group.num_workers, self._feedback.codec
+        p = num_workers // self._group_size
         self._total.zero_()
         self._rest.zero_()
-        for rank in range(p):
+        for rank in range(num_workers):
             codec.decode(self._all[rank, : self._num_encoded], out=self._decoded)
             self._total.add_(self._decoded)
             self._rest.add_(self._all_rest[rank])
+        num_buffers = self.center.buffers.numel()
+        if self._group_size > 1:  # each replica is in the sum as often as workers share it
+            self._total.div_(self._group_size)
+            self._rest[:num_buffers].div_(self._group_size)
         if self._sends is Sends.WEIGHTS:
             self._total.add_(self.center.weights, alpha=p)
         sums = Header(*self._rest[-HEADER_SIZE:].tolist())

@@ -71,6 +71,7 @@ class SyncExchange:
         round: the number of the first round.
         pieces: sizes to send one by one, summing to the message's weights; None: all in one
             message.
+        group_size: workers that share one replica and send the same weights.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class SyncExchange:
         span: slice,
         round: int,
         pieces: Sequence[int] | None = None,
+        group_size: int = 1,
     ) -> None:
         self.center = center
         self.span = span
         self.round = round
         self._group = group
+        self._group_size = group_size
         self._work: list[Work] = []
         self._tally = Tally(0, 0, 0.0)
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
@@ -130,7 +133,10 @@ class SyncExchange:
         for piece in work:
             piece.wait()
         sums = Header(*self._header.tolist())
-        p = self._group.num_workers
+        p = self._group.num_workers // self._group_size
+        if self._group_size > 1:  # each replica is in the sum as often as workers share it
+            self._weights.div_(self._group_size)
+            self._buffers.div_(self._group_size)
         self._tally = Tally(num_workers=p, num_messages=p, num_samples=sums.num_samples)
         return self._tally, sums
 

@@ -78,10 +78,19 @@ class SyncSchedule:
                 round=self._round,
                 sends=site.method.rule.sends,
                 feedback=site.feedback_of(span),
+                group_size=self._config.method.group_size,
             )
             return self._staged(exchange)
         pieces = None if settings.packed else _pieces(site.flat.layer_sizes, span)
-        exchange = SyncExchange(group, center, span=slice(*span), round=self._round, pieces=pieces)
+        group_size = self._config.method.group_size
+        exchange = SyncExchange(
+            group,
+            center,
+            span=slice(*span),
+            round=self._round,
+            pieces=pieces,
+            group_size=group_size,
+        )
         return self._staged(exchange)
 
     def _staged(self, exchange: SyncExchange | GatheredExchange) -> AnyExchange:

@@ -1,0 +1,62 @@
+"""The lower of two levels: workers of one node compute one gradient together.
+
+SC17 parts a chip into groups of cores whose copies of the weights stay identical by summing
+gradients; here a group of workers is one replica in several processes. Only groups exchange
+with the center.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raydl.exchange.sync import Group
+
+
+class GradientGroup:
+    """The workers that share one replica, as one of them sees them.
+
+    Args:
+        group: connects them.
+        num_parameters: elements of a gradient.
+        like: a tensor of the dtype and device of the gradients.
+    """
+
+    def __init__(self, group: Group, num_parameters: int, *, like: Tensor) -> None:
+        self.num_workers = group.num_workers
+        self._group = group
+        self._message = like.new_zeros(num_parameters + 1)
+        self._step = 0
+
+    def mean_(self, gradients: Tensor, num_samples: int) -> int:
+        """Replace mean gradients by that of the joined batch; return its samples.
+
+        Args:
+            gradients: of the mean loss over ``num_samples`` samples, shape [num_parameters].
+            num_samples: of this worker's batch; may be 0.
+
+        Raises:
+            ExchangeError: a worker of the group went away or took too long; the gradients
+                are as they were.
+        """
+        torch.mul(gradients, num_samples, out=self._message[:-1])
+        self._message[-1] = num_samples
+        self._group.start_allreduce(self._message, round=self._step).wait()
+        self._step += 1
+        total = int(self._message[-1])
+        gradients.copy_(self._message[:-1])
+        if total:
+            gradients.div_(total)
+        return total
+
+    def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> None:
+        """Replace tensors by those of the group's first worker.
+
+        Raises:
+            ExchangeError: it went away or took too long; the tensors are as they were.
+        """
+        copies = [t.clone() if is_first else torch.zeros_like(t) for t in tensors]
+        for copy in copies:
+            self._group.start_allreduce(copy, round=self._step).wait()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
