@@ -15,7 +15,7 @@ from raydl.exchange.messages import HOME, Push, Reply, cells
 from raydl.exchange.shard import Shard, ShardState
 from raydl.ledger import Ledger
 from raydl.membership import Membership
-from raydl.replica import make_optimizer
+from raydl.optimizers import make_optimizer
 from raydl.worker import Job
 
 

@@ -48,6 +48,8 @@ class MethodConfig:
     group_size: int = field(default=1, metadata={"flag": "group-size"})
     """Workers that share one replica by summing gradients, on one node where they fit; only
     such groups exchange with the center."""
+    dynamic_weights: bool = field(default=False, metadata={"flag": "dynamic-weights"})
+    """A replica that is suddenly far from the center is pulled hard and pulls little."""
     schedule: str | None = None
     """Who may talk when, for a rule of your own: sync, async, hogwild or round_robin."""
     outer_lr: float | None = None

@@ -35,7 +35,7 @@ def check(config: TrainConfig, method: Method) -> None:
     """Raise a ConfigError if settings do not go together."""
     _check_beta(config, method)
     _check_exchange(config, method)
-    _check_groups(config, method)
+    _check_replicas(config, method)
     if config.training.deterministic and method.schedule in ("async", "hogwild"):
         raise ConfigError(
             "training.deterministic",
@@ -101,7 +101,12 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
         )
 
 
-def _check_groups(config: TrainConfig, method: Method) -> None:
+def _check_replicas(config: TrainConfig, method: Method) -> None:
+    if config.method.dynamic_weights and method.rule.sends is not Sends.WEIGHTS:
+        raise ConfigError(
+            "method.dynamic_weights",
+            f"has no meaning for {method.name}: its replicas follow the center",
+        )
     size, scaling = config.method.group_size, config.scaling
     if size == 1:
         return

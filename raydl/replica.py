@@ -12,15 +12,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from raydl.center import Center, Mirror, copied_to_cpu, set_lr
-from raydl.config import OptimizerConfig
 from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
 from raydl.rules import Rule, Sends, Tally
 from raydl.task import Batch, Task
+from raydl.trust import Trust
 
 
 @dataclass(frozen=True)
@@ -121,40 +121,6 @@ class Partners(Protocol):
         ...
 
 
-class ClippedSGD(SGD):
-    """Torch's SGD that shortens a gradient beyond ``max_grad_norm`` first.
-
-    One exploding batch would else throw a replica out, and the center after it.
-    """
-
-    def __init__(self, tensors: list[Tensor], *, max_grad_norm: float | None, **settings: Any):
-        super().__init__(tensors, **settings)
-        self._max_grad_norm = max_grad_norm
-
-    def step(self, closure: Any = None) -> Any:
-        """Shorten the gradient if it is too long, then step."""
-        if self._max_grad_norm is not None:
-            for group in self.param_groups:
-                nn.utils.clip_grad_norm_(group["params"], self._max_grad_norm)
-        return super().step(closure)
-
-
-def make_optimizer(config: OptimizerConfig) -> Callable[[list[Tensor]], Optimizer]:
-    """Return a function that builds the configured optimizer over flat tensors."""
-
-    def build(tensors: list[Tensor]) -> Optimizer:
-        return ClippedSGD(
-            tensors,
-            max_grad_norm=config.max_grad_norm,
-            lr=config.lr or 0.0,
-            momentum=config.momentum or 0.0,
-            nesterov=bool(config.nesterov),
-            weight_decay=config.weight_decay,
-        )
-
-    return build
-
-
 class Replica:
     """The parameters x_i of one worker and the arithmetic around them.
 
@@ -164,6 +130,8 @@ class Replica:
         rule: what an exchange does.
         make_optimizer: builds the inner optimizer over the flat weights.
         time_parts: where the time is counted.
+        has_dynamic_weights: a replica that is suddenly far away counts little; for rules
+            that send weights.
     """
 
     def __init__(
@@ -174,12 +142,15 @@ class Replica:
         rule: Rule,
         make_optimizer: Callable[[list[Tensor]], Optimizer],
         time_parts: TimeParts,
+        has_dynamic_weights: bool = False,
     ) -> None:
         self.flat = FlatModel(model, name=task.name)
         self._task = task
         self._rule = rule
         self._optimizer = make_optimizer([self.flat.weights]) if rule.steps_replica else None
         self._parts = time_parts
+        self._trusts: dict[int, Trust] | None = {} if has_dynamic_weights else None
+        self._distrust: dict[int, float] = {}
         self._pull = torch.empty_like(self.flat.weights)
         self._sent = torch.empty(0)
         self._num_seen = 0
@@ -249,8 +220,17 @@ class Replica:
         if self._rule.sends is Sends.GRADIENT:
             return self.flat.gradients[span]
         if self._rule.sends is Sends.WEIGHTS:
-            return self.flat.weights[span]
+            return self._trusted(exchange, self.flat.weights[span])
         return torch.sub(exchange.center.weights, self.flat.weights[span], out=self._pull[span])
+
+    def _trusted(self, exchange: Exchange, weights: Tensor) -> Tensor:
+        """Return the weights to send: closer to the center the less this replica is trusted."""
+        if self._trusts is None:
+            return weights
+        center, start = exchange.center.weights, exchange.span.start
+        trust = self._trusts.setdefault(start, Trust())
+        self._distrust[start] = trust.distrust(float(torch.dist(weights, center)))
+        return torch.lerp(weights, center, self._distrust[start])
 
     def _keep_sent(self, span: slice) -> None:
         """Remember what was sent, for an exchange that takes effect in a later step."""
@@ -306,12 +286,18 @@ class Replica:
                 sent, center = self._sent_weights(exchange, talk), exchange.center.weights
                 self._note_distance(exchange, sent, center)
                 out = self._pull[exchange.span]
-                pulls.append((exchange, self._rule.pull(sent, center, tally, out=out)))
+                pull = self._rule.pull(sent, center, tally, out=out)
+                pulls.append((exchange, self._harder(exchange, pull, sent, center)))
         self._local_step(num_samples)
         with self._parts.measure("replica_update"):
             for exchange, pull in pulls:
                 self.flat.weights[exchange.span].sub_(pull)
         self._commit(talk)
+
+    def _harder(self, exchange: Exchange, pull: Tensor, sent: Tensor, center: Tensor) -> Tensor:
+        """Return the pull on a replica that is trusted less: (1 - f) * pull + f * (x - c)."""
+        f = self._distrust.get(exchange.span.start, 0.0)
+        return pull.mul_(1 - f).add_(sent - center, alpha=f) if f else pull
 
     def _follow(self, talk: Talk) -> None:
         """Move the center, and become a copy of it, but for steps since the message."""
@@ -371,6 +357,7 @@ class Replica:
             "gradients": self.flat.gradients.detach().cpu().clone(),
             "optimizer": copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
             "distance_squared": self.distance_squared,
+            "trust": [[start, t.state_dict()] for start, t in (self._trusts or {}).items()],
             "num_seen": self._num_seen,
             "num_sent": dict(self._num_sent),
         }
@@ -383,4 +370,8 @@ class Replica:
         if self._optimizer and state["optimizer"]:
             self._optimizer.load_state_dict(copied_to_cpu(state["optimizer"]))
         self.distance_squared = state["distance_squared"]
+        for start, trust in state["trust"]:
+            assert self._trusts is not None
+            self._trusts[start] = Trust()
+            self._trusts[start].load_state_dict(trust)
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])

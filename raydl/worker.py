@@ -28,7 +28,8 @@ from raydl.ledger import Span, split_evenly
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.metrics import TimeParts
-from raydl.replica import Header, Replica, Talk, make_optimizer
+from raydl.optimizers import make_optimizer
+from raydl.replica import Header, Replica, Talk
 from raydl.reports import Outcome, Record, WorkerReport
 from raydl.rules import Sends, lr_factor
 from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
@@ -81,6 +82,7 @@ class Worker:
                 rule=self._method.rule,
                 make_optimizer=make_optimizer(self._method.inner),
                 time_parts=self.parts,
+                has_dynamic_weights=job.config.method.dynamic_weights,
             )
         self.local_step = 0
         self._is_started = False

@@ -123,6 +123,12 @@ class Ensemble:
             shard.open(membership.generation)
         return LocalPost([self.service, *self.others], self.service.dispatcher)
 
+    def now(self) -> Any:
+        """Return the center's weights between two rounds."""
+        if self.job.method.is_sync:
+            return self.workers[0]._schedule.snapshot(is_kept=False, local_step=0).weights
+        return self.center().weights
+
     def center(self) -> Snapshot:
         """Return the center as it is."""
         if self.job.method.is_sync:

@@ -14,7 +14,8 @@ from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
 from raydl.exchange.local import LocalGroup
 from raydl.exchange.sync import SyncExchange
-from raydl.replica import Header, make_optimizer
+from raydl.optimizers import make_optimizer
+from raydl.replica import Header
 from raydl.rules import Elastic
 
 BETA = 0.5

@@ -15,7 +15,8 @@ from raydl.exchange.shard import Shard
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.methods import resolve
-from raydl.replica import Header, make_optimizer
+from raydl.optimizers import make_optimizer
+from raydl.replica import Header
 from raydl.reports import Outcome
 from raydl.rules import Elastic, Outer, Rule, Sends
 

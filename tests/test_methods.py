@@ -20,6 +20,7 @@ from raydl.method import Method
 from raydl.methods import METHODS, resolve
 from raydl.reports import Outcome
 from raydl.rules import Elastic, Rule, Sends
+from raydl.trust import Trust
 
 ELASTIC = [
     name
@@ -280,6 +281,41 @@ def test_one_group_of_all_with_elastic_steps_is_one_worker_with_the_joined_batch
     single = Ensemble(alone, num_workers=1, images=tiny_images(40)).join()
     single.run()
     np.testing.assert_allclose(shared.center().weights, single.center().weights, rtol=1e-4)
+
+
+# dynamic weights
+
+
+def jump(method, *, is_dynamic):
+    """Return how far (center, replica to center) are after a replica came back from far away."""
+    config = settings(method, steps=40, period=2)
+    config = dataclasses.replace(
+        config, method=dataclasses.replace(config.method, dynamic_weights=is_dynamic)
+    )
+    ensemble = Ensemble(config, num_workers=2, images=tiny_images(60)).join()
+    ensemble.run(12)
+    before, lost = torch.tensor(ensemble.now()), ensemble.workers[1].replica.flat.weights
+    lost.add_(5.0)
+    ensemble.run(1)
+    center = torch.tensor(ensemble.now())
+    return float(torch.dist(before, center)), float(torch.dist(lost, center))
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-measgd", "original-easgd"])
+def test_a_replica_that_comes_back_from_far_away_hardly_moves_the_center(method):
+    plain, dynamic = jump(method, is_dynamic=False), jump(method, is_dynamic=True)
+    assert dynamic[0] < 0.2 * plain[0]  # the center
+    assert dynamic[1] < 0.2 * plain[1]  # the replica, which is with the others at once
+
+
+def test_trust_follows_the_trend_of_the_distance():
+    trust = Trust()
+    assert [trust.distrust(d) for d in (0.1, 1.0, 2.0, 2.0)] == [0, 0, 0, 0]  # a run begins
+    assert trust.distrust(2.0) == 0
+    assert trust.distrust(100.0) == 1
+    again = Trust()
+    again.load_state_dict(trust.state_dict())
+    assert 0 < again.distrust(5.0) < 1
 
 
 # shortened messages

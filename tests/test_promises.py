@@ -16,7 +16,7 @@ from raydl.models import MODELS
 
 ROWS = [
     {"errors", "config", "ray_session"},
-    {"rules", "flat", "membership", "ledger", "extent", "compression"},
+    {"rules", "flat", "membership", "ledger", "extent", "compression", "optimizers", "trust"},
     {
         "method", "methods", "models", "task", "data", "metrics", "progress", "storage",
         "center", "replica", "checkpoint", "run_folder",

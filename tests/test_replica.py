@@ -13,7 +13,8 @@ from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingCon
 from raydl.data import Batches, Normalizer
 from raydl.errors import ExchangeError
 from raydl.metrics import TimeParts
-from raydl.replica import Replica, Talk, make_optimizer
+from raydl.optimizers import make_optimizer
+from raydl.replica import Replica, Talk
 from raydl.rules import Elastic, MeanGradient
 from raydl.task import Classification
 

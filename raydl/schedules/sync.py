@@ -12,7 +12,8 @@ from raydl.exchange.messages import shard_spans
 from raydl.exchange.sync import Group, StagedExchange, SyncExchange
 from raydl.extent import Extent
 from raydl.ledger import Ledger, Span, share_round
-from raydl.replica import Exchange, Header, make_optimizer
+from raydl.optimizers import make_optimizer
+from raydl.replica import Exchange, Header
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.schedules.base import Decision, Round, Site
 

@@ -1,0 +1,55 @@
+"""How far a replica is trusted, by the trend of its distance to the center.
+
+A worker that comes back after a failure is far from where the others went. With dynamic
+weights it is pulled hard and pulls the center little:
+
+    u       log of the distance between replica and center at an exchange
+    a       u minus the median of the newest u before
+    f       0 for a <= log 2, 1 for a >= log 8, a straight line between
+    x <- x - (alpha*(1 - f) + f) * (x - c) ; c <- c + alpha*(1 - f)*(x - c)
+
+With f = 0 this is elastic averaging, with f = 1 the replica starts again at the center. Our
+reading of Xu and Carr, arXiv 2409.09242, of which we know the idea (weights by the trend of
+the log distance), not the formulas: the score and its limits are ours.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import Any
+
+_GRACE, _LIMIT = math.log(2), math.log(8)
+_REMEMBERED, _NEEDED = 8, 4
+
+
+class Trust:
+    """Follows one replica's distance to one span of the center."""
+
+    def __init__(self) -> None:
+        self._logs: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def distrust(self, distance: float) -> float:
+        """Take in the distance at an exchange; return f, 0 (trusted) to 1.
+
+        The first exchanges are trusted: distances grow from zero in every run.
+        """
+        if distance <= 0:
+            return 0.0
+        log = math.log(distance)
+        if len(self._logs) < _NEEDED:
+            self._logs.append(log)
+            return 0.0
+        usual = statistics.median(self._logs)
+        # A jump counts as a small one, or the next one would look small beside it.
+        self._logs.append(min(log, usual + _GRACE))
+        return min(1.0, max(0.0, (log - usual - _GRACE) / (_LIMIT - _GRACE)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen."""
+        return {"logs": list(self._logs)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._logs = deque(state["logs"], maxlen=_REMEMBERED)
