@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -131,7 +133,7 @@ _ROWS = (
         name="eamsgd",
         make_rule=Elastic.from_config,
         schedule="async",
-        lr=0.0025,
+        lr=0.005,
         momentum=0.99,
         nesterov=True,
         sentence="async-easgd with Nesterov momentum 0.99 in the local step",
@@ -208,8 +210,8 @@ _ROWS = (
         name="async-diloco",
         make_rule=_delayed,
         schedule="async",
-        period=50,
-        outer=(0.7, 0.9),
+        period=20,
+        outer=(0.7, 0.5),
         by_speed=True,
         sentence="progress applied on arrival, delayed Nesterov, local steps by speed",
         source="arXiv 2401.09135",
@@ -255,6 +257,8 @@ def _own_rule(config: MethodConfig) -> Rule | None:
     if ":" not in config.name:
         return None
     module_name, _, class_name = config.name.partition(":")
+    if os.getcwd() not in sys.path:  # a command finds what lies where it is given
+        sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:

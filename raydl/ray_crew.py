@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class RayCrew:
     """
 
     def __init__(self, job: Job, dataset: Dataset) -> None:
+        _send_by_value(type(job.method.rule))
         self._job = job
         self._run_id = uuid.uuid4().hex[:8]
         normalizer = Normalizer.of(dataset.train)
@@ -195,6 +197,13 @@ class RayCrew:
 @ray.remote(num_cpus=0)
 def _gather(snapshot: Snapshot, worker_ids: tuple[str, ...], *states: dict[str, Any]) -> Collected:
     return Collected(snapshot, dict(zip(worker_ids, states, strict=True)))
+
+
+def _send_by_value(rule: type) -> None:
+    """Let a rule of the user's own travel with its code: no node needs its module."""
+    module = sys.modules[rule.__module__]
+    if rule.__module__.split(".")[0] not in ("raydl", "__main__"):
+        ray.cloudpickle.register_pickle_by_value(module)
 
 
 def _on_report(report: WorkerReport) -> list[Event]:

@@ -14,6 +14,7 @@ other files whenever a checkpoint is written, and the local folder holds the eve
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from importlib import metadata
@@ -37,7 +38,8 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig) -> None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        default = f"runs/{config.method.name}-{config.model}-{stamp}"
+        name = re.sub(r"[^\w.-]+", ".", f"{config.method.name}-{config.model}")
+        default = f"runs/{name}-{stamp}"
         self.path = Path(config.run.run_dir or default)
         self.is_remote = config.run.storage_path is not None
         self.root = (

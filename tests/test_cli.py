@@ -168,7 +168,8 @@ def test_a_longer_run_continues_its_curves_without_gaps_or_doubles(tmp_path):
     assert result_of(run)["samples"] == 4 * 96
     events = EventAccumulator(str(run)).Reload()
     tags = set(events.Tags()["scalars"])
-    assert tags == set(TAGS)
+    # No all-reduce is chosen where torch's own is used.
+    assert tags == {tag for tag in TAGS if "allreduce" not in tag}
     for tag in tags:
         steps = [e.step for e in events.Scalars(tag)]
         assert steps == sorted(set(steps)), tag

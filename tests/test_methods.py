@@ -511,6 +511,24 @@ def test_a_rule_is_found_by_module_and_class():
     assert resolve(TrainConfig(method=by_messages)).schedule == "hogwild"
 
 
+def test_the_rule_of_the_docs_is_twenty_lines_and_trains(root, tmp_path, monkeypatch):
+    text = (root / "docs/algorithms.md").read_text().split("## A rule of your own")[1]
+    code = text.split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    (tmp_path / "my_rules.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for schedule in ("sync", "hogwild"):
+        config = settings("my_rules:SignElastic", epochs=6, lr=0.05)
+        method = dataclasses.replace(config.method, schedule=schedule)
+        images = tiny_images(31)
+        ensemble = Ensemble(
+            dataclasses.replace(config, method=method), num_workers=2, images=images
+        ).join()
+        before = loss_of(ensemble, ensemble.first.weights, images)
+        assert ensemble.run() == [Outcome.FINISHED] * 2
+        assert loss_of(ensemble, ensemble.center().weights, images) < before
+
+
 def test_a_rule_is_given_as_it_is():
     method = resolve(TrainConfig(method=MethodConfig(name="Halfway")), Halfway())
     assert isinstance(method, Method)
