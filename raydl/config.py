@@ -143,16 +143,9 @@ class TrainingConfig:
     """Refuse what would not give the same bits for the same seed and the same workers."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.epochs is None or self.epochs >= 1, "training.epochs", "1 or more", self.epochs
-        )
-        _require(self.steps is None or self.steps >= 1, "training.steps", "1 or more", self.steps)
-        _require(
-            self.samples is None or self.samples >= 1,
-            "training.samples",
-            "1 or more",
-            self.samples,
-        )
+        for name in ("epochs", "steps", "samples", "batch_size"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"training.{name}", "1 or more", value)
         _require(
             self.seconds is None or _is_positive(self.seconds),
             "training.seconds",
@@ -168,7 +161,6 @@ class TrainingConfig:
             )
         if self.deterministic and self.seconds is not None:
             raise ConfigError("training.seconds", "depends on the clock, not with --deterministic")
-        _require(self.batch_size >= 1, "training.batch_size", "1 or more", self.batch_size)
         _require(0 <= self.seed < 2**63, "training.seed", "in [0, 2^63)", self.seed)
 
     @property
@@ -300,12 +292,22 @@ class EvaluationConfig:
 
     every_epochs: int = 1
     """Epochs from one evaluation to the next."""
+    every_samples: int | None = None
+    """Samples, by all workers, from one evaluation to the next, instead of epochs."""
     batch_size: int = 500
     """Samples in one evaluation step."""
 
     def __post_init__(self) -> None:
         _require(self.every_epochs >= 1, "evaluation.every_epochs", "1 or more", self.every_epochs)
+        every = self.every_samples
+        _require(every is None or every >= 1, "evaluation.every_samples", "1 or more", every)
         _require(self.batch_size >= 1, "evaluation.batch_size", "1 or more", self.batch_size)
+
+    def num_due(self, *, num_samples: int, epoch: int) -> int:
+        """Return how many evaluations are due once so much is done."""
+        if self.every_samples is not None:
+            return num_samples // self.every_samples
+        return epoch // self.every_epochs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,21 +142,21 @@ class Dispatcher:
             member = self._members[worker_id]
             staleness = self._version - member.seen_version
             self._version += 1
-            epoch = self._ledger.epoch
+            epoch, num_due = self._ledger.epoch, self._num_due()
             self._ledger.complete(worker_id)
             member.local_step = settlement.local_step
             member.step_s = settlement.header.step_s
             self._books.add(settlement.header, num_messages=1, staleness=staleness)
-            if self._is_evaluation_due(epoch):
+            if self._num_due() > num_due:
                 self._due.append(Due(self._version, False))
             orders = self._orders(worker_id, keep=self._keep(worker_id))
             is_end = orders.outcome is not Outcome.GO_ON
             self._books.record(self._standing(push), at_once=is_end or self._ledger.epoch > epoch)
             return orders
 
-    def _is_evaluation_due(self, epoch_before: int) -> bool:
-        every = self._config.evaluation.every_epochs
-        return self._ledger.epoch // every > epoch_before // every
+    def _num_due(self) -> int:
+        ledger = self._ledger
+        return self._config.evaluation.num_due(num_samples=ledger.num_done_ever, epoch=ledger.epoch)
 
     def _keep(self, worker_id: str) -> int | None:
         """Return the number of the checkpoint that this worker has not kept its state for."""

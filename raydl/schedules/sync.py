@@ -145,7 +145,7 @@ class SyncSchedule:
     def settle(self, sums: Header, local_step: int) -> Decision:
         """Complete the round for all ranks and decide by the sums they all see."""
         p = self._site.membership.num_workers
-        epoch = self._ledger.epoch
+        epoch, num_due = self._ledger.epoch, self._num_due()
         for worker in self._site.membership.worker_ids:
             self._ledger.complete(worker)
         self._round += 1
@@ -156,13 +156,16 @@ class SyncSchedule:
         self._books.add(sums, num_messages=p)
         self._books.record(self._standing(local_step), at_once=is_new_epoch or is_over)
         keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
-        every = self._config.evaluation.every_epochs
-        evaluates = self._ledger.epoch // every > epoch // every
+        evaluates = self._num_due() > num_due
         return Decision(
             outcome,
             keep=self._round if keeps else None,
             publishes=self._site.rank == 0 and (keeps or evaluates or is_over),
         )
+
+    def _num_due(self) -> int:
+        ledger = self._ledger
+        return self._config.evaluation.num_due(num_samples=ledger.num_done_ever, epoch=ledger.epoch)
 
     def _outcome(self, sums: Header, local_step: int) -> Outcome:
         if self._extent.is_reached(

@@ -1,0 +1,291 @@
+"""Comparisons: fake runs for the decisions, one real one in this process for the whole."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from raydl import plots
+from raydl.comparison import Comparison, Spread, compare, make_rows, plan
+from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
+from raydl.errors import ConfigError, DataError, NonFiniteLossError
+from raydl.methods import METHODS
+from raydl.metrics import TIME_PARTS
+
+BASE = TrainConfig(
+    training=TrainingConfig(samples=100, batch_size=10), scaling=ScalingConfig(num_workers=2)
+)
+
+
+def make(tmp_path, methods="sync-easgd,async-easgd", *, seeds=2, base=BASE, target=0.9):
+    return Comparison(
+        methods=methods, seeds=seeds, base=base, target=target, out=str(tmp_path / "out")
+    )
+
+
+def figures(*, speed=1.0, accuracies=(0.5, 0.92, 0.95)):
+    """Return the figures of a run that was scored every 10 s at speed 1, every 100 samples."""
+    return {
+        "center_accuracy": accuracies[-1],
+        "communication_share": 0.25,
+        "rounds": 30,
+        "staleness": 0.5,
+        "samples_per_s": 10 * speed,
+        "seconds": 10 * len(accuracies) / speed,
+        "samples": 100 * len(accuracies),
+        "time_parts": dict.fromkeys(TIME_PARTS, 1 / speed),
+        "evaluations": [
+            {"round": i, "samples": 100 * i, "seconds": 10 * i / speed, "accuracy": a, "loss": 1.0}
+            for i, a in enumerate(accuracies, 1)
+        ],
+        "stopped_by": "",
+    }
+
+
+class FakeFit:
+    """Leaves a run's folder as the trainer does; ``answers`` may hold figures or an error."""
+
+    def __init__(self, answers=None):
+        self.answers = answers or {}
+        self.done = []
+
+    def __call__(self, config):
+        key = (config.method.name, config.training.seed)
+        self.done.append(key)
+        answer = self.answers.get(key, self.answers.get(key[0], figures()))
+        folder = Path(config.run.run_dir)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"config": to_dict(config)}))
+        if isinstance(answer, BaseException):
+            raise answer
+        (folder / "result.json").write_text(json.dumps(answer))
+        return answer
+
+
+def report(tmp_path):
+    return (tmp_path / "out/comparison.md").read_text()
+
+
+def job(root):
+    """Return jobs/compare.py as a module."""
+    spec = importlib.util.spec_from_file_location("compare_job", root / "jobs/compare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_runs_are_interleaved_by_seed_and_all_else_is_equal(tmp_path):
+    runs = plan(make(tmp_path), tmp_path)
+    assert [(run.method, run.seed) for run in runs] == [
+        ("sync-easgd", 0), ("async-easgd", 0), ("sync-easgd", 1), ("async-easgd", 1),
+    ]  # fmt: skip
+    assert runs[1].schedule == "async"
+    assert runs[3].folder == tmp_path / "async-easgd/seed-1"
+    assert {run.config.training.samples for run in runs} == {100}
+    assert {run.config.scaling.num_workers for run in runs} == {2}
+
+
+def test_all_means_every_method_and_seeds_count_up_from_the_first(tmp_path):
+    training = dataclasses.replace(BASE.training, seed=5)
+    base = dataclasses.replace(BASE, training=training)
+    runs = plan(make(tmp_path, "all", base=base), tmp_path)
+    assert [run.method for run in runs if run.seed == 5] == list(METHODS)
+    assert {run.seed for run in runs} == {5, 6}
+
+
+@pytest.mark.parametrize(
+    ("methods", "changes", "sentence"),
+    [
+        ("sync-easgd,sync-egsd", {}, "has no 'sync-egsd'; did you mean sync-easgd"),
+        (
+            "local-sgd,sync-easgd",
+            {"method": dataclasses.replace(BASE.method, outer_lr=0.7)},
+            "method.outer_lr has no meaning for sync-easgd",
+        ),
+        (
+            "async-easgd,sync-easgd",
+            {"method": dataclasses.replace(BASE.method, beta=1.8)},
+            r"method.beta must be in \(0, 1\].* \(for sync-easgd\)",
+        ),
+        ("sync-easgd", {"training": TrainingConfig()}, "training.samples or seconds or epochs"),
+        (" , ", {}, "methods names none"),
+    ],
+)
+def test_a_mistake_is_told_before_the_first_run(tmp_path, methods, changes, sentence):
+    fit = FakeFit()
+    base = dataclasses.replace(BASE, **changes)
+    with pytest.raises(ConfigError, match=sentence):
+        compare(make(tmp_path, methods, base=base), fit=fit)
+    assert fit.done == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_are_not_there_are_told_before_the_first_run(tmp_path):
+    base = dataclasses.replace(BASE, data="no/such/place")
+    with pytest.raises(DataError, match="no such file"):
+        compare(make(tmp_path, base=base))
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_method_fails_and_the_rest_are_kept(tmp_path, capsys):
+    fit = FakeFit({("async-easgd", 0): NonFiniteLossError("w1", 7, math.nan)})
+    fit.answers["async-easgd", 1] = ValueError("first line\nTypeError: the | reason")
+    assert compare(make(tmp_path), fit=fit) == 1
+    assert len(fit.done) == 4
+    text = report(tmp_path)
+    sentence = "the loss became nan at local step 7 of worker w1"
+    assert f"| async-easgd | async | 0 of 2 | failed: {sentence}" in text
+    assert "- async-easgd, seed 1: TypeError: the | reason" in text
+    assert "| sync-easgd | sync | 2 of 2 | 2 of 2 | 20.00 | 200 | 95.00% |" in text
+    assert f"async-easgd, seed 0: failed: {sentence}" in capsys.readouterr().out
+    assert "Traceback" in (tmp_path / "out/async-easgd/seed-0/error.txt").read_text()
+
+
+def test_a_comparison_started_again_does_only_what_is_not_complete(tmp_path, capsys):
+    first = FakeFit({("async-easgd", 1): RuntimeError("a bad day")})
+    assert compare(make(tmp_path), fit=first) == 1
+    again = FakeFit()
+    assert compare(make(tmp_path), fit=again) == 0
+    assert again.done == [("async-easgd", 1)]
+    assert capsys.readouterr().out.count("taken, not repeated") == 3
+    assert "failed" not in report(tmp_path)
+    more = FakeFit()
+    assert compare(make(tmp_path, "sync-easgd,diloco", seeds=3), fit=more) == 0
+    assert more.done == [("diloco", 0), ("diloco", 1), ("sync-easgd", 2), ("diloco", 2)]
+
+
+def test_runs_of_other_settings_are_not_taken(tmp_path):
+    compare(make(tmp_path), fit=FakeFit())
+    training = dataclasses.replace(BASE.training, samples=200)
+    fit = FakeFit()
+    sentence = "training.samples was 100 and not 200; name another folder"
+    with pytest.raises(ConfigError, match=sentence):
+        compare(make(tmp_path, base=dataclasses.replace(BASE, training=training)), fit=fit)
+    assert fit.done == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (KeyboardInterrupt(), 130),
+        ({**figures(), "stopped_by": "SIGINT"}, 130),
+        ({**figures(), "stopped_by": "SIGTERM"}, 143),
+    ],
+)
+def test_a_signal_keeps_what_there_is_and_the_rest_can_be_done_later(
+    tmp_path, capsys, answer, status
+):
+    assert compare(make(tmp_path), fit=FakeFit({("sync-easgd", 1): answer})) == status
+    assert "does the other 2" in capsys.readouterr().out
+    assert "2 of 4 runs are complete" in report(tmp_path)
+    again = FakeFit()
+    assert compare(make(tmp_path), fit=again) == 0
+    assert again.done == [("sync-easgd", 1), ("async-easgd", 1)]
+
+
+def test_the_target_is_reached_at_the_first_evaluation_that_shows_it(tmp_path):
+    run = plan(make(tmp_path), tmp_path)[0]
+    run = dataclasses.replace(run, figures=figures(accuracies=(0.5, 0.9, 0.8, 0.95)))
+    assert run.to_target(0.9) == (20, 200)
+    assert run.to_target(0.91) == (40, 400)
+    assert run.to_target(0.96) == (math.inf, math.inf)
+    assert run.as_dict(0.96)["seconds_to_target"] is None
+
+
+def test_rows_hold_medians_and_the_first_at_the_target_comes_first(tmp_path):
+    runs = plan(make(tmp_path, "sync-sgd,sync-easgd,diloco,local-sgd", seeds=3), tmp_path)
+    never = figures(accuracies=(0.5, 0.6))
+    of_method = {
+        "sync-sgd": [never, never, never],
+        "sync-easgd": [figures(), figures(speed=0.5), never],
+        "diloco": [figures(), figures(speed=2), figures(speed=4)],
+        "local-sgd": [None, None, None],
+    }
+    runs = [dataclasses.replace(r, figures=of_method[r.method][r.seed]) for r in runs]
+    rows = make_rows(runs, 0.9)
+    assert [row.method for row in rows] == ["diloco", "sync-easgd", "sync-sgd", "local-sgd"]
+    assert rows[0].figures["seconds_to_target"] == Spread(10, 5, 20)
+    assert rows[0].figures["center_accuracy"] == Spread(0.95, 0.95, 0.95)
+    assert rows[0].parts["data_io"] == pytest.approx((1 + 1 / 2 + 1 / 4) / 3)
+    assert rows[1].figures["seconds_to_target"] == Spread(40, 20, math.inf)
+    assert [row.num_reached for row in rows] == [3, 2, 0, 0]
+    text = plots.markdown(make(tmp_path), runs, rows, tmp_path, "")
+    assert "| sync-easgd | sync | 3 of 3 | 2 of 3 | 40.00 (20.00 to never) | 200 " in text
+    assert "| sync-sgd | sync | 3 of 3 | 0 of 3 | never | never | 60.00% |" in text
+    assert "| local-sgd | sync | 0 of 3 | not run |" in text
+
+
+def test_without_matplotlib_the_rest_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert compare(make(tmp_path), fit=FakeFit()) == 0
+    assert "pip install 'raydl[report]'" in capsys.readouterr().out
+    assert "pip install 'raydl[report]'" in report(tmp_path)
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_methods_of_one_family_share_a_colour():
+    assert plots.family("hogwild-measgd") == plots.family("sync-measgd") == "measgd"
+    assert plots.family("original-easgd") == "easgd"
+    assert plots.family("eamsgd") == "eamsgd"
+
+
+def test_options_of_train_hold_for_all_runs(root):
+    parse = job(root).parse
+    options = ["--methods", "diloco", "--seeds", "4", "--samples", "9", "--exchange.timeout-s", "7"]
+    found = parse([*options, "--workers", "4", "--target", "0.9"])
+    assert (found.methods, found.seeds, found.target) == ("diloco", 4, 0.9)
+    assert found.base.training.samples == 9
+    assert found.base.scaling.num_workers == 4
+    assert found.base.exchange.timeout_s == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--method sync-sgd", "method.name is one method; a comparison takes --methods"),
+        ("--run-dir there", "run.run_dir and the like give way to --out in a comparison"),
+        ("--seeds 0", "seeds must be 1 or more, got 0"),
+        ("--target 98.5", "target must be in (0, 1], as 0.985 is, got 98.5"),
+        ("--samples 9 --seconds 9", "training.samples and training.seconds exclude each other"),
+        ("--methods sync-egsd --samples 9", "method.name has no 'sync-egsd'; did you mean"),
+        ("--methods diloco", "training.samples or seconds or epochs must be set, equal for all"),
+        ("--model lnet --samples 9", "model has no 'lnet'; did you mean lenet?"),
+    ],
+)
+def test_wrong_options_are_told_in_one_sentence(root, capsys, options, sentence):
+    assert job(root).main(options.split()) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {sentence}")
+    assert text.count("\n") == 1
+
+
+def test_a_real_comparison_leaves_everything_and_its_figures_agree(tmp_path, root, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    options = "--methods sync-easgd,sync-sgd --workers 0 --data synthetic:96 --model mlp"
+    options += f" --samples 960 --batch-size 16 --seeds 2 --target 0.9 --out {out}"
+    assert job(root).main(options.split()) == 0
+    printed = capsys.readouterr().out
+    assert f"tensorboard --logdir {out}" in printed
+    files = {"comparison.md", "comparison.json", *plots.PICTURES}
+    assert files <= {path.name for path in out.iterdir()}
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots.PICTURES)
+    text, runs = report(tmp_path), json.loads((out / "comparison.json").read_text())["runs"]
+    assert len(runs) == 4
+    for run in runs:
+        folder = out / run["method"] / f"seed-{run['seed']}"
+        result = json.loads((folder / "result.json").read_text())
+        assert result.items() <= run.items()
+        assert run["status"] == "done"
+        assert run["samples"] == 960
+        assert list(folder.glob("events.out.tfevents*"))
+    for method in ("sync-easgd", "sync-sgd"):
+        accuracies = [run["center_accuracy"] for run in runs if run["method"] == method]
+        line = next(line for line in text.splitlines() if line.startswith(f"| {method} | sync"))
+        assert f"| {sum(accuracies) / 2:.2%}" in line
+    assert all(f"]({name})" in text for name in plots.PICTURES)
+    assert all(part in text for part in TIME_PARTS)
