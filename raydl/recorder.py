@@ -262,6 +262,7 @@ class RunRecorder:
             "communication_share": communication_share(self._parts),
             "time_parts": self._parts,
             "rounds": self.last.round if self.last else self._start.round,
+            "exchange_bytes": self.last.exchange_bytes if self.last else 0,
             "staleness": self._staleness_sum / num_exchanges if num_exchanges else 0.0,
             "evaluations": [
                 {

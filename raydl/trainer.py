@@ -211,7 +211,9 @@ class Trainer:
 def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
     if isinstance(method, MethodConfig):
         return method
-    return MethodConfig(name=method if isinstance(method, str) else type(method).__name__)
+    if isinstance(method, str):
+        return MethodConfig(name=method)
+    return MethodConfig(name=f"{type(method).__module__}:{type(method).__qualname__}")
 
 
 def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:

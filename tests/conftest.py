@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,11 @@ def one_thread() -> None:
 @pytest.fixture
 def root() -> Path:
     return ROOT
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def tiny_images(num_samples: int = 24, *, seed: int = 0) -> ImageSet:

@@ -7,16 +7,19 @@ import time
 import pytest
 import ray
 import torch
+from conftest import resident_bytes
 
 from raydl.center import Center
+from raydl.compression import ErrorFeedback, parse_codec
 from raydl.config import OptimizerConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.local import LocalGroup
 from raydl.exchange.sync import SyncExchange
 from raydl.optimizers import make_optimizer
 from raydl.replica import Header
-from raydl.rules import Elastic
+from raydl.rules import Elastic, Sends
 
 BETA = 0.5
 
@@ -86,6 +89,33 @@ def test_a_thread_that_does_not_come_is_named_and_nothing_changes():
         exchange.wait()
     assert exchange.center.weights.tolist() == [1, 1, 1]
     assert exchange.round == 0
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_ten_thousand_rounds_leave_memory_flat(codec):
+    group = LocalGroup(1, timeout_s=5.0).member(0)
+    exchange = make_exchange(group, 20_000)
+    if codec != "none":
+        exchange = GatheredExchange(
+            group,
+            exchange.center,
+            span=exchange.span,
+            round=0,
+            sends=Sends.WEIGHTS,
+            feedback=ErrorFeedback(parse_codec(codec)),
+        )
+    weights, buffers = torch.ones(20_000), torch.zeros(2)
+
+    def rounds(count):
+        for _ in range(count):
+            exchange.begin(weights, buffers, Header())
+            exchange.wait()
+            exchange.commit()
+
+    rounds(500)
+    before = resident_bytes()
+    rounds(10_000)
+    assert resident_bytes() - before < 4_000_000  # fifty vectors of 80 kB
 
 
 @ray.remote(num_cpus=0)

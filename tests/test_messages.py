@@ -1,11 +1,11 @@
 """Messages between a worker and the center: applied once, in order or not, and answered."""
 
-import os
 import threading
 
 import numpy as np
 import pytest
 import torch
+from conftest import resident_bytes
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.dispatcher import Dispatcher, Due
@@ -160,11 +160,6 @@ def test_hogwild_threads_do_not_take_each_others_gradient():
     # Momentum is shared: 1, 1.5, then 0.75 of the first place and 1 of the third.
     assert replies[1].weights.tolist() == [-2.5, 0, 0, 0]
     assert results[0].weights.tolist() == [-3.25, 0, -1, 0]
-
-
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("is_locked", [True, False])

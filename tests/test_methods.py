@@ -1,6 +1,7 @@
 """Every method: one scenario in this process, and figures worked by hand."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from raydl.config import (
     ExchangeConfig,
     MethodConfig,
     OptimizerConfig,
+    RunConfig,
     ScalingConfig,
     TrainConfig,
     TrainingConfig,
@@ -20,6 +22,7 @@ from raydl.method import Method
 from raydl.methods import METHODS, resolve
 from raydl.reports import Outcome
 from raydl.rules import Elastic, Rule, Sends
+from raydl.trainer import Trainer
 from raydl.trust import Trust
 
 ELASTIC = [
@@ -535,6 +538,24 @@ def test_a_rule_is_given_as_it_is():
     config = settings("test_methods:Halfway", epochs=3, lr=0.05)
     ensemble = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
+
+
+@pytest.mark.parametrize("schedule", [None, "async"])
+def test_a_run_takes_a_rule_of_ones_own(tmp_path, schedule):
+    trainer = Trainer(
+        "mlp",
+        "synthetic:64x1x4x4",
+        method=Halfway(),
+        training=TrainingConfig(samples=96, batch_size=8),
+        scaling=ScalingConfig(num_workers=0),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    )
+    method = dataclasses.replace(trainer.config.method, schedule=schedule)
+    trainer.config = dataclasses.replace(trainer.config, method=method)
+    result = trainer.fit()
+    assert result.metrics["samples"] == 96
+    written = json.loads((tmp_path / "run/config.json").read_text())
+    assert "test_methods:Halfway" in json.dumps(written)
 
 
 @pytest.mark.parametrize(

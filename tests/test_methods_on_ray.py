@@ -1,5 +1,8 @@
 """Every method over Ray: the scenario of test_methods.py with the real actors."""
 
+import dataclasses
+import os
+
 import numpy as np
 import pytest
 import ray
@@ -110,3 +113,33 @@ def test_every_method_trains_among_actors_and_counts_every_sample(actors, method
 def test_settings_of_the_exchange_hold_among_actors(actors, method, exchange):
     config = settings(method, **exchange)
     check(config, train(actors, config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sync-easgd", "hogwild-sgd"])
+def test_ten_thousand_exchanges_leave_every_process_as_large_as_it_was(actors, method):
+    center, workers = actors
+
+    def exchanges(count):
+        config = settings(method)
+        config = dataclasses.replace(
+            config,
+            method=dataclasses.replace(config.method, period=1),
+            training=TrainingConfig(steps=count // NUM_WORKERS, batch_size=1),
+        )
+        train(actors, config)
+        return [bytes_of(ray.get(a.__ray_call__.remote(pid_of))) for a in (center, *workers)]
+
+    before = exchanges(1000)
+    after = exchanges(10_000)
+    for first, last in zip(before, after, strict=True):
+        assert last - first < 20_000_000
+
+
+def pid_of(actor):
+    return os.getpid()
+
+
+def bytes_of(pid):
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
