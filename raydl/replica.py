@@ -207,30 +207,32 @@ class Replica:
         header = talk.header if exchange is talk.begin[-1] else Header()
         num_samples = self._num_seen - self._num_sent.get(span.start, 0)
         header = replace(header, num_samples=float(num_samples))
-        exchange.begin(self._message(exchange), self.flat.buffers, header)
+        if self._rule.sends is not Sends.GRADIENT and exchange not in talk.join:
+            self._keep_sent(span)
+        exchange.begin(self._message(exchange, talk), self.flat.buffers, header)
         if self._rule.sends is Sends.GRADIENT:
             # What is sent is done with; later gradients are for the next exchange.
             self.flat.gradients[span].zero_()
-        elif exchange not in talk.join:
-            self._keep_sent(span)
         self._num_sent[span.start] = self._num_seen
 
-    def _message(self, exchange: Exchange) -> Tensor:
+    def _message(self, exchange: Exchange, talk: Talk) -> Tensor:
+        """Return what the rule sends of a span; it stays as it is until the exchange is joined."""
         span = exchange.span
         if self._rule.sends is Sends.GRADIENT:
-            return self.flat.gradients[span]
-        if self._rule.sends is Sends.WEIGHTS:
-            return self._trusted(exchange, self.flat.weights[span])
-        return torch.sub(exchange.center.weights, self.flat.weights[span], out=self._pull[span])
+            return self.flat.gradients[span].clone()
+        weights = self._weights_sent(exchange, talk)
+        if self._rule.sends is Sends.PROGRESS:
+            return torch.sub(exchange.center.weights, weights, out=self._pull[span])
+        if self._trusts is not None:
+            trust = self._trusts.setdefault(span.start, Trust())
+            distance = float(torch.dist(weights, exchange.center.weights))
+            self._distrust[span.start] = trust.distrust(distance)
+        return self._trusted(weights, exchange)
 
-    def _trusted(self, exchange: Exchange, weights: Tensor) -> Tensor:
-        """Return the weights to send: closer to the center the less this replica is trusted."""
-        if self._trusts is None:
-            return weights
-        center, start = exchange.center.weights, exchange.span.start
-        trust = self._trusts.setdefault(start, Trust())
-        self._distrust[start] = trust.distrust(float(torch.dist(weights, center)))
-        return torch.lerp(weights, center, self._distrust[start])
+    def _trusted(self, weights: Tensor, exchange: Exchange) -> Tensor:
+        """Return weights as they are sent: closer to the center the less they are trusted."""
+        f = self._distrust.get(exchange.span.start, 0.0)
+        return torch.lerp(weights, exchange.center.weights, f) if f else weights
 
     def _keep_sent(self, span: slice) -> None:
         """Remember what was sent, for an exchange that takes effect in a later step."""
@@ -238,9 +240,10 @@ class Replica:
             self._sent = torch.empty_like(self.flat.weights)
         self._sent[span] = self.flat.weights[span]
 
-    def _sent_weights(self, exchange: Exchange, talk: Talk) -> Tensor:
-        sent = self.flat.weights if exchange in talk.begin else self._sent
-        return exchange.as_seen(sent[exchange.span])
+    def _weights_sent(self, exchange: Exchange, talk: Talk) -> Tensor:
+        """Return the weights at the beginning of an exchange."""
+        is_at_once = exchange in talk.begin and exchange in talk.join
+        return (self.flat.weights if is_at_once else self._sent)[exchange.span]
 
     def _wait(self, talk: Talk) -> list[tuple[Tally, Header]]:
         """Wait for all that take effect in this step."""
@@ -281,23 +284,24 @@ class Replica:
     def _join(self, talk: Talk, arrived: list[tuple[Tally, Header]], *, num_samples: int) -> None:
         """Update replica and center, both from the values that were sent."""
         with self._parts.measure("replica_update"):
-            pulls = []
-            for exchange, (tally, _) in zip(talk.join, arrived, strict=True):
-                sent, center = self._sent_weights(exchange, talk), exchange.center.weights
-                self._note_distance(exchange, sent, center)
-                out = self._pull[exchange.span]
-                pull = self._rule.pull(sent, center, tally, out=out)
-                pulls.append((exchange, self._harder(exchange, pull, sent, center)))
+            pulls = [
+                (exchange, self._pull_of(exchange, tally, talk))
+                for exchange, (tally, _) in zip(talk.join, arrived, strict=True)
+            ]
         self._local_step(num_samples)
         with self._parts.measure("replica_update"):
             for exchange, pull in pulls:
                 self.flat.weights[exchange.span].sub_(pull)
         self._commit(talk)
 
-    def _harder(self, exchange: Exchange, pull: Tensor, sent: Tensor, center: Tensor) -> Tensor:
-        """Return the pull on a replica that is trusted less: (1 - f) * pull + f * (x - c)."""
+    def _pull_of(self, exchange: Exchange, tally: Tally, talk: Talk) -> Tensor:
+        """Return what the replica subtracts of a span; the harder the less it is trusted."""
+        weights, center = self._weights_sent(exchange, talk), exchange.center.weights
+        self._note_distance(exchange, weights, center)
+        seen = exchange.as_seen(self._trusted(weights, exchange))
+        pull = self._rule.pull(seen, center, tally, out=self._pull[exchange.span])
         f = self._distrust.get(exchange.span.start, 0.0)
-        return pull.mul_(1 - f).add_(sent - center, alpha=f) if f else pull
+        return pull.add_(weights - center, alpha=f) if f else pull
 
     def _follow(self, talk: Talk) -> None:
         """Move the center, and become a copy of it, but for steps since the message."""

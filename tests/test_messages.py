@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import resident_bytes
+from ray.exceptions import ActorUnavailableError
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.dispatcher import Dispatcher, Due
 from raydl.errors import ExchangeTimeoutError
+from raydl.exchange import remote
 from raydl.exchange.messages import Push, Settlement, Stamp, cells, shard_spans
 from raydl.exchange.shard import Shard
 from raydl.ledger import Ledger
@@ -111,6 +113,24 @@ def test_every_parameter_is_in_one_cell_of_one_shard():
         ]
         assert sorted(p for a, b in spans for p in range(a, b)) == list(range(size))
         assert len(shard_spans(size, num_shards)) == num_shards
+
+
+def test_a_message_whose_answer_was_lost_is_sent_again_and_counts_once(monkeypatch):
+    shard = make_shard(Add(), 2)
+    answers = []
+
+    def get(ref, timeout):
+        answers.append(ref)
+        if len(answers) == 1:  # the shard took the message, then the connection broke
+            raise ActorUnavailableError("the connection broke", b"0" * 16)
+        return ref
+
+    monkeypatch.setattr(remote.ray, "get", get)
+    message = push("w0", 0, [1, 2])
+    delivery = remote.RayDelivery(lambda: shard.exchange(message), 0, message.stamp, 5.0)
+    assert delivery.wait().weights.tolist() == [1, 2]
+    assert values_of(shard).tolist() == [1, 2]
+    assert shard.num_repeated == 1
 
 
 # at once

