@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raydl.center import Snapshot
-from raydl.config import CheckpointConfig, ScalingConfig, TrainConfig, TrainingConfig
+from raydl.config import CheckpointConfig, MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.controller import Controller, State
 from raydl.crew import (
     Collected,
@@ -120,9 +120,10 @@ class FakeRecorder:
 class Stage:
     """A controller with fakes around it and a clock that the test turns."""
 
-    def __init__(self, num_workers=2, **checkpoint):
+    def __init__(self, num_workers=2, group_size=1, **checkpoint):
         self.crew, self.recorder, self.now = FakeCrew(), FakeRecorder(), 0.0
         config = TrainConfig(
+            method=MethodConfig(group_size=group_size),
             scaling=ScalingConfig(num_workers=num_workers, start_timeout_s=60.0),
             training=TrainingConfig(epochs=5),
             checkpoint=CheckpointConfig(**{"every_s": None, **checkpoint}),
@@ -157,6 +158,31 @@ def test_training_starts_when_all_workers_are_ready_in_the_order_of_their_number
         "1 of 2 workers are ready",
         "generation 1: w0, w1 start",
     ]
+
+
+def test_groups_that_share_a_replica_are_put_on_one_node_where_they_fit():
+    stage = Stage(num_workers=4, group_size=2)
+    nodes = {"w0": "a", "w1": "b", "w2": "b", "w3": "a"}
+    told = stage.step(*[WorkerReady(worker_id, node) for worker_id, node in nodes.items()])
+    assert told == [("form", 1, ("w0", "w3", "w1", "w2"), 0)]
+
+
+def test_points_of_the_curves_may_come_from_the_center():
+    stage = Stage().start()
+    stage.step(Published((0,), (record(3), record(5))))
+    assert [r.round for r in stage.recorder.records] == [3, 5]
+
+
+def test_where_workers_end_one_by_one_the_last_exchange_is_the_end():
+    stage = Stage().start()
+    stage.step(RunEnded("w0", Outcome.FINISHED, 40), RunEnded("w1", Outcome.FINISHED, 52))
+    assert stage.controller.state is State.FINISHING
+    assert ("collect", 52, ("w0", "w1")) in stage.step(Published((0, 52)))
+    stage.step(Collected(snapshot(52), {}), Evaluated(52, 5, 52, 1.0, {}))
+    stage.step(report("w0", 40))
+    assert stage.controller.state is State.FINISHING
+    stage.step(report("w1", 52))
+    assert stage.controller.state is State.DONE
 
 
 def test_waiting_is_bounded_and_says_what_for():
