@@ -79,6 +79,10 @@ class CenterActor:
         """Return the snapshot of a round."""
         return self._shelf.get(round)
 
+    def newest(self) -> Snapshot:
+        """Return the newest snapshot."""
+        return self._shelf.newest()
+
     # the home shard
 
     def form(self, membership: Membership) -> None:
@@ -100,6 +104,10 @@ class CenterActor:
     def end_turn(self, stamp: Stamp) -> None:
         """End a worker's turn."""
         self._at_home.dispatcher.end_turn(stamp)
+
+    def leave(self, stamp: Stamp) -> None:
+        """Let a worker leave."""
+        self._at_home.dispatcher.leave(stamp)
 
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""

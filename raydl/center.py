@@ -119,8 +119,7 @@ class Center:
         """Take over what :meth:`optimizer_state` returned."""
         weights, optimizer = self._handle()
         if optimizer and state:
-            # torch keeps the tensors it is given; a snapshot is shared with others.
-            optimizer.load_state_dict(copied_to_cpu(state))
+            load_state(optimizer, state)
             self._state.update(optimizer.state[weights])
             optimizer.state[weights] = self._state
 
@@ -199,6 +198,15 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def load_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load what an optimizer remembers; its settings stay those of now."""
+    settings = [{**group} for group in optimizer.param_groups]
+    # torch keeps the tensors it is given; a snapshot is shared with others.
+    optimizer.load_state_dict(copied_to_cpu(state))
+    for group, before in zip(optimizer.param_groups, settings, strict=True):
+        group.update(before)
+
+
 def copied_to_cpu(value: Any) -> Any:
     """Return nested dicts and lists with copies of all tensors on the CPU."""
     if isinstance(value, Tensor):
@@ -236,6 +244,10 @@ class SnapshotShelf:
     def rounds(self) -> tuple[int, ...]:
         """Return the rounds held, oldest first."""
         return tuple(sorted(self._by_round))
+
+    def newest(self) -> Snapshot:
+        """Return the newest snapshot; there is one as soon as a run begins."""
+        return self._by_round[max(self._by_round)]
 
     def get(self, round: int) -> Snapshot | None:
         """Return the snapshot of that round, or None if it is not held (any more)."""

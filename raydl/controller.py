@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raydl.checkpoint_times import CheckpointTimes
@@ -29,13 +28,16 @@ from raydl.crew import (
     RunEnded,
     WorkerReady,
 )
-from raydl.errors import ExchangeError, ProcessLostError, RaydlError, ResourceError
+from raydl.errors import (
+    ProcessLostError,
+    RaydlError,
+    ResourceError,
+)
+from raydl.generation import Generation
 from raydl.membership import Candidates, Membership, next_membership
 from raydl.reports import Outcome, Record, WorkerReport
 
 _POLL_S = 0.25
-_CAUSE_GRACE_S = 3.0
-"""How long a failed exchange waits for the failure that caused it, in seconds."""
 _FINISH_S = 300.0
 """The longest wait for the last states and the last evaluation, in seconds."""
 _PATIENCE_S = 5.0
@@ -71,20 +73,14 @@ class Recorder(Protocol):
         """Write a checkpoint; must not block for long."""
         ...
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        ...
+
     def show(self, state: State, num_workers: int) -> None:
         """Refresh what a person sees."""
         ...
-
-
-@dataclass
-class _Run:
-    """What is true of the generation that trains."""
-
-    membership: Membership
-    ended: dict[str, RunEnded] = field(default_factory=dict)
-    reports: dict[str, WorkerReport] = field(default_factory=dict)
-    failures: list[Exception] = field(default_factory=list)
-    failed_at: float = 0.0
 
 
 class Controller:
@@ -123,7 +119,8 @@ class Controller:
         self._started_at = self._state_since = clock()
         self._ready: list[str] = []
         self._nodes: dict[str, str] = {}
-        self._run: _Run | None = None
+        self._saved_order = list(own_states)  # by rank
+        self._run: Generation | None = None
         self._published: tuple[int, ...] = (first_round,)
         self._evaluating = self._evaluated = first_round
         self.stop_reason = ""
@@ -172,9 +169,13 @@ class Controller:
             self._recorder.event(sentence)
 
     def _place(self, worker_id: str) -> tuple[str, int]:
-        """Return the sort key of a worker: by number, in groups by node first."""
-        node = self._nodes[worker_id] if self._config.method.group_size > 1 else ""
-        return node, int(worker_id.lstrip("w"))
+        """Return the sort key of a worker: by number; in groups as they were, then by node."""
+        number = int(worker_id.lstrip("w"))
+        if self._config.method.group_size == 1:
+            return "", number
+        if worker_id in self._saved_order:
+            return "", self._saved_order.index(worker_id)
+        return self._nodes[worker_id], number
 
     # what happened
 
@@ -190,12 +191,13 @@ class Controller:
                 self._take_report(report)
             case RunEnded(worker_id) if self._run:
                 self._run.ended[worker_id] = event
+                self._run.progress_at = self._clock()
             case Failed(name, error):
                 self._take_failure(name, error)
             case Lost(name, reason):
                 self._take_failure(name, ProcessLostError(name, reason))
-            case Evaluated():
-                self._evaluated = event.round
+            case Evaluated():  # of the round asked for, or a newer one
+                self._evaluated = self._evaluating = event.round
                 self._recorder.evaluated(event)
             case Collected(snapshot, _):
                 self._last_collected = snapshot.round
@@ -210,6 +212,8 @@ class Controller:
             self._take_records(report.records)
 
     def _take_records(self, records: tuple[Record, ...]) -> None:
+        if records and self._run:
+            self._run.progress_at = self._clock()
         for record in records:
             self._checkpoints.saw_epoch(int(record.epoch))
             self._recorder.record(record, self._run.reports if self._run else {})
@@ -217,32 +221,12 @@ class Controller:
     def _take_failure(self, name: str, error: Exception) -> None:
         if self._run is None:
             raise error
-        if isinstance(error, ProcessLostError) and self._is_bystander(name):
+        if isinstance(error, ProcessLostError) and self._run.is_bystander(name):
             if name in self._ready:
                 self._ready.remove(name)
             self._say(f"{name} was lost before it joined; the others train on")
             return
-        if not self._run.failures:
-            self._run.failed_at = self._clock()
-        self._run.failures.append(error)
-
-    def _is_bystander(self, name: str) -> bool:
-        """Whether this is a worker that does not train."""
-        assert self._run is not None
-        return name[1:].isdigit() and name not in self._run.membership.worker_ids
-
-    def _raise_failure(self, run: _Run) -> None:
-        """Raise the failure behind all others, once it had time to show itself.
-
-        When one worker fails, its peers' exchange fails a moment later, or sooner: what
-        they report is the consequence.
-        """
-        causes = [e for e in run.failures if not isinstance(e, ExchangeError)]
-        ours = [e for e in causes if not isinstance(e, ProcessLostError)]
-        if ours:
-            raise ours[0]
-        if run.failures and self._clock() - run.failed_at >= _CAUSE_GRACE_S:
-            raise (causes or run.failures)[0]
+        self._run.add_failure(error, self._clock())
 
     # what follows from it
 
@@ -250,9 +234,13 @@ class Controller:
         scaling = self._config.scaling
         waited_s = self._clock() - self._state_since
         if self.stop_reason:
-            self._say(f"{self.stop_reason}: the run ends before it trained")
             self.outcome = Outcome.STOPPED
-            self._enter(State.DONE)
+            if self._run is None:
+                self._say(f"{self.stop_reason}: the run ends before it trained")
+                self._enter(State.DONE)
+            else:  # between two generations
+                self._say(f"{self.stop_reason}: stopping after this round, with a checkpoint")
+                self._enter(State.FINISHING)
             return
         membership, reason = next_membership(
             self._run.membership if self._run else None,
@@ -279,7 +267,7 @@ class Controller:
         membership = Membership(self._generation, membership.worker_ids)
         self._crew.form(membership, self._round, self._own_states)
         self._own_states = {}
-        self._run = _Run(membership)
+        self._run = Generation(membership, self._clock())
         self._stop_voted = False  # votes end with their generation
         self._checkpoints.voted = False
         self._say(f"generation {membership.generation}: {reason}")
@@ -288,17 +276,18 @@ class Controller:
     def _train(self) -> None:
         run = self._run
         assert run is not None
-        self._raise_failure(run)
-        if len(run.ended) == run.membership.num_workers:
+        run.raise_failure(self._clock())
+        if run.has_ended:
             self._take_end(run)
-            return
-        if run.ended:
             return
         if self.stop_reason and not self._stop_voted:
             self._stop_voted = True
             self._say(f"{self.stop_reason}: stopping after this round, with a checkpoint")
             self._crew.vote(run.membership.generation, stop=1.0)
-        elif self._can_grow(run.membership):
+        if run.ended:
+            run.raise_for_stragglers(self._clock(), self._config.exchange.timeout_s)
+            return
+        if self._can_grow(run.membership):
             self._say("a worker is ready to join: regrouping after this round")
             self._crew.vote(run.membership.generation, regroup=1.0)
             self._enter(State.REGROUPING)
@@ -309,24 +298,20 @@ class Controller:
         enough = len(waiting) >= self._config.method.group_size
         return enough and now.num_workers < self._config.scaling.max_workers
 
-    def _keep_checkpoints(self, run: _Run) -> None:
-        if self._checkpoints.due(self._clock()):
+    def _keep_checkpoints(self, run: Generation) -> None:
+        if self._checkpoints.due(self._clock()) and not self._recorder.is_writing:
             self._checkpoints.voted = True
+            run.note_vote()
             self._crew.vote(run.membership.generation, checkpoint=1.0)
         if self._checkpoints.voted:
-            kept = [set(r.kept) for r in run.reports.values()]
-            everywhere = (
-                set.intersection(*kept) if len(kept) == run.membership.num_workers else set()
-            )
-            # Reports may still show the round that was collected last.
-            newer = {r for r in everywhere if r > self._last_collected}
+            newer = {r for r in run.kept_everywhere() if r > self._last_collected}
             ready = newer & set(self._published)
             if ready and not self._checkpoints.collecting:
                 self._checkpoints.collecting = True
                 self._crew.collect(max(ready), run.membership.worker_ids)
 
-    def _take_end(self, run: _Run) -> None:
-        end = _last_end(run)
+    def _take_end(self, run: Generation) -> None:
+        end = run.end()
         self._round = end.round
         if end.outcome is Outcome.REGROUP:
             self._regroup()
@@ -337,10 +322,10 @@ class Controller:
     def _regroup(self) -> None:
         run = self._run
         assert run is not None
-        self._raise_failure(run)
-        if len(run.ended) < run.membership.num_workers:
+        run.raise_failure(self._clock())
+        if not run.has_ended:
             return
-        end = _last_end(run)
+        end = run.end()
         if end.outcome is not Outcome.REGROUP:  # the run ended in that very round
             self._enter(State.TRAINING)
             return
@@ -363,31 +348,15 @@ class Controller:
             raise RaydlError(
                 f"the run did not finish within {_FINISH_S:.0f} s after its last round"
             )
-        self._raise_failure(run)
+        run.raise_failure(self._clock())
         is_published = self._round in self._published
         if is_published and not self._checkpoints.collecting and not self._is_collected:
             self._checkpoints.collecting = True
             self._crew.collect(self._round, run.membership.worker_ids)
         is_scored = self.outcome is Outcome.STOPPED or self._evaluated >= self._round
-        is_told = all(
-            w in run.reports and run.reports[w].round >= end.round for w, end in run.ended.items()
-        )
-        if self._is_collected and is_scored and is_told:
+        if self._is_collected and is_scored and run.is_told():
             self._enter(State.DONE)
 
     @property
     def _is_collected(self) -> bool:
         return self._last_collected >= self._round
-
-
-def _last_end(run: _Run) -> RunEnded:
-    """Return how the worker that left last ended; in a synchronous round all leave at once.
-
-    An outcome that ends the run counts before one that only regroups: where workers come one
-    by one, some may have found no more work when the vote to regroup came.
-    """
-    ends = sorted(run.ended.values(), key=lambda end: end.round)
-    last = ends[-1]
-    if all(end.outcome is not Outcome.REGROUP for end in ends):
-        return last
-    return RunEnded(last.worker_id, Outcome.REGROUP, last.round)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from raydl.center import Snapshot, SnapshotShelf
-from raydl.center_service import CenterService
+from raydl.center_service import CenterService, make_shard
 from raydl.data import Batches, Dataset, Normalizer
 from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.flat import FlatModel
@@ -125,7 +125,7 @@ class Crew(Protocol):
         ...
 
     def evaluate(self, round: int) -> None:
-        """Score the center of that round."""
+        """Score the center of that round, or of a newer one."""
         ...
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
@@ -193,6 +193,10 @@ class LocalCrew:
         self._evaluator = make_evaluator_model(self._job)
         self._worker = Worker(self._job, "w0", batches=self._train, publish=self._shelf.put)
         self._service = None if self._job.method.is_sync else CenterService(self._job, snapshot)
+        self._others = [
+            make_shard(self._job, snapshot, index, None)
+            for index in range(1, self._job.config.exchange.center_shards)
+        ]
         self._events.append(WorkerReady("w0"))
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -202,7 +206,8 @@ class LocalCrew:
         records: tuple[Record, ...] = ()
         if self._service:
             for due in self._service.dispatcher.take_due():
-                self._shelf.put(self._service.snapshot(due, []))
+                others = [shard.state() for shard in self._others]
+                self._shelf.put(self._service.snapshot(due, others))
             records = self._service.dispatcher.take_records()
         self._events.append(Published(self._shelf.rounds(), records))
         events, self._events = self._events, []
@@ -221,7 +226,9 @@ class LocalCrew:
         road: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
         if self._service:
             self._service.open(membership)
-            road = LocalPost([self._service], self._service.dispatcher)
+            for shard in self._others:
+                shard.open(membership.generation)
+            road = LocalPost([self._service, *self._others], self._service.dispatcher)
         self._worker.join(membership, road, self._snapshot(round), own_states.get("w0"))
         self._running = True
 

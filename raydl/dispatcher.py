@@ -41,7 +41,13 @@ class _Member:
     step_s: float = 0.0
     has_entered: bool = False
     has_left: bool = False
-    is_in_turn: bool = False
+    """It was told to leave."""
+    has_closed: bool = False
+    """It has left, with all its messages answered."""
+    turn: int | None = None
+    """The number of the message that holds the turn."""
+    answered: tuple[int, Orders] | None = None
+    """The newest message that was answered with orders, and these."""
 
 
 class Dispatcher:
@@ -83,6 +89,7 @@ class Dispatcher:
         self._checkpoint: int | None = None
         self._due: list[Due] = []
         self._turn = 0
+        self._is_end = False
 
     def open(self, membership: Membership) -> None:
         """Begin a generation. Votes and turns of the one before end with it."""
@@ -114,9 +121,13 @@ class Dispatcher:
             if self._method.schedule == "round_robin":
                 self._wait_for_ranks_before(stamp.worker_id)
             member = self._members[stamp.worker_id]
+            if member.answered is not None:  # the call was repeated
+                return member.answered[1]
             member.local_step, member.has_entered = local_step, True
+            orders = self._orders(stamp.worker_id, keep=None)
+            member.answered = stamp.sequence, orders
             self._changed.notify_all()
-            return self._orders(stamp.worker_id, keep=None)
+            return orders
 
     def _wait_for_ranks_before(self, worker_id: str) -> None:
         workers = self._membership.worker_ids
@@ -147,12 +158,35 @@ class Dispatcher:
             member.local_step = settlement.local_step
             member.step_s = settlement.header.step_s
             self._books.add(settlement.header, num_messages=1, staleness=staleness)
-            if self._num_due() > num_due:
-                self._due.append(Due(self._version, False))
             orders = self._orders(worker_id, keep=self._keep(worker_id))
+            # Of the last one of all, the final snapshot will do.
+            if self._num_due() > num_due and not self._has_ended():
+                self._due.append(Due(self._version, False))
             is_end = orders.outcome is not Outcome.GO_ON
             self._books.record(self._standing(push), at_once=is_end or self._ledger.epoch > epoch)
+            member.answered = push.stamp.sequence, orders
+            self._changed.notify_all()
             return orders
+
+    def repeat(self, push: Push) -> Orders:
+        """Return the orders that a settled message was answered with.
+
+        The message may come again while it is being settled.
+
+        Raises:
+            ExchangeTimeoutError: it was not settled in time.
+        """
+        worker_id, sequence = push.stamp.worker_id, push.stamp.sequence
+
+        def orders() -> Orders | None:
+            answered = self._members[worker_id].answered
+            return answered[1] if answered is not None and answered[0] >= sequence else None
+
+        with self._changed:
+            self._wait(lambda: orders() is not None, lambda: [worker_id])
+            found = orders()
+            assert found is not None
+            return found
 
     def _num_due(self) -> int:
         ledger = self._ledger
@@ -174,9 +208,7 @@ class Dispatcher:
         outcome, epoch, spans, num_steps = self._next(worker_id)
         if outcome is not Outcome.GO_ON:
             member.has_left = True
-            if all(m.has_left for m in self._members.values()):
-                is_end = outcome in (Outcome.STOPPED, Outcome.FINISHED)
-                self._due.append(Due(self._version, is_end))
+            self._is_end = outcome in (Outcome.STOPPED, Outcome.FINISHED)
             self._changed.notify_all()
         member.seen_version = self._version
         return Orders(
@@ -191,10 +223,21 @@ class Dispatcher:
             keep=keep,
         )
 
+    def leave(self, stamp: Stamp) -> None:
+        """Note that a worker has left; when all have, the last snapshot is due.
+
+        Only now no message is on its way to any shard.
+        """
+        with self._changed:
+            if stamp.generation != self._membership.generation:
+                return
+            member = self._members[stamp.worker_id]
+            is_news, member.has_closed = not member.has_closed, True
+            if is_news and all(m.has_closed for m in self._members.values()):
+                self._due.append(Due(self._version, self._is_end))
+
     def _next(self, worker_id: str) -> tuple[Outcome, int, list[tuple[int, int]], int]:
         """Return (outcome, epoch, spans, local steps) of a worker's next round."""
-        if self._votes.get("stop"):
-            return Outcome.STOPPED, 0, [], 0
         member, batch_size = self._members[worker_id], self._config.training.batch_size
         is_over = self._extent.is_reached(
             num_samples=0, num_steps=member.local_step, seconds=self.seconds
@@ -204,6 +247,8 @@ class Dispatcher:
         count = count if left is None else min(count, left)
         if count == 0:
             return Outcome.FINISHED, 0, [], 0
+        if self._votes.get("stop"):
+            return Outcome.STOPPED, 0, [], 0
         if self._votes.get("regroup"):
             return Outcome.REGROUP, 0, [], 0
         epoch, spans = self._ledger.claim(worker_id, count)
@@ -243,12 +288,15 @@ class Dispatcher:
     def vote(self, generation: int, **votes: float) -> None:
         """Ask all workers of a generation to ``stop``, to ``regroup``, or to keep a checkpoint."""
         with self._changed:
-            if generation != self._membership.generation:
+            if generation != self._membership.generation or self._has_ended():
                 return
             self._votes.update(votes)
             if self._votes.pop("checkpoint", 0.0):
                 self._version += 1  # a number that no other snapshot has
                 self._checkpoint, self._told = self._version, set()
+
+    def _has_ended(self) -> bool:
+        return all(member.has_left for member in self._members.values())
 
     # turns, for methods in rank order
 
@@ -260,12 +308,14 @@ class Dispatcher:
         """
         member = self._members[stamp.worker_id]
         with self._changed:
+            if member.turn == stamp.sequence:  # the call was repeated
+                return
             # The end of a worker's turn may be overtaken by its call for the next one.
             self._wait(
-                lambda: self._holder() == stamp.worker_id and not member.is_in_turn,
+                lambda: self._holder() == stamp.worker_id and member.turn is None,
                 lambda: [self._holder() or "nobody"],
             )
-            member.is_in_turn = True
+            member.turn = stamp.sequence
 
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""
@@ -273,7 +323,7 @@ class Dispatcher:
             if stamp.generation != self._membership.generation:
                 return
             workers = self._membership.worker_ids
-            self._members[stamp.worker_id].is_in_turn = False
+            self._members[stamp.worker_id].turn = None
             if workers and workers[self._turn % len(workers)] == stamp.worker_id:
                 self._turn += 1
                 self._changed.notify_all()

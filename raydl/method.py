@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from raydl.compression import parse_codec
 from raydl.config import OptimizerConfig, TrainConfig
 from raydl.errors import ConfigError
-from raydl.rules import Rule, Sends
+from raydl.rules import Elastic, Rule, Sends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,30 @@ def check(config: TrainConfig, method: Method) -> None:
     _check_beta(config, method)
     _check_exchange(config, method)
     _check_replicas(config, method)
-    if config.training.deterministic and method.schedule in ("async", "hogwild"):
+    _check_deterministic(config, method)
+
+
+def _check_deterministic(config: TrainConfig, method: Method) -> None:
+    if not config.training.deterministic:
+        return
+    if method.schedule in ("async", "hogwild"):
         raise ConfigError(
             "training.deterministic",
             f"can not be kept by {method.name}: its workers come in no fixed order; "
             f"take a sync method or original-easgd",
         )
+    if config.scaling.min_workers != config.scaling.max_workers:
+        raise ConfigError(
+            "training.deterministic",
+            f"needs a fixed number of workers, got {config.scaling.wanted()}: when workers join "
+            f"depends on the cluster",
+        )
 
 
 def _check_beta(config: TrainConfig, method: Method) -> None:
     """Hold beta within the stability limits at flat curvature; see ``rules``."""
+    if not isinstance(method.rule, Elastic):
+        return
     beta = config.method.beta
     if method.is_sync and beta > 1:
         raise ConfigError(
@@ -80,6 +94,13 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
         raise ConfigError(
             "exchange.delay", f"has no meaning for {method.name}: a turn ends with its exchange"
         )
+    clips = config.optimizer.max_grad_norm is not None and not method.rule.steps_replica
+    if clips and (exchange.fragments > 1 or exchange.center_shards > 1):
+        raise ConfigError(
+            "optimizer.max_grad_norm",
+            f"must be None for {method.name} in fragments or shards: its gradients are shortened "
+            f"at the center, where no part knows the length of the whole",
+        )
     if method.is_sync and exchange.center_shards > 1:
         raise ConfigError(
             "exchange.center_shards",
@@ -94,7 +115,7 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
             raise ConfigError(
                 f"exchange.{name}", f"can be turned off for sync methods only, not {method.name}"
             )
-    if not method.overlap and method.rule.sends is not Sends.WEIGHTS and exchange.overlap is False:
+    if exchange.overlap is not None and method.rule.sends is not Sends.WEIGHTS:
         raise ConfigError(
             "exchange.overlap",
             f"has no meaning for {method.name}: what it sends is known only after the gradient",
@@ -102,6 +123,10 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
 
 
 def _check_replicas(config: TrainConfig, method: Method) -> None:
+    if config.method.dynamic_weights and config.method.group_size > 1:
+        raise ConfigError(
+            "method.dynamic_weights", "can not go with method.group_size: a group is one replica"
+        )
     if config.method.dynamic_weights and method.rule.sends is not Sends.WEIGHTS:
         raise ConfigError(
             "method.dynamic_weights",

@@ -48,19 +48,9 @@ class MethodRow:
     """Local steps in proportion to a worker's speed; the fastest takes ``period``."""
 
 
-def _outer(nesterov: bool) -> Callable[[MethodConfig], Rule]:
-    def make(config: MethodConfig) -> Rule:
-        assert config.outer_lr is not None
-        assert config.outer_momentum is not None
-        return Outer(config.outer_lr, momentum=config.outer_momentum, nesterov=nesterov)
-
-    return make
-
-
-def _delayed(config: MethodConfig) -> Rule:
-    assert config.outer_lr is not None
-    assert config.outer_momentum is not None
-    return DelayedOuter(config.outer_lr, momentum=config.outer_momentum)
+def _nesterov(config: MethodConfig) -> Rule:
+    plain = Outer.from_config(config)
+    return Outer(plain.lr, momentum=plain.momentum, nesterov=True)
 
 
 _ROWS = (
@@ -75,7 +65,7 @@ _ROWS = (
     ),
     MethodRow(
         name="async-sgd",
-        make_rule=_outer(nesterov=False),
+        make_rule=Outer.from_config,
         schedule="async",
         period=1,
         lr=0.1,
@@ -84,7 +74,7 @@ _ROWS = (
     ),
     MethodRow(
         name="async-msgd",
-        make_rule=_outer(nesterov=False),
+        make_rule=Outer.from_config,
         schedule="async",
         period=1,
         lr=0.01,
@@ -95,7 +85,7 @@ _ROWS = (
     ),
     MethodRow(
         name="hogwild-sgd",
-        make_rule=_outer(nesterov=False),
+        make_rule=Outer.from_config,
         schedule="hogwild",
         period=1,
         lr=0.1,
@@ -104,7 +94,7 @@ _ROWS = (
     ),
     MethodRow(
         name="hogwild-msgd",
-        make_rule=_outer(nesterov=False),
+        make_rule=Outer.from_config,
         schedule="hogwild",
         period=1,
         lr=0.01,
@@ -191,7 +181,7 @@ _ROWS = (
     ),
     MethodRow(
         name="local-sgd",
-        make_rule=_outer(nesterov=False),
+        make_rule=Outer.from_config,
         schedule="sync",
         outer=(1.0, 0.0),
         sentence="local steps, then the mean of all replicas",
@@ -199,7 +189,7 @@ _ROWS = (
     ),
     MethodRow(
         name="diloco",
-        make_rule=_outer(nesterov=True),
+        make_rule=_nesterov,
         schedule="sync",
         period=50,
         outer=(0.7, 0.9),
@@ -208,7 +198,7 @@ _ROWS = (
     ),
     MethodRow(
         name="async-diloco",
-        make_rule=_delayed,
+        make_rule=DelayedOuter.from_config,
         schedule="async",
         period=20,
         outer=(0.7, 0.5),
@@ -292,6 +282,10 @@ def _filled_optimizer(row: MethodRow, optimizer: OptimizerConfig) -> OptimizerCo
     momentum = row.momentum if optimizer.momentum is None else optimizer.momentum
     lr = row.lr if optimizer.lr is None else optimizer.lr
     nesterov = row.nesterov if optimizer.nesterov is None else optimizer.nesterov
+    if nesterov and row.is_momentum_at_center:
+        raise ConfigError(
+            "optimizer.nesterov", f"is for momentum at the replicas; {row.name} has the master's"
+        )
     if nesterov and momentum == 0:
         raise ConfigError(
             "optimizer.nesterov", f"needs momentum; {row.name} has none: set optimizer.momentum"

@@ -171,7 +171,8 @@ class RayCrew:
 
     def evaluate(self, round: int) -> None:
         """Let the evaluator score the center of a round."""
-        ref = self._evaluator.evaluate.remote(self._center.get.remote(round))
+        # That of the round may be gone by now; a newer one is as good.
+        ref = self._evaluator.evaluate.remote(self._center.newest.remote())
         self._expect(ref, "evaluator", lambda evaluated: [evaluated])
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:

@@ -201,6 +201,11 @@ class RunRecorder:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
         self._writing.append(self._pool.submit(self._write, collected, self.seconds))
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written: the next one waits for it."""
+        return any(not future.done() for future in self._writing)
+
     def _write(self, collected: Collected, seconds: float) -> None:
         self._store.write(checkpoint_of(collected, self._flat, seconds=seconds))
         self._writer.flush()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raydl.center import Center, Mirror, copied_to_cpu, set_lr
+from raydl.center import Center, Mirror, copied_to_cpu, load_state, set_lr
 from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
@@ -155,10 +155,10 @@ class Replica:
         self._sent = torch.empty(0)
         self._num_seen = 0
         self._num_sent: dict[int, int] = {}
+        self._num_dropped = 0
         self.partners: Partners | None = None
         """Workers that share this replica."""
-        self.distance_squared = 0.0
-        """Squared distance to the center, seen at the last exchange."""
+        self._distances: dict[int, float] = {}
 
     def step(self, batch: Batch, talk: Talk = _SILENT) -> tuple[Tensor, Header | None]:
         """Take one local step, with exchanges that begin and take effect around it.
@@ -188,7 +188,7 @@ class Replica:
             if not is_early:
                 arrived = self._wait(talk)
         except ExchangeError:
-            self.flat.gradients.zero_()
+            self._drop_gradients()
             raise
         if sends is Sends.WEIGHTS:
             self._join(talk, arrived, num_samples=num_samples)
@@ -205,7 +205,7 @@ class Replica:
     def _send(self, exchange: Exchange, talk: Talk) -> None:
         span = exchange.span
         header = talk.header if exchange is talk.begin[-1] else Header()
-        num_samples = self._num_seen - self._num_sent.get(span.start, 0)
+        num_samples = self._num_seen - self._num_sent.get(span.start, self._num_dropped)
         header = replace(header, num_samples=float(num_samples))
         if self._rule.sends is not Sends.GRADIENT and exchange not in talk.join:
             self._keep_sent(span)
@@ -327,9 +327,12 @@ class Replica:
                 exchange.commit()
 
     def _note_distance(self, exchange: Exchange, sent: Tensor, center: Tensor) -> None:
-        if exchange.span.start == 0:
-            self.distance_squared = 0.0
-        self.distance_squared += float(torch.dist(sent, center)) ** 2
+        self._distances[exchange.span.start] = float(torch.dist(sent, center)) ** 2
+
+    @property
+    def distance_squared(self) -> float:
+        """Squared distance to the center, seen at the last exchange of each span."""
+        return sum(self._distances.values())
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the inner optimizer, if there is one."""
@@ -341,7 +344,12 @@ class Replica:
         with self._parts.measure("replica_update"):
             self.flat.weights.copy_(weights)
             self.flat.buffers.copy_(buffers)
-            self.flat.gradients.zero_()
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Forget gradients that were under way, and the samples behind them."""
+        self.flat.gradients.zero_()
+        self._num_sent, self._num_dropped = {}, self._num_seen
 
     def tensors(self) -> list[Tensor]:
         """Return what makes this replica, to be changed in place: weights, buffers, momentum."""
@@ -360,7 +368,7 @@ class Replica:
             "buffers": self.flat.buffers.detach().cpu().clone(),
             "gradients": self.flat.gradients.detach().cpu().clone(),
             "optimizer": copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
-            "distance_squared": self.distance_squared,
+            "distances": dict(self._distances),
             "trust": [[start, t.state_dict()] for start, t in (self._trusts or {}).items()],
             "num_seen": self._num_seen,
             "num_sent": dict(self._num_sent),
@@ -372,10 +380,11 @@ class Replica:
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])
         if self._optimizer and state["optimizer"]:
-            self._optimizer.load_state_dict(copied_to_cpu(state["optimizer"]))
-        self.distance_squared = state["distance_squared"]
-        for start, trust in state["trust"]:
-            assert self._trusts is not None
-            self._trusts[start] = Trust()
-            self._trusts[start].load_state_dict(trust)
+            load_state(self._optimizer, state["optimizer"])
+        self._distances = dict(state["distances"])
+        if self._trusts is not None:
+            for start, logs in state["trust"]:
+                trust = self._trusts[start] = Trust()
+                trust.load_state_dict(logs)
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])
+        self._num_dropped = self._num_seen

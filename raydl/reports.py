@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Books:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._records: list[Record] = []
+        self._lock = threading.Lock()
         self._restart()
 
     def _restart(self) -> None:
@@ -111,15 +113,15 @@ class Books:
         if self._num_messages == 0 or not (at_once or self._is_due()):
             return
         sums, n = self._sums, self._num_messages
-        self._records.append(
-            Record(
-                **vars(standing),
-                loss=sums.loss_sum / sums.loss_samples if sums.loss_samples else math.nan,
-                distance=math.sqrt(sums.distance / n),
-                exchange_s=sums.waited_s / n,
-                staleness=self._staleness / n,
-            )
+        record = Record(
+            **vars(standing),
+            loss=sums.loss_sum / sums.loss_samples if sums.loss_samples else math.nan,
+            distance=math.sqrt(sums.distance / n),
+            exchange_s=sums.waited_s / n,
+            staleness=self._staleness / n,
         )
+        with self._lock:
+            self._records.append(record)
         self._restart()
 
     def _is_due(self) -> bool:
@@ -127,5 +129,6 @@ class Books:
 
     def take(self) -> tuple[Record, ...]:
         """Hand over the records that nobody has taken yet."""
-        records, self._records = self._records, []
+        with self._lock:
+            records, self._records = self._records, []
         return tuple(records)

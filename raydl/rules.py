@@ -234,9 +234,18 @@ class Outer(Rule):
         self.momentum = momentum
         self.nesterov = nesterov
 
+    @classmethod
+    def from_config(cls, config: MethodConfig) -> Outer:
+        """Return the rule with the user's outer rate and momentum, if any."""
+        return cls(
+            1.0 if config.outer_lr is None else config.outer_lr,
+            momentum=config.outer_momentum or 0.0,
+        )
+
     def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
         """Return torch's SGD with the outer rate and momentum."""
-        return SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+        nesterov = self.nesterov and self.momentum > 0  # without momentum there is no ahead
+        return SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
 
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None

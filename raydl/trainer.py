@@ -146,6 +146,7 @@ class Trainer:
         torch.manual_seed(self.config.training.seed)
         model = self.task.build_model(shape)
         flat = FlatModel(model, name=self.task.name)
+        _check_dtype(self.config, self.task.name, flat)
         weights, buffers = flat.weights.clone(), flat.buffers.clone()
         batches = Batches(dataset.train, Normalizer.of(dataset.train))
         batch = batches.batch(np.arange(min(2, dataset.train.num_samples)))
@@ -214,6 +215,19 @@ def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
     if isinstance(method, str):
         return MethodConfig(name=method)
     return MethodConfig(name=f"{type(method).__module__}:{type(method).__qualname__}")
+
+
+def _check_dtype(config: TrainConfig, name: str, flat: FlatModel) -> None:
+    dtype = flat.weights.dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise ShapeError(name, f"must have float32 or float64 parameters, they are {dtype}")
+    is_plain = resolve(config).is_sync and config.exchange.compression == "none"
+    if dtype is torch.float64 and not is_plain:
+        raise ShapeError(
+            name,
+            f"must have float32 parameters for method {config.method.name} with compression "
+            f"{config.exchange.compression}, they are {dtype}",
+        )
 
 
 def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:

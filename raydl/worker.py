@@ -87,7 +87,7 @@ class Worker:
         self.local_step = 0
         self._is_started = False
         self._early_votes: dict[int, dict[str, float]] = {}
-        self._votes_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._losses: list[tuple[int, int, torch.Tensor]] = []
         self._loss_sum = self._loss_samples = 0.0
         self._step_s = self._waited_s = 0.0
@@ -122,7 +122,8 @@ class Worker:
             if not self._is_started:
                 self._start_from(snapshot, own_state)
             if self._schedule is not None:
-                self._records += self._schedule.take_records()
+                with self._lock:
+                    self._records += self._schedule.take_records()
             site = Site(
                 config=self._job.config,
                 method=self._method,
@@ -134,7 +135,7 @@ class Worker:
             )
             self._join_partners(partners, membership)
             schedule = self._make_schedule(site, road, snapshot)
-            with self._votes_lock:
+            with self._lock:
                 self._membership, self._schedule = membership, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
             self._seconds_at = (snapshot.seconds, time.monotonic())
@@ -201,7 +202,9 @@ class Worker:
         decision = schedule.settle(sums, self.local_step)
         is_kept = decision.keep is not None
         if decision.keep is not None:
-            self._kept[decision.keep] = self._state_dict()
+            state = self._state_dict()
+            with self._lock:
+                self._kept[decision.keep] = state
         if decision.publishes:
             with self.parts.measure("host_device_parameters"):
                 snapshot = schedule.snapshot(is_kept=is_kept, local_step=self.local_step)
@@ -305,7 +308,7 @@ class Worker:
         one, since it takes another road than the order to join; one for a generation that
         has passed is ignored.
         """
-        with self._votes_lock:
+        with self._lock:
             now = self._membership.generation if self._schedule else 0
             if self._schedule is not None and generation == now:
                 self._schedule.vote(**votes)
@@ -314,8 +317,10 @@ class Worker:
 
     def report(self) -> WorkerReport:
         """Return what is new since the last report."""
-        version, kept = self.round, tuple(self._kept)
-        records, self._records = self._records, ()
+        version = self.round
+        with self._lock:
+            kept = tuple(self._kept)
+            records, self._records = self._records, ()
         if self._schedule is not None:
             records += self._schedule.take_records()
         return WorkerReport(
@@ -333,8 +338,9 @@ class Worker:
         A worker that has left its loop stays as it is, so without a kept state it hands over
         what it has.
         """
-        state = self._kept.pop(round, None)
-        self._kept = {r: s for r, s in self._kept.items() if r > round}
+        with self._lock:
+            state = self._kept.pop(round, None)
+            self._kept = {r: s for r, s in self._kept.items() if r > round}
         return self._state_dict() if state is None else state
 
     def _state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from raydl.crew import (
 )
 from raydl.errors import (
     ExchangeError,
+    ExchangeTimeoutError,
     NonFiniteLossError,
     ProcessLostError,
     RaydlError,
@@ -113,6 +114,8 @@ class FakeRecorder:
     def checkpoint(self, collected):
         self.checkpoints.append(collected)
 
+    is_writing = False
+
     def show(self, state, num_workers):
         pass
 
@@ -120,7 +123,7 @@ class FakeRecorder:
 class Stage:
     """A controller with fakes around it and a clock that the test turns."""
 
-    def __init__(self, num_workers=2, group_size=1, **checkpoint):
+    def __init__(self, num_workers=2, group_size=1, own_states=None, **checkpoint):
         self.crew, self.recorder, self.now = FakeCrew(), FakeRecorder(), 0.0
         config = TrainConfig(
             method=MethodConfig(group_size=group_size),
@@ -133,7 +136,7 @@ class Stage:
             config,
             self.recorder,
             first_round=0,
-            own_states={},
+            own_states=own_states or {},
             clock=lambda: self.now,
         )
 
@@ -228,6 +231,50 @@ def test_a_stop_is_voted_once_and_ends_with_a_checkpoint_without_a_score():
     stage.step(Collected(snapshot(3), {}), report("w0", 3), report("w1", 3))
     assert stage.controller.state is State.DONE
     assert stage.controller.outcome is Outcome.STOPPED
+
+
+def test_a_stop_between_two_generations_ends_with_a_checkpoint():
+    stage = Stage(num_workers=(1, 2))
+    stage.step(WorkerReady("w0"))
+    stage.now = 6.0
+    stage.step()
+    stage.step(WorkerReady("w1"))
+    assert stage.controller.state is State.REGROUPING
+    stage.controller.request_stop("SIGTERM")
+    stage.step(RunEnded("w0", Outcome.REGROUP, 4), Published((0, 4)))
+    stage.step()
+    assert stage.controller.state is State.FINISHING
+    stage.step(Collected(snapshot(4), {}), report("w0", 4))
+    assert stage.controller.state is State.DONE
+    assert stage.controller.outcome is Outcome.STOPPED
+    assert len(stage.recorder.checkpoints) == 1
+
+
+def test_a_worker_that_hangs_when_the_others_are_done_is_named_in_bounded_time():
+    stage = Stage().start()
+    stage.step(RunEnded("w0", Outcome.FINISHED, 9))
+    stage.now = 59.0
+    stage.step(Published((0,), (record(10),)))  # it goes on
+    stage.now = 118.0
+    stage.controller.request_stop("SIGTERM")
+    assert ("vote", {"stop": 1.0}) in stage.step()
+    stage.now = 120.0
+    with pytest.raises(ExchangeTimeoutError, match=r"waiting for workers \['w1'\]"):
+        stage.step()
+
+
+def test_no_checkpoint_is_voted_for_while_the_last_one_is_being_written():
+    stage = Stage(every_s=10.0).start()
+    stage.recorder.is_writing, stage.now = True, 10.0
+    assert stage.step() == []
+    stage.recorder.is_writing = False
+    assert stage.step() == [("vote", {"checkpoint": 1.0})]
+
+
+def test_resumed_groups_are_the_groups_of_the_checkpoint():
+    stage = Stage(num_workers=4, group_size=2, own_states={"w0": 0, "w3": 0, "w2": 0, "w1": 0})
+    told = stage.step(*[WorkerReady(f"w{i}", "b" if i else "a") for i in range(4)])
+    assert told == [("form", 1, ("w0", "w3", "w2", "w1"), 0)]
 
 
 def test_a_stop_while_waiting_ends_at_once():

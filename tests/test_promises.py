@@ -23,7 +23,7 @@ ROWS = [
     },
     {"exchange", "reports", "schedules", "dispatcher", "worker", "center_service"},
     {"crew", "actors", "ray_crew"},
-    {"checkpoint_times", "controller", "recorder"},
+    {"checkpoint_times", "generation", "controller", "recorder"},
     {"trainer", "comparison", "plots", "cli", "__main__", "__init__"},
 ]  # fmt: skip
 MAY_IMPORT_RAY = {"ray_session", "exchange", "actors", "ray_crew"}

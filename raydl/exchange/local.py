@@ -135,6 +135,10 @@ class Dispatches(Protocol):
         """End a worker's turn."""
         ...
 
+    def leave(self, stamp: Stamp) -> None:
+        """Let a worker leave."""
+        ...
+
 
 class LocalPost:
     """Messages to shards in this process: each is taken at once, in the sender's thread.
@@ -168,6 +172,10 @@ class LocalPost:
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""
         self._dispatcher.end_turn(stamp)
+
+    def leave(self, stamp: Stamp) -> None:
+        """Leave the generation."""
+        self._dispatcher.leave(stamp)
 
 
 class LocalDelivery:

@@ -146,6 +146,10 @@ class Post(Protocol):
         """Let the next in rank order begin. Does not wait."""
         ...
 
+    def leave(self, stamp: Stamp) -> None:
+        """Leave the generation, all messages being answered."""
+        ...
+
 
 def shard_spans(size: int, num_shards: int) -> list[Span]:
     """Return which of ``size`` parameters each shard, or each fragment, holds."""

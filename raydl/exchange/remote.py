@@ -31,6 +31,7 @@ class RayPost:
     def __init__(self, shards: Sequence[ActorHandle], *, timeout_s: float) -> None:
         self._shards = list(shards)
         self._timeout_s = timeout_s
+        self._turn_end: RayDelivery | None = None
 
     @property
     def num_shards(self) -> int:
@@ -43,23 +44,42 @@ class RayPost:
         The message itself must stay as it is until the answer has come, for it may have to
         be sent again.
         """
+        timeout_s = self._timeout_s
+        if push.waits_for_turn:
+            self._finish_turn()
+            timeout_s += _TURN_GRACE_S
         send = functools.partial(self._shards[shard].exchange.remote, push)
-        return RayDelivery(send, shard, push.stamp, self._timeout_s)
+        return RayDelivery(send, shard, push.stamp, timeout_s)
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders."""
         send = functools.partial(self._shards[HOME].enter.remote, stamp, local_step)
-        orders: Orders = RayDelivery(send, HOME, stamp, self._timeout_s).wait_for_any()
+        delivery = RayDelivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S)
+        orders: Orders = delivery.wait_for_any()
         return orders
 
     def take_turn(self, stamp: Stamp) -> None:
         """Wait until it is this worker's turn."""
+        self._finish_turn()
         send = functools.partial(self._shards[HOME].take_turn.remote, stamp)
         RayDelivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S).wait_for_any()
 
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""
-        self._shards[HOME].end_turn.remote(stamp)
+        send = functools.partial(self._shards[HOME].end_turn.remote, stamp)
+        self._turn_end = RayDelivery(send, HOME, stamp, self._timeout_s)
+
+    def _finish_turn(self) -> None:
+        """Make sure that the end of the last turn has arrived, which no one waited for."""
+        if self._turn_end is not None:
+            self._turn_end.wait_for_any()
+            self._turn_end = None
+
+    def leave(self, stamp: Stamp) -> None:
+        """Leave the generation."""
+        self._finish_turn()
+        send = functools.partial(self._shards[HOME].leave.remote, stamp)
+        RayDelivery(send, HOME, stamp, self._timeout_s).wait_for_any()
 
     def close(self) -> None:
         """Do nothing: there is no connection of our own."""

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +32,10 @@ class Settles(Protocol):
         """Count the round's samples as done, and return what the worker does next."""
         ...
 
+    def repeat(self, push: Push) -> Orders:
+        """Return what a message that came before was answered with."""
+        ...
+
 
 @dataclass
 class _Letters:
@@ -48,7 +53,8 @@ class _Cell:
 
     center: Center
     lock: contextlib.AbstractContextManager[Any]
-    scratch: threading.local = field(default_factory=threading.local)
+    scratch: Any
+    """Room for a message: one behind a lock, one for each thread without."""
     letters: dict[str, _Letters] = field(default_factory=dict)
     """By worker, with a codec."""
     at_open: Tensor | None = None
@@ -121,7 +127,8 @@ class Shard:
             # Hogwild: no lock here, on purpose. A reader may see half of an update, and of
             # two updates at one place one may be lost.
             lock = threading.Lock() if is_locked else contextlib.nullcontext()
-            self._cells[(start, stop)] = _Cell(center, lock)
+            scratch = SimpleNamespace() if is_locked else threading.local()
+            self._cells[(start, stop)] = _Cell(center, lock, scratch)
         self._books_lock = threading.Lock()
         self._newest: dict[tuple[str, Span], tuple[int, int]] = {}
         self._generation = 0
@@ -150,13 +157,14 @@ class Shard:
                 self.num_refused += 1
                 return _refusal(push.stamp, self._generation)
             is_new = self._is_new(push)
-        cell = self._cells.get(push.span)
-        weights = self._move(cell, push, is_new=is_new) if cell else push.weights
+        is_empty = push.span[0] == push.span[1]  # it only settles
+        weights = push.weights if is_empty else self._move(push, is_new=is_new)
         if push.settlement is None or self._settles is None:
             return Reply(weights, push.buffers)
         with self._books_lock:
             buffers = self._mix_buffers(push) if is_new else _copied(self._buffers)
-        return Reply(weights, buffers, self._settles.settle(push) if is_new else None)
+        answer = self._settles.settle if is_new else self._settles.repeat
+        return Reply(weights, buffers, answer(push))
 
     def _is_new(self, push: Push) -> bool:
         """Note the message; return whether it has not come before. Needs the books' lock."""
@@ -168,8 +176,9 @@ class Shard:
         self._newest[key] = number
         return True
 
-    def _move(self, cell: _Cell, push: Push, *, is_new: bool) -> np.ndarray:
+    def _move(self, push: Push, *, is_new: bool) -> np.ndarray:
         """Move a span by a message, and return a copy of it for the answer."""
+        cell = self._cells[push.span]
         with cell.lock:
             if self._codec:
                 return self._move_shortened(cell, self._codec, push, is_new=is_new)

@@ -10,7 +10,7 @@ from raydl.center import Mirror, Snapshot
 from raydl.exchange.messages import Desk, MessageExchange, Post, cells, shard_spans
 from raydl.extent import Extent
 from raydl.replica import Exchange, Header
-from raydl.reports import AllreduceReport, Record
+from raydl.reports import AllreduceReport, Outcome, Record
 from raydl.schedules.base import Decision, Round, Site
 
 
@@ -84,7 +84,8 @@ class MessageSchedule:
         orders = self._orders
         # In a round of one step, which its exchange opens, the message itself may wait for
         # the turn: one answer instead of two. Shards away from home know no turns.
-        is_short = orders.num_steps == 1 and self._post.num_shards == 1 and not self._overlaps
+        is_whole = self._post.num_shards == 1 and len(self.exchanges) == 1
+        is_short = orders.num_steps == 1 and is_whole and not self._overlaps
         self._desk.waits_for_turn = self._in_turn and is_short
         if self._in_turn and orders.num_steps and not is_short:
             with self._site.time_parts.measure("device_device_parameters"):
@@ -110,6 +111,8 @@ class MessageSchedule:
         """Return what the newest orders say."""
         if self._in_turn:
             self._post.end_turn(self._desk.next_stamp())
+        if self._orders.outcome is not Outcome.GO_ON:
+            self._post.leave(self._desk.next_stamp())
         return Decision(self._orders.outcome, keep=self._orders.keep, publishes=False)
 
     def vote(self, **votes: float) -> None:

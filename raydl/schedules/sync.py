@@ -35,7 +35,7 @@ class SyncSchedule:
         self._ledger = Ledger.from_state_dict(snapshot.ledger)
         self._extent = Extent.of(site.config.training, epoch_samples=self._ledger.num_samples)
         self._seconds = snapshot.seconds
-        self._round = snapshot.round
+        self._round = self._version = snapshot.round
         self._books = Books()
         self._group = group
         self._votes: dict[str, float] = {}
@@ -102,7 +102,7 @@ class SyncSchedule:
     @property
     def version(self) -> int:
         """Rounds completed since the run began."""
-        return self._round
+        return self._version
 
     def next_round(self, local_step: int) -> Round:
         """Claim this round's samples for all ranks."""
@@ -155,6 +155,7 @@ class SyncSchedule:
         is_new_epoch = self._ledger.epoch > epoch
         self._books.add(sums, num_messages=p)
         self._books.record(self._standing(local_step), at_once=is_new_epoch or is_over)
+        self._version = self._round  # told only when its record can be told as well
         keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
         evaluates = self._num_due() > num_due
         return Decision(
