@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Ensemble, tiny_images
+from safetensors.torch import load_file
 
 from raydl.config import (
     ExchangeConfig,
@@ -113,6 +114,50 @@ def test_sync_rounds_go_in_fragments_with_delay_and_give_the_same_bits(method, f
         centers.append(ensemble.center().weights)
     assert np.isfinite(centers[0]).all()
     assert np.array_equal(*centers)
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_the_distance_is_that_of_all_fragments(fragments):
+    config = settings("sync-easgd", steps=8, period=4, exchange=ExchangeConfig(fragments=fragments))
+    ensemble = Ensemble(config, num_workers=1, images=tiny_images(60))
+    ensemble.use_task(Still())
+    ensemble.join()
+    ensemble.workers[0].replica.flat.weights.add_(1.0)
+    ensemble.run(1)
+    # Every one of the 8 weights was 1 away when its fragment exchanged.
+    assert ensemble.workers[0].replica.distance_squared == pytest.approx(8.0)
+
+
+def test_a_run_in_one_process_has_all_shards_of_its_center(tmp_path):
+    result = Trainer(
+        "mlp",
+        "synthetic:64x1x4x4",
+        method="async-easgd",
+        training=TrainingConfig(samples=96, batch_size=8),
+        scaling=ScalingConfig(num_workers=0),
+        exchange=ExchangeConfig(center_shards=3, fragments=2),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    ).fit()
+    center = load_file(tmp_path / "run/center.safetensors")
+    assert all(0 < float(tensor.abs().max()) < 100 for tensor in center.values())
+    assert result.metrics["center_loss"] < 10
+
+
+def test_what_a_resumed_run_is_told_of_its_optimizer_counts():
+    first = settings("sync-msgd", epochs=2)
+    ensemble = Ensemble(first, num_workers=1, images=tiny_images(31)).join()
+    ensemble.run(2)
+    ensemble.workers[0].vote(1, stop=1.0)
+    ensemble.run()
+    kept, snapshot = {"w0": ensemble.workers[0].take_kept(3)}, ensemble.newest
+    centers = []
+    for momentum in (0.9, 0.0):
+        optimizer = dataclasses.replace(first.optimizer, momentum=momentum)
+        config = dataclasses.replace(first, optimizer=optimizer)
+        again = Ensemble(config, num_workers=1, images=tiny_images(31)).join(snapshot, kept)
+        again.run()
+        centers.append(again.center().weights)
+    assert not np.array_equal(*centers)
 
 
 # what is the same
@@ -473,6 +518,12 @@ def test_diloco_by_hand():
     assert by_hand("diloco", (1, 1), center=1, steps=4, **diloco) == ([-2.25, -2.25], -2.25)
 
 
+def test_diloco_without_outer_momentum_is_local_sgd_with_a_rate():
+    # D = 2 each: c = 1 - 2/2
+    diloco = {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.0}
+    assert by_hand("diloco", (1, 1), center=1, steps=2, **diloco)[1] == 0.0
+
+
 def test_diloco_with_delay_keeps_the_steps_since_the_message():
     # D = 1 is sent after the first step: c = 1 - 1.5/2 = 0.25; the second step stays on top.
     diloco = {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.5}
@@ -601,6 +652,69 @@ def test_a_rule_that_is_none_is_told(name, sentence):
             "async-sgd",
             {"exchange": {"overlap": False}},
             "exchange.overlap has no meaning for async",
+        ),
+        ("diloco", {"method": {"dynamic_weights": True}}, "method.dynamic_weights has no meaning"),
+        (
+            "sync-easgd",
+            {"method": {"dynamic_weights": True, "group_size": 2}},
+            "method.dynamic_weights can not go with method.group_size",
+        ),
+        ("async-easgd", {"method": {"group_size": 2}}, "method.group_size is for sync methods"),
+        ("sync-sgd", {"method": {"group_size": 2}}, "method.group_size is for sync methods"),
+        (
+            "sync-easgd",
+            {"method": {"group_size": 3}},
+            "method.group_size must divide scaling.num_workers, got 3 and 2",
+        ),
+        (
+            "async-msgd",
+            {"optimizer": {"nesterov": True}},
+            "optimizer.nesterov is for momentum at the replicas; async-msgd has the master's",
+        ),
+        (
+            "sync-sgd",
+            {"exchange": {"fragments": 2}, "method": {"period": 4}},
+            "optimizer.max_grad_norm must be None for sync-sgd in fragments or shards",
+        ),
+        (
+            "async-easgd",
+            {"exchange": {"allreduce": "ring"}},
+            "exchange.allreduce has no meaning for async-easgd",
+        ),
+        (
+            "original-easgd",
+            {"exchange": {"allreduce": "ring", "compression": "int8"}},
+            "exchange.allreduce has no meaning for original-easgd",
+        ),
+        (
+            "sync-easgd",
+            {"exchange": {"allreduce": "ring", "compression": "int8"}},
+            "exchange.allreduce has no meaning with exchange.compression int8",
+        ),
+        (
+            "sync-easgd",
+            {"exchange": {"packed": False, "compression": "int8"}},
+            "exchange.packed can not be turned off with exchange.compression",
+        ),
+        (
+            "sync-easgd",
+            {"exchange": {"allreduce": "auto"}, "training": {"deterministic": True}},
+            "exchange.allreduce auto chooses by measured times",
+        ),
+        (
+            "sync-easgd",
+            {"exchange": {"compression": "int9"}},
+            "exchange.compression must be none, bf16, int8 or topk:SHARE with SHARE in (0, 1]",
+        ),
+        (
+            "async-easgd",
+            {"exchange": {"compression": "int8"}, "method": {"beta": 1.5}},
+            "method.beta must be in (0, 1] with exchange.compression, got 1.5",
+        ),
+        (
+            "sync-easgd",
+            {"training": {"deterministic": True}, "scaling": {"num_workers": (1, 2)}},
+            "training.deterministic needs a fixed number of workers, got 1:2",
         ),
         (
             "hogwild-easgd",
