@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from raydl import plots
-from raydl.comparison import Comparison, Spread, compare, make_rows, plan
+from raydl.comparison import Comparison, compare, pictures
+from raydl.comparison import report as reports
+from raydl.comparison.figures import Spread, make_rows
+from raydl.comparison.settings import plan
 from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
 from raydl.methods import METHODS
@@ -213,7 +215,7 @@ def test_rows_hold_medians_and_the_first_at_the_target_comes_first(tmp_path):
     assert rows[0].parts["data_io"] == pytest.approx((1 + 1 / 2 + 1 / 4) / 3)
     assert rows[1].figures["seconds_to_target"] == Spread(40, 20, math.inf)
     assert [row.num_reached for row in rows] == [3, 2, 0, 0]
-    text = plots.markdown(make(tmp_path), runs, rows, tmp_path, "")
+    text = reports.markdown(make(tmp_path), runs, rows, tmp_path, "")
     assert "| sync-easgd | sync | 3 of 3 | 2 of 3 | 40.00 (20.00 to never) | 200 " in text
     assert "| sync-sgd | sync | 3 of 3 | 0 of 3 | never | never | 60.00% |" in text
     assert "| local-sgd | sync | 0 of 3 | not run |" in text
@@ -228,9 +230,9 @@ def test_without_matplotlib_the_rest_is_written(tmp_path, capsys, monkeypatch):
 
 
 def test_methods_of_one_family_share_a_colour():
-    assert plots.family("hogwild-measgd") == plots.family("sync-measgd") == "measgd"
-    assert plots.family("original-easgd") == "easgd"
-    assert plots.family("eamsgd") == "eamsgd"
+    assert pictures.family("hogwild-measgd") == pictures.family("sync-measgd") == "measgd"
+    assert pictures.family("original-easgd") == "easgd"
+    assert pictures.family("eamsgd") == "eamsgd"
 
 
 def test_options_of_train_hold_for_all_runs(root):
@@ -271,9 +273,9 @@ def test_a_real_comparison_leaves_everything_and_its_figures_agree(tmp_path, roo
     assert job(root).main(options.split()) == 0
     printed = capsys.readouterr().out
     assert f"tensorboard --logdir {out}" in printed
-    files = {"comparison.md", "comparison.json", *plots.PICTURES}
+    files = {"comparison.md", "comparison.json", *pictures.PICTURES}
     assert files <= {path.name for path in out.iterdir()}
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots.PICTURES)
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in pictures.PICTURES)
     text, runs = report(tmp_path), json.loads((out / "comparison.json").read_text())["runs"]
     assert len(runs) == 4
     for run in runs:
@@ -287,5 +289,5 @@ def test_a_real_comparison_leaves_everything_and_its_figures_agree(tmp_path, roo
         accuracies = [run["center_accuracy"] for run in runs if run["method"] == method]
         line = next(line for line in text.splitlines() if line.startswith(f"| {method} | sync"))
         assert f"| {sum(accuracies) / 2:.2%}" in line
-    assert all(f"]({name})" in text for name in plots.PICTURES)
+    assert all(f"]({name})" in text for name in pictures.PICTURES)
     assert all(part in text for part in TIME_PARTS)

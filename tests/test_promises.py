@@ -24,7 +24,7 @@ ROWS = [
     {"exchange", "reports", "schedules", "dispatcher", "worker", "center_service"},
     {"crew", "actors", "ray_crew"},
     {"checkpoint_times", "generation", "controller", "recorder"},
-    {"trainer", "comparison", "plots", "cli", "__main__", "__init__"},
+    {"trainer", "comparison", "cli", "__main__", "__init__"},
 ]  # fmt: skip
 MAY_IMPORT_RAY = {"ray_session", "exchange", "actors", "ray_crew"}
 MAY_IMPORT_TORCH_FROM = 1
