@@ -9,9 +9,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+)
 
-from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.errors import ExchangeError, ExchangeTimeoutError, RaydlError
 from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
 
 _AGAIN_S = 0.2
@@ -129,6 +134,9 @@ class RayDelivery:
                     raise ExchangeError(number, generation, str(error).strip()) from error
                 time.sleep(_AGAIN_S)
                 self._ref = self._send()
+            except RayTaskError as error:
+                # Raised at the center: the error as it was, not Ray's text around it.
+                raise error.cause if isinstance(error.cause, RaydlError) else error
             except RayActorError as error:
                 reason = f"center shard {self._shard} went away"
                 raise ExchangeError(number, generation, reason) from error
