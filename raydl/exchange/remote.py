@@ -136,7 +136,9 @@ class RayDelivery:
                 self._ref = self._send()
             except RayTaskError as error:
                 # Raised at the center: the error as it was, not Ray's text around it.
-                raise error.cause if isinstance(error.cause, RaydlError) else error
+                if isinstance(error.cause, RaydlError):
+                    raise error.cause from None
+                raise
             except RayActorError as error:
                 reason = f"center shard {self._shard} went away"
                 raise ExchangeError(number, generation, reason) from error
