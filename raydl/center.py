@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
-from raydl.rules import Rule, Tally
+from raydl.rules import Rule, Tally, mix_buffers_
 
 MakeOptimizer = Callable[[list[Tensor]], "Optimizer | None"]
 
@@ -80,9 +80,6 @@ class Center:
     def apply_(self, total_weights: Tensor, total_buffers: Tensor, tally: Tally) -> None:
         """Move the center by a total of messages, which is used up.
 
-        The buffers go towards the mean of the messages' buffers, by the share of the workers
-        that sent one: all at once they become the mean.
-
         Args:
             total_weights: sum of what the rule sends, shape [n].
             total_buffers: sum of the replicas' float buffers, shape [num_buffers].
@@ -92,9 +89,7 @@ class Center:
         if optimizer is not None and self._lr is not None:
             set_lr(optimizer, self._lr)
         self._rule.update_center_(weights, total_weights, tally, optimizer)
-        n = tally.num_messages
-        total_buffers.sub_(self.buffers, alpha=n)
-        self.buffers.add_(total_buffers, alpha=1 / tally.num_workers)
+        mix_buffers_(self.buffers, total_buffers, tally)
 
     def _handle(self) -> tuple[Tensor, Optimizer | None]:
         """Return this thread's alias of the weights, and its optimizer."""

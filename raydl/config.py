@@ -303,12 +303,6 @@ class EvaluationConfig:
         _require(every is None or every >= 1, "evaluation.every_samples", "1 or more", every)
         _require(self.batch_size >= 1, "evaluation.batch_size", "1 or more", self.batch_size)
 
-    def num_due(self, *, num_samples: int, epoch: int) -> int:
-        """Return how many evaluations are due once so much is done."""
-        if self.every_samples is not None:
-            return num_samples // self.every_samples
-        return epoch // self.every_epochs
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:

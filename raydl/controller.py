@@ -116,7 +116,7 @@ class Controller:
         self._round = first_round
         self._own_states = own_states
         self._generation = first_generation
-        self._started_at = self._state_since = clock()
+        self._state_since = clock()
         self._ready: list[str] = []
         self._nodes: dict[str, str] = {}
         self._saved_order = list(own_states)  # by rank

@@ -16,7 +16,7 @@ from typing import Any
 from raydl.config import TrainConfig
 from raydl.errors import ExchangeTimeoutError
 from raydl.exchange.messages import Orders, Push, Stamp
-from raydl.extent import Extent
+from raydl.extent import Extent, num_evaluations_due
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.method import Method
@@ -153,14 +153,20 @@ class Dispatcher:
             member = self._members[worker_id]
             staleness = self._version - member.seen_version
             self._version += 1
-            epoch, num_due = self._ledger.epoch, self._num_due()
+            epoch, num_due = (
+                self._ledger.epoch,
+                num_evaluations_due(self._config.evaluation, self._ledger),
+            )
             self._ledger.complete(worker_id)
             member.local_step = settlement.local_step
             member.step_s = settlement.header.step_s
             self._books.add(settlement.header, num_messages=1, staleness=staleness)
             orders = self._orders(worker_id, keep=self._keep(worker_id))
             # Of the last one of all, the final snapshot will do.
-            if self._num_due() > num_due and not self._has_ended():
+            if (
+                num_evaluations_due(self._config.evaluation, self._ledger) > num_due
+                and not self._has_ended()
+            ):
                 self._due.append(Due(self._version, False))
             is_end = orders.outcome is not Outcome.GO_ON
             self._books.record(self._standing(push), at_once=is_end or self._ledger.epoch > epoch)
@@ -187,10 +193,6 @@ class Dispatcher:
             found = orders()
             assert found is not None
             return found
-
-    def _num_due(self) -> int:
-        ledger = self._ledger
-        return self._config.evaluation.num_due(num_samples=ledger.num_done_ever, epoch=ledger.epoch)
 
     def _keep(self, worker_id: str) -> int | None:
         """Return the number of the checkpoint that this worker has not kept its state for."""

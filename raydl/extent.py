@@ -1,10 +1,11 @@
-"""How far a run goes: until a number of samples, of local steps, or of seconds."""
+"""How far a run goes, until samples, local steps or seconds; and what is due on the way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raydl.config import TrainingConfig
+from raydl.config import EvaluationConfig, TrainingConfig
+from raydl.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,10 @@ class Extent:
     def steps_left(self, num_steps: int) -> int | None:
         """Return a worker's local steps until the end, or None where they do not decide."""
         return None if self.num_steps is None else max(0, self.num_steps - num_steps)
+
+
+def num_evaluations_due(evaluation: EvaluationConfig, ledger: Ledger) -> int:
+    """Return how many evaluations are due once so much is done."""
+    if evaluation.every_samples is not None:
+        return ledger.num_done_ever // evaluation.every_samples
+    return ledger.epoch // evaluation.every_epochs

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from raydl.compression import parse_codec
 from raydl.config import OptimizerConfig, TrainConfig
 from raydl.errors import ConfigError
-from raydl.rules import Elastic, Rule, Sends
+from raydl.rules import Elastic, Rule, Sends, moving_rate, moving_rate_limit_in_turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def _check_beta(config: TrainConfig, method: Method) -> None:
             f"more throws the center past the replicas' mean",
         )
     fewest = max(1, config.scaling.min_workers)
-    if beta > fewest:
+    if moving_rate(beta, fewest) > moving_rate_limit_in_turn():
         raise ConfigError(
             "method.beta",
             f"must be at most the {fewest} workers of the smallest membership, got {beta}: "

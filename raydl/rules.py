@@ -76,6 +76,16 @@ def elastic_center_(
     return center.add_(total, alpha=moving_rate)
 
 
+def mix_buffers_(buffers: Tensor, total: Tensor, tally: Tally) -> Tensor:
+    """Do b <- b + (total - n*b) / p in place; ``total`` = sum of n workers' buffers is used up.
+
+    The buffers go towards the mean of the messages' by the share of the workers that sent
+    one: all at once they become the mean.
+    """
+    total.sub_(buffers, alpha=tally.num_messages)
+    return buffers.add_(total, alpha=1 / tally.num_workers)
+
+
 def lr_factor(schedule: str, share_done: float, *, warmup: float = 0.0) -> float:
     """Return what the learning rate is multiplied by, 0..1.
 

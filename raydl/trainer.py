@@ -35,6 +35,7 @@ from raydl.data import Batches, Dataset, Normalizer, load
 from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
 from raydl.extent import Extent
 from raydl.flat import FlatModel
+from raydl.method import Method
 from raydl.methods import filled_in, resolve
 from raydl.metrics import TensorBoardWriter, config_as_markdown
 from raydl.progress import make_progress
@@ -126,7 +127,7 @@ class Trainer:
         dataset = self._load_data()
         shape = DataShape(dataset.train.image_shape, dataset.train.num_classes)
         _check_batch_size(config, dataset)
-        flat = self._try_model(dataset, shape)
+        flat = self._try_model(dataset, shape, method)
         folder = RunFolder(config)
         store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
         start = _Start.open(config, folder, store, flat, num_samples=dataset.train.num_samples)
@@ -141,12 +142,12 @@ class Trainer:
             return self.data
         return load(self.data, seed=self.config.training.seed)
 
-    def _try_model(self, dataset: Dataset, shape: DataShape) -> FlatModel:
+    def _try_model(self, dataset: Dataset, shape: DataShape, method: Method) -> FlatModel:
         """Build the initial model and try one batch, before any process starts."""
         torch.manual_seed(self.config.training.seed)
         model = self.task.build_model(shape)
         flat = FlatModel(model, name=self.task.name)
-        _check_dtype(self.config, self.task.name, flat)
+        _check_dtype(self.config, method, self.task.name, flat)
         weights, buffers = flat.weights.clone(), flat.buffers.clone()
         batches = Batches(dataset.train, Normalizer.of(dataset.train))
         batch = batches.batch(np.arange(min(2, dataset.train.num_samples)))
@@ -217,11 +218,11 @@ def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
     return MethodConfig(name=f"{type(method).__module__}:{type(method).__qualname__}")
 
 
-def _check_dtype(config: TrainConfig, name: str, flat: FlatModel) -> None:
+def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel) -> None:
     dtype = flat.weights.dtype
     if dtype not in (torch.float32, torch.float64):
         raise ShapeError(name, f"must have float32 or float64 parameters, they are {dtype}")
-    is_plain = resolve(config).is_sync and config.exchange.compression == "none"
+    is_plain = method.is_sync and config.exchange.compression == "none"
     if dtype is torch.float64 and not is_plain:
         raise ShapeError(
             name,

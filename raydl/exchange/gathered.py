@@ -12,14 +12,12 @@ so what is left out of them is kept and added to the next message.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from raydl.center import Center
 from raydl.compression import ErrorFeedback
-from raydl.exchange.sync import HEADER_SIZE, Group, Work
+from raydl.exchange.sync import HEADER_SIZE, Group, Work, packed_header, settled
 from raydl.replica import Header
 from raydl.rules import Sends, Tally
 
@@ -61,6 +59,7 @@ class GatheredExchange:
         self._num_encoded = feedback.codec.num_bytes(num_weights)
         start = -(-self._num_encoded // 4) * 4  # floats begin at a multiple of their size
         self._rest = center.weights.new_zeros(num_buffers + HEADER_SIZE)
+        self._buffers, self._header = self._rest[:num_buffers], self._rest[num_buffers:]
         num_bytes = start + self._rest.numel() * self._rest.element_size()
         self._message = torch.zeros(num_bytes, dtype=torch.uint8, device=center.weights.device)
         self._message_rest = self._message[start:].view(self._rest.dtype)
@@ -89,8 +88,7 @@ class GatheredExchange:
         num_buffers = self.center.buffers.numel()
         if num_buffers:
             self._message_rest[:num_buffers] = buffers
-        numbers = torch.tensor(dataclasses.astuple(header), dtype=self._rest.dtype)
-        self._message_rest[num_buffers:] = numbers
+        self._message_rest[num_buffers:] = packed_header(header, self._rest.dtype)
         self._work = self._group.start_allgather(self._message, self._all, round=self.round)
 
     def as_seen(self, weights: Tensor) -> Tensor:
@@ -106,28 +104,23 @@ class GatheredExchange:
         assert self._work is not None, "begin comes first"
         work, self._work = self._work, None
         work.wait()
-        num_workers, codec = self._group.num_workers, self._feedback.codec
-        p = num_workers // self._group_size
+        codec = self._feedback.codec
         self._total.zero_()
         self._rest.zero_()
-        for rank in range(num_workers):
+        for rank in range(self._group.num_workers):
             codec.decode(self._all[rank, : self._num_encoded], out=self._decoded)
             self._total.add_(self._decoded)
             self._rest.add_(self._all_rest[rank])
-        num_buffers = self.center.buffers.numel()
-        if self._group_size > 1:  # each replica is in the sum as often as workers share it
-            self._total.div_(self._group_size)
-            self._rest[:num_buffers].div_(self._group_size)
+        self._tally, sums = settled(
+            self._group, self._group_size, self._total, self._buffers, self._header
+        )
         if self._sends is Sends.WEIGHTS:
-            self._total.add_(self.center.weights, alpha=p)
-        sums = Header(*self._rest[-HEADER_SIZE:].tolist())
-        self._tally = Tally(num_workers=p, num_messages=p, num_samples=sums.num_samples)
+            self._total.add_(self.center.weights, alpha=self._tally.num_messages)
         return self._tally, sums
 
     def commit(self) -> None:
         """Move the center by the sum, and keep what the own message left out."""
-        buffers = self._rest[: self.center.buffers.numel()]
-        self.center.apply_(self._total, buffers, self._tally)
+        self.center.apply_(self._total, self._buffers, self._tally)
         if self._sends is not Sends.WEIGHTS:
             self._feedback.commit()
         self.round += 1

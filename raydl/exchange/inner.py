@@ -23,7 +23,6 @@ class GradientGroup:
     """
 
     def __init__(self, group: Group, num_parameters: int, *, like: Tensor) -> None:
-        self.num_workers = group.num_workers
         self._group = group
         self._message = like.new_zeros(num_parameters + 1)
         self._step = 0

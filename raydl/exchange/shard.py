@@ -22,7 +22,7 @@ from raydl.center import Center, MakeOptimizer
 from raydl.compression import Codec
 from raydl.exchange.messages import Orders, Push, Reply, Stamp
 from raydl.ledger import Span
-from raydl.rules import Rule, Sends, Tally
+from raydl.rules import Rule, Sends, Tally, mix_buffers_
 
 
 class Settles(Protocol):
@@ -190,7 +190,7 @@ class Shard:
 
     def _apply(self, center: Center, total: Tensor, push: Push) -> None:
         center.set_lr(push.lr)
-        center.apply_(total, center.buffers, Tally(push.num_workers, 1, push.num_samples))
+        center.apply_(total, center.buffers, _tally(push))
 
     def _move_shortened(self, cell: _Cell, codec: Codec, push: Push, *, is_new: bool) -> np.ndarray:
         """Move a span by an encoded message, and return the encoded answer.
@@ -217,8 +217,7 @@ class Shard:
     def _mix_buffers(self, push: Push) -> np.ndarray:
         """Move the float buffers towards a worker's, by its share of the workers."""
         if push.buffers.size:
-            theirs = torch.tensor(push.buffers)
-            self._buffers.add_(theirs.sub_(self._buffers), alpha=1 / push.num_workers)
+            mix_buffers_(self._buffers, torch.tensor(push.buffers), _tally(push))
         return _copied(self._buffers)
 
     def state(self) -> ShardState:
@@ -244,6 +243,10 @@ def _catch_up(mirror: Tensor, center: Tensor, codec: Codec) -> np.ndarray:
     message = codec.encode(change)
     mirror.add_(codec.decode(message, out=change))
     return _copied(message)
+
+
+def _tally(push: Push) -> Tally:
+    return Tally(push.num_workers, num_messages=1, num_samples=push.num_samples)
 
 
 def _copied(values: Tensor) -> np.ndarray:

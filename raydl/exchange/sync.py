@@ -61,6 +61,27 @@ class Group(Protocol):
         ...
 
 
+def packed_header(header: Header, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a header, shape [HEADER_SIZE]."""
+    return torch.tensor(dataclasses.astuple(header), dtype=dtype)
+
+
+def settled(
+    group: Group, group_size: int, weights: Tensor, buffers: Tensor, header: Tensor
+) -> tuple[Tally, Header]:
+    """Return what sums over all workers are made of, and the header sums.
+
+    The sums become those over replicas, in place: each is in them as often as workers
+    share it.
+    """
+    num_replicas = group.num_workers // group_size
+    if group_size > 1:
+        weights.div_(group_size)
+        buffers.div_(group_size)
+    sums = Header(*header.tolist())
+    return Tally(num_replicas, num_replicas, sums.num_samples), sums
+
+
 class SyncExchange:
     """One rank's side of the rounds of one generation, for one span of the center.
 
@@ -113,7 +134,7 @@ class SyncExchange:
         self._weights.copy_(weights)
         if self._buffers.numel():
             self._buffers.copy_(buffers)
-        self._header.copy_(torch.tensor(dataclasses.astuple(header), dtype=self._header.dtype))
+        self._header.copy_(packed_header(header, self._header.dtype))
         self._work = [
             self._group.start_allreduce(piece, round=self.round) for piece in self._pieces
         ]
@@ -132,12 +153,9 @@ class SyncExchange:
         work, self._work = self._work, []
         for piece in work:
             piece.wait()
-        sums = Header(*self._header.tolist())
-        p = self._group.num_workers // self._group_size
-        if self._group_size > 1:  # each replica is in the sum as often as workers share it
-            self._weights.div_(self._group_size)
-            self._buffers.div_(self._group_size)
-        self._tally = Tally(num_workers=p, num_messages=p, num_samples=sums.num_samples)
+        self._tally, sums = settled(
+            self._group, self._group_size, self._weights, self._buffers, self._header
+        )
         return self._tally, sums
 
     def commit(self) -> None:

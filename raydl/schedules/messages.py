@@ -20,8 +20,8 @@ class MessageSchedule:
     Args:
         site: where the worker stands.
         post: reaches the center.
+        snapshot: the center as it is when the generation begins.
         incarnation: which life of this worker.
-        weights: the center as it is, shape [num_parameters].
         local_step: local steps of this worker before.
     """
 

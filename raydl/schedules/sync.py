@@ -10,7 +10,7 @@ from raydl.center import Center, Snapshot, joined_states, split_states
 from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.messages import shard_spans
 from raydl.exchange.sync import Group, StagedExchange, SyncExchange
-from raydl.extent import Extent
+from raydl.extent import Extent, num_evaluations_due
 from raydl.ledger import Ledger, Span, share_round
 from raydl.optimizers import make_optimizer
 from raydl.replica import Exchange, Header
@@ -70,6 +70,7 @@ class SyncSchedule:
 
     def _make_exchange(self, group: Group, center: Center, span: Span) -> AnyExchange:
         settings, site = self._config.exchange, self._site
+        group_size = self._config.method.group_size
         exchange: SyncExchange | GatheredExchange
         if settings.compression != "none":
             exchange = GatheredExchange(
@@ -79,25 +80,20 @@ class SyncSchedule:
                 round=self._round,
                 sends=site.method.rule.sends,
                 feedback=site.feedback_of(span),
-                group_size=self._config.method.group_size,
+                group_size=group_size,
             )
-            return self._staged(exchange)
-        pieces = None if settings.packed else _pieces(site.flat.layer_sizes, span)
-        group_size = self._config.method.group_size
-        exchange = SyncExchange(
-            group,
-            center,
-            span=slice(*span),
-            round=self._round,
-            pieces=pieces,
-            group_size=group_size,
-        )
-        return self._staged(exchange)
-
-    def _staged(self, exchange: SyncExchange | GatheredExchange) -> AnyExchange:
-        if self._config.exchange.resident:
+        else:
+            exchange = SyncExchange(
+                group,
+                center,
+                span=slice(*span),
+                round=self._round,
+                pieces=None if settings.packed else _pieces(site.flat.layer_sizes, span),
+                group_size=group_size,
+            )
+        if settings.resident:
             return exchange
-        return StagedExchange(exchange, self._site.flat.weights.device, self._site.time_parts)
+        return StagedExchange(exchange, site.flat.weights.device, site.time_parts)
 
     @property
     def version(self) -> int:
@@ -145,7 +141,10 @@ class SyncSchedule:
     def settle(self, sums: Header, local_step: int) -> Decision:
         """Complete the round for all ranks and decide by the sums they all see."""
         p = self._site.membership.num_workers
-        epoch, num_due = self._ledger.epoch, self._num_due()
+        epoch, num_due = (
+            self._ledger.epoch,
+            num_evaluations_due(self._config.evaluation, self._ledger),
+        )
         for worker in self._site.membership.worker_ids:
             self._ledger.complete(worker)
         self._round += 1
@@ -157,16 +156,12 @@ class SyncSchedule:
         self._books.record(self._standing(local_step), at_once=is_new_epoch or is_over)
         self._version = self._round  # told only when its record can be told as well
         keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
-        evaluates = self._num_due() > num_due
+        evaluates = num_evaluations_due(self._config.evaluation, self._ledger) > num_due
         return Decision(
             outcome,
             keep=self._round if keeps else None,
             publishes=self._site.rank == 0 and (keeps or evaluates or is_over),
         )
-
-    def _num_due(self) -> int:
-        ledger = self._ledger
-        return self._config.evaluation.num_due(num_samples=ledger.num_done_ever, epoch=ledger.epoch)
 
     def _outcome(self, sums: Header, local_step: int) -> Outcome:
         if self._extent.is_reached(
