@@ -87,6 +87,11 @@ class Ledger:
         """Positions claimed and not completed."""
         return sum(_size([span for _, span in spans]) for spans in self._claimed.values())
 
+    @property
+    def claimants(self) -> tuple[str, ...]:
+        """Workers that have claimed positions and not completed them."""
+        return tuple(self._claimed)
+
     def _next_epoch(self) -> int:
         """Return the first epoch with a free position."""
         return min((e for e, free in self._free.items() if free), default=self._first_unopened())
@@ -123,12 +128,23 @@ class Ledger:
             self._free[epoch] = sorted([*self._free[epoch], span])
         return _size([span for _, span in spans])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values; what is claimed and not done counts as free."""
+    def state_dict(self, *, with_claims: bool = False) -> dict[str, Any]:
+        """Return the state as plain values.
+
+        Args:
+            with_claims: tell who has claimed what, for workers that go on with it; otherwise
+                what is claimed and not done counts as free.
+        """
         free = {epoch: list(spans) for epoch, spans in self._free.items()}
-        for spans in self._claimed.values():
-            for epoch, span in spans:
-                free[epoch].append(span)
+        claimed = [] if not with_claims else [
+            [worker_id, epoch, [*span]]
+            for worker_id, spans in self._claimed.items()
+            for epoch, span in spans
+        ]  # fmt: skip
+        if not with_claims:
+            for spans in self._claimed.values():
+                for epoch, span in spans:
+                    free[epoch].append(span)
         return {
             "num_samples": self.num_samples,
             "epoch": self.epoch,
@@ -136,6 +152,7 @@ class Ledger:
                 [epoch, self._num_done[epoch], [list(span) for span in sorted(spans)]]
                 for epoch, spans in sorted(free.items())
             ],
+            "claimed": claimed,
         }
 
     @classmethod
@@ -146,6 +163,8 @@ class Ledger:
         for epoch, num_done, free in state["open"]:
             ledger._num_done[epoch] = num_done
             ledger._free[epoch] = [(start, stop) for start, stop in free]
+        for worker_id, epoch, (start, stop) in state.get("claimed", []):
+            ledger._claimed.setdefault(worker_id, []).append((epoch, (start, stop)))
         return ledger
 
 

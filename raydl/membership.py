@@ -15,6 +15,8 @@ class Membership:
 
     generation: int
     worker_ids: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+    """Workers left out for now: they finish what they have claimed, and come back."""
 
     @property
     def num_workers(self) -> int:
