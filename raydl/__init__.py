@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raydl.config import (
         CheckpointConfig,
+        ElasticConfig,
         EvaluationConfig,
         ExchangeConfig,
         MethodConfig,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CheckpointConfig": "config",
+    "ElasticConfig": "config",
     "EvaluationConfig": "config",
     "ExchangeConfig": "config",
     "MethodConfig": "config",
@@ -44,6 +46,7 @@ _HOMES = {
 __all__ = [
     "CheckpointConfig",
     "Classification",
+    "ElasticConfig",
     "EvaluationConfig",
     "ExchangeConfig",
     "MethodConfig",

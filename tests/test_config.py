@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+from typing import get_type_hints
 
 import pytest
 
+from raydl.cli import parse_train
 from raydl.config import (
     CheckpointConfig,
+    ElasticConfig,
     EvaluationConfig,
     ExchangeConfig,
     MethodConfig,
@@ -20,6 +23,7 @@ from raydl.config import (
 )
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.methods import METHODS, filled_in, resolve
+from raydl.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -73,6 +77,21 @@ from raydl.methods import METHODS, filled_in, resolve
             lambda: ExchangeConfig(timeout_s=0),
             "exchange.timeout_s must be a positive number of seconds, got 0",
         ),
+        (
+            lambda: ElasticConfig(lease_s=0),
+            "elastic.lease_s must be a positive number of seconds, got 0",
+        ),
+        (
+            lambda: ElasticConfig(lease_s=float("inf")),
+            "elastic.lease_s must be a positive number of seconds, got inf",
+        ),
+        (lambda: ElasticConfig(quorum=0.0), "elastic.quorum must be in (0, 1], got 0.0"),
+        (lambda: ElasticConfig(quorum=1.5), "elastic.quorum must be in (0, 1], got 1.5"),
+        (lambda: ElasticConfig(quorum=float("nan")), "elastic.quorum must be in (0, 1], got nan"),
+        (
+            lambda: ElasticConfig(max_restarts=0),
+            "elastic.max_restarts must be 1 or more, got 0",
+        ),
     ],
 )
 def test_a_value_out_of_range_is_refused(make, sentence):
@@ -117,8 +136,34 @@ def test_a_run_records_what_the_method_decided():
     assert filled_in(config, resolve(config)) == config
 
 
+def test_all_workers_may_be_the_quorum():
+    assert ElasticConfig(quorum=1.0, max_restarts=1).quorum == 1.0
+
+
+def test_how_workers_come_and_go_is_set_by_dotted_names_and_the_fault_plan_by_a_short_one():
+    options = "--elastic.lease-s 3 --elastic.no-leave-out-slow --fault-plan faults.yaml"
+    config = parse_train(options.split())
+    assert to_dict(config.elastic) == to_dict(ElasticConfig(lease_s=3.0, leave_out_slow=False))
+    assert config.run.fault_plan == "faults.yaml"
+    assert TrainConfig().run.fault_plan is None
+
+
+def test_the_trainer_takes_every_section():
+    given = ElasticConfig(lease_s=3.0)
+    assert Trainer(elastic=given).config.elastic == given
+    assert Trainer().config.elastic == ElasticConfig()
+
+
+def test_settings_of_a_version_without_a_section_take_its_defaults():
+    values = to_dict(TrainConfig(model="mlp"))
+    del values["elastic"]
+    assert from_dict(TrainConfig, values) == TrainConfig(model="mlp")
+
+
 def test_settings_survive_json():
     config = TrainConfig(
+        elastic=ElasticConfig(quorum=0.75),
+        run=RunConfig(fault_plan="faults.yaml"),
         scaling=ScalingConfig(num_workers=(2, 8), resources_per_worker={"spot": 1.0}),
         method=MethodConfig(beta=0.5),
     )
@@ -144,3 +189,6 @@ def test_every_setting_is_frozen_and_keyword_only():
         if dataclasses.is_dataclass(section):
             assert section.__dataclass_params__.frozen
             assert all(f.kw_only for f in dataclasses.fields(section))
+            assert set(get_type_hints(type(section))) == {
+                f.name for f in dataclasses.fields(section)
+            }

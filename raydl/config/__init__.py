@@ -1,0 +1,105 @@
+"""The settings of a run, as frozen dataclasses.
+
+Each class checks its own fields; :class:`TrainConfig` checks what spans several. A field's
+metadata may name the short flag it has on the command line (``{"flag": "beta"}``); every
+other field is reached by its dotted name (``--exchange.timeout-s``).
+
+learning.py   what is learned and how: method, optimizer, length of the training
+cluster.py    the workers: how many, how they come and go, how they exchange
+run.py        the run around it: folder, checkpoints, evaluations
+checks.py     what the checks are made of
+"""
+
+# The defaults are frozen, which ruff sees only for classes of the same file.
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from raydl.config.cluster import ALLREDUCES, ElasticConfig, ExchangeConfig, ScalingConfig
+from raydl.config.learning import (
+    SCHEDULES,
+    WHO_MAY_TALK,
+    MethodConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from raydl.config.run import CheckpointConfig, EvaluationConfig, RunConfig
+from raydl.errors import ConfigError
+
+__all__ = [
+    "ALLREDUCES",
+    "SCHEDULES",
+    "WHO_MAY_TALK",
+    "CheckpointConfig",
+    "ElasticConfig",
+    "EvaluationConfig",
+    "ExchangeConfig",
+    "MethodConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "ScalingConfig",
+    "TrainConfig",
+    "TrainingConfig",
+    "from_dict",
+    "to_dict",
+]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All settings of one run."""
+
+    data: str = "digits"
+    """Training data: digits, synthetic, a path or a URI (Parquet, IDX, CIFAR-10, npz, folders)."""
+    model: str = "lenet"
+    """The network; `raydl models` lists them."""
+    training: TrainingConfig = TrainingConfig()
+    """How long, how large, from which seed."""
+    method: MethodConfig = MethodConfig()
+    """How the replicas meet the center."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The local step."""
+    scaling: ScalingConfig = ScalingConfig()
+    """How many workers."""
+    run: RunConfig = RunConfig()
+    """Where the run lives."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When checkpoints are written."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """When the center is scored."""
+    exchange: ExchangeConfig = ExchangeConfig()
+    """How replicas and center exchange."""
+    elastic: ElasticConfig = ElasticConfig()
+    """How workers come and go."""
+
+
+def to_dict(config: object) -> dict[str, Any]:
+    """Return a configuration as nested plain values, ready for JSON."""
+    assert dataclasses.is_dataclass(config)
+    assert not isinstance(config, type)
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
+    """Build a configuration from what :func:`to_dict` returned, perhaps through JSON.
+
+    Raises:
+        ConfigError: a key is no setting of this version.
+    """
+    hints = get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise ConfigError(key, f"is no setting of {cls.__name__}")
+        if dataclasses.is_dataclass(hints[key]):
+            value = from_dict(hints[key], value)
+        elif isinstance(value, list):  # JSON has no tuples, and no setting is a list
+            value = tuple(value)
+        arguments[key] = value
+    return cls(**arguments)
