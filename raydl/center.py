@@ -76,6 +76,7 @@ class Center:
         self._here = threading.local()
         self._state: dict[str, Any] = {}
         self._lr: float | None = None
+        self._kept: tuple[Tensor, Tensor, dict[str, Any]] | None = None
 
     def apply_(self, total_weights: Tensor, total_buffers: Tensor, tally: Tally) -> None:
         """Move the center by a total of messages, which is used up.
@@ -99,6 +100,21 @@ class Center:
             if self._here.optimizer is not None:
                 self._here.optimizer.state[self._here.weights] = self._state
         return self._here.weights, self._here.optimizer
+
+    def keep(self) -> None:
+        """Remember the state as it is now, for :meth:`undo_`."""
+        self._kept = self.weights.clone(), self.buffers.clone(), self.optimizer_state()
+
+    def undo_(self) -> None:
+        """Go back to what :meth:`keep` remembered."""
+        assert self._kept is not None, "keep comes first"
+        weights, buffers, state = self._kept
+        self.weights.copy_(weights)
+        self.buffers.copy_(buffers)
+        _, optimizer = self._handle()
+        if optimizer is not None:
+            self._state.clear()
+            self.load_optimizer(state)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the user's optimizer, where it steps here."""

@@ -1,4 +1,4 @@
-"""The command line: ``raydl train``, ``evaluate``, ``methods``, ``models``.
+"""The command line: ``raydl train``, ``status``, ``remove``, ``evaluate``, ``methods``, ``models``.
 
 The options of ``train`` are the fields of :class:`raydl.config.TrainConfig`, by tyro. A field
 with a flag in its metadata gets that short name; the others keep their dotted ones.
@@ -7,12 +7,13 @@ with a flag in its metadata gets that short name; the others keep their dotted o
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -20,6 +21,9 @@ from rich.table import Table
 
 from raydl.config import ScalingConfig, TrainConfig
 from raydl.errors import ConfigError, RaydlError
+
+if TYPE_CHECKING:
+    from raydl.run_desk import RunStatus
 
 _STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 
@@ -89,7 +93,7 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _EvaluateOptions:
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run's folder, a path or URI."""
     data: str | None = None
     """Score on the test part of other data."""
@@ -103,6 +107,78 @@ def score(arguments: Sequence[str]) -> int:
     from raydl.trainer import score_run
 
     print(json.dumps(score_run(options.run, data=options.data), indent=2))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _StatusOptions:
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run's folder, a path or URI."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print all that is known, as JSON."""
+
+
+def status(arguments: Sequence[str]) -> int:
+    """Show how a run stands, from any machine that sees its folder."""
+    options = tyro.cli(
+        _StatusOptions, args=list(arguments), prog="raydl status", description=status.__doc__
+    )
+    from raydl.run_desk import read_status
+
+    seen = read_status(options.run)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(seen), indent=2))
+    else:
+        _print_status(seen)
+    return 0
+
+
+def _print_status(seen: RunStatus) -> None:
+    accuracy = "-" if seen.center_accuracy is None else f"{seen.center_accuracy:.2%}"
+    print(f"{seen.stale_sentence()}\nlast told: {seen.state}" if seen.is_stale else seen.state)
+    print(
+        f"epoch {seen.epoch:.1f}, {seen.num_samples:,} samples in {_duration(seen.seconds)}, "
+        f"center accuracy {accuracy}\n"
+        f"generation {seen.generation}, round {seen.round:,}, "
+        f"workers {seen.num_workers} of {seen.wanted}"
+    )
+    if seen.workers:
+        print()
+        rows = [
+            (
+                w.worker_id, w.state, _duration(w.since_s), w.node, f"{w.round:,}",
+                f"{w.local_step:,}", f"{w.step_s * 1e3:.1f} ms", _duration(w.waited_s),
+            )
+            for w in seen.workers
+        ]  # fmt: skip
+        head = ("worker", "state", "for", "node", "round", "step", "a step", "waited")
+        _print_table(head, rows, numbers=("for", "round", "step", "a step", "waited"))
+    if seen.events:
+        print("", *seen.events, sep="\n")
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RemoveOptions:
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run's folder, a path or URI."""
+    worker: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WORKER")]
+    """Whom, as raydl status names it: w2, say."""
+    timeout_s: float = 30.0
+    """How long to wait for the run's answer, in seconds."""
+
+
+def remove(arguments: Sequence[str]) -> int:
+    """Take one worker out of a run by name; the others train on."""
+    options = tyro.cli(
+        _RemoveOptions, args=list(arguments), prog="raydl remove", description=remove.__doc__
+    )
+    from raydl.run_desk import request_removal
+
+    print(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
     return 0
 
 
@@ -128,13 +204,15 @@ def list_models(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
+) -> None:
     table = Table(box=None, pad_edge=False)
     for name in head:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _workers(text: str) -> int | tuple[int, int]:
@@ -185,6 +263,8 @@ def _with_flags(cls: type[Any]) -> type[Any]:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
+    "status": status,
+    "remove": remove,
     "evaluate": score,
     "methods": list_methods,
     "models": list_models,

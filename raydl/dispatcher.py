@@ -2,7 +2,8 @@
 
 Synchronous methods need none: every rank keeps the ledger and sees the same votes. With
 messages the ledger is here, beside the center's home shard: a worker's message ends its
-round, counts its samples as done and is answered with what to do next.
+round, counts its samples as done and is answered with what to do next. Workers join and
+leave while the others go on; what a lost one had claimed is claimed again.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydl.config import TrainConfig
-from raydl.errors import ExchangeTimeoutError
-from raydl.exchange.messages import Orders, Push, Stamp
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.exchange.messages import Orders, Push, Stamp, refusal_of
 from raydl.extent import Extent, num_evaluations_due
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.reports import Books, Outcome, Record, Standing
+from raydl.schedules.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,17 @@ class Due:
 
 @dataclass
 class _Member:
-    """What the dispatcher knows of a worker in this generation."""
+    """What the dispatcher knows of a worker since it became a member."""
 
-    local_step: int = 0
-    seen_version: int = 0
+    entered: int
+    """The generation that it became a member with: its messages are of this one."""
+    is_awaited: bool
+    """The others wait for it to enter; not for one that joins while they train."""
+    local_step: int
+    seen_version: int
     step_s: float = 0.0
     has_entered: bool = False
+    is_dismissed: bool = False
     has_left: bool = False
     """It was told to leave."""
     has_closed: bool = False
@@ -59,6 +66,7 @@ class Dispatcher:
         ledger: which samples are done.
         version: exchanges settled before.
         seconds: seconds trained before.
+        local_step: local steps of each worker before, the mean.
         clock: seconds, rising.
     """
 
@@ -70,6 +78,7 @@ class Dispatcher:
         *,
         version: int = 0,
         seconds: float = 0.0,
+        local_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -83,25 +92,83 @@ class Dispatcher:
         self._books = Books(clock)
         self._changed = threading.Condition()
         self._membership = Membership(0, ())
+        self._opened = 0
         self._members: dict[str, _Member] = {}
+        self._newcomers_step = local_step
         self._votes: dict[str, float] = {}
         self._told: set[str] = set()
         self._checkpoint: int | None = None
         self._due: list[Due] = []
-        self._turn = 0
+        self._turns = Turns()
         self._is_end = False
+        self.num_refused = 0
+        """Calls of workers that are no members, or were others then."""
 
     def open(self, membership: Membership) -> None:
-        """Begin a generation. Votes and turns of the one before end with it."""
+        """Begin with new members alone. Votes and turns of those before end with them."""
         with self._changed:
-            for worker_id in self._membership.worker_ids:
-                self._ledger.give_back(worker_id)  # what was under way when it left
-            self._membership = membership
-            self._members = {w: _Member() for w in membership.worker_ids}
+            self._ledger.release()  # what was under way when they left
+            self._take_in(membership, {}, is_awaited=True)
             self._votes, self._told, self._checkpoint = {}, set(), None
-            self._turn = 0
+            self._opened = membership.generation
+            self._turns.open(membership.worker_ids)
             if self._opened_at is None:
                 self._opened_at = self._clock()
+            self._changed.notify_all()
+
+    def change(self, membership: Membership) -> None:
+        """Let workers join and leave; those who stay do not notice.
+
+        What the ones that are gone had claimed is claimed again, and nobody waits for them.
+        """
+        with self._changed:
+            was_closed = self._is_closed()
+            staying = {w: m for w, m in self._members.items() if w in membership.worker_ids}
+            self._ledger.release(keep=staying)
+            self._take_in(membership, staying, is_awaited=False)
+            self._turns.change(membership.worker_ids)
+            self._told &= set(staying)
+            self._close_checkpoint()
+            if not was_closed:
+                self._want_last()
+            self._changed.notify_all()
+
+    def _take_in(
+        self, membership: Membership, staying: dict[str, _Member], *, is_awaited: bool
+    ) -> None:
+        self._newcomers_step = self._local_step
+        self._membership = membership
+        for worker_id in membership.worker_ids:
+            if worker_id not in staying:
+                self._is_end = False
+        self._members = {
+            worker_id: staying.get(worker_id)
+            or _Member(membership.generation, is_awaited, self._newcomers_step, self._version)
+            for worker_id in membership.worker_ids
+        }
+
+    def dismiss(self, worker_id: str) -> None:
+        """Let one worker leave after its next exchange, with ``Outcome.LEFT``.
+
+        The others go on, and it stays a member until :meth:`change`. Where the run is over
+        with that exchange it is told so, as the others are.
+        """
+        with self._changed:
+            if worker_id in self._members:
+                self._members[worker_id].is_dismissed = True
+
+    def _refusal(self, stamp: Stamp) -> str:
+        member = self._members.get(stamp.worker_id)
+        entered = None if member is None else member.entered
+        return refusal_of(stamp, entered, self._membership.generation)
+
+    def _admit(self, stamp: Stamp) -> _Member:
+        """Return who calls; raise ExchangeError if it is no member, or was another then."""
+        problem = self._refusal(stamp)
+        if problem:
+            self.num_refused += 1
+            raise ExchangeError(self._version, self._membership.generation, problem)
+        return self._members[stamp.worker_id]
 
     @property
     def seconds(self) -> float:
@@ -110,17 +177,19 @@ class Dispatcher:
         return self._seconds_before + since
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
-        """Return the first orders of a worker in this generation.
+        """Return the first orders of a worker.
 
-        In rank order where the method keeps to it: claims decide which samples one gets.
+        In rank order where the method keeps to it: claims decide which samples one gets. Who
+        joins while others train waits for nobody.
 
         Raises:
             ExchangeTimeoutError: a worker before this one did not come in time.
+            ExchangeError: it is no member, or ceased to be one while it waited.
         """
         with self._changed:
-            if self._method.schedule == "round_robin":
-                self._wait_for_ranks_before(stamp.worker_id)
-            member = self._members[stamp.worker_id]
+            member = self._admit(stamp)
+            if self._method.schedule == "round_robin" and member.is_awaited:
+                self._wait_for_ranks_before(stamp)
             if member.answered is not None:  # the call was repeated
                 return member.answered[1]
             member.local_step, member.has_entered = local_step, True
@@ -129,27 +198,38 @@ class Dispatcher:
             self._changed.notify_all()
             return orders
 
-    def _wait_for_ranks_before(self, worker_id: str) -> None:
+    def _wait_for_ranks_before(self, stamp: Stamp) -> None:
         workers = self._membership.worker_ids
-        before = workers[: workers.index(worker_id)]
+        before = set(workers[: workers.index(stamp.worker_id)])
 
         def missing() -> list[str]:
-            return [w for w in before if not self._members[w].has_entered]
+            members = self._members.items()
+            return [w for w, m in members if w in before and m.is_awaited and not m.has_entered]
 
-        self._wait(lambda: not missing(), missing)
+        self._wait(stamp, lambda: not missing(), missing)
 
-    def _wait(self, is_true: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
-        """Wait for other workers, bounded by ``exchange.timeout_s``."""
+    def _wait(
+        self, stamp: Stamp, is_true: Callable[[], bool], missing: Callable[[], list[str]]
+    ) -> None:
+        """Wait for other workers, bounded by ``exchange.timeout_s``, or for one's own removal."""
         timeout_s = self._config.exchange.timeout_s
-        if not self._changed.wait_for(is_true, timeout_s):
+        if not self._changed.wait_for(lambda: self._refusal(stamp) or is_true(), timeout_s):
             generation = self._membership.generation
             raise ExchangeTimeoutError(self._version, generation, timeout_s, missing())
+        self._admit(stamp)
 
-    def settle(self, push: Push) -> Orders:
-        """Count the round behind a message as done, and return what the worker does next."""
+    def settle(self, push: Push) -> Orders | None:
+        """Count the round behind a message as done, and return what the worker does next.
+
+        None: the worker ceased to be a member after its shard took the message, and its
+        samples are claimed by others.
+        """
         settlement, worker_id = push.settlement, push.stamp.worker_id
         assert settlement is not None
         with self._changed:
+            if self._refusal(push.stamp):
+                self.num_refused += 1
+                return None
             member = self._members[worker_id]
             staleness = self._version - member.seen_version
             self._version += 1
@@ -181,18 +261,18 @@ class Dispatcher:
 
         Raises:
             ExchangeTimeoutError: it was not settled in time.
+            ExchangeError: its worker is no member, or ceased to be one meanwhile.
         """
-        worker_id, sequence = push.stamp.worker_id, push.stamp.sequence
-
-        def orders() -> Orders | None:
-            answered = self._members[worker_id].answered
-            return answered[1] if answered is not None and answered[0] >= sequence else None
-
+        stamp = push.stamp
         with self._changed:
-            self._wait(lambda: orders() is not None, lambda: [worker_id])
-            found = orders()
-            assert found is not None
-            return found
+            member = self._admit(stamp)
+
+            def is_answered() -> bool:
+                return member.answered is not None and member.answered[0] >= stamp.sequence
+
+            self._wait(stamp, is_answered, lambda: [stamp.worker_id])
+            assert member.answered is not None
+            return member.answered[1]
 
     def _keep(self, worker_id: str) -> int | None:
         """Return the number of the checkpoint that this worker has not kept its state for."""
@@ -200,17 +280,25 @@ class Dispatcher:
             return None
         number = self._checkpoint
         self._told.add(worker_id)
-        if self._told >= {w for w, m in self._members.items() if not m.has_left}:
-            self._due.append(Due(number, True))
-            self._checkpoint = None
+        self._close_checkpoint()
         return number
+
+    def _close_checkpoint(self) -> None:
+        """Want a checkpoint's snapshot once everyone who trains was told to keep its state."""
+        training = {w for w, m in self._members.items() if not m.has_left}
+        if self._checkpoint is not None and self._told >= training:
+            if self._told:
+                self._due.append(Due(self._checkpoint, True))
+            self._checkpoint = None
 
     def _orders(self, worker_id: str, *, keep: int | None) -> Orders:
         member = self._members[worker_id]
         outcome, epoch, spans, num_steps = self._next(worker_id)
         if outcome is not Outcome.GO_ON:
             member.has_left = True
-            self._is_end = outcome in (Outcome.STOPPED, Outcome.FINISHED)
+            if outcome is not Outcome.LEFT:  # that says nothing of the run
+                self._is_end = outcome in (Outcome.STOPPED, Outcome.FINISHED)
+            self._close_checkpoint()
             self._changed.notify_all()
         member.seen_version = self._version
         return Orders(
@@ -222,6 +310,7 @@ class Dispatcher:
             num_done=self._ledger.num_done_ever,
             seconds=self.seconds,
             version=self._version,
+            ledger=self._ledger.state_dict(with_claims=True),
             keep=keep,
         )
 
@@ -231,12 +320,19 @@ class Dispatcher:
         Only now no message is on its way to any shard.
         """
         with self._changed:
-            if stamp.generation != self._membership.generation:
+            if self._refusal(stamp):
                 return
             member = self._members[stamp.worker_id]
             is_news, member.has_closed = not member.has_closed, True
-            if is_news and all(m.has_closed for m in self._members.values()):
-                self._due.append(Due(self._version, self._is_end))
+            if is_news:
+                self._want_last()
+
+    def _is_closed(self) -> bool:
+        return all(m.has_closed for m in self._members.values())
+
+    def _want_last(self) -> None:
+        if self._is_closed():
+            self._due.append(Due(self._version, self._is_end))
 
     def _next(self, worker_id: str) -> tuple[Outcome, int, list[tuple[int, int]], int]:
         """Return (outcome, epoch, spans, local steps) of a worker's next round."""
@@ -251,6 +347,8 @@ class Dispatcher:
             return Outcome.FINISHED, 0, [], 0
         if self._votes.get("stop"):
             return Outcome.STOPPED, 0, [], 0
+        if member.is_dismissed:
+            return Outcome.LEFT, 0, [], 0
         if self._votes.get("regroup"):
             return Outcome.REGROUP, 0, [], 0
         epoch, spans = self._ledger.claim(worker_id, count)
@@ -285,15 +383,19 @@ class Dispatcher:
     def _local_step(self) -> int:
         """Local steps of each worker, the mean."""
         steps = [m.local_step for m in self._members.values()]
-        return sum(steps) // max(1, len(steps))
+        return sum(steps) // len(steps) if steps else self._newcomers_step
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Ask all workers of a generation to ``stop``, to ``regroup``, or to keep a checkpoint."""
+        """Ask all workers to ``stop``, to ``regroup``, or to keep a checkpoint.
+
+        A vote of a generation before the last :meth:`open` is ignored; changes of membership
+        since then do not matter to it.
+        """
         with self._changed:
-            if generation != self._membership.generation or self._has_ended():
+            if not self._opened <= generation <= self._membership.generation:
                 return
             self._votes.update(votes)
-            if self._votes.pop("checkpoint", 0.0):
+            if self._votes.pop("checkpoint", 0.0) and not self._has_ended():
                 self._version += 1  # a number that no other snapshot has
                 self._checkpoint, self._told = self._version, set()
 
@@ -307,13 +409,15 @@ class Dispatcher:
 
         Raises:
             ExchangeTimeoutError: it did not come within ``exchange.timeout_s``.
+            ExchangeError: it is no member, or ceased to be one while it waited.
         """
-        member = self._members[stamp.worker_id]
         with self._changed:
+            member = self._admit(stamp)
             if member.turn == stamp.sequence:  # the call was repeated
                 return
             # The end of a worker's turn may be overtaken by its call for the next one.
             self._wait(
+                stamp,
                 lambda: self._holder() == stamp.worker_id and member.turn is None,
                 lambda: [self._holder() or "nobody"],
             )
@@ -322,25 +426,41 @@ class Dispatcher:
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""
         with self._changed:
-            if stamp.generation != self._membership.generation:
+            if self._refusal(stamp):
                 return
-            workers = self._membership.worker_ids
             self._members[stamp.worker_id].turn = None
-            if workers and workers[self._turn % len(workers)] == stamp.worker_id:
-                self._turn += 1
-                self._changed.notify_all()
+            self._turns.end(stamp.worker_id)
+            self._changed.notify_all()
 
     def _holder(self) -> str | None:
-        """Return whose turn it is; those that have left are passed over."""
-        workers = self._membership.worker_ids
-        for offset in range(len(workers)):
-            worker_id = workers[(self._turn + offset) % len(workers)]
-            if not self._members[worker_id].has_left:
-                self._turn += offset
-                return worker_id
-        return None
+        """Return whose turn it is; those that have left, or join and are not here yet, have none."""
+
+        def is_out(worker_id: str) -> bool:
+            member = self._members[worker_id]
+            return member.has_left or not (member.has_entered or member.is_awaited)
+
+        return self._turns.holder(is_out)
 
     # what others ask for
+
+    @property
+    def version(self) -> int:
+        """Exchanges settled, over all starts."""
+        return self._version
+
+    def is_complete(self) -> bool:
+        """Whether what is done reaches the run's extent.
+
+        It may not, though members were told that the run is finished: what another one had
+        claimed goes back if that one is lost.
+        """
+        with self._changed:
+            steps = [m.local_step for m in self._members.values()]
+            return self._extent.is_reached(
+                num_samples=self._ledger.num_done_ever,
+                num_steps=min(steps, default=self._newcomers_step),
+                seconds=self.seconds,
+            )
 
     def take_due(self) -> list[Due]:
         """Return the snapshots that are wanted: all that are kept, and the newest other."""

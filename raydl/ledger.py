@@ -8,6 +8,7 @@ every worker of a synchronous method keeps its own ledger and no message is need
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +33,17 @@ def share_round(remaining: int, *, num_workers: int, batch_size: int, max_steps:
     splits what remains as evenly as it goes, in as few steps as hold it.
 
     Args:
-        remaining: samples left in this epoch, 1 or more.
+        remaining: samples left in this epoch; with none the round is an exchange alone.
         num_workers: workers in the round.
         batch_size: the most samples in one step of one worker.
         max_steps: the most local steps: the period, or what is left of the run.
     """
-    assert remaining > 0
     quota = batch_size * max_steps
     if remaining >= num_workers * quota:
         return RoundShare(max_steps, (quota,) * num_workers)
     least, extra = divmod(remaining, num_workers)
     counts = tuple(least + (rank < extra) for rank in range(num_workers))
-    return RoundShare(-(-counts[0] // batch_size), counts)
+    return RoundShare(max(1, -(-counts[0] // batch_size)), counts)
 
 
 def split_evenly(count: int, num_parts: int) -> list[int]:
@@ -127,6 +127,10 @@ class Ledger:
         for epoch, span in spans:
             self._free[epoch] = sorted([*self._free[epoch], span])
         return _size([span for _, span in spans])
+
+    def release(self, *, keep: Iterable[str] = ()) -> int:
+        """Free what all workers but those of ``keep`` have claimed; return how many it was."""
+        return sum(self.give_back(w) for w in set(self._claimed) - set(keep))
 
     def state_dict(self, *, with_claims: bool = False) -> dict[str, Any]:
         """Return the state as plain values.

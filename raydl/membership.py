@@ -6,7 +6,8 @@ answer; nothing here acts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,13 @@ class Candidates:
     """What the controller knows about the workers, now."""
 
     ready: tuple[str, ...]
-    """Workers that could train, in the order of their numbers."""
+    """Workers that can train from now on, members and others, in the order they should have."""
     waited_s: float
     """Seconds since the first worker was asked for."""
+    absent: tuple[str, ...] = ()
+    """Workers left out for now."""
+    causes: Mapping[str, str] = field(default_factory=dict)
+    """Why a worker that is not ready left: ``was lost``, ``drains``, …"""
 
 
 def next_membership(
@@ -55,24 +60,50 @@ def next_membership(
 
     With nobody training, the first membership forms as soon as all wanted workers are
     ready, or at least ``min_workers`` and ``patience_s`` seconds have passed. None: not yet.
-    Later on, ready workers join until ``max_workers`` train. Always whole groups of
-    ``group_size`` train.
+    Later on members that are ready stay, and others join until ``max_workers`` train; with
+    fewer than ``min_workers`` nobody trains. Always whole groups of ``group_size`` train;
+    those that are whole stay together.
     """
-    ready = _whole(candidates.ready[:max_workers], group_size)
     if now is None:
+        ready = _whole(candidates.ready[:max_workers], group_size)
         if len(ready) < min_workers:
             return None, f"{len(ready)} of {min_workers} workers are ready"
         if len(ready) < max_workers and candidates.waited_s < patience_s:
             return None, f"{len(ready)} workers are ready; up to {max_workers} are wanted"
         return Membership(1, ready), f"{_names(ready)} start{_s(ready)}"
-    joining = tuple(w for w in candidates.ready if w not in now.worker_ids)
-    joining = _whole(joining[: max_workers - now.num_workers], group_size)
-    if not joining:
+    chosen = _whole(_chosen(now, candidates.ready, max_workers, group_size), group_size)
+    if len(chosen) < min_workers:
+        why = _why_gone(now, candidates, chosen)
+        return None, f"{len(chosen)} of {min_workers} workers are left{f' ({why})' if why else ''}"
+    if chosen == now.worker_ids and candidates.absent == now.absent:
         return now, "nobody joins or leaves"
-    return (
-        Membership(now.generation + 1, now.worker_ids + joining),
-        f"{_names(joining)} join{_s(joining)}",
-    )
+    next = Membership(now.generation + 1, chosen, candidates.absent)
+    return next, _reason(now, candidates, chosen)
+
+
+def _chosen(
+    now: Membership, ready: tuple[str, ...], max_workers: int, group_size: int
+) -> tuple[str, ...]:
+    """Return members of whole groups by rank, then all others as they come, up to the most."""
+    groups = [now.worker_ids[i : i + group_size] for i in range(0, now.num_workers, group_size)]
+    staying = [w for group in groups if set(group) <= set(ready) for w in group]
+    others = [w for w in ready if w not in staying]
+    return (*staying, *others[: max(0, max_workers - len(staying))])
+
+
+def _reason(now: Membership, candidates: Candidates, chosen: tuple[str, ...]) -> str:
+    joining = [w for w in chosen if w not in now.worker_ids]
+    back = tuple(w for w in joining if w in now.absent)
+    new = tuple(w for w in joining if w not in now.absent)
+    parts = [_why_gone(now, candidates, chosen)]
+    parts += [f"{_names(back)} come{_s(back)} back"] if back else []
+    parts += [f"{_names(new)} join{_s(new)}"] if new else []
+    return ", ".join(part for part in parts if part) or "the exchange broke, all go on"
+
+
+def _why_gone(now: Membership, candidates: Candidates, chosen: tuple[str, ...]) -> str:
+    gone = [w for w in now.worker_ids if w not in chosen]
+    return ", ".join(f"{w} {candidates.causes.get(w, 'stands by')}" for w in gone)
 
 
 def _whole(worker_ids: tuple[str, ...], group_size: int) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ class TimeParts:
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(TIME_PARTS, 0.0)
+        self._now: tuple[str, float] | None = None
 
     def measure(self, part: str) -> _Measure:
         """Return a context manager that adds the time inside it to ``part``."""
@@ -36,6 +37,16 @@ class TimeParts:
     def add(self, part: str, seconds: float) -> None:
         """Add seconds to a part."""
         self._seconds[part] += seconds
+        self._now = None
+
+    def enter(self, part: str, at_s: float) -> None:
+        """Note what the worker is at from now on, until time is added to some part."""
+        self._now = (part, at_s)
+
+    def since(self, part: str) -> float:
+        """Return for how many seconds the worker has been at a part; 0: it is at another."""
+        now = self._now
+        return time.perf_counter() - now[1] if now is not None and now[0] == part else 0.0
 
     def as_dict(self) -> dict[str, float]:
         """Return seconds by part, all eight."""
@@ -53,6 +64,7 @@ class _Measure:
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
+        self._parts.enter(self._part, self._start)
 
     def __exit__(
         self,

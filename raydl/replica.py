@@ -7,110 +7,27 @@ behind :class:`Exchange` differs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raydl.center import Center, Mirror, copied_to_cpu, load_state, set_lr
+from raydl.center import copied_to_cpu, load_state, set_lr
 from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
 from raydl.rules import Rule, Sends, Tally
+from raydl.talk import Exchange, Header, Talk
 from raydl.task import Batch, Task
 from raydl.trust import Trust
 
-
-@dataclass(frozen=True)
-class Header:
-    """A few numbers that travel with a message and are summed with it.
-
-    In a synchronous round every rank sees the same sums, so all take the same decision with
-    no message of its own. All fields describe the time since the last message.
-    """
-
-    stop: float = 0.0
-    """Votes to end the run after this round."""
-    regroup: float = 0.0
-    """Votes to leave this generation after this round."""
-    checkpoint: float = 0.0
-    """Votes to keep the state as it is after this round."""
-    num_samples: float = 0.0
-    """Samples whose gradients are in this message, since the last one of the same span."""
-    loss_sum: float = 0.0
-    """Sum of the losses of ``loss_samples`` samples."""
-    loss_samples: float = 0.0
-    """Samples behind ``loss_sum``: all up to the step before this one."""
-    distance: float = 0.0
-    """Squared distance to the center at the exchange before."""
-    step_s: float = 0.0
-    """Seconds per local step in the round before, waiting not counted."""
-    waited_s: float = 0.0
-    """Seconds waited for exchanges in the round before."""
-    elapsed_s: float = 0.0
-    """Seconds of training so far, by this worker's clock."""
-
-    def __add__(self, other: Header) -> Header:
-        return Header(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-class Exchange(Protocol):
-    """What a replica needs of a transport: transactions with one span of the center."""
-
-    @property
-    def span(self) -> slice:
-        """Which of the flat parameters travel."""
-        ...
-
-    @property
-    def center(self) -> Center | Mirror:
-        """The center's span as it was before this exchange, until :meth:`commit`."""
-        ...
-
-    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
-        """Send copies and return at once.
-
-        Args:
-            weights: what the rule sends, the span of it.
-            buffers: float buffers, shape [num_buffers].
-            header: the numbers that ride along.
-        """
-        ...
-
-    def as_seen(self, weights: Tensor) -> Tensor:
-        """Return the weights that were sent as the center sees them: a codec may change them."""
-        ...
-
-    def wait(self) -> tuple[Tally, Header]:
-        """Wait until the exchange has arrived; return what it is made of and the header sums.
-
-        Raises:
-            ExchangeError: it failed or took too long; no tensor was changed.
-        """
-        ...
-
-    def commit(self) -> None:
-        """Move the center. Cannot fail."""
-        ...
-
-
-@dataclass(frozen=True)
-class Talk:
-    """What a local step has to do with exchanges."""
-
-    begin: tuple[Exchange, ...] = ()
-    """Those that begin around this step."""
-    join: tuple[Exchange, ...] = ()
-    """Those that are waited for and take effect in this step."""
-    header: Header = Header()
-    """What travels with the last of those that begin."""
-    overlap: bool = True
-    """Weights travel while the gradient is computed, rather than before."""
-
+__all__ = ["Exchange", "Header", "Replica", "Talk"]
 
 _SILENT = Talk()
+Arrived = list[tuple[Tally, Header]]
+"""What each exchange that was waited for is made of, and its header sums."""
 
 
 class Partners(Protocol):
@@ -154,6 +71,7 @@ class Replica:
         self._pull = torch.empty_like(self.flat.weights)
         self._sent = torch.empty(0)
         self._num_seen = 0
+        self._num_begun: dict[int, int] = {}
         self._num_sent: dict[int, int] = {}
         self._num_dropped = 0
         self.partners: Partners | None = None
@@ -168,33 +86,54 @@ class Replica:
             exchange joined (None without one).
 
         Raises:
-            ExchangeError: an exchange failed. It changed neither replica nor center;
-                gradients since the last one are forgotten.
+            ExchangeError: an exchange failed. It changed neither replica nor center. The local
+                step was taken without it; a gradient that was to be sent is forgotten.
         """
-        sends = self._rule.sends
-        is_early = sends is Sends.WEIGHTS and not talk.overlap
-        try:
-            if sends is Sends.WEIGHTS:
-                # The weights of the start of the step travel while the gradient is computed.
-                # Nothing below changes them before the join.
-                self._begin(talk)
-            arrived = self._wait(talk) if is_early else []
-            loss = self._gradient(batch)
-            num_samples = self._joined(len(batch[1]))
-            if sends is Sends.PROGRESS:
-                self._local_step(num_samples)
-            if sends is not Sends.WEIGHTS:
-                self._begin(talk)
-            if not is_early:
-                arrived = self._wait(talk)
-        except ExchangeError:
-            self._drop_gradients()
-            raise
-        if sends is Sends.WEIGHTS:
-            self._join(talk, arrived, num_samples=num_samples)
+        if self._rule.sends is Sends.WEIGHTS:
+            loss, arrived = self._step_with_weights(batch, talk)
         else:
-            self._follow(talk)
+            loss, arrived = self._step_then_send(batch, talk)
+        for exchange in talk.join:
+            self._num_sent[exchange.span.start] = self._num_begun[exchange.span.start]
         return loss, arrived[-1][1] if arrived else None
+
+    def _step_with_weights(self, batch: Batch, talk: Talk) -> tuple[Tensor, Arrived]:
+        """Step while the weights of the start of the step are under way."""
+        arrived: Arrived = []
+        failure: ExchangeError | None = None
+        try:
+            # Nothing below changes the weights before the join.
+            self._begin(talk)
+            if not talk.overlap:
+                arrived = self._wait(talk)
+        except ExchangeError as error:
+            failure = error
+        loss, num_samples = self._gradient(batch)
+        if talk.overlap and failure is None:
+            try:
+                arrived = self._wait(talk)
+            except ExchangeError as error:
+                failure = error
+        if failure is not None:
+            self._local_step(num_samples)
+            raise failure
+        self._join(talk, arrived, num_samples=num_samples)
+        return loss, arrived
+
+    def _step_then_send(self, batch: Batch, talk: Talk) -> tuple[Tensor, Arrived]:
+        """Step, then send what came of it; the replica follows the center."""
+        loss, num_samples = self._gradient(batch)
+        if self._rule.sends is Sends.PROGRESS:
+            self._local_step(num_samples)
+        try:
+            self._begin(talk)
+            arrived = self._wait(talk)
+        except ExchangeError:
+            if self._rule.sends is Sends.GRADIENT:
+                self._drop_gradients()
+            raise
+        self._follow(talk)
+        return loss, arrived
 
     def _begin(self, talk: Talk) -> None:
         """Send what the rule sends of each span that begins."""
@@ -213,7 +152,7 @@ class Replica:
         if self._rule.sends is Sends.GRADIENT:
             # What is sent is done with; later gradients are for the next exchange.
             self.flat.gradients[span].zero_()
-        self._num_sent[span.start] = self._num_seen
+        self._num_begun[span.start] = self._num_seen
 
     def _message(self, exchange: Exchange, talk: Talk) -> Tensor:
         """Return what the rule sends of a span; it stays as it is until the exchange is joined."""
@@ -245,13 +184,25 @@ class Replica:
         is_at_once = exchange in talk.begin and exchange in talk.join
         return (self.flat.weights if is_at_once else self._sent)[exchange.span]
 
-    def _wait(self, talk: Talk) -> list[tuple[Tally, Header]]:
+    def _wait(self, talk: Talk) -> Arrived:
         """Wait for all that take effect in this step."""
         with self._parts.measure("device_device_parameters"):
             return [exchange.wait() for exchange in talk.join]
 
-    def _gradient(self, batch: Batch) -> Tensor:
-        """Add the gradient at the current weights into the flat buffer; return the mean loss."""
+    def _gradient(self, batch: Batch) -> tuple[Tensor, int]:
+        """Add the gradient at the current weights into the flat buffer.
+
+        Returns:
+            The mean loss, and the samples behind the gradient: those of partners count.
+        """
+        loss = self._own_gradient(batch)
+        try:
+            return loss, self._joined(len(batch[1]))
+        except ExchangeError:
+            self._drop_gradients()
+            raise
+
+    def _own_gradient(self, batch: Batch) -> Tensor:
         num_samples = len(batch[1])
         if num_samples == 0:  # the tail of an epoch may leave a worker without samples
             return self.flat.weights.new_zeros(())

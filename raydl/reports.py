@@ -8,8 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from raydl.replica import Header
+from torch import Tensor
+
+from raydl.errors import NonFiniteLossError
+from raydl.talk import Header
 
 _RECORD_EVERY_S = 0.2
 
@@ -27,11 +31,61 @@ class AllreduceReport:
     """Least of the newest 101 sums of that size: without waiting for ranks that came late."""
 
 
+class Losses:
+    """The losses of a worker's local steps, read off the device once per round.
+
+    Args:
+        worker_id: whose.
+    """
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._unread: list[tuple[int, int, Tensor]] = []
+        self._sum = self._num_samples = 0.0
+
+    def add(self, local_step: int, num_samples: int, loss: Tensor) -> None:
+        """Note the mean loss of a step's samples."""
+        self._unread.append((local_step, num_samples, loss))
+
+    def read(self) -> None:
+        """Read what was noted.
+
+        Raises:
+            NonFiniteLossError: a loss is NaN or infinite.
+        """
+        for local_step, num_samples, loss in self._unread:
+            value = float(loss)
+            if not math.isfinite(value):
+                raise NonFiniteLossError(self._worker_id, local_step, value)
+            self._sum += value * num_samples
+            self._num_samples += num_samples
+        self._unread.clear()
+
+    def take(self) -> tuple[float, float]:
+        """Read, and hand over (sum of the losses, samples behind it) since the last time."""
+        self.read()
+        taken = self._sum, self._num_samples
+        self._sum = self._num_samples = 0.0
+        return taken
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what was read and not taken."""
+        return {"loss_sum": self._sum, "loss_samples": self._num_samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self._sum, self._num_samples = state["loss_sum"], state["loss_samples"]
+
+
 class Outcome(enum.Enum):
     """What follows a round."""
 
     GO_ON = "go on"
     REGROUP = "regroup"
+    LEFT = "left"
+    """This worker alone leaves; the others go on."""
+    BROKEN = "broken"
+    """An exchange did not complete: somebody was lost, or left out."""
     STOPPED = "stopped"
     FINISHED = "finished"
 
@@ -65,6 +119,15 @@ class WorkerReport:
     kept: tuple[int, ...]
     """Rounds whose state this worker holds for a checkpoint."""
     time_parts: dict[str, float]
+    local_step: int = 0
+    step_s: float = 0.0
+    """Seconds per local step in the newest round, waiting not counted."""
+    waited_s: float = 0.0
+    """Seconds waited for exchanges in the newest round."""
+    round_s: float = 0.0
+    """Seconds that the newest round took."""
+    waiting_s: float = 0.0
+    """Seconds that the worker has been waiting for an exchange until now; 0: it computes."""
     allreduce: AllreduceReport | None = None
     """How this worker's group sums, where it chooses for itself."""
 

@@ -19,6 +19,7 @@ from raydl.center import Snapshot, first_snapshot
 from raydl.checkpoint import CheckpointStore
 from raydl.config import (
     CheckpointConfig,
+    ElasticConfig,
     EvaluationConfig,
     ExchangeConfig,
     MethodConfig,
@@ -75,6 +76,7 @@ class Trainer:
         checkpoint: when checkpoints are written.
         evaluation: when the center is scored.
         exchange: how replicas and center exchange.
+        elastic: how workers come and go.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Trainer:
         checkpoint: CheckpointConfig | None = None,
         evaluation: EvaluationConfig | None = None,
         exchange: ExchangeConfig | None = None,
+        elastic: ElasticConfig | None = None,
     ) -> None:
         self.task = Classification(task) if isinstance(task, str) else task
         self.data = data
@@ -105,6 +108,7 @@ class Trainer:
             checkpoint=checkpoint or CheckpointConfig(),
             evaluation=evaluation or EvaluationConfig(),
             exchange=exchange or ExchangeConfig(),
+            elastic=elastic or ElasticConfig(),
         )
 
     @classmethod

@@ -6,12 +6,11 @@ test drives several in threads. When to talk, and what follows a round, its sche
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from raydl.center import Snapshot
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.config import TrainConfig
 from raydl.data import Batches
-from raydl.errors import NonFiniteLossError
+from raydl.data.feed import Feed, positions_of
+from raydl.errors import ExchangeError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.messages import Post
 from raydl.exchange.sync import Group
@@ -29,11 +29,29 @@ from raydl.membership import Membership
 from raydl.method import Method
 from raydl.metrics import TimeParts
 from raydl.optimizers import make_optimizer
-from raydl.replica import Header, Replica, Talk
-from raydl.reports import Outcome, Record, WorkerReport
+from raydl.replica import Replica
+from raydl.reports import Losses, Outcome, Record, WorkerReport
 from raydl.rules import Sends, lr_factor
 from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
-from raydl.task import Batch, DataShape, Task
+from raydl.talk import Header, Talk
+from raydl.task import DataShape, Task
+
+
+class BeforeStep(Protocol):
+    """Is told of a local step that is about to begin; see :class:`raydl.faults.Injector`."""
+
+    def __call__(
+        self,
+        worker_id: str,
+        *,
+        rank: int,
+        num_workers: int,
+        local_step: int,
+        round: int,
+        seconds: float,
+    ) -> None:
+        """Do as the step requires; may block, or not come back."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,7 @@ class Worker:
         batches: the training set.
         publish: takes a committed snapshot of the center to where it is served.
         incarnation: which life of this worker.
+        before_step: is called before each local step.
     """
 
     def __init__(
@@ -65,15 +84,19 @@ class Worker:
         batches: Batches,
         publish: Callable[[Snapshot], None],
         incarnation: int = 0,
+        before_step: BeforeStep | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.parts = TimeParts()
         self._job = job
-        self._batches = batches
         self._publish = publish
         self._incarnation = incarnation
+        self._before_step = before_step
         self._method = job.method
         self._device = torch.device(job.config.scaling.device)
+        self._feed = Feed(
+            batches, seed=job.config.training.seed, device=self._device, time_parts=self.parts
+        )
         with self.parts.measure("initialization"):
             model = job.task.build_model(job.shape).to(self._device)
             self.replica = Replica(
@@ -85,14 +108,12 @@ class Worker:
                 has_dynamic_weights=job.config.method.dynamic_weights,
             )
         self.local_step = 0
-        self._is_started = False
         self._early_votes: dict[int, dict[str, float]] = {}
         self._lock = threading.Lock()
-        self._losses: list[tuple[int, int, torch.Tensor]] = []
-        self._loss_sum = self._loss_samples = 0.0
-        self._step_s = self._waited_s = 0.0
+        self._losses = Losses(worker_id)
+        self._step_s = self._waited_s = self._round_s = 0.0
+        self._is_behind = False
         self._seconds_at = (0.0, 0.0)
-        self._orders: dict[int, np.ndarray] = {}
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
         self._schedule: Schedule | None = None
@@ -119,9 +140,10 @@ class Worker:
             partners: connects the workers that share this one's replica, if any do.
         """
         with self.parts.measure("initialization"):
-            if not self._is_started:
+            if self._schedule is None:
                 self._start_from(snapshot, own_state)
-            if self._schedule is not None:
+            else:
+                self._go_on_from(snapshot, self._schedule)
                 with self._lock:
                     self._records += self._schedule.take_records()
             site = Site(
@@ -163,7 +185,6 @@ class Worker:
         )
 
     def _start_from(self, snapshot: Snapshot, own_state: dict[str, Any] | None) -> None:
-        self._is_started = True
         self.local_step = snapshot.local_step
         self._become(snapshot)
         if own_state is None:
@@ -171,6 +192,17 @@ class Worker:
             torch.manual_seed(int(seed.generate_state(1)[0]))
         else:
             self._load_state(own_state)
+            is_old = own_state.get("round", snapshot.round) != snapshot.round
+            if is_old and self._method.rule.sends is not Sends.WEIGHTS:
+                self._become(snapshot)  # it follows the center, which has gone on
+
+    def _go_on_from(self, snapshot: Snapshot, before: Schedule) -> None:
+        """Go on after another generation, which may have ended with a failed exchange."""
+        weights = before.catch_up(snapshot, is_behind=self._is_behind)
+        if weights is not None:
+            buffers = torch.tensor(snapshot.buffers, device=self._device)
+            self.replica.become(weights.to(self._device), buffers)
+        self._is_behind = False
 
     def _become(self, snapshot: Snapshot) -> None:
         device = self._device
@@ -190,16 +222,13 @@ class Worker:
         """
         schedule = self._schedule
         assert schedule is not None, "join comes first"
-        waited_s = self._waited()
-        round = schedule.next_round(self.local_step)
-        start, waited_for_turn_s = time.perf_counter(), self._waited() - waited_s
-        sums = self._take_steps(schedule, round)
-        self._collect_losses()
-        if round.num_steps:
-            self._waited_s = self._waited() - waited_s
-            in_steps_s = time.perf_counter() - start - (self._waited_s - waited_for_turn_s)
-            self._step_s = in_steps_s / round.num_steps
-        decision = schedule.settle(sums, self.local_step)
+        try:
+            sums = self._exchange_once(schedule)
+            decision = schedule.settle(sums, self.local_step)
+        except ExchangeError:
+            schedule.undo_round()
+            self._is_behind = True
+            raise
         is_kept = decision.keep is not None
         if decision.keep is not None:
             state = self._state_dict()
@@ -211,28 +240,54 @@ class Worker:
             self._publish(snapshot)
         return decision.outcome
 
+    def _exchange_once(self, schedule: Schedule) -> Header:
+        """Take a round's local steps; return the header sums of its last exchange."""
+        began, waited_s = time.perf_counter(), self._waited()
+        round = schedule.next_round(self.local_step)
+        start, waited_for_turn_s = time.perf_counter(), self._waited() - waited_s
+        sums = self._take_steps(schedule, round)
+        self._losses.read()
+        if round.num_steps:
+            self._waited_s = self._waited() - waited_s
+            in_steps_s = time.perf_counter() - start - (self._waited_s - waited_for_turn_s)
+            self._step_s = in_steps_s / round.num_steps
+            self._round_s = time.perf_counter() - began
+        return sums
+
     def _waited(self) -> float:
         """Return the seconds that this worker waited for exchanges so far."""
         return self.parts.as_dict()["device_device_parameters"]
 
     def _take_steps(self, schedule: Schedule, round: Round) -> Header:
-        """Take the local steps of a round; return the header sums of its last exchange."""
         settings, sums = self._job.config.exchange, Header()
         if not round.num_steps:  # the center has no work for this worker
             return sums
         plan = plan_talks(round.num_steps, fragments=settings.fragments, delay=settings.delay)
-        positions = _positions(round.spans)
+        positions = positions_of(round.spans)
         first = 0
         for step, size in enumerate(split_evenly(round.num_samples, round.num_steps)):
-            batch = self._batch(round.epoch, positions[first : first + size])
+            self._notice_step(schedule)
+            batch = self._feed.batch(round.epoch, positions[first : first + size])
             first += size
             self._set_lr(schedule, step)
             talk = self._talk(schedule, *plan[step])
             loss, arrived = self.replica.step(batch, talk)
             sums = arrived or sums
-            self._losses.append((self.local_step, size, loss))
+            self._losses.add(self.local_step, size, loss)
             self.local_step += 1
         return sums
+
+    def _notice_step(self, schedule: Schedule) -> None:
+        if self._before_step is not None:
+            membership = self._membership
+            self._before_step(
+                self.worker_id,
+                rank=membership.worker_ids.index(self.worker_id),
+                num_workers=membership.num_workers,
+                local_step=self.local_step,
+                round=schedule.version,
+                seconds=self._elapsed_s(),
+            )
 
     def _talk(self, schedule: Schedule, begin: list[int], join: list[int]) -> Talk:
         exchanges = schedule.exchanges
@@ -244,22 +299,6 @@ class Worker:
             overlap=self._method.overlap,
         )
 
-    def _batch(self, epoch: int, positions: np.ndarray) -> Batch:
-        with self.parts.measure("data_io"):
-            inputs, labels = self._batches.batch(self._epoch_order(epoch)[positions])
-        if self._device.type == "cpu":
-            return inputs, labels
-        with self.parts.measure("host_device_data"):
-            return inputs.to(self._device), labels.to(self._device)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Return the samples of an epoch in their order, shape [num_samples]."""
-        if epoch not in self._orders:
-            random = np.random.default_rng([self._job.config.training.seed, epoch])
-            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = random.permutation(self._batches.num_samples)
-        return self._orders[epoch]
-
     def _set_lr(self, schedule: Schedule, step: int) -> None:
         """Set the learning rate for a step of this round, counted from 0."""
         optimizer = self._method.optimizer
@@ -270,29 +309,21 @@ class Worker:
         schedule.set_lr(lr)
 
     def _make_header(self, schedule: Schedule) -> Header:
-        self._collect_losses()
-        loss_sum, loss_samples = self._loss_sum, self._loss_samples
-        self._loss_sum = self._loss_samples = 0.0
-        seconds_before, since = self._seconds_at
+        loss_sum, loss_samples = self._losses.take()
         return Header(
             loss_sum=loss_sum,
             loss_samples=loss_samples,
             distance=self.replica.distance_squared,
             step_s=self._step_s,
             waited_s=self._waited_s,
-            elapsed_s=seconds_before + time.monotonic() - since,
+            elapsed_s=self._elapsed_s(),
             **schedule.votes(),
         )
 
-    def _collect_losses(self) -> None:
-        """Read the losses off the device, once per round rather than once per step."""
-        for local_step, num_samples, loss in self._losses:
-            value = float(loss)
-            if not math.isfinite(value):
-                raise NonFiniteLossError(self.worker_id, local_step, value)
-            self._loss_sum += value * num_samples
-            self._loss_samples += num_samples
-        self._losses.clear()
+    def _elapsed_s(self) -> float:
+        """Return the seconds of training so far, by this worker's clock."""
+        seconds_before, since = self._seconds_at
+        return seconds_before + time.monotonic() - since
 
     @property
     def round(self) -> int:
@@ -329,8 +360,20 @@ class Worker:
             records=records,
             kept=kept,
             time_parts=self.parts.as_dict(),
+            local_step=self.local_step,
+            step_s=self._step_s,
+            waited_s=self._waited_s,
+            round_s=self._round_s,
+            waiting_s=self.parts.since("device_device_parameters"),
             allreduce=self._schedule.allreduce_report() if self._schedule else None,
         )
+
+    def publish_center(self) -> int:
+        """Hand on this worker's copy of the center, to go on from; return its round."""
+        assert self._schedule is not None, "join comes first"
+        snapshot = self._schedule.snapshot(is_kept=False, local_step=self.local_step)
+        self._publish(snapshot)
+        return snapshot.round
 
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at that round; older ones are dropped with it.
@@ -349,8 +392,8 @@ class Worker:
             return {
                 "replica": self.replica.state_dict(),
                 "local_step": self.local_step,
-                "loss_sum": self._loss_sum,
-                "loss_samples": self._loss_samples,
+                "round": self.round,
+                **self._losses.state_dict(),
                 "feedback": [[*span, f.state_dict()] for span, f in self._feedback.items()],
                 "generators": {"cpu": torch.get_rng_state(), "cuda": cuda},
             }
@@ -358,7 +401,7 @@ class Worker:
     def _load_state(self, state: dict[str, Any]) -> None:
         self.replica.load_state_dict(state["replica"])
         self.local_step = state["local_step"]
-        self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
+        self._losses.load_state_dict(state)
         for start, stop, residual in state["feedback"]:
             codec = parse_codec(self._job.config.exchange.compression)
             self._feedback[start, stop] = ErrorFeedback(codec)
@@ -366,12 +409,6 @@ class Worker:
         torch.set_rng_state(state["generators"]["cpu"])
         if self._device.type == "cuda" and state["generators"]["cuda"] is not None:
             torch.cuda.set_rng_state(state["generators"]["cuda"])
-
-
-def _positions(spans: list[Span]) -> np.ndarray:
-    """Return the positions of spans in order, int64."""
-    parts = [np.arange(start, stop) for start, stop in spans]
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def _number(worker_id: str) -> int:

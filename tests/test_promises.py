@@ -16,10 +16,10 @@ from raydl.models import MODELS
 
 ROWS = [
     {"errors", "config", "ray_session"},
-    {"rules", "flat", "membership", "ledger", "extent", "compression", "optimizers", "trust"},
+    {"rules", "flat", "membership", "pace", "ledger", "extent", "compression", "optimizers", "trust"},
     {
         "method", "methods", "models", "task", "data", "metrics", "progress", "storage",
-        "center", "replica", "checkpoint", "run_folder",
+        "center", "replica", "talk", "checkpoint", "run_folder",
     },
     {"exchange", "reports", "schedules", "dispatcher", "worker", "center_service"},
     {"crew", "actors", "ray_crew"},

@@ -14,8 +14,9 @@ from raydl.data import Batches, Normalizer
 from raydl.errors import ExchangeError
 from raydl.metrics import TimeParts
 from raydl.optimizers import make_optimizer
-from raydl.replica import Replica, Talk
-from raydl.rules import Elastic, MeanGradient
+from raydl.replica import Replica
+from raydl.rules import Elastic, MeanGradient, Outer
+from raydl.talk import Talk
 from raydl.task import Classification
 
 
@@ -86,20 +87,25 @@ class BrokenExchange:
         raise AssertionError("a failed exchange is not committed")
 
 
-@pytest.mark.parametrize("rule", [Elastic(0.9), MeanGradient()])
-def test_a_failed_exchange_leaves_every_tensor_as_it_was(rule):
-    replica, _ = make_replica(rule, OptimizerConfig(lr=0.1, momentum=0.9))
+@pytest.mark.parametrize("rule", [Elastic(0.9), MeanGradient(), Outer()])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failed_exchange_leaves_every_tensor_as_a_step_without_it_does(rule, overlap):
     batch = batches(tiny_images()).batch(np.arange(4))
-    replica.step(batch)
-    replica.flat.gradients.zero_()
-    before = copy.deepcopy(replica.state_dict())
-    broken = BrokenExchange()
-    with pytest.raises(ExchangeError):
-        replica.step(batch, Talk(begin=(broken,), join=(broken,)))
-    after = replica.state_dict()
+    states = []
+    for talks in (True, False):
+        replica, _ = make_replica(rule, OptimizerConfig(lr=0.1, momentum=0.9))
+        replica.step(batch)
+        replica.flat.gradients.zero_()
+        broken = (BrokenExchange(),)
+        if talks:
+            with pytest.raises(ExchangeError):
+                replica.step(batch, Talk(begin=broken, join=broken, overlap=overlap))
+        elif rule.steps_replica:  # otherwise the gradient was all there was to the step
+            replica.step(batch)
+        states.append(replica.state_dict())
     for key in ("weights", "buffers", "gradients"):
-        assert torch.equal(before[key], after[key]), key
-    assert str(before["optimizer"]) == str(after["optimizer"])
+        assert torch.equal(states[0][key], states[1][key]), key
+    assert str(states[0]["optimizer"]) == str(states[1]["optimizer"])
 
 
 def config(method, **training):

@@ -18,8 +18,8 @@ from torch import Tensor
 from raydl.center import Center
 from raydl.compression import ErrorFeedback
 from raydl.exchange.sync import HEADER_SIZE, Group, Work, packed_header, settled
-from raydl.replica import Header
 from raydl.rules import Sends, Tally
+from raydl.talk import Header
 
 
 class GatheredExchange:

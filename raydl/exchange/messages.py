@@ -1,8 +1,10 @@
 """The exchange by messages: a worker and the shards of the center, no other worker.
 
 A message carries worker, generation, incarnation and sequence number, so that the center
-refuses what is late and does not apply twice what is repeated. The home shard answers the
-last message of a round with orders: what to do next.
+refuses what is late and does not apply twice what is repeated. Workers come and go while the
+others exchange: a message counts while its worker is a member, and is of the generation that
+this worker entered with. The home shard answers the last message of a round with orders:
+what to do next.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +22,9 @@ from raydl.center import Mirror
 from raydl.compression import ErrorFeedback
 from raydl.errors import ExchangeError
 from raydl.ledger import Span, split_evenly
-from raydl.replica import Header
 from raydl.reports import Outcome
 from raydl.rules import Sends, Tally
+from raydl.talk import Header
 
 HOME = 0
 """The shard that the dispatcher lives beside."""
@@ -35,9 +37,25 @@ class Stamp:
 
     worker_id: str
     generation: int
+    """The membership that the worker entered with; others may have come and gone since."""
     incarnation: int
     """Which life of the worker: a process started again counts its messages anew."""
     sequence: int
+
+
+def refusal_of(stamp: Stamp, entered: int | None, generation: int) -> str:
+    """Return why a message does not count; empty: it does.
+
+    Args:
+        entered: the generation that its worker entered with; None: it is no member.
+        generation: the membership of now.
+    """
+    who = f"the center refused {stamp.worker_id}"
+    if entered is None:
+        return f"{who}: it is no longer a member (generation {generation})"
+    if entered != stamp.generation:
+        return f"{who}: it entered generation {entered}, the message is of {stamp.generation}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,8 @@ class Orders:
     """Seconds of training."""
     version: int
     """Exchanges that the center has settled."""
+    ledger: dict[str, Any]
+    """The ledger with all claims, so that a lost center can be made again from a worker."""
     keep: int | None = None
     """Keep the state as it is after this exchange, under this number."""
 
@@ -322,7 +342,7 @@ class Desk:
 
     Args:
         worker_id: who it is.
-        generation: the membership.
+        generation: the membership that it enters with.
         incarnation: which life of the worker.
     """
 

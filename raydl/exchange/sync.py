@@ -20,9 +20,9 @@ from torch import Tensor
 
 from raydl.center import Center, Mirror
 from raydl.metrics import TimeParts
-from raydl.replica import Exchange, Header
 from raydl.reports import AllreduceReport
 from raydl.rules import Tally
+from raydl.talk import Exchange, Header
 
 HEADER_SIZE = len(dataclasses.fields(Header))
 """Numbers of a header in a message."""

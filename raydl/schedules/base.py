@@ -15,8 +15,8 @@ from raydl.ledger import Span
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.metrics import TimeParts
-from raydl.replica import Exchange, Header
 from raydl.reports import AllreduceReport, Outcome, Record
+from raydl.talk import Exchange, Header
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,21 @@ class Schedule(Protocol):
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
         """Return a copy of the center."""
+        ...
+
+    def undo_round(self) -> None:
+        """Undo what a round that failed has committed in part."""
+        ...
+
+    def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
+        """Return the weights that the replica goes on with in the next generation.
+
+        Asked of the schedule of the generation before. None: those that it has.
+
+        Args:
+            snapshot: where the next generation starts.
+            is_behind: whether the worker's last exchange failed.
+        """
         ...
 
     def take_records(self) -> tuple[Record, ...]:

@@ -13,9 +13,10 @@ from raydl.exchange.sync import Group, StagedExchange, SyncExchange
 from raydl.extent import Extent, num_evaluations_due
 from raydl.ledger import Ledger, Span, share_round
 from raydl.optimizers import make_optimizer
-from raydl.replica import Exchange, Header
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
+from raydl.rules import Sends
 from raydl.schedules.base import Decision, Round, Site
+from raydl.talk import Exchange, Header
 
 AnyExchange = SyncExchange | GatheredExchange | StagedExchange
 
@@ -33,6 +34,9 @@ class SyncSchedule:
         self._site = site
         self._config = site.config
         self._ledger = Ledger.from_state_dict(snapshot.ledger)
+        self._release_claims()
+        # Common to all ranks, unlike a worker's own count: some come later than others.
+        self._num_steps = snapshot.local_step
         self._extent = Extent.of(site.config.training, epoch_samples=self._ledger.num_samples)
         self._seconds = snapshot.seconds
         self._round = self._version = snapshot.round
@@ -41,6 +45,7 @@ class SyncSchedule:
         self._votes: dict[str, float] = {}
         self._votes_lock = threading.Lock()
         self._lr = 0.0
+        self._round_steps = 0
         self._make_centers(snapshot)
         exchanges: tuple[AnyExchange, ...] = tuple(
             self._make_exchange(group, center, span)
@@ -48,6 +53,16 @@ class SyncSchedule:
         )
         self.exchanges: tuple[Exchange, ...] = exchanges
         self._exchange_bytes = sum(exchange.num_bytes for exchange in exchanges)
+
+    def _release_claims(self) -> None:
+        """Free what the lost had claimed.
+
+        Those who are still here have trained on theirs, and complete them with their next
+        exchange; but a gradient that was not summed is forgotten.
+        """
+        membership = self._site.membership
+        is_kept = self._site.method.rule.sends is not Sends.GRADIENT
+        self._ledger.release(keep=(*membership.worker_ids, *membership.absent) if is_kept else ())
 
     def _make_centers(self, snapshot: Snapshot) -> None:
         method, device = self._site.method, self._site.center_device()
@@ -103,12 +118,23 @@ class SyncSchedule:
     def next_round(self, local_step: int) -> Round:
         """Claim this round's samples for all ranks."""
         with self._site.time_parts.measure("data_io"):
-            return self._claim(local_step)
+            round = self._claim()
+        if len(self._centers) > 1:  # fragments are committed one by one
+            for center in self._centers:
+                center.keep()
+        self._round_steps = round.num_steps
+        return round
 
-    def _claim(self, local_step: int) -> Round:
+    def undo_round(self) -> None:
+        """Undo the fragments that a round which failed has committed."""
+        if len(self._centers) > 1:
+            for center in self._centers:
+                center.undo_()
+
+    def _claim(self) -> Round:
         members, site = self._site.membership.worker_ids, self._site
-        left = self._extent.samples_left(self._ledger.num_done_ever)
-        steps_left = self._extent.steps_left(local_step)
+        left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
+        steps_left = self._extent.steps_left(self._num_steps)
         period = site.method.period
         share = share_round(
             self._ledger.num_free if left is None else min(left, self._ledger.num_free),
@@ -128,7 +154,7 @@ class SyncSchedule:
         batch = self._config.training.batch_size * self._site.membership.num_workers
         return self._extent.share_done(
             num_samples=self._ledger.num_done_ever + step * batch,
-            num_steps=local_step,
+            num_steps=self._num_steps + step,
             seconds=self._seconds,
         )
 
@@ -148,12 +174,13 @@ class SyncSchedule:
         for worker in self._site.membership.worker_ids:
             self._ledger.complete(worker)
         self._round += 1
+        self._num_steps += self._round_steps
         self._seconds = sums.elapsed_s / p  # the mean of all clocks: the same on all ranks
-        outcome = self._outcome(sums, local_step)
+        outcome = self._outcome(sums)
         is_over = outcome is not Outcome.GO_ON
         is_new_epoch = self._ledger.epoch > epoch
         self._books.add(sums, num_messages=p)
-        self._books.record(self._standing(local_step), at_once=is_new_epoch or is_over)
+        self._books.record(self._standing(), at_once=is_new_epoch or is_over)
         self._version = self._round  # told only when its record can be told as well
         keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
         evaluates = num_evaluations_due(self._config.evaluation, self._ledger) > num_due
@@ -163,16 +190,19 @@ class SyncSchedule:
             publishes=self._site.rank == 0 and (keeps or evaluates or is_over),
         )
 
-    def _outcome(self, sums: Header, local_step: int) -> Outcome:
+    def _outcome(self, sums: Header) -> Outcome:
+        num_done = self._ledger.num_done_ever
         if self._extent.is_reached(
-            num_samples=self._ledger.num_done_ever, num_steps=local_step, seconds=self._seconds
+            num_samples=num_done, num_steps=self._num_steps, seconds=self._seconds
         ):
             return Outcome.FINISHED
         if sums.stop > 0:
             return Outcome.STOPPED
-        return Outcome.REGROUP if sums.regroup > 0 else Outcome.GO_ON
+        # What is left may be with a worker that was left out: nothing to do without it.
+        is_idle = self._extent.samples_left(num_done + self._ledger.num_claimed) == 0
+        return Outcome.REGROUP if sums.regroup > 0 or is_idle else Outcome.GO_ON
 
-    def _standing(self, local_step: int) -> Standing:
+    def _standing(self) -> Standing:
         ledger = self._ledger
         return Standing(
             round=self._round,
@@ -180,7 +210,7 @@ class SyncSchedule:
             num_workers=self._site.membership.num_workers,
             epoch=ledger.num_done_ever / ledger.num_samples,
             num_samples=ledger.num_done_ever,
-            local_step=local_step,
+            local_step=self._num_steps,
             lr=self._lr,
             exchange_bytes=self._exchange_bytes,
         )
@@ -205,14 +235,32 @@ class SyncSchedule:
             generation=self._site.membership.generation,
             epoch=self._ledger.epoch,
             num_samples=self._ledger.num_done_ever,
-            local_step=local_step,
+            local_step=self._num_steps,
             seconds=self._seconds,
             is_kept=is_kept,
             weights=self._weights.cpu().numpy().copy(),
             buffers=self._buffers.cpu().numpy().copy(),
             optimizer=joined_states(states, sizes),
-            ledger=self._ledger.state_dict(),
+            ledger=self._ledger.state_dict(with_claims=True),
         )
+
+    def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
+        """Return the weights that the replica goes on with in the next generation, if others.
+
+        A replica is its worker's own where the rule sends weights. Otherwise it follows the
+        center; what it has done since its last exchange it takes along, unless it is counted.
+        """
+        sends = self._site.method.rule.sends
+        if sends is Sends.WEIGHTS or not is_behind:
+            return None
+        center = torch.tensor(snapshot.weights, device=self._weights.device)
+        claimants = Ledger.from_state_dict(snapshot.ledger).claimants
+        if sends is Sends.PROGRESS and self._site.worker_id in claimants:
+            if snapshot.round == self._round:
+                return None
+            progress = self._site.flat.weights.detach().to(center.device) - self._weights
+            return center.add_(progress)
+        return center
 
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""

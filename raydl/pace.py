@@ -1,0 +1,65 @@
+"""How long the others wait for a worker that is late, in a synchronous method.
+
+No constant says it: what recent rounds took, how much they differ, and what it costs to go on
+without somebody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+_FEWEST_ROUNDS = 5
+_SPREADS = 6.0
+"""Spreads above the median at which a round is no usual one: with normally distributed rounds
+one in a billion."""
+_MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation to standard deviation, of a normal distribution."""
+
+
+class Pace:
+    """What rounds take, and what it takes to go on without somebody."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[float] = deque(maxlen=101)
+        self._pauses: deque[float] = deque(maxlen=5)
+
+    def note_round(self, seconds: float) -> None:
+        """Note what a round took."""
+        self._rounds.append(seconds)
+
+    def note_pause(self, seconds: float) -> None:
+        """Note how long it took from one generation to the next."""
+        self._pauses.append(seconds)
+
+    def grace_s(self) -> float:
+        """Return the seconds to wait for a late worker; infinite while rounds are few.
+
+        Leaving it out costs two pauses, one now and one when it comes back: a shorter wait
+        is cheaper, however unusual it is.
+        """
+        if len(self._rounds) < _FEWEST_ROUNDS:
+            return math.inf
+        middle = median(self._rounds)
+        spread = _MAD_TO_SIGMA * median(abs(s - middle) for s in self._rounds)
+        pause_s = median(self._pauses) if self._pauses else 0.0
+        return middle + _SPREADS * spread + 2 * pause_s
+
+
+def late_workers(
+    waiting_s: Mapping[str, float], *, grace_s: float, quorum: float
+) -> tuple[str, ...]:
+    """Return the workers to go on without.
+
+    Args:
+        waiting_s: by worker, how long it has waited for the others; 0: it is still at work.
+        grace_s: the longest wait.
+        quorum: least share of the workers, in (0, 1], that must be there.
+    """
+    needed = max(1, math.ceil(quorum * len(waiting_s)))
+    waits = sorted(waiting_s.values(), reverse=True)
+    if not waits or waits[needed - 1] <= max(grace_s, 0.0):
+        return ()
+    return tuple(w for w, seconds in waiting_s.items() if seconds == 0.0)

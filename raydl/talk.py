@@ -1,0 +1,98 @@
+"""What a local step has to do with exchanges: the words that replica and transport share."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from raydl.center import Center, Mirror
+from raydl.rules import Tally
+
+
+@dataclass(frozen=True)
+class Header:
+    """A few numbers that travel with a message and are summed with it.
+
+    In a synchronous round every rank sees the same sums, so all take the same decision with
+    no message of its own. All fields describe the time since the last message.
+    """
+
+    stop: float = 0.0
+    """Votes to end the run after this round."""
+    regroup: float = 0.0
+    """Votes to leave this generation after this round."""
+    checkpoint: float = 0.0
+    """Votes to keep the state as it is after this round."""
+    num_samples: float = 0.0
+    """Samples whose gradients are in this message, since the last one of the same span."""
+    loss_sum: float = 0.0
+    """Sum of the losses of ``loss_samples`` samples."""
+    loss_samples: float = 0.0
+    """Samples behind ``loss_sum``: all up to the step before this one."""
+    distance: float = 0.0
+    """Squared distance to the center at the exchange before."""
+    step_s: float = 0.0
+    """Seconds per local step in the round before, waiting not counted."""
+    waited_s: float = 0.0
+    """Seconds waited for exchanges in the round before."""
+    elapsed_s: float = 0.0
+    """Seconds of training so far, by this worker's clock."""
+
+    def __add__(self, other: Header) -> Header:
+        return Header(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+class Exchange(Protocol):
+    """What a replica needs of a transport: transactions with one span of the center."""
+
+    @property
+    def span(self) -> slice:
+        """Which of the flat parameters travel."""
+        ...
+
+    @property
+    def center(self) -> Center | Mirror:
+        """The center's span as it was before this exchange, until :meth:`commit`."""
+        ...
+
+    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+        """Send copies and return at once.
+
+        Args:
+            weights: what the rule sends, the span of it.
+            buffers: float buffers, shape [num_buffers].
+            header: the numbers that ride along.
+        """
+        ...
+
+    def as_seen(self, weights: Tensor) -> Tensor:
+        """Return the weights that were sent as the center sees them: a codec may change them."""
+        ...
+
+    def wait(self) -> tuple[Tally, Header]:
+        """Wait until the exchange has arrived; return what it is made of and the header sums.
+
+        Raises:
+            ExchangeError: it failed or took too long; no tensor was changed.
+        """
+        ...
+
+    def commit(self) -> None:
+        """Move the center. Cannot fail."""
+        ...
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What a local step has to do with exchanges."""
+
+    begin: tuple[Exchange, ...] = ()
+    """Those that begin around this step."""
+    join: tuple[Exchange, ...] = ()
+    """Those that are waited for and take effect in this step."""
+    header: Header = Header()
+    """What travels with the last of those that begin."""
+    overlap: bool = True
+    """Weights travel while the gradient is computed, rather than before."""
