@@ -2,34 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import ray
 import torch
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
 from raydl.crew import (
     Evaluated,
     Published,
+    RunEnded,
     evaluate_snapshot,
     evaluated_of,
     make_evaluator_model,
 )
 from raydl.data import Batches, ImageSet, Normalizer
+from raydl.dispatcher import Due
+from raydl.errors import ExchangeError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
 from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
 from raydl.exchange.shard import ShardState
+from raydl.faults import Fault, Injector, Partition, ProcessInflicts
 from raydl.membership import Membership
+from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
 from raydl.worker import Job, Worker
 
-_ASK_EVERY_S = 0.25
 _START_S = 120.0
 """The longest start of a process: importing torch on a busy machine takes tens of seconds."""
+_ANNOUNCE_S = 5.0
+
+
+def inflict_here(fault: Fault) -> None:
+    """Kill or stop the present process."""
+    inflicts = ProcessInflicts(Partition(), lambda _: None)
+    if fault.kind == "kill":
+        inflicts.kill()
+    else:
+        inflicts.stop(fault.for_s)
+
+
+class Held:
+    """A road whose calls wait while its worker is cut off from the others.
+
+    Args:
+        road: a group, or a post.
+        hold: waits.
+    """
+
+    def __init__(self, road: Any, hold: Callable[[], None]) -> None:
+        self._road = road
+        self._hold = hold
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._road, name)
+        if not callable(found):
+            return found
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self._hold()
+            return found(*args, **kwargs)
+
+        return held
 
 
 @ray.remote(num_cpus=0)
@@ -46,9 +89,10 @@ class CenterActor:
         self._store = open_store(self._host)
         self._service: CenterService | None = None
         self._others: list[ActorHandle] = []
+        self._faults: list[int] = []
 
-    def open(self, job: Job, snapshot: Snapshot, others: list[ActorHandle]) -> tuple[str, int]:
-        """Take in the first snapshot; return (host, port) of the store.
+    def open(self, job: Job, snapshot: Snapshot, others: list[ActorHandle]) -> tuple[str, int, int]:
+        """Take in a snapshot; return (host, port) of the store, and the process id.
 
         Args:
             job: what the workers do.
@@ -60,7 +104,7 @@ class CenterActor:
         self._others = others
         if not job.method.is_sync:
             self._service = CenterService(job, snapshot)
-        return self._host, self._store.port
+        return self._host, self._store.port, os.getpid()
 
     def put(self, snapshot: Snapshot) -> None:
         """Take in a snapshot."""
@@ -68,12 +112,24 @@ class CenterActor:
 
     def poll(self) -> Published:
         """Make the snapshots that are wanted; return the rounds held, and new records."""
+        faults, self._faults = tuple(self._faults), []
         if self._service is None:
-            return Published(self._shelf.rounds())
+            return Published(self._shelf.rounds(), faults=faults)
         for due in self._service.dispatcher.take_due():
             states = ray.get([s.state.remote() for s in self._others], timeout=_START_S)
             self._shelf.put(self._service.snapshot(due, states))
-        return Published(self._shelf.rounds(), self._service.dispatcher.take_records())
+        dispatcher = self._service.dispatcher
+        return Published(
+            self._shelf.rounds(), dispatcher.take_records(), faults, dispatcher.is_complete()
+        )
+
+    def note_fault(self, number: int) -> None:
+        """Note that a worker is about to inflict a fault on itself."""
+        self._faults.append(number)
+
+    def inflict(self, fault: Fault) -> None:
+        """Inflict a fault on this process."""
+        inflict_here(fault)
 
     def get(self, round: int) -> Snapshot | None:
         """Return the snapshot of a round."""
@@ -85,9 +141,28 @@ class CenterActor:
 
     # the home shard
 
-    def form(self, membership: Membership) -> None:
-        """Begin a generation."""
-        self._at_home.open(membership)
+    def form(self, membership: Membership) -> tuple[int, Snapshot]:
+        """Begin a generation; return its number, and what all start from."""
+        opened = [shard.form.remote(membership) for shard in self._others]
+        states = ray.get(opened, timeout=_START_S)
+        service = self._at_home
+        service.open(membership)
+        due = Due(service.dispatcher.version, is_kept=False)
+        return membership.generation, service.snapshot(due, states)
+
+    def change(self, membership: Membership) -> tuple[int, Snapshot]:
+        """Let workers join and leave while the others train on.
+
+        Returns:
+            The generation, and what those who join start from.
+        """
+        changed = [shard.change.remote(membership) for shard in self._others]
+        states = ray.get(changed, timeout=_START_S)
+        return membership.generation, self._at_home.change(membership, states)
+
+    def dismiss(self, worker_id: str) -> None:
+        """Let one worker leave after its next exchange."""
+        self._at_home.dispatcher.dismiss(worker_id)
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders of a worker."""
@@ -127,9 +202,21 @@ class ShardActor:
         torch.set_num_threads(1)
         self._shard = make_shard(job, snapshot, index, None)
 
-    def form(self, membership: Membership) -> None:
-        """Begin a generation."""
-        self._shard.open(membership.generation)
+    def form(self, membership: Membership) -> ShardState:
+        """Begin a generation; return what all start from."""
+        self._shard.open(membership)
+        return self._shard.state()
+
+    def change(self, membership: Membership) -> ShardState:
+        """Let workers join and leave; return what those who join start from."""
+        return self._shard.change(membership)
+
+    def inflict(self, fault: Fault) -> None:
+        """Inflict a fault on this process."""
+        inflict_here(fault)
+
+    def ping(self) -> None:
+        """Answer."""
 
     def exchange(self, push: Push) -> Reply:
         """Take a message."""
@@ -150,21 +237,40 @@ class WorkerActor:
         worker_id: str,
         train: ImageSet,
         normalizer: Normalizer,
-        shards: list[ActorHandle],
-    ) -> str:
-        """Build the worker; return its node. Not in ``__init__``: errors arrive as they are."""
+    ) -> tuple[str, int]:
+        """Build the worker; return its node and process id.
 
-        def publish(snapshot: Snapshot) -> None:
-            shards[HOME].put.remote(snapshot)
-
+        Not in ``__init__``: errors arrive as they are.
+        """
         torch.set_num_threads(job.config.scaling.num_threads)
-        batches = Batches(train, normalizer)
-        self._worker = Worker(job, worker_id, batches=batches, publish=publish)
+        node: str = ray.get_runtime_context().get_node_id()
+        self._partition = Partition()
+        self._injector = Injector(
+            job.faults.for_workers,
+            ProcessInflicts(self._partition, lambda s: drain_node(node, deadline_s=s)),
+            self._announce,
+        )
+        self._worker = Worker(
+            job,
+            worker_id,
+            batches=Batches(train, normalizer),
+            publish=self._publish,
+            before_step=self._injector.before_step if job.faults.faults else None,
+        )
         self._num_threads = job.config.scaling.num_threads
         self._job = job
-        self._shards = shards
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
+        self._lock = threading.Lock()
+        self._generation = self._abandoned_up_to = 0
+        self._abandoned = threading.Event()
+        return node, os.getpid()
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self._shards[HOME].put.remote(snapshot)
+
+    def _announce(self, fault: Fault) -> None:
+        """Tell of a fault before it comes: a killed process tells nothing more."""
+        with contextlib.suppress(RayError):
+            ray.get(self._shards[HOME].note_fault.remote(fault.number), timeout=_ANNOUNCE_S)
 
     @ray.method(concurrency_group="loop")
     def run(
@@ -173,30 +279,79 @@ class WorkerActor:
         address: GroupAddress,
         snapshot: Snapshot,
         own_state: dict[str, Any] | None,
-    ) -> tuple[Outcome, int]:
-        """Train in one generation until all ranks decide to leave it; return why, and where."""
+        shards: list[ActorHandle],
+        fired: tuple[int, ...],
+    ) -> RunEnded:
+        """Train in one generation until this worker leaves it; return why, and where.
+
+        Args:
+            membership: who trains.
+            address: where the members meet.
+            snapshot: what they start from.
+            own_state: what this worker starts from besides.
+            shards: of the center, the home shard first.
+            fired: faults of the plan that have fired.
+        """
         torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
-        road = self._make_road(membership, address)
-        partners = self._make_partners(membership, address)
+        self._shards = shards
+        self._injector.skip(fired)
+        generation = membership.generation
+        with self._lock:
+            self._generation, self._abandoned = generation, threading.Event()
+            if generation <= self._abandoned_up_to:  # the order came before us
+                self._abandoned.set()
         try:
+            outcome, problem = self._train(membership, address, snapshot, own_state), ""
+        except ExchangeError as error:
+            outcome, problem = Outcome.BROKEN, str(error)
+        return RunEnded(self._worker.worker_id, outcome, self._worker.round, generation, problem)
+
+    def _train(
+        self,
+        membership: Membership,
+        address: GroupAddress,
+        snapshot: Snapshot,
+        own_state: dict[str, Any] | None,
+    ) -> Outcome:
+        roads: list[Any] = []
+        try:
+            roads.append(self._make_road(membership, address))
+            partners = self._make_partners(membership, address)
+            roads += [partners] if partners else []
+            road = Held(roads[0], self._partition.hold) if self._job.faults.faults else roads[0]
             self._worker.join(membership, road, snapshot, own_state, partners)
             outcome = Outcome.GO_ON
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
-            return outcome, self._worker.round
+            return outcome
         finally:
-            road.close()
-            if partners:
-                partners.close()
+            # At once: peers notice by it that a member has left a broken exchange.
+            for road in roads:
+                road.close()
+
+    @ray.method(concurrency_group="control")
+    def abandon(self, generation: int) -> None:
+        """Leave a generation at once, out of any exchange; it may not have begun yet."""
+        self._partition.hold()
+        with self._lock:
+            self._abandoned_up_to = max(self._abandoned_up_to, generation)
+            if self._generation <= generation:
+                self._abandoned.set()
 
     def _make_road(
         self, membership: Membership, address: GroupAddress
     ) -> CollectiveGroup | RayPost:
         if not self._job.method.is_sync:
-            return RayPost(self._shards, timeout_s=address.timeout_s)
+            return RayPost(self._shards, timeout_s=address.timeout_s, abandoned=self._abandoned)
         rank = membership.worker_ids.index(self._worker.worker_id)
         algorithm = self._job.config.exchange.allreduce
-        return CollectiveGroup(address, membership.worker_ids, rank, algorithm=algorithm)
+        return CollectiveGroup(
+            address,
+            membership.worker_ids,
+            rank,
+            algorithm=algorithm,
+            abandoned=self._abandoned,
+        )
 
     def _make_partners(
         self, membership: Membership, address: GroupAddress
@@ -206,16 +361,24 @@ class WorkerActor:
             return None
         number, workers = membership.partners_of(worker_id, size)
         place = dataclasses.replace(address, run_id=f"{address.run_id}-partners{number}")
-        return CollectiveGroup(place, workers, workers.index(worker_id))
+        rank = workers.index(worker_id)
+        return CollectiveGroup(place, workers, rank, abandoned=self._abandoned)
 
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:
         """Return what is new."""
+        self._partition.hold()
         return self._worker.report()
+
+    @ray.method(concurrency_group="control")
+    def center(self) -> Snapshot:
+        """Return this worker's copy of the center."""
+        return self._worker.center()
 
     @ray.method(concurrency_group="control")
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
+        self._partition.hold()
         self._worker.vote(generation, **votes)
 
     @ray.method(concurrency_group="control")

@@ -246,6 +246,9 @@ class SnapshotShelf:
 
     def put(self, snapshot: Snapshot) -> None:
         """Take in a snapshot; one of the same round is replaced by its equal."""
+        before = self._by_round.get(snapshot.round)
+        if before is not None and before.is_kept:
+            return
         self._by_round[snapshot.round] = snapshot
         rounds = sorted(self._by_round)
         held = set(rounds[-self._num_newest :])

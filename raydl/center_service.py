@@ -62,6 +62,7 @@ class CenterService:
             Ledger.from_state_dict(snapshot.ledger),
             version=snapshot.round,
             seconds=snapshot.seconds,
+            local_step=snapshot.local_step,
         )
         self.home = make_shard(job, snapshot, HOME, self.dispatcher)
         self._num_parameters = snapshot.weights.size
@@ -69,7 +70,23 @@ class CenterService:
     def open(self, membership: Membership) -> None:
         """Begin a generation."""
         self.dispatcher.open(membership)
-        self.home.open(membership.generation)
+        self.home.open(membership)
+
+    def change(self, membership: Membership, others: list[ShardState]) -> Snapshot:
+        """Let workers join and leave while the others go on.
+
+        The other shards come first, so that a newcomer is known to all before it sends.
+
+        Args:
+            membership: who trains from now on.
+            others: what the other shards' own ``change`` returned.
+
+        Returns:
+            What newcomers start from: the center as each shard knows that they know it.
+        """
+        home = self.home.change(membership)
+        self.dispatcher.change(membership)
+        return self._assembled(self.dispatcher.version, False, [home, *others])
 
     def exchange(self, push: Push) -> Reply:
         """Take a message to the home shard; one that waits for its turn comes back after it."""
@@ -87,11 +104,14 @@ class CenterService:
             due: under which number.
             others: the other shards.
         """
+        return self._assembled(due.round, due.is_kept, [self.home.state(), *others])
+
+    def _assembled(self, round: int, is_kept: bool, shards: list[ShardState]) -> Snapshot:
+        """Return the whole center from its shards, the home shard first."""
         counters = self.dispatcher.state()
-        home = self.home.state()
         weights = np.empty(self._num_parameters, np.float32)
         states = {}
-        for shard in (home, *others):
+        for shard in shards:
             for span, values, optimizer in zip(
                 shard.spans, shard.weights, shard.optimizers, strict=True
             ):
@@ -99,10 +119,10 @@ class CenterService:
                 states[span] = optimizer
         spans = sorted(states)
         return Snapshot(
-            round=due.round,
-            is_kept=due.is_kept,
+            round=round,
+            is_kept=is_kept,
             weights=weights,
-            buffers=home.buffers,
+            buffers=shards[HOME].buffers,
             optimizer=joined_states([states[s] for s in spans], [b - a for a, b in spans]),
             **counters,
         )

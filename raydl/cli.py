@@ -147,7 +147,7 @@ def _print_status(seen: RunStatus) -> None:
         rows = [
             (
                 w.worker_id, w.state, _duration(w.since_s), w.node, f"{w.round:,}",
-                f"{w.local_step:,}", f"{w.step_s * 1e3:.1f} ms", _duration(w.waited_s),
+                f"{w.local_step:,}", f"{w.step_s * 1e3:,.1f} ms", _duration(w.waited_s),
             )
             for w in seen.workers
         ]  # fmt: skip

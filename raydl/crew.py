@@ -16,6 +16,7 @@ from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
 from raydl.data import Batches, Dataset, Normalizer
 from raydl.exchange.local import LocalGroup, LocalPost
+from raydl.faults import Fault
 from raydl.flat import FlatModel
 from raydl.membership import Membership
 from raydl.reports import Outcome, Record, WorkerReport
@@ -46,11 +47,44 @@ class RunEnded:
     worker_id: str
     outcome: Outcome
     round: int
+    generation: int = 0
+    """The one that it entered."""
+    problem: str = ""
+    """What the exchange said that did not complete."""
+
+
+@dataclass(frozen=True)
+class Draining:
+    """A worker's node will go soon."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The center knows the newest membership; votes for it count from now on."""
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """The state of a worker that leaves is here."""
+
+    worker_id: str
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """Something that was asked for will not come, since a process went away meanwhile."""
+
+    task: str
+    """``checkpoint``, ``evaluation``, ``publication``, or ``state of w3``."""
+    reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A process raised: the user's code, an exchange, or a loss that is not finite."""
+    """A process raised: the user's code, or a loss that is not finite."""
 
     name: str
     """``w3`` for a worker, ``center``, ``evaluator`` or ``checkpoint``."""
@@ -59,7 +93,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Lost:
-    """A process went away."""
+    """A process went away, or does not answer any more. What is left of it was ended."""
 
     name: str
     reason: str
@@ -72,6 +106,10 @@ class Published:
     rounds: tuple[int, ...]
     records: tuple[Record, ...] = ()
     """New points of the curves, where the center keeps the books."""
+    faults: tuple[int, ...] = ()
+    """Numbers of the faults of the plan that workers are about to inflict on themselves."""
+    is_complete: bool = True
+    """Whether nothing is left to train, where the center keeps the books."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +133,35 @@ class Collected:
     """By worker, in the order of the ranks."""
 
 
-Event = WorkerReady | Reported | RunEnded | Failed | Lost | Published | Evaluated | Collected
+Event = (
+    WorkerReady
+    | Reported
+    | RunEnded
+    | Draining
+    | Changed
+    | HandedIn
+    | GaveUp
+    | Failed
+    | Lost
+    | Published
+    | Evaluated
+    | Collected
+)
 
 
 class Crew(Protocol):
     """The processes of a run. No call waits; what they lead to comes as events."""
 
     def open(self, snapshot: Snapshot) -> None:
-        """Start the center with a first snapshot, and ask for all workers."""
+        """Start the center with a first snapshot."""
+        ...
+
+    def ask(self, worker_id: str) -> None:
+        """Ask for one more worker; it starts when the cluster has room."""
+        ...
+
+    def end(self, worker_id: str) -> None:
+        """End a worker's process, or take back that it was asked for."""
         ...
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -110,7 +169,7 @@ class Crew(Protocol):
         ...
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
-        """Let the members train from the snapshot of that round on.
+        """Let the members train from the snapshot of that round on, all in a new generation.
 
         Args:
             membership: who trains.
@@ -120,8 +179,36 @@ class Crew(Protocol):
         """
         ...
 
+    def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
+        """Let workers join and leave while the others train on. Methods with messages."""
+        ...
+
+    def dismiss(self, worker_id: str) -> None:
+        """Let one worker leave after its next exchange. Methods with messages."""
+        ...
+
+    def abandon(self, generation: int) -> None:
+        """Let the workers of a generation leave at once, out of any exchange."""
+        ...
+
     def vote(self, generation: int, **votes: float) -> None:
-        """Let the workers of a generation cast votes; see :class:`raydl.replica.Header`."""
+        """Let the workers of a generation cast votes; see :class:`raydl.talk.Header`."""
+        ...
+
+    def publish(self, worker_id: str) -> None:
+        """Let a worker that has left its loop hand its copy of the center to the center."""
+        ...
+
+    def rebuild_center(self, worker_id: str | None) -> None:
+        """Start the center anew: from a worker's copy, else with the first snapshot."""
+        ...
+
+    def hand_in(self, worker_id: str) -> None:
+        """Gather the state of a worker that has left its loop."""
+        ...
+
+    def inflict(self, fault: Fault) -> None:
+        """Inflict a fault on the center."""
         ...
 
     def evaluate(self, round: int) -> None:
@@ -197,7 +284,14 @@ class LocalCrew:
             make_shard(self._job, snapshot, index, None)
             for index in range(1, self._job.config.exchange.center_shards)
         ]
-        self._events.append(WorkerReady("w0"))
+
+    def ask(self, worker_id: str) -> None:
+        """Say that the one worker is ready."""
+        assert worker_id == "w0"
+        self._events.append(WorkerReady(worker_id))
+
+    def end(self, worker_id: str) -> None:
+        """Do nothing: the worker is this process."""
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Run one round, if the worker trains, and return what happened."""
@@ -219,7 +313,7 @@ class LocalCrew:
         self._events.append(Reported(report))
         if outcome is not Outcome.GO_ON:
             self._running = False
-            self._events.append(RunEnded("w0", outcome, report.round))
+            self._events.append(RunEnded("w0", outcome, report.round, self._generation))
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Start to train."""
@@ -227,10 +321,33 @@ class LocalCrew:
         if self._service:
             self._service.open(membership)
             for shard in self._others:
-                shard.open(membership.generation)
+                shard.open(membership)
             road = LocalPost([self._service, *self._others], self._service.dispatcher)
         self._worker.join(membership, road, self._snapshot(round), own_states.get("w0"))
+        self._generation = membership.generation
         self._running = True
+
+    def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
+        """Do nothing: nobody joins or leaves."""
+
+    def dismiss(self, worker_id: str) -> None:
+        """Do nothing: nobody leaves."""
+
+    def abandon(self, generation: int) -> None:
+        """Do nothing: no exchange can fail."""
+
+    def publish(self, worker_id: str) -> None:
+        """Put the worker's copy of the center on the shelf."""
+        self._shelf.put(self._worker.center())
+
+    def rebuild_center(self, worker_id: str | None) -> None:
+        """Do nothing: the center is this process."""
+
+    def hand_in(self, worker_id: str) -> None:
+        """Do nothing: nobody leaves."""
+
+    def inflict(self, fault: Fault) -> None:
+        """Do nothing: the center is this process."""
 
     def vote(self, generation: int, **votes: float) -> None:
         """Hand the votes to who decides."""

@@ -11,50 +11,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from raydl.config import TrainConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.messages import Orders, Push, Stamp, refusal_of
+from raydl.exchange.messages import Orders, Push, Stamp
 from raydl.extent import Extent, num_evaluations_due
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.reports import Books, Outcome, Record, Standing
+from raydl.schedules.dues import Due, Dues
+from raydl.schedules.roster import Member, Roster
 from raydl.schedules.turns import Turns
 
-
-@dataclass(frozen=True)
-class Due:
-    """A snapshot of the center that is wanted."""
-
-    round: int
-    is_kept: bool
-    """Whether the workers kept their states under this number."""
-
-
-@dataclass
-class _Member:
-    """What the dispatcher knows of a worker since it became a member."""
-
-    entered: int
-    """The generation that it became a member with: its messages are of this one."""
-    is_awaited: bool
-    """The others wait for it to enter; not for one that joins while they train."""
-    local_step: int
-    seen_version: int
-    step_s: float = 0.0
-    has_entered: bool = False
-    is_dismissed: bool = False
-    has_left: bool = False
-    """It was told to leave."""
-    has_closed: bool = False
-    """It has left, with all its messages answered."""
-    turn: int | None = None
-    """The number of the message that holds the turn."""
-    answered: tuple[int, Orders] | None = None
-    """The newest message that was answered with orders, and these."""
+__all__ = ["Dispatcher", "Due"]
 
 
 class Dispatcher:
@@ -91,14 +62,9 @@ class Dispatcher:
         self._opened_at: float | None = None
         self._books = Books(clock)
         self._changed = threading.Condition()
-        self._membership = Membership(0, ())
-        self._opened = 0
-        self._members: dict[str, _Member] = {}
-        self._newcomers_step = local_step
+        self._roster = Roster(local_step=local_step)
         self._votes: dict[str, float] = {}
-        self._told: set[str] = set()
-        self._checkpoint: int | None = None
-        self._due: list[Due] = []
+        self._dues = Dues()
         self._turns = Turns()
         self._is_end = False
         self.num_refused = 0
@@ -108,9 +74,9 @@ class Dispatcher:
         """Begin with new members alone. Votes and turns of those before end with them."""
         with self._changed:
             self._ledger.release()  # what was under way when they left
-            self._take_in(membership, {}, is_awaited=True)
-            self._votes, self._told, self._checkpoint = {}, set(), None
-            self._opened = membership.generation
+            self._roster.open(membership, version=self._version)
+            self._votes, self._is_end = {}, False
+            self._dues.end_checkpoint()
             self._turns.open(membership.worker_ids)
             if self._opened_at is None:
                 self._opened_at = self._clock()
@@ -122,30 +88,15 @@ class Dispatcher:
         What the ones that are gone had claimed is claimed again, and nobody waits for them.
         """
         with self._changed:
-            was_closed = self._is_closed()
-            staying = {w: m for w, m in self._members.items() if w in membership.worker_ids}
-            self._ledger.release(keep=staying)
-            self._take_in(membership, staying, is_awaited=False)
+            was_closed = self._roster.is_closed
+            self._ledger.release(keep=membership.worker_ids)
+            if self._roster.change(membership, version=self._version):
+                self._is_end = False
             self._turns.change(membership.worker_ids)
-            self._told &= set(staying)
-            self._close_checkpoint()
+            self._settle_checkpoint()
             if not was_closed:
                 self._want_last()
             self._changed.notify_all()
-
-    def _take_in(
-        self, membership: Membership, staying: dict[str, _Member], *, is_awaited: bool
-    ) -> None:
-        self._newcomers_step = self._local_step
-        self._membership = membership
-        for worker_id in membership.worker_ids:
-            if worker_id not in staying:
-                self._is_end = False
-        self._members = {
-            worker_id: staying.get(worker_id)
-            or _Member(membership.generation, is_awaited, self._newcomers_step, self._version)
-            for worker_id in membership.worker_ids
-        }
 
     def dismiss(self, worker_id: str) -> None:
         """Let one worker leave after its next exchange, with ``Outcome.LEFT``.
@@ -154,21 +105,21 @@ class Dispatcher:
         with that exchange it is told so, as the others are.
         """
         with self._changed:
-            if worker_id in self._members:
-                self._members[worker_id].is_dismissed = True
+            member = self._roster.get(worker_id)
+            if member is not None:
+                member.is_dismissed = True
 
-    def _refusal(self, stamp: Stamp) -> str:
-        member = self._members.get(stamp.worker_id)
-        entered = None if member is None else member.entered
-        return refusal_of(stamp, entered, self._membership.generation)
-
-    def _admit(self, stamp: Stamp) -> _Member:
+    def _admit(self, stamp: Stamp) -> Member:
         """Return who calls; raise ExchangeError if it is no member, or was another then."""
-        problem = self._refusal(stamp)
+        problem = self._roster.refusal(stamp)
         if problem:
             self.num_refused += 1
-            raise ExchangeError(self._version, self._membership.generation, problem)
-        return self._members[stamp.worker_id]
+            raise ExchangeError(self._version, self._generation, problem)
+        return self._roster[stamp.worker_id]
+
+    @property
+    def _generation(self) -> int:
+        return self._roster.membership.generation
 
     @property
     def seconds(self) -> float:
@@ -186,10 +137,14 @@ class Dispatcher:
             ExchangeTimeoutError: a worker before this one did not come in time.
             ExchangeError: it is no member, or ceased to be one while it waited.
         """
+
+        def missing() -> list[str]:
+            return self._roster.not_entered_before(stamp.worker_id)
+
         with self._changed:
             member = self._admit(stamp)
             if self._method.schedule == "round_robin" and member.is_awaited:
-                self._wait_for_ranks_before(stamp)
+                self._wait(stamp, lambda: not missing(), missing)
             if member.answered is not None:  # the call was repeated
                 return member.answered[1]
             member.local_step, member.has_entered = local_step, True
@@ -198,24 +153,14 @@ class Dispatcher:
             self._changed.notify_all()
             return orders
 
-    def _wait_for_ranks_before(self, stamp: Stamp) -> None:
-        workers = self._membership.worker_ids
-        before = set(workers[: workers.index(stamp.worker_id)])
-
-        def missing() -> list[str]:
-            members = self._members.items()
-            return [w for w, m in members if w in before and m.is_awaited and not m.has_entered]
-
-        self._wait(stamp, lambda: not missing(), missing)
-
     def _wait(
         self, stamp: Stamp, is_true: Callable[[], bool], missing: Callable[[], list[str]]
     ) -> None:
         """Wait for other workers, bounded by ``exchange.timeout_s``, or for one's own removal."""
         timeout_s = self._config.exchange.timeout_s
-        if not self._changed.wait_for(lambda: self._refusal(stamp) or is_true(), timeout_s):
-            generation = self._membership.generation
-            raise ExchangeTimeoutError(self._version, generation, timeout_s, missing())
+        refusal = self._roster.refusal
+        if not self._changed.wait_for(lambda: refusal(stamp) or is_true(), timeout_s):
+            raise ExchangeTimeoutError(self._version, self._generation, timeout_s, missing())
         self._admit(stamp)
 
     def settle(self, push: Push) -> Orders | None:
@@ -227,27 +172,24 @@ class Dispatcher:
         settlement, worker_id = push.settlement, push.stamp.worker_id
         assert settlement is not None
         with self._changed:
-            if self._refusal(push.stamp):
+            if self._roster.refusal(push.stamp):
                 self.num_refused += 1
                 return None
-            member = self._members[worker_id]
+            member = self._roster[worker_id]
             staleness = self._version - member.seen_version
             self._version += 1
-            epoch, num_due = (
-                self._ledger.epoch,
-                num_evaluations_due(self._config.evaluation, self._ledger),
-            )
+            epoch = self._ledger.epoch
+            num_due = num_evaluations_due(self._config.evaluation, self._ledger)
             self._ledger.complete(worker_id)
             member.local_step = settlement.local_step
             member.step_s = settlement.header.step_s
             self._books.add(settlement.header, num_messages=1, staleness=staleness)
-            orders = self._orders(worker_id, keep=self._keep(worker_id))
-            # Of the last one of all, the final snapshot will do.
-            if (
-                num_evaluations_due(self._config.evaluation, self._ledger) > num_due
-                and not self._has_ended()
-            ):
-                self._due.append(Due(self._version, False))
+            keep = self._dues.tell(worker_id)
+            self._settle_checkpoint()
+            orders = self._orders(worker_id, keep=keep)
+            is_due = num_evaluations_due(self._config.evaluation, self._ledger) > num_due
+            if is_due and self._roster.in_training:  # else the final snapshot will do
+                self._dues.want(self._version, is_kept=False)
             is_end = orders.outcome is not Outcome.GO_ON
             self._books.record(self._standing(push), at_once=is_end or self._ledger.epoch > epoch)
             member.answered = push.stamp.sequence, orders
@@ -274,31 +216,17 @@ class Dispatcher:
             assert member.answered is not None
             return member.answered[1]
 
-    def _keep(self, worker_id: str) -> int | None:
-        """Return the number of the checkpoint that this worker has not kept its state for."""
-        if self._checkpoint is None or worker_id in self._told:
-            return None
-        number = self._checkpoint
-        self._told.add(worker_id)
-        self._close_checkpoint()
-        return number
-
-    def _close_checkpoint(self) -> None:
-        """Want a checkpoint's snapshot once everyone who trains was told to keep its state."""
-        training = {w for w, m in self._members.items() if not m.has_left}
-        if self._checkpoint is not None and self._told >= training:
-            if self._told:
-                self._due.append(Due(self._checkpoint, True))
-            self._checkpoint = None
+    def _settle_checkpoint(self) -> None:
+        self._dues.settle_checkpoint(set(self._roster), self._roster.in_training)
 
     def _orders(self, worker_id: str, *, keep: int | None) -> Orders:
-        member = self._members[worker_id]
+        member = self._roster[worker_id]
         outcome, epoch, spans, num_steps = self._next(worker_id)
         if outcome is not Outcome.GO_ON:
             member.has_left = True
             if outcome is not Outcome.LEFT:  # that says nothing of the run
                 self._is_end = outcome in (Outcome.STOPPED, Outcome.FINISHED)
-            self._close_checkpoint()
+            self._settle_checkpoint()
             self._changed.notify_all()
         member.seen_version = self._version
         return Orders(
@@ -306,7 +234,7 @@ class Dispatcher:
             epoch=epoch,
             spans=spans,
             num_steps=num_steps,
-            num_workers=self._membership.num_workers,
+            num_workers=self._roster.membership.num_workers,
             num_done=self._ledger.num_done_ever,
             seconds=self.seconds,
             version=self._version,
@@ -320,27 +248,25 @@ class Dispatcher:
         Only now no message is on its way to any shard.
         """
         with self._changed:
-            if self._refusal(stamp):
+            if self._roster.refusal(stamp):
                 return
-            member = self._members[stamp.worker_id]
+            member = self._roster[stamp.worker_id]
             is_news, member.has_closed = not member.has_closed, True
             if is_news:
                 self._want_last()
 
-    def _is_closed(self) -> bool:
-        return all(m.has_closed for m in self._members.values())
-
     def _want_last(self) -> None:
-        if self._is_closed():
-            self._due.append(Due(self._version, self._is_end))
+        """Want the last snapshot if all have left; of those that are gone, none is to come."""
+        if self._roster.is_closed:
+            self._dues.want(self._version, is_kept=self._is_end)
 
     def _next(self, worker_id: str) -> tuple[Outcome, int, list[tuple[int, int]], int]:
         """Return (outcome, epoch, spans, local steps) of a worker's next round."""
-        member, batch_size = self._members[worker_id], self._config.training.batch_size
+        member, batch_size = self._roster[worker_id], self._config.training.batch_size
         is_over = self._extent.is_reached(
             num_samples=0, num_steps=member.local_step, seconds=self.seconds
         )
-        count = 0 if is_over else batch_size * self._max_steps(worker_id)
+        count = 0 if is_over else batch_size * self._max_steps(member)
         left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
         count = count if left is None else min(count, left)
         if count == 0:
@@ -355,35 +281,26 @@ class Dispatcher:
         num_samples = sum(stop - start for start, stop in spans)
         return Outcome.GO_ON, epoch, spans, -(-num_samples // batch_size)
 
-    def _max_steps(self, worker_id: str) -> int:
+    def _max_steps(self, member: Member) -> int:
         """Return the local steps of a full round: the period, less for one that is slow."""
         steps = self._method.period
-        if self._method.by_speed:
-            known = [m.step_s for m in self._members.values() if m.step_s > 0]
-            own = self._members[worker_id].step_s
-            if own > 0:
-                steps = max(1, round(steps * min(known) / own))
-        left = self._extent.steps_left(self._members[worker_id].local_step)
+        if self._method.by_speed and member.step_s > 0:
+            steps = max(1, round(steps * self._roster.least_step_s / member.step_s))
+        left = self._extent.steps_left(member.local_step)
         return steps if left is None else min(steps, left)
 
     def _standing(self, push: Push) -> Standing:
         assert push.settlement is not None
         return Standing(
             round=self._version,
-            generation=self._membership.generation,
-            num_workers=self._membership.num_workers,
+            generation=self._generation,
+            num_workers=self._roster.membership.num_workers,
             epoch=self._ledger.num_done_ever / self._ledger.num_samples,
             num_samples=self._ledger.num_done_ever,
-            local_step=self._local_step,
+            local_step=self._roster.local_step,
             lr=push.settlement.lr,
             exchange_bytes=push.settlement.num_bytes,
         )
-
-    @property
-    def _local_step(self) -> int:
-        """Local steps of each worker, the mean."""
-        steps = [m.local_step for m in self._members.values()]
-        return sum(steps) // len(steps) if steps else self._newcomers_step
 
     def vote(self, generation: int, **votes: float) -> None:
         """Ask all workers to ``stop``, to ``regroup``, or to keep a checkpoint.
@@ -392,15 +309,12 @@ class Dispatcher:
         since then do not matter to it.
         """
         with self._changed:
-            if not self._opened <= generation <= self._membership.generation:
+            if not self._roster.opened <= generation <= self._generation:
                 return
             self._votes.update(votes)
-            if self._votes.pop("checkpoint", 0.0) and not self._has_ended():
+            if self._votes.pop("checkpoint", 0.0) and self._roster.in_training:
                 self._version += 1  # a number that no other snapshot has
-                self._checkpoint, self._told = self._version, set()
-
-    def _has_ended(self) -> bool:
-        return all(member.has_left for member in self._members.values())
+                self._dues.begin_checkpoint(self._version)
 
     # turns, for methods in rank order
 
@@ -426,20 +340,14 @@ class Dispatcher:
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""
         with self._changed:
-            if self._refusal(stamp):
+            if self._roster.refusal(stamp):
                 return
-            self._members[stamp.worker_id].turn = None
+            self._roster[stamp.worker_id].turn = None
             self._turns.end(stamp.worker_id)
             self._changed.notify_all()
 
     def _holder(self) -> str | None:
-        """Return whose turn it is; those that have left, or join and are not here yet, have none."""
-
-        def is_out(worker_id: str) -> bool:
-            member = self._members[worker_id]
-            return member.has_left or not (member.has_entered or member.is_awaited)
-
-        return self._turns.holder(is_out)
+        return self._turns.holder(lambda worker_id: self._roster[worker_id].takes_turns)
 
     # what others ask for
 
@@ -455,18 +363,16 @@ class Dispatcher:
         claimed goes back if that one is lost.
         """
         with self._changed:
-            steps = [m.local_step for m in self._members.values()]
             return self._extent.is_reached(
                 num_samples=self._ledger.num_done_ever,
-                num_steps=min(steps, default=self._newcomers_step),
+                num_steps=self._roster.least_local_step,
                 seconds=self.seconds,
             )
 
     def take_due(self) -> list[Due]:
         """Return the snapshots that are wanted: all that are kept, and the newest other."""
         with self._changed:
-            due, self._due = self._due, []
-        return [d for i, d in enumerate(due) if d.is_kept or i == len(due) - 1]
+            return self._dues.take()
 
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
@@ -477,10 +383,10 @@ class Dispatcher:
         """Return the counters of a snapshot, by its own field names."""
         with self._changed:
             return {
-                "generation": self._membership.generation,
+                "generation": self._generation,
                 "epoch": self._ledger.epoch,
                 "num_samples": self._ledger.num_done_ever,
-                "local_step": self._local_step,
+                "local_step": self._roster.local_step,
                 "seconds": self.seconds,
                 "ledger": self._ledger.state_dict(),
             }

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raydl.crew import RunEnded
-from raydl.errors import ExchangeError, ExchangeTimeoutError, ProcessLostError
 from raydl.membership import Membership
 from raydl.reports import Outcome, WorkerReport
-
-_CAUSE_GRACE_S = 3.0
-"""How long a failed exchange waits for the failure that caused it, in seconds."""
 
 
 @dataclass
@@ -18,61 +14,68 @@ class Generation:
     """One membership's way from its first round to its last."""
 
     membership: Membership
-    progress_at: float
-    """When an exchange was last heard of, or an end, in seconds of the controller's clock."""
+    began_at_round: int
     ended: dict[str, RunEnded] = field(default_factory=dict)
+    """Members that have left their loops."""
+    lost: set[str] = field(default_factory=set)
+    """Members that have gone, or are not waited for."""
     reports: dict[str, WorkerReport] = field(default_factory=dict)
-    failures: list[Exception] = field(default_factory=list)
-    failed_at: float = 0.0
+    entered: dict[str, int] = field(default_factory=dict)
+    """The generation that each member entered with, where they come one by one."""
     voted_at_round: int = 0
     """The newest round known when a checkpoint was voted for."""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether all workers have left their loops."""
-        return len(self.ended) == self.membership.num_workers
+    def present(self) -> tuple[str, ...]:
+        """Members that are still there, in their loops or out of them."""
+        return tuple(w for w in self.membership.worker_ids if w not in self.lost)
 
-    def end(self) -> RunEnded:
-        """Return how the worker that left last ended; in a synchronous round all leave at once.
+    @property
+    def at_work(self) -> tuple[str, ...]:
+        """Members in their loops."""
+        return tuple(w for w in self.present if w not in self.ended)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an exchange did not complete."""
+        return any(end.outcome is Outcome.BROKEN for end in self.ended.values())
+
+    def entered_with(self, worker_id: str) -> int:
+        """Return the generation that a member entered."""
+        return self.entered.get(worker_id, self.membership.generation)
+
+    def change(self, membership: Membership) -> None:
+        """Take note that members have come and gone while the others train on."""
+        before = self.membership
+        self.entered = {
+            w: self.entered_with(w) if w in before.worker_ids else membership.generation
+            for w in membership.worker_ids
+        }
+        self.membership = membership
+        self.lost.clear()
+
+    def lose(self, worker_id: str) -> None:
+        """Wait no more for a member."""
+        self.lost.add(worker_id)
+        self.ended.pop(worker_id, None)
+        self.reports.pop(worker_id, None)
+
+    def freshest(self) -> RunEnded | None:
+        """Return how the member ended that got furthest."""
+        return max(self.ended.values(), key=lambda end: end.round, default=None)
+
+    def outcome(self) -> Outcome:
+        """Return what follows: the members have ended, in synchronous methods in one round.
 
         A vote to regroup counts before the end of the run: where workers come one by one,
-        some may have found no more work when it came.
+        some may have found no more work when it came. But where a round is the last one, it
+        is so for those who missed it, too.
         """
-        ends = sorted(self.ended.values(), key=lambda end: end.round)
-        last = ends[-1]
-        if all(end.outcome is not Outcome.REGROUP for end in ends):
-            return last
-        return RunEnded(last.worker_id, Outcome.REGROUP, last.round)
-
-    def is_bystander(self, name: str) -> bool:
-        """Whether this is a worker that does not train."""
-        return name[1:].isdigit() and name not in self.membership.worker_ids
-
-    def add_failure(self, error: Exception, now: float) -> None:
-        """Note a failure."""
-        if not self.failures:
-            self.failed_at = now
-        self.failures.append(error)
-
-    def raise_failure(self, now: float) -> None:
-        """Raise the failure behind all others, once it had time to show itself.
-
-        When one worker fails, its peers' exchange fails a moment later, or sooner: what
-        they report is the consequence.
-        """
-        causes = [e for e in self.failures if not isinstance(e, ExchangeError)]
-        ours = [e for e in causes if not isinstance(e, ProcessLostError)]
-        if ours:
-            raise ours[0]
-        if self.failures and now - self.failed_at >= _CAUSE_GRACE_S:
-            raise (causes or self.failures)[0]
-
-    def raise_for_stragglers(self, now: float, timeout_s: float) -> None:
-        """Raise if those that have not left after the others show no sign of progress."""
-        if now - self.progress_at > timeout_s:
-            missing = [w for w in self.membership.worker_ids if w not in self.ended]
-            newest = max(end.round for end in self.ended.values())
-            raise ExchangeTimeoutError(newest, self.membership.generation, timeout_s, missing)
+        freshest = self.freshest()
+        outcomes = {end.outcome for end in self.ended.values()}
+        if freshest is None or Outcome.REGROUP in outcomes:
+            return Outcome.REGROUP
+        return freshest.outcome
 
     def note_vote(self) -> None:
         """Remember what was known when a checkpoint was voted for."""
@@ -84,8 +87,8 @@ class Generation:
         An older vote may have reached some workers a round later than others, and left a
         round that would look new.
         """
-        kept = [set(report.kept) for report in self.reports.values()]
-        if len(kept) < self.membership.num_workers:
+        kept = [set(self.reports[w].kept) for w in self.present if w in self.reports]
+        if not kept or len(kept) < len(self.present):
             return set()
         return {r for r in set.intersection(*kept) if r > self.voted_at_round}
 

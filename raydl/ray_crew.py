@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.center import Snapshot
 from raydl.config import ScalingConfig
 from raydl.crew import (
+    Changed,
     Collected,
+    Draining,
     Event,
     Failed,
+    GaveUp,
+    HandedIn,
     Lost,
     Published,
     Reported,
@@ -28,23 +42,40 @@ from raydl.crew import (
 from raydl.data import Dataset, Normalizer
 from raydl.errors import RaydlError
 from raydl.exchange.collective import GroupAddress
+from raydl.faults import Fault
+from raydl.leases import Leases
 from raydl.membership import Membership
+from raydl.ray_session import draining_nodes
 from raydl.reports import Outcome, WorkerReport
 from raydl.worker import Job
 
 _ASK_EVERY_S = 0.25
+_LOOK_FOR_DRAINS_EVERY_S = 1.0
 _START_S = 120.0
 """The longest start of a process: importing torch on a busy machine takes tens of seconds."""
-
 
 Handler = Callable[[Any], "list[Event]"]
 
 
-class RayCrew:
-    """A crew of Ray actors: one center, one evaluator, and as many workers as may train.
+@dataclass(frozen=True)
+class _Pending:
+    """A call under way."""
 
-    All workers are asked for at once; those that the cluster can not hold yet stay pending,
-    which is what an autoscaler answers to.
+    who: str
+    """Which process."""
+    handle: Handler
+    task: str = ""
+    """What is given up if it fails; empty: the process counts as lost."""
+    generation: int = 0
+    """Of a worker's loop."""
+
+
+class RayCrew:
+    """A crew of Ray actors: one center, one evaluator, and the workers that are asked for.
+
+    Workers that the cluster can not hold yet stay pending, which is what an autoscaler
+    answers to. Center and evaluator live on the driver's node, where they are safe as long as
+    the run is; other shards of the center spread.
 
     Args:
         job: what the workers do.
@@ -55,149 +86,365 @@ class RayCrew:
         _send_by_value(type(job.method.rule))
         self._job = job
         self._run_id = uuid.uuid4().hex[:8]
-        normalizer = Normalizer.of(dataset.train)
+        self._home = ray.get_runtime_context().get_node_id()
+        self._normalizer_here = Normalizer.of(dataset.train)
         self._train = ray.put(dataset.train)
-        self._normalizer = ray.put(normalizer)
-        threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
-        self._center = CenterActor.options(max_concurrency=threads).remote()
-        self._threads = threads
-        self._shards: list[ActorHandle] = [self._center]
-        self._evaluator = EvaluatorActor.remote(job, dataset.test, normalizer)
+        self._normalizer = ray.put(self._normalizer_here)
+        self._test = ray.put(dataset.test)
+        self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._workers: dict[str, ActorHandle] = {}
-        self._up: set[str] = set()
-        self._pending: dict[Any, tuple[str, Handler]] = {}
-        self._asked_at = 0.0
+        self._places: dict[str, tuple[str, int]] = {}
+        self._pending: dict[Any, _Pending] = {}
+        self._leases = Leases(job.config.elastic.lease_s)
+        self._drained: set[str] = set()
+        self._asked_at = self._looked_at = 0.0
+        self._fired: set[int] = set()
+        self._collected: dict[str, Any] = {}
+        self._events: list[Event] = []
+        self._start_evaluator()
+
+    # the processes
+
+    def _start_evaluator(self) -> None:
+        self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
+            self._job, self._test, self._normalizer
+        )
+
+    def _at_home(self) -> dict[str, Any]:
+        """Return the options of an actor that should live on the driver's node."""
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._home, soft=True)}
 
     def open(self, snapshot: Snapshot) -> None:
-        """Start the center and ask for all workers.
+        """Start the center.
 
         Raises:
-            RaydlError: the center did not come up.
+            RaydlError: it did not come up.
         """
-        scaling = self._job.config.scaling
-        first = ray.put(snapshot)
-        self._shards += [
-            ShardActor.options(max_concurrency=self._threads).remote(self._job, first, index)
-            for index in range(1, self._job.config.exchange.center_shards)
-        ]
-        options = _worker_options(scaling)
-        for number in range(scaling.max_workers):
-            worker_id = f"w{number}"
-            worker = WorkerActor.options(**options).remote()
-            self._workers[worker_id] = worker
-            ref = worker.setup.remote(
-                self._job, worker_id, self._train, self._normalizer, self._shards
-            )
-            self._expect(ref, worker_id, self._on_ready(worker_id))
+        self._first = ray.put(snapshot)
+        opened = self._start_center(self._first)
         try:
-            opened = self._center.open.remote(self._job, first, self._shards[1:])
-            self._address = ray.get(opened, timeout=_START_S)
+            self._take_address(ray.get(opened, timeout=_START_S))
         except GetTimeoutError as error:
             raise RaydlError(f"the center did not start within {_START_S:.0f} s") from error
 
+    def _start_center(self, snapshot: Any) -> Any:
+        """Start all shards of the center; return what will hold its address."""
+        threads = self._threads
+        center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()
+        others = [
+            ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(
+                self._job, snapshot, index
+            )
+            for index in range(1, self._job.config.exchange.center_shards)
+        ]
+        self._shards: list[ActorHandle] = [center, *others]
+        self._is_open = False
+        return center.open.remote(self._job, snapshot, others)
+
+    def _take_address(self, opened: tuple[str, int, int]) -> list[Event]:
+        host, port, pid = opened
+        self._address = (host, port)
+        self._places["center"] = (self._home, pid)
+        self._is_open = True
+        return []
+
+    @property
+    def _center(self) -> ActorHandle:
+        return self._shards[0]
+
+    def rebuild_center(self, worker_id: str | None) -> None:
+        """Start the center anew."""
+        for shard in self._shards:
+            ray.kill(shard)
+        for who in ("center", *(f"shard {i}" for i in range(1, len(self._shards)))):
+            self._forget(who)
+        copy = self._workers[worker_id].center.remote() if worker_id else self._first
+        self._expect(self._start_center(copy), "center", self._take_address)
+
+    def ask(self, worker_id: str) -> None:
+        """Ask for one more worker."""
+        worker = WorkerActor.options(**_worker_options(self._job.config.scaling)).remote()
+        self._workers[worker_id] = worker
+        ref = worker.setup.remote(self._job, worker_id, self._train, self._normalizer)
+        self._expect(ref, worker_id, self._on_ready(worker_id))
+
     def _on_ready(self, worker_id: str) -> Handler:
-        def handle(node: str) -> list[Event]:
-            self._up.add(worker_id)
-            return [WorkerReady(worker_id, node)]
+        def handle(place: tuple[str, int]) -> list[Event]:
+            self._places[worker_id] = place
+            return [WorkerReady(worker_id, place[0])]
 
         return handle
 
-    def _expect(self, ref: Any, who: str, handler: Handler) -> None:
-        self._pending[ref] = (who, handler)
+    def end(self, worker_id: str) -> None:
+        """End a worker's process."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            ray.kill(worker)
+        self._forget(worker_id)
+
+    def _forget(self, who: str) -> None:
+        self._pending = {ref: p for ref, p in self._pending.items() if p.who != who}
+        self._places.pop(who, None)
+        self._leases.answer(who)
+
+    def close(self) -> None:
+        """End the actors at once."""
+        for who, place in self._places.items():
+            if self._leases.owed_s(who) > 2 * _ASK_EVERY_S:  # stopped, it may be
+                _kill_process(place, home=self._home)
+        for actor in (*self._workers.values(), *self._shards, self._evaluator):
+            ray.kill(actor)
+        self._pending.clear()
+
+    # what happened
+
+    def _expect(
+        self, ref: Any, who: str, handle: Handler, *, task: str = "", generation: int = 0
+    ) -> None:
+        self._pending[ref] = _Pending(who, handle, task, generation)
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Return what happened."""
-        self._ask()
+        self._ask_for_news()
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
         if ready:  # one came: take all the others that came with it
             ready, _ = ray.wait(
                 list(self._pending), num_returns=len(self._pending), timeout=0, fetch_local=False
             )
-        events: list[Event] = []
         for ref in ready:
-            who, handler = self._pending.pop(ref)
-            events += self._answer(ref, who, handler)
+            pending = self._pending.pop(ref, None)
+            if pending is not None:  # its process may have been lost a moment ago
+                self._events += self._answer(ref, pending)
+        for who in self._leases.expired():
+            self._events += self._lose(
+                who, f"it did not answer for {self._leases.owed_s(who):.0f} s"
+            )
+        events, self._events = self._events, []
         return events
 
-    def _ask(self) -> None:
+    def _ask_for_news(self) -> None:
         """Ask everybody for news, unless that was just done."""
         now = time.monotonic()
         if now - self._asked_at < _ASK_EVERY_S:
             return
         self._asked_at = now
-        asked = {who for who, handler in self._pending.values() if handler is _on_report}
-        for worker_id in self._up - asked:
+        asked = {p.who for p in self._pending.values() if p.handle in (_on_report, self._on_poll)}
+        for worker_id in self._places.keys() & self._workers.keys() - asked:
             self._expect(self._workers[worker_id].report.remote(), worker_id, _on_report)
-        if not any(handler is _on_poll for _, handler in self._pending.values()):
-            self._expect(self._center.poll.remote(), "center", _on_poll)
+            self._leases.ask(worker_id)
+        if self._is_open and "center" not in asked:
+            self._expect(self._center.poll.remote(), "center", self._on_poll)
+            self._leases.ask("center")
+        for index in range(1, len(self._shards)):
+            who = f"shard {index}"
+            if not any(p.who == who for p in self._pending.values()):
+                self._expect(self._shards[index].ping.remote(), who, _on_ping)
+                self._leases.ask(who)
+        if now - self._looked_at > _LOOK_FOR_DRAINS_EVERY_S:
+            self._looked_at = now
+            self._look_for_drains()
 
-    def _answer(self, ref: Any, who: str, handler: Handler) -> list[Event]:
+    def _look_for_drains(self) -> None:
+        nodes = draining_nodes()
+        for worker_id, (node, _) in self._places.items():
+            if node in nodes and worker_id in self._workers and worker_id not in self._drained:
+                self._drained.add(worker_id)
+                self._events.append(Draining(worker_id))
+
+    def _on_poll(self, published: Published) -> list[Event]:
+        self._fired.update(published.faults)
+        return [published]
+
+    def _answer(self, ref: Any, pending: _Pending) -> list[Event]:
+        if pending.handle in (_on_report, self._on_poll, _on_ping):
+            self._leases.answer(pending.who)
         try:
-            return handler(ray.get(ref))
+            return pending.handle(ray.get(ref))
         except RayTaskError as error:
-            return [Failed(who, _original(error))]
-        except RayActorError as error:
-            self._up.discard(who)
-            return [Lost(who, str(error).strip().splitlines()[0])]
+            return self._take_error(error, pending)
+        except ActorUnavailableError as error:
+            if pending.handle in (_on_report, self._on_poll, _on_ping):
+                self._leases.ask(pending.who)  # asked again, it may answer yet
+                return []
+            return self._give_up_or_lose(pending, _first_line(error))
+        except RayError as error:
+            return self._give_up_or_lose(pending, _first_line(error))
+
+    def _take_error(self, error: RayTaskError, pending: _Pending) -> list[Event]:
+        """Tell what a task raised, or that something it needed went away."""
+        if not isinstance(error.cause, RayError):
+            return [Failed(pending.who, _original(error))]
+        reason = _first_line(error.cause)
+        if pending.generation:  # its loop did not begin
+            return [RunEnded(pending.who, Outcome.BROKEN, -1, pending.generation, reason)]
+        return self._give_up_or_lose(pending, reason)
+
+    def _give_up_or_lose(self, pending: _Pending, reason: str) -> list[Event]:
+        if pending.who == "evaluator":
+            ray.kill(self._evaluator)
+            self._start_evaluator()
+        if not pending.task:
+            return self._lose(pending.who, reason)
+        if pending.task == "checkpoint":
+            self._pending = {r: p for r, p in self._pending.items() if p.task != "checkpoint"}
+        return [GaveUp(pending.task, reason)]
+
+    def _lose(self, who: str, reason: str) -> list[Event]:
+        """Make sure that a process is gone, and tell it."""
+        place = self._places.get(who)
+        if self._leases.owed_s(who) and place is not None:  # a stopped one hears no call
+            _kill_process(place, home=self._home)
+        if who in self._workers:
+            self.end(who)
+        else:
+            self._forget(who)
+            self._is_open = False
+        return [Lost(who, reason)]
+
+    # what they are told
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Let the members meet and train."""
-        config = self._job.config
+        if self._job.method.is_sync:
+            snapshot = self._center.get.remote(round)
+        else:  # workers send only to shards that know them
+            formed, snapshot = self._center.form.options(num_returns=2).remote(membership)
+            self._expect(formed, "center", _on_change)
+        for worker_id in membership.worker_ids:
+            self._run(worker_id, membership, snapshot, own_states.get(worker_id))
+
+    def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
+        """Let workers join and leave while the others train on."""
+        changed, snapshot = self._center.change.options(num_returns=2).remote(membership)
+        self._expect(changed, "center", _on_change)
+        running = {p.who for p in self._pending.values() if p.generation}
+        for worker_id in membership.worker_ids:
+            if worker_id not in running:
+                self._run(worker_id, membership, snapshot, own_states.get(worker_id))
+
+    def _run(self, worker_id: str, membership: Membership, snapshot: Any, own_state: Any) -> None:
+        config, generation = self._job.config, membership.generation
         address = GroupAddress(
             host=self._address[0],
             port=self._address[1],
             run_id=self._run_id,
-            generation=membership.generation,
+            generation=generation,
             device=config.scaling.device,
             timeout_s=config.exchange.timeout_s,
         )
-        snapshot = self._center.get.remote(round)
-        if not self._job.method.is_sync:
-            # Workers send only to shards that know the generation.
-            formed = [shard.form.remote(membership) for shard in self._shards]
-            ray.get(formed, timeout=_START_S)
-        for worker_id in membership.worker_ids:
-            own_state = own_states.get(worker_id)
-            ref = self._workers[worker_id].run.remote(membership, address, snapshot, own_state)
-            self._expect(ref, worker_id, _on_end(worker_id))
+        ref = self._workers[worker_id].run.remote(
+            membership, address, snapshot, own_state, self._shards, tuple(self._fired)
+        )
+        self._expect(ref, worker_id, lambda end: [end], generation=generation)
+
+    def dismiss(self, worker_id: str) -> None:
+        """Let one worker leave after its next exchange."""
+        self._center.dismiss.remote(worker_id)
+
+    def abandon(self, generation: int) -> None:
+        """Let the workers of a generation leave at once."""
+        for worker_id in self._places.keys() & self._workers.keys():
+            self._workers[worker_id].abandon.remote(generation)
 
     def vote(self, generation: int, **votes: float) -> None:
         """Hand the votes to who decides: the dispatcher, or all workers that are up."""
         if not self._job.method.is_sync:
             self._center.vote.remote(generation, votes)
             return
-        for worker_id in self._up:
+        for worker_id in self._places.keys() & self._workers.keys():
             self._workers[worker_id].vote.remote(generation, votes)
+
+    def publish(self, worker_id: str) -> None:
+        """Let the center take in a worker's copy of it."""
+        put = self._center.put.remote(self._workers[worker_id].center.remote())
+
+        def poll_at_once(_: None) -> list[Event]:
+            self._expect(self._center.poll.remote(), "center", self._on_poll)
+            return []
+
+        self._expect(put, worker_id, poll_at_once, task="publication")
+
+    def hand_in(self, worker_id: str) -> None:
+        """Gather the state of a worker that has left its loop."""
+        ref = self._workers[worker_id].take_kept.remote(-1)
+        self._expect(
+            ref,
+            worker_id,
+            lambda state: [HandedIn(worker_id, state)],
+            task=f"state of {worker_id}",
+        )
+
+    def inflict(self, fault: Fault) -> None:
+        """Inflict a fault on the center, or on a shard of it."""
+        index = int(fault.target.split()[1]) if " " in fault.target else 0
+        self._fired.add(fault.number)
+        self._shards[index].inflict.remote(fault)
 
     def evaluate(self, round: int) -> None:
         """Let the evaluator score the center of a round."""
         # That of the round may be gone by now; a newer one is as good.
         ref = self._evaluator.evaluate.remote(self._center.newest.remote())
-        self._expect(ref, "evaluator", lambda evaluated: [evaluated])
+        self._expect(ref, "evaluator", lambda evaluated: [evaluated], task="evaluation")
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Gather center and workers of a round."""
-        states = [self._workers[w].take_kept.remote(round) for w in worker_ids]
-        ref = _gather.remote(self._center.get.remote(round), worker_ids, *states)
-        self._expect(ref, "checkpoint", lambda collected: [collected])
+        self._collected = dict.fromkeys(("center", *worker_ids))
+        refs = {"center": self._center.get.remote(round)}
+        refs |= {w: self._workers[w].take_kept.remote(round) for w in worker_ids}
+        for who, ref in refs.items():
+            self._expect(ref, who, self._on_collected(who), task="checkpoint")
+
+    def _on_collected(self, who: str) -> Handler:
+        def handle(part: Any) -> list[Event]:
+            if part is None:
+                return [GaveUp("checkpoint", "the center was rebuilt")]
+            self._collected[who] = part
+            if any(value is None for value in self._collected.values()):
+                return []
+            parts, self._collected = self._collected, {}
+            return [Collected(parts.pop("center"), parts)]
+
+        return handle
 
     def waiting_for(self) -> str:
         """Return what pending workers need, and what the cluster has."""
-        missing = len(self._workers) - len(self._up)
+        missing = len(self._workers.keys() - self._places.keys())
         need = _listed(self._job.config.scaling.resources())
         have = _listed({k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")})
         return f"{missing} more worker(s), each needs {need}; the cluster has {have}"
 
-    def close(self) -> None:
-        """End the actors at once."""
-        for actor in (*self._workers.values(), *self._shards, self._evaluator):
-            ray.kill(actor)
-        self._pending.clear()
+
+def _kill_process(place: tuple[str, int], *, home: str) -> None:
+    """End a process that hears no call, on whatever node it is."""
+    node, pid = place
+    if node == home:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    _kill_here.options(scheduling_strategy=where).remote(pid)
 
 
-@ray.remote(num_cpus=0)
-def _gather(snapshot: Snapshot, worker_ids: tuple[str, ...], *states: dict[str, Any]) -> Collected:
-    return Collected(snapshot, dict(zip(worker_ids, states, strict=True)))
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill_here(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _on_change(_: int) -> list[Event]:
+    return [Changed()]
+
+
+def _on_report(report: WorkerReport) -> list[Event]:
+    return [Reported(report)]
+
+
+def _on_ping(_: None) -> list[Event]:
+    return []
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _send_by_value(rule: type) -> None:
@@ -205,21 +452,6 @@ def _send_by_value(rule: type) -> None:
     module = sys.modules[rule.__module__]
     if rule.__module__.split(".")[0] not in ("raydl", "__main__"):
         ray.cloudpickle.register_pickle_by_value(module)
-
-
-def _on_report(report: WorkerReport) -> list[Event]:
-    return [Reported(report)]
-
-
-def _on_poll(published: Published) -> list[Event]:
-    return [published]
-
-
-def _on_end(worker_id: str) -> Handler:
-    def handle(end: tuple[Outcome, int]) -> list[Event]:
-        return [RunEnded(worker_id, *end)]
-
-    return handle
 
 
 def _original(error: RayTaskError) -> Exception:

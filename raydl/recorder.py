@@ -15,13 +15,14 @@ import torch
 from raydl.center import Snapshot
 from raydl.checkpoint import Checkpoint, CheckpointStore
 from raydl.config import TrainConfig
-from raydl.controller import State
 from raydl.crew import Collected, Evaluated
 from raydl.extent import Extent
 from raydl.flat import FlatModel
+from raydl.ledger import Ledger
 from raydl.metrics import TIME_PARTS, MetricsWriter, communication_share, mean_parts
 from raydl.progress import Progress, ProgressView
 from raydl.reports import AllreduceReport, Record, WorkerReport
+from raydl.run_state import State
 
 _SPEED_OVER = 8
 """Records that the speed in the terminal is averaged over."""
@@ -41,7 +42,8 @@ def checkpoint_of(collected: Collected, flat: FlatModel, *, seconds: float) -> C
             "epoch": snapshot.epoch,
             "local_step": snapshot.local_step,
             "optimizer": snapshot.optimizer,
-            "ledger": snapshot.ledger,
+            # Who goes on from here has not trained on what was claimed.
+            "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
         },
         workers=collected.workers,
     )

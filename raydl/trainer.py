@@ -30,11 +30,12 @@ from raydl.config import (
     TrainingConfig,
     to_dict,
 )
-from raydl.controller import Controller, State
+from raydl.controller import Controller
 from raydl.crew import Crew, LocalCrew
 from raydl.data import Batches, Dataset, Normalizer, load
 from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
 from raydl.extent import Extent
+from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
@@ -44,6 +45,7 @@ from raydl.recorder import RunRecorder, snapshot_of
 from raydl.reports import Outcome
 from raydl.rules import Rule
 from raydl.run_folder import RunFolder, open_run
+from raydl.run_state import State
 from raydl.task import Classification, DataShape, Task, evaluate
 from raydl.worker import Job
 
@@ -132,12 +134,14 @@ class Trainer:
         shape = DataShape(dataset.train.image_shape, dataset.train.num_classes)
         _check_batch_size(config, dataset)
         flat = self._try_model(dataset, shape, method)
+        faults = _read_faults(config)
         folder = RunFolder(config)
         store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
         start = _Start.open(config, folder, store, flat, num_samples=dataset.train.num_samples)
-        crew = _make_crew(Job(config, method, self.task, shape), dataset)
+        job = Job(config, method, self.task, shape, faults)
+        crew = _make_crew(job, dataset)
         try:
-            return self._run(crew, folder, store, flat, start)
+            return self._run(crew, job, folder, store, flat, start)
         finally:
             crew.close()
 
@@ -173,6 +177,7 @@ class Trainer:
     def _run(
         self,
         crew: Crew,
+        job: Job,
         folder: RunFolder,
         store: CheckpointStore,
         flat: FlatModel,
@@ -201,10 +206,12 @@ class Trainer:
             controller = Controller(
                 crew,
                 config,
+                job.method,
                 recorder,
                 first_round=snapshot.round,
                 first_generation=snapshot.generation,
                 own_states=start.own_states,
+                faults=job.faults,
             )
             with _stop_on_signal(controller):
                 while not controller.step():
@@ -233,6 +240,14 @@ def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel
             f"must have float32 parameters for method {config.method.name} with compression "
             f"{config.exchange.compression}, they are {dtype}",
         )
+
+
+def _read_faults(config: TrainConfig) -> FaultPlan:
+    if config.run.fault_plan is None:
+        return FaultPlan()
+    plan = FaultPlan.read(config.run.fault_plan)
+    plan.check(max_workers=config.scaling.max_workers, num_shards=config.exchange.center_shards)
+    return plan
 
 
 def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
@@ -338,6 +353,8 @@ def _finish(
     metrics = {
         **recorder.figures(),
         "generations": controller.num_generations,
+        "longest_pause_s": controller.longest_pause_s,
+        "faults_fired": controller.faults_fired,
         "stopped_by": controller.stop_reason if is_stopped else "",
     }
     names = store.names()

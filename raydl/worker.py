@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from raydl.errors import ExchangeError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.messages import Post
 from raydl.exchange.sync import Group
+from raydl.faults import FaultPlan
 from raydl.ledger import Span, split_evenly
 from raydl.membership import Membership
 from raydl.method import Method
@@ -62,6 +63,8 @@ class Job:
     method: Method
     task: Task
     shape: DataShape
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    """What is inflicted on the run, for chaos testing."""
 
 
 class Worker:
@@ -368,12 +371,10 @@ class Worker:
             allreduce=self._schedule.allreduce_report() if self._schedule else None,
         )
 
-    def publish_center(self) -> int:
-        """Hand on this worker's copy of the center, to go on from; return its round."""
+    def center(self) -> Snapshot:
+        """Return this worker's copy of the center, to go on from. Not while it trains."""
         assert self._schedule is not None, "join comes first"
-        snapshot = self._schedule.snapshot(is_kept=False, local_step=self.local_step)
-        self._publish(snapshot)
-        return snapshot.round
+        return self._schedule.snapshot(is_kept=False, local_step=self.local_step)
 
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at that round; older ones are dropped with it.

@@ -9,13 +9,18 @@ constructor hands on:
     raydl://HOST:PORT/RUN/GENERATION?device=cpu&timeout_s=60.0
 
 HOST:PORT is a TCPStore in the center's process, so that no worker is needed to meet.
+
+A group can be abandoned from another thread: who forms it or waits in it is free at once.
+Leaving it closes its connections, so that peers that wait for this member fail at once too.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,7 +35,7 @@ from ray.util.collective.types import ReduceOp
 from torch import Tensor
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.adaptive import AdaptiveAllreduce
+from raydl.exchange.adaptive import AdaptiveAllreduce, close_connections, in_thread, is_done
 from raydl.exchange.allreduce import ProcessGroupLink
 from raydl.reports import AllreduceReport
 
@@ -46,6 +51,8 @@ _REDUCE_OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
 _ROLL_CALL_S = 1.0
+_SLICE = timedelta(seconds=0.1)  # of a wait: after each is seen whether it was abandoned
+_ABANDONED = "it was abandoned: a worker was lost or left out"
 
 
 @dataclass(frozen=True)
@@ -90,17 +97,34 @@ def open_store(host: str) -> Any:
 
 
 class TorchGroup(BaseGroup):  # type: ignore[misc]
-    """A torch process group behind Ray's collective interface, made from its address."""
+    """A torch process group behind Ray's collective interface; to be used once connected."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        # Nothing is waited for here: Ray holds a lock of the whole process meanwhile, and
+        # the next group must not wait for one that was abandoned.
         super().__init__(world_size, rank, group_name)
         self.address = GroupAddress.parse(group_name)
+        self.store: Any = None
+        self.is_left = False
+        self._process_group: Any = None
+
+    def connect(self) -> None:
+        """Meet the other members.
+
+        Raises:
+            RuntimeError: not all came in time, or this member left meanwhile.
+        """
         timeout = timedelta(seconds=self.address.timeout_s)
         store = dist.TCPStore(self.address.host, self.address.port, timeout=timeout)
         prefix = f"{self.address.run_id}/{self.address.generation}"
         self.store = dist.PrefixStore(prefix, store)
         make = _make_nccl if self.address.device == "cuda" else _make_gloo
-        self._process_group = make(self.store, rank, world_size, timeout)
+        self._process_group = make(self.store, self.rank, self.world_size, timeout)
+        # Another thread may leave at any moment. Each of both writes before it reads what
+        # the other writes, so that one of them closes the connections.
+        if self.is_left:
+            self.destroy_group()
+            raise RuntimeError("the group was left while it was formed")
 
     @classmethod
     def backend(cls) -> str:
@@ -112,10 +136,23 @@ class TorchGroup(BaseGroup):  # type: ignore[misc]
         """Return whether torch was built with process groups."""
         return bool(dist.is_available())
 
+    def cut(self) -> None:
+        """Close the connections now; what is under way fails, here and at the peers."""
+        process_group = self._process_group
+        if process_group is not None and self.address.device == "cuda":
+            process_group.abort()
+        elif process_group is not None:
+            close_connections(process_group)
+
     def destroy_group(self) -> None:
-        """Let go of the connections."""
-        self._process_group = None
-        self.store = None
+        """Leave, without waiting for what is under way."""
+        self.is_left = True
+        if self.address.device != "cuda":
+            self.cut()
+        # torch waits for its threads where the last reference goes: not here.
+        kept = [self._process_group, self.store]
+        self._process_group = self.store = None
+        threading.Thread(target=kept.clear, daemon=True).start()
 
     def start_allreduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Any:
         """Begin an all-reduce in place; return torch's handle with ``wait()``."""
@@ -218,9 +255,11 @@ class CollectiveGroup:
         rank: this one's.
         algorithm: of the sum: ``library`` (torch's own), a name of ``allreduce.ALGORITHMS``,
             or ``auto`` for what is predicted to be fastest on the network as measured now.
+        abandoned: once it is set, forming the group and every wait in it raise at once.
 
     Raises:
         ExchangeTimeoutError: not all members came in time.
+        ExchangeError: a member went away, or the group was abandoned.
     """
 
     def __init__(
@@ -230,6 +269,7 @@ class CollectiveGroup:
         rank: int,
         *,
         algorithm: str = "library",
+        abandoned: threading.Event | None = None,
     ) -> None:
         register()
         self.address = address
@@ -238,16 +278,43 @@ class CollectiveGroup:
         self._worker_ids = worker_ids
         self._rank = rank
         self._name = str(address)
+        self._abandoned = abandoned or threading.Event()
+        collective.init_collective_group(self.num_workers, rank, BACKEND, self._name)
+        self._group: TorchGroup = collective.get_group_handle(self._name)
+        self._form(algorithm)
+
+    def _form(self, algorithm: str) -> None:
+        """Meet the others; if the group is abandoned, the thread ends by its own time-out."""
         start = time.monotonic()
+        met = in_thread(lambda: self._meet(algorithm))
         try:
-            collective.init_collective_group(self.num_workers, rank, BACKEND, self._name)
-            self._group: TorchGroup = collective.get_group_handle(self._name)
-            if algorithm != "library":
-                self.adaptive = AdaptiveAllreduce(
-                    self._group.link(), self._nodes(), algorithm, generation=address.generation
-                )
-        except (RuntimeError, dist.DistError) as error:
-            raise self.explain(error, round=0, waited_s=time.monotonic() - start) from error
+            while not met.done():
+                futures.wait([met], _SLICE.total_seconds() / 2)
+                self._check_abandoned()
+            self.adaptive = met.result()
+        except RuntimeError as error:
+            explained = self.explain(error, round=0, waited_s=time.monotonic() - start)
+            self.close()
+            raise explained from error
+        if self.address.device == "cuda":
+            threading.Thread(target=self._cut_if_abandoned, daemon=True).start()
+
+    def _meet(self, algorithm: str) -> AdaptiveAllreduce | None:
+        self._group.connect()
+        if algorithm == "library":
+            return None
+        link, generation = self._group.link(), self.address.generation
+        return AdaptiveAllreduce(link, self._nodes(), algorithm, generation=generation)
+
+    def _check_abandoned(self) -> None:
+        if self._abandoned.is_set():
+            raise RuntimeError(_ABANDONED)
+
+    def _cut_if_abandoned(self) -> None:
+        """Free who waits in NCCL, where a wait that times out would end the operation."""
+        while not self._group.is_left:
+            if self._abandoned.wait(_SLICE.total_seconds()):
+                return self._group.cut()
 
     def _nodes(self) -> list[str]:
         """Return the node of each rank."""
@@ -268,21 +335,35 @@ class CollectiveGroup:
         try:
             return CollectiveWork(self, start(), round)
         except RuntimeError as error:
-            raise ExchangeError(round, self.address.generation, str(error)) from error
+            raise self.explain(error, round=round, waited_s=0.0) from error
 
     def report(self) -> AllreduceReport | None:
         """Return how large messages are summed; None with torch's own all-reduce."""
         return self.adaptive.report() if self.adaptive else None
 
+    def wait_for(self, work: Any, round: int) -> None:
+        """Wait for an operation of a round. Raises what :class:`CollectiveWork` does."""
+        start = time.monotonic()
+        try:
+            while self.address.device != "cuda" and not is_done(work, _SLICE):
+                self._check_abandoned()
+            work.wait()
+        except RuntimeError as error:
+            raise self.explain(error, round=round, waited_s=time.monotonic() - start) from error
+
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; what is under way in it fails, here and at the peers."""
         if self.adaptive:
             self.adaptive.close()
+        if self._abandoned.is_set():
+            self._group.cut()
         collective.destroy_collective_group(self._name)
 
     def explain(self, error: RuntimeError, *, round: int, waited_s: float) -> ExchangeError:
         """Return what an error of torch means for a round, with the names of the missing."""
         generation = self.address.generation
+        if self._abandoned.is_set():
+            return ExchangeError(round, generation, _ABANDONED)
         if waited_s < 0.9 * self.address.timeout_s:
             return ExchangeError(round, generation, str(error).splitlines()[0])
         missing = self._roll_call(round)
@@ -290,15 +371,16 @@ class CollectiveGroup:
 
     def _roll_call(self, round: int) -> list[str]:
         """Return the workers that do not answer: each that timed out signs in the store."""
-        group = getattr(self, "_group", None)
-        if group is None or group.store is None:
+        store = self._group.store
+        if store is None:
             return []
-        group.store.set(f"late/{round}/{self._rank}", "here")
+        store.set(f"late/{round}/{self._rank}", "here")
         keys = {w: f"late/{round}/{rank}" for rank, w in enumerate(self._worker_ids)}
         deadline = time.monotonic() + _ROLL_CALL_S
-        while time.monotonic() < deadline and not group.store.check(list(keys.values())):
-            time.sleep(0.05)
-        return [w for w, key in keys.items() if not group.store.check([key])]
+        while time.monotonic() < deadline and not store.check(list(keys.values())):
+            if self._abandoned.wait(0.05):
+                break
+        return [w for w, key in keys.items() if not store.check([key])]
 
 
 class CollectiveWork:
@@ -313,11 +395,6 @@ class CollectiveWork:
         """Wait for the sum, bounded by the group's time-out.
 
         Raises:
-            ExchangeError: a member went away; the tensor may be half reduced.
+            ExchangeError: a member left, or all was abandoned; the tensor may be half reduced.
         """
-        start = time.monotonic()
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            waited_s = time.monotonic() - start
-            raise self._group.explain(error, round=self._round, waited_s=waited_s) from error
+        self._group.wait_for(self._work, self._round)

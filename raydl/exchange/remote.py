@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
 
 _AGAIN_S = 0.2
 """How long after a broken connection a message is sent again, in seconds."""
+_LOOK_EVERY_S = 0.1
+"""How often a wait looks whether it was abandoned, in seconds."""
 _TURN_GRACE_S = 10.0
 """How much longer than the dispatcher's own bound a call for a turn may take, in seconds."""
 
@@ -31,11 +34,20 @@ class RayPost:
     Args:
         shards: the actors, the home shard first.
         timeout_s: the longest wait for an answer, in seconds.
+        abandoned: set by whoever gives the center up. All waits then end soon; Ray itself may
+            take a minute to notice that a process does not answer.
     """
 
-    def __init__(self, shards: Sequence[ActorHandle], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        shards: Sequence[ActorHandle],
+        *,
+        timeout_s: float,
+        abandoned: threading.Event | None = None,
+    ) -> None:
         self._shards = list(shards)
         self._timeout_s = timeout_s
+        self._abandoned = abandoned or threading.Event()
         self._turn_end: RayDelivery | None = None
 
     @property
@@ -54,12 +66,17 @@ class RayPost:
             self._finish_turn()
             timeout_s += _TURN_GRACE_S
         send = functools.partial(self._shards[shard].exchange.remote, push)
-        return RayDelivery(send, shard, push.stamp, timeout_s)
+        return self._delivery(send, shard, push.stamp, timeout_s)
+
+    def _delivery(
+        self, send: Callable[[], Any], shard: int, stamp: Stamp, timeout_s: float
+    ) -> RayDelivery:
+        return RayDelivery(send, shard, stamp, timeout_s, self._abandoned)
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders."""
         send = functools.partial(self._shards[HOME].enter.remote, stamp, local_step)
-        delivery = RayDelivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S)
+        delivery = self._delivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S)
         orders: Orders = delivery.wait_for_any()
         return orders
 
@@ -67,12 +84,12 @@ class RayPost:
         """Wait until it is this worker's turn."""
         self._finish_turn()
         send = functools.partial(self._shards[HOME].take_turn.remote, stamp)
-        RayDelivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S).wait_for_any()
+        self._delivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S).wait_for_any()
 
     def end_turn(self, stamp: Stamp) -> None:
         """Let the next in rank order begin."""
         send = functools.partial(self._shards[HOME].end_turn.remote, stamp)
-        self._turn_end = RayDelivery(send, HOME, stamp, self._timeout_s)
+        self._turn_end = self._delivery(send, HOME, stamp, self._timeout_s)
 
     def _finish_turn(self) -> None:
         """Make sure that the end of the last turn has arrived, which no one waited for."""
@@ -84,7 +101,7 @@ class RayPost:
         """Leave the generation."""
         self._finish_turn()
         send = functools.partial(self._shards[HOME].leave.remote, stamp)
-        RayDelivery(send, HOME, stamp, self._timeout_s).wait_for_any()
+        self._delivery(send, HOME, stamp, self._timeout_s).wait_for_any()
 
     def close(self) -> None:
         """Do nothing: there is no connection of our own."""
@@ -98,21 +115,30 @@ class RayDelivery:
         shard: which shard it goes to.
         stamp: of the message.
         timeout_s: the longest wait for the answer, in seconds.
+        abandoned: ends the wait soon once it is set.
     """
 
-    def __init__(self, send: Callable[[], Any], shard: int, stamp: Stamp, timeout_s: float) -> None:
+    def __init__(
+        self,
+        send: Callable[[], Any],
+        shard: int,
+        stamp: Stamp,
+        timeout_s: float,
+        abandoned: threading.Event | None = None,
+    ) -> None:
         self._send = send
         self._ref = send()
         self._shard = shard
         self._stamp = stamp
         self._timeout_s = timeout_s
+        self._abandoned = abandoned or threading.Event()
 
     def wait(self) -> Reply:
         """Wait for the answer.
 
         Raises:
             ExchangeTimeoutError: it did not come in time.
-            ExchangeError: the shard is gone.
+            ExchangeError: the shard is gone, or was abandoned.
         """
         reply: Reply = self.wait_for_any()
         return reply
@@ -123,16 +149,17 @@ class RayDelivery:
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                return ray.get(self._ref, timeout=max(0.0, deadline - time.monotonic()))
+                self._wait_until_here(deadline)
+                return ray.get(self._ref, timeout=max(_LOOK_EVERY_S, deadline - time.monotonic()))
             except GetTimeoutError as error:
-                who = [f"center shard {self._shard}"]
-                raise ExchangeTimeoutError(number, generation, self._timeout_s, who) from error
+                raise self._timeout() from error
             except ActorUnavailableError as error:
                 # The call may or may not have run. Sent again under the same number it is
                 # applied once, whichever it was.
+                self._check()
                 if time.monotonic() >= deadline:
                     raise ExchangeError(number, generation, str(error).strip()) from error
-                time.sleep(_AGAIN_S)
+                self._abandoned.wait(_AGAIN_S)
                 self._ref = self._send()
             except RayTaskError as error:
                 # Raised at the center: the error as it was, not Ray's text around it.
@@ -142,3 +169,30 @@ class RayDelivery:
             except RayActorError as error:
                 reason = f"center shard {self._shard} went away"
                 raise ExchangeError(number, generation, reason) from error
+
+    def _wait_until_here(self, deadline: float) -> None:
+        """Wait for the answer in short slices, so that an abandoned one is noticed soon.
+
+        By ``ray.wait``: a ``ray.get`` that times out makes Ray drop what it has fetched so far
+        of a large answer on another node.
+        """
+        while True:
+            slice_s = max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic()))
+            if ray.wait([self._ref], timeout=slice_s)[0]:
+                return
+            self._check()
+            if time.monotonic() >= deadline:
+                raise self._timeout()
+
+    def _check(self) -> None:
+        if self._abandoned.is_set():
+            reason = (
+                f"center shard {self._shard} did not answer; it was abandoned: the run goes on "
+                f"with another center"
+            )
+            raise ExchangeError(self._stamp.sequence, self._stamp.generation, reason)
+
+    def _timeout(self) -> ExchangeTimeoutError:
+        number, generation = self._stamp.sequence, self._stamp.generation
+        who = [f"center shard {self._shard}"]
+        return ExchangeTimeoutError(number, generation, self._timeout_s, who)

@@ -20,16 +20,20 @@ from torch import Tensor
 
 from raydl.center import Center, MakeOptimizer
 from raydl.compression import Codec
-from raydl.exchange.messages import Orders, Push, Reply, Stamp
+from raydl.exchange.messages import Orders, Push, Reply, refusal_of
 from raydl.ledger import Span
+from raydl.membership import Membership
 from raydl.rules import Rule, Sends, Tally, mix_buffers_
 
 
 class Settles(Protocol):
     """Who ends a worker's round and gives it orders: the dispatcher, at the home shard."""
 
-    def settle(self, push: Push) -> Orders:
-        """Count the round's samples as done, and return what the worker does next."""
+    def settle(self, push: Push) -> Orders | None:
+        """Count the round's samples as done, and return what the worker does next.
+
+        None: it is no member any more.
+        """
         ...
 
     def repeat(self, push: Push) -> Orders:
@@ -43,6 +47,8 @@ class _Letters:
 
     mirror: Tensor
     """The center as the worker knows it."""
+    entered: int
+    """The generation that the worker entered with."""
     answer: np.ndarray | None = None
     """The newest answer, for a message that is repeated."""
 
@@ -57,15 +63,19 @@ class _Cell:
     """Room for a message: one behind a lock, one for each thread without."""
     letters: dict[str, _Letters] = field(default_factory=dict)
     """By worker, with a codec."""
-    at_open: Tensor | None = None
-    """With a codec: the center when the generation began, which every worker knows."""
 
-    def letters_of(self, worker_id: str) -> _Letters:
-        """Return the exchange of letters with a worker."""
-        assert self.at_open is not None, "a generation is open"
-        if worker_id not in self.letters:
-            self.letters[worker_id] = _Letters(self.at_open.clone())
-        return self.letters[worker_id]
+    def write_to(self, members: dict[str, int], known: Tensor) -> None:
+        """Exchange letters with these workers from now on.
+
+        Args:
+            members: by worker, the generation that it entered with.
+            known: the center as those know it who are new.
+        """
+        letters = {w: x for w, x in self.letters.items() if x.entered == members.get(w)}
+        for worker_id, entered in members.items():
+            if worker_id not in letters:
+                letters[worker_id] = _Letters(known.clone(), entered)
+        self.letters = letters  # at once: hogwild's messages look here with no lock
 
     def scratch_of(self, values: np.ndarray) -> Tensor:
         """Return a copy of a message in this thread's scratch; the update uses it up."""
@@ -130,54 +140,93 @@ class Shard:
             scratch = SimpleNamespace() if is_locked else threading.local()
             self._cells[(start, stop)] = _Cell(center, lock, scratch)
         self._books_lock = threading.Lock()
-        self._newest: dict[tuple[str, Span], tuple[int, int]] = {}
+        self._newest: dict[str, dict[Span, tuple[int, int]]] = {}
         self._generation = 0
+        self._entered: dict[str, int] = {}
         self.num_refused = 0
-        """Messages of a generation that has passed."""
+        """Messages of workers that are no members, or were others then."""
         self.num_repeated = 0
         """Messages that had been applied before."""
 
-    def open(self, generation: int) -> None:
-        """Take messages of this generation from now on, and of no earlier one."""
+    def open(self, membership: Membership) -> None:
+        """Take messages of these workers from now on, who all enter with this generation."""
         with self._books_lock:
-            self._generation = generation
-        if self._codec:
-            for cell in self._cells.values():
-                cell.letters.clear()
-                cell.at_open = cell.center.weights.clone()
+            self._entered = {}
+        for cell in self._cells.values():
+            cell.letters = {}
+        self.change(membership)
+
+    def change(self, membership: Membership) -> ShardState:
+        """Let workers join and leave; the messages of those who stay go on meanwhile.
+
+        Returns:
+            What newcomers start from: with a codec the very copies that their letters begin
+            with, so that both sides hold the same bits, whatever comes in between.
+        """
+        with self._books_lock:
+            before, self._generation = self._entered, membership.generation
+            self._entered = members = {
+                worker_id: before.get(worker_id, membership.generation)
+                for worker_id in membership.worker_ids
+            }
+            self._newest = {w: self._newest[w] if w in before else {} for w in members}
+        return self._state(members)
 
     def exchange(self, push: Push) -> Reply:
         """Apply a message, once, and answer with the center.
 
-        A repeated message is answered with the center as it is now; one of an earlier
-        generation is refused. Both leave the center as it was.
+        A repeated message is answered with the center as it is now; one of a worker that is
+        no member, or has entered anew since, is refused. Both leave the center as it was.
         """
         with self._books_lock:
-            if push.stamp.generation != self._generation:
-                self.num_refused += 1
-                return _refusal(push.stamp, self._generation)
+            if self._refusal(push):
+                return self._refuse(push)
             is_new = self._is_new(push)
         is_empty = push.span[0] == push.span[1]  # it only settles
         weights = push.weights if is_empty else self._move(push, is_new=is_new)
+        if weights is None:
+            return self._refuse_late(push)
         if push.settlement is None or self._settles is None:
             return Reply(weights, push.buffers)
         with self._books_lock:
             buffers = self._mix_buffers(push) if is_new else _copied(self._buffers)
-        answer = self._settles.settle if is_new else self._settles.repeat
-        return Reply(weights, buffers, answer(push))
+        # The worker may have been removed since the check above. Its message has moved the
+        # center then, while its samples are trained by others: as if it were one message more.
+        # To hold the membership for the time of a message would let changes wait for any
+        # message that is stuck.
+        orders = self._settles.settle(push) if is_new else self._settles.repeat(push)
+        return Reply(weights, buffers, orders) if orders else self._refuse_late(push)
+
+    def _refusal(self, push: Push) -> str:
+        entered = self._entered.get(push.stamp.worker_id)
+        return refusal_of(push.stamp, entered, self._generation)
+
+    def _refuse(self, push: Push) -> Reply:
+        """Count a message that is not taken, and answer it. Needs the books' lock."""
+        self.num_refused += 1
+        nothing = np.empty(0, np.float32)
+        reason = self._refusal(push) or refusal_of(push.stamp, None, self._generation)
+        return Reply(nothing, nothing, refusal=reason)
+
+    def _refuse_late(self, push: Push) -> Reply:
+        with self._books_lock:
+            return self._refuse(push)
 
     def _is_new(self, push: Push) -> bool:
         """Note the message; return whether it has not come before. Needs the books' lock."""
-        key = (push.stamp.worker_id, push.span)
+        newest = self._newest[push.stamp.worker_id]
         number = (push.stamp.incarnation, push.stamp.sequence)
-        if number <= self._newest.get(key, (-1, -1)):
+        if number <= newest.get(push.span, (-1, -1)):
             self.num_repeated += 1
             return False
-        self._newest[key] = number
+        newest[push.span] = number
         return True
 
-    def _move(self, push: Push, *, is_new: bool) -> np.ndarray:
-        """Move a span by a message, and return a copy of it for the answer."""
+    def _move(self, push: Push, *, is_new: bool) -> np.ndarray | None:
+        """Move a span by a message, and return a copy of it for the answer.
+
+        None: with a codec, if the worker was removed meanwhile.
+        """
         cell = self._cells[push.span]
         with cell.lock:
             if self._codec:
@@ -192,13 +241,17 @@ class Shard:
         center.set_lr(push.lr)
         center.apply_(total, center.buffers, _tally(push))
 
-    def _move_shortened(self, cell: _Cell, codec: Codec, push: Push, *, is_new: bool) -> np.ndarray:
+    def _move_shortened(
+        self, cell: _Cell, codec: Codec, push: Push, *, is_new: bool
+    ) -> np.ndarray | None:
         """Move a span by an encoded message, and return the encoded answer.
 
         Both sides use only what both can decode: the worker's pull is the difference between
         its weights as they are seen here and the mirror as it will be there.
         """
-        letters, center = cell.letters_of(push.stamp.worker_id), cell.center
+        letters, center = cell.letters.get(push.stamp.worker_id), cell.center
+        if letters is None or letters.entered != push.stamp.generation:
+            return None  # removed since the message was let in; others may have its name by now
         if not is_new and letters.answer is not None:
             return letters.answer
         total = torch.empty_like(center.weights)
@@ -222,11 +275,18 @@ class Shard:
 
     def state(self) -> ShardState:
         """Return a copy of what is here; of each span as it is between two messages."""
+        return self._state()
+
+    def _state(self, members: dict[str, int] | None = None) -> ShardState:
+        """Return a copy of what is here; let the letters of new members begin with it."""
         weights, optimizers = [], []
         for cell in self._cells.values():
             with cell.lock:
-                weights.append(_copied(cell.center.weights))
+                copy = cell.center.weights.clone()
                 optimizers.append(cell.center.optimizer_state())
+                if self._codec and members is not None:
+                    cell.write_to(members, copy)
+            weights.append(copy.numpy())
         with self._books_lock:
             buffers = _copied(self._buffers)
         return ShardState(list(self._cells), weights, optimizers, buffers)
@@ -251,12 +311,3 @@ def _tally(push: Push) -> Tally:
 
 def _copied(values: Tensor) -> np.ndarray:
     return np.array(values.numpy())
-
-
-def _refusal(stamp: Stamp, generation: int) -> Reply:
-    nothing = np.empty(0, np.float32)
-    reason = (
-        f"the center refused {stamp.worker_id}: it trains generation {generation}, "
-        f"the message is of generation {stamp.generation}"
-    )
-    return Reply(nothing, nothing, refusal=reason)

@@ -9,9 +9,9 @@ import torch
 from raydl.center import Mirror, Snapshot
 from raydl.exchange.messages import Desk, MessageExchange, Post, cells, shard_spans
 from raydl.extent import Extent
-from raydl.replica import Exchange, Header
 from raydl.reports import AllreduceReport, Outcome, Record
 from raydl.schedules.base import Decision, Round, Site
+from raydl.talk import Exchange, Header
 
 
 class MessageSchedule:
@@ -20,7 +20,7 @@ class MessageSchedule:
     Args:
         site: where the worker stands.
         post: reaches the center.
-        snapshot: the center as it is when the generation begins.
+        snapshot: the center as it is when this worker becomes a member.
         incarnation: which life of this worker.
         local_step: local steps of this worker before.
     """
@@ -123,8 +123,34 @@ class MessageSchedule:
         return {}
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
-        """Never asked: the center itself is elsewhere."""
-        raise NotImplementedError("the shards of the center make snapshots")
+        """Return the center as this worker last saw it, to make a lost one again from.
+
+        The center itself makes the snapshots of a run that goes well. Missing here may be:
+        this worker's own newest message, where the rule sends weights and is answered with
+        the center before them; what others sent since; what a codec still owes; and the state
+        of an optimizer at the center, which only the center has. Claims stay in the ledger.
+        """
+        orders = self._orders
+        return Snapshot(
+            round=orders.version,
+            generation=self._desk.generation,
+            epoch=orders.ledger["epoch"],
+            num_samples=orders.num_done,
+            local_step=local_step,
+            seconds=orders.seconds,
+            is_kept=is_kept,
+            weights=self._weights.cpu().numpy().copy(),
+            buffers=self._buffers.cpu().numpy().copy(),
+            optimizer={},
+            ledger=orders.ledger,
+        )
+
+    def undo_round(self) -> None:
+        """Do nothing: what has arrived of a failed round has moved the center."""
+
+    def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
+        """Return None: who follows the center begins anew at it whenever it enters."""
+        return None
 
     def take_records(self) -> tuple[Record, ...]:
         """Return none: the dispatcher keeps the books."""

@@ -1,0 +1,49 @@
+"""Where a run stands, and who takes down what the controller learns."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+from raydl.crew import Collected, Evaluated
+from raydl.reports import Record, WorkerReport
+
+
+class State(enum.Enum):
+    """Where a run stands."""
+
+    WAITING = "waiting for workers"
+    TRAINING = "training"
+    REGROUPING = "regrouping"
+    RECOVERING = "recovering"
+    FINISHING = "finishing"
+    DONE = "done"
+
+
+class Recorder(Protocol):
+    """Takes what the controller learns to people and files."""
+
+    def event(self, sentence: str) -> None:
+        """Take one line on what the cluster did."""
+        ...
+
+    def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
+        """Take a point of the curves, and the newest report of each worker."""
+        ...
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """Take a score of the center."""
+        ...
+
+    def checkpoint(self, collected: Collected) -> None:
+        """Write a checkpoint; must not block for long."""
+        ...
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        ...
+
+    def show(self, state: State, num_workers: int) -> None:
+        """Refresh what a person sees."""
+        ...

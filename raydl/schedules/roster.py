@@ -1,0 +1,126 @@
+"""Who trains by messages, and what the center knows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raydl.exchange.messages import Orders, Stamp, refusal_of
+from raydl.membership import Membership
+
+
+@dataclass
+class Member:
+    """What the dispatcher knows of a worker since it became a member."""
+
+    entered: int
+    """The generation that it became a member with: its messages are of this one."""
+    is_awaited: bool
+    """The others wait for it to enter; not for one that joins while they train."""
+    local_step: int
+    seen_version: int
+    step_s: float = 0.0
+    has_entered: bool = False
+    is_dismissed: bool = False
+    has_left: bool = False
+    """It was told to leave."""
+    has_closed: bool = False
+    """It has left, with all its messages answered."""
+    turn: int | None = None
+    """The number of the message that holds the turn."""
+    answered: tuple[int, Orders] | None = None
+    """The newest message that was answered with orders, and these."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the others give it its turn, and wait for the end of it."""
+        return not self.has_left and (self.has_entered or self.is_awaited)
+
+
+class Roster:
+    """The members, by rank. Whoever uses it holds a lock.
+
+    Args:
+        local_step: local steps of each worker before, the mean.
+    """
+
+    def __init__(self, *, local_step: int = 0) -> None:
+        self.membership = Membership(0, ())
+        self.opened = 0
+        """The generation at which all members were new."""
+        self._members: dict[str, Member] = {}
+        self._newcomers_step = local_step
+
+    def open(self, membership: Membership, *, version: int) -> None:
+        """Begin with new members alone."""
+        self.opened = membership.generation
+        self._set(membership, {}, version, is_awaited=True)
+
+    def change(self, membership: Membership, *, version: int) -> bool:
+        """Keep the members that stay, as they are; return whether others joined.
+
+        Those start with as many local steps as the members of before, and know the center as
+        it is at this version.
+        """
+        staying = {w: m for w, m in self._members.items() if w in membership.worker_ids}
+        self._set(membership, staying, version, is_awaited=False)
+        return len(staying) < membership.num_workers
+
+    def _set(
+        self, membership: Membership, staying: dict[str, Member], version: int, *, is_awaited: bool
+    ) -> None:
+        self._newcomers_step = step = self.local_step
+        self.membership = membership
+        self._members = {
+            w: staying.get(w) or Member(membership.generation, is_awaited, step, version)
+            for w in membership.worker_ids
+        }
+
+    def __getitem__(self, worker_id: str) -> Member:
+        return self._members[worker_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def get(self, worker_id: str) -> Member | None:
+        """Return a member, or None: it is none."""
+        return self._members.get(worker_id)
+
+    def refusal(self, stamp: Stamp) -> str:
+        """Return why a call does not count; empty: its worker is the member that it was."""
+        member = self._members.get(stamp.worker_id)
+        entered = None if member is None else member.entered
+        return refusal_of(stamp, entered, self.membership.generation)
+
+    def not_entered_before(self, worker_id: str) -> list[str]:
+        """Return the members of lower rank that are awaited and have not entered."""
+        workers = self.membership.worker_ids
+        before = [self._members[w] for w in workers[: workers.index(worker_id)]]
+        missing = [m.is_awaited and not m.has_entered for m in before]
+        return [w for w, is_missing in zip(workers, missing, strict=False) if is_missing]
+
+    @property
+    def in_training(self) -> set[str]:
+        """Members that were not told to leave."""
+        return {w for w, m in self._members.items() if not m.has_left}
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all members have left, with all their messages answered."""
+        return all(m.has_closed for m in self._members.values())
+
+    @property
+    def local_step(self) -> int:
+        """Local steps of each worker, the mean."""
+        steps = [m.local_step for m in self._members.values()]
+        return sum(steps) // len(steps) if steps else self._newcomers_step
+
+    @property
+    def least_local_step(self) -> int:
+        """Local steps of the worker that took the fewest."""
+        return min((m.local_step for m in self._members.values()), default=self._newcomers_step)
+
+    @property
+    def least_step_s(self) -> float:
+        """Seconds per step of the fastest worker; 0 where nobody has told."""
+        return min((m.step_s for m in self._members.values() if m.step_s > 0), default=0.0)

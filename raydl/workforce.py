@@ -1,0 +1,212 @@
+"""What the controller knows of each worker, from the moment it is asked for."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raydl.membership import Candidates, Membership
+from raydl.reports import WorkerReport
+
+_STUCK_STEPS = 20
+"""A worker that has not finished a step in the time of so many usual ones is stuck."""
+_SILENT_S = 1.0
+"""A worker that has not answered for so long may not wait any more, whatever it said."""
+_LONGEST_STAY_S = 60.0
+"""The longest that a worker which is late again and again stays out, in seconds."""
+
+
+class Phase(enum.Enum):
+    """Where a worker stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    TRAINING = "training"
+    LEFT_OUT = "left out"
+    """Late: it finishes what it has claimed, by itself."""
+    LEAVING = "leaving"
+    """It goes after its next exchange, or has gone out of its loop."""
+
+
+@dataclass
+class WorkerEntry:
+    """One worker."""
+
+    worker_id: str
+    phase: Phase
+    since: float
+    """When it came into this phase."""
+    node: str = ""
+    cause: str = ""
+    """Why it leaves, or was left out: the rest of a sentence that begins with its id."""
+    report: WorkerReport | None = None
+    moved_at: float = 0.0
+    """When it was last seen to have gone on."""
+    heard_at: float = 0.0
+    """When it last answered."""
+    in_loop: bool = False
+    has_trained: bool = False
+    is_parting: bool = False
+    """It is on its way out: dismissed, or asked for its state."""
+    num_late: int = 0
+    """How often it was left out."""
+
+
+class Workforce:
+    """All workers of a run that have not gone.
+
+    Args:
+        lease_s: the shortest time without a step after which a worker may be stuck.
+        first_step_s: how long the first step of a worker may take.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        first_step_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lease_s = lease_s
+        self._first_step_s = first_step_s
+        self._clock = clock
+        self._entries: dict[str, WorkerEntry] = {}
+        self._next_number = 0
+        self._order: dict[str, int] = {}
+        self._causes: dict[str, str] = {}
+
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._entries
+
+    def __getitem__(self, worker_id: str) -> WorkerEntry:
+        return self._entries[worker_id]
+
+    def entries(self) -> list[WorkerEntry]:
+        """Return all, in the order in which they were asked for."""
+        return list(self._entries.values())
+
+    def named(self, phase: Phase) -> list[str]:
+        """Return the workers in a phase."""
+        return [e.worker_id for e in self._entries.values() if e.phase is phase]
+
+    @property
+    def num_coming(self) -> int:
+        """Workers that train or could, now or later: all but those that leave."""
+        return sum(e.phase is not Phase.LEAVING for e in self._entries.values())
+
+    def new_id(self) -> str:
+        """Return an id that no worker of this run has had."""
+        worker_id = f"w{self._next_number}"
+        return worker_id
+
+    def add(self, worker_id: str) -> None:
+        """Note that a worker was asked for."""
+        self._next_number = max(self._next_number, int(worker_id.lstrip("w")) + 1)
+        self._order.setdefault(worker_id, len(self._order))
+        self._entries[worker_id] = WorkerEntry(worker_id, Phase.STARTING, self._clock())
+
+    def came_up(self, worker_id: str, node: str) -> None:
+        """Note that a worker is up."""
+        self._entries[worker_id].node = node
+        self._enter(worker_id, Phase.READY)
+
+    def _enter(self, worker_id: str, phase: Phase, cause: str = "") -> None:
+        entry = self._entries[worker_id]
+        entry.phase, entry.since, entry.cause = phase, self._clock(), cause
+
+    def remove(self, worker_id: str, cause: str) -> None:
+        """Forget a worker that has gone; the cause is told with the next membership."""
+        if self._entries.pop(worker_id, None) is not None:
+            self._causes[worker_id] = cause
+
+    def send_away(self, worker_id: str, cause: str) -> None:
+        """Note that a worker is to leave."""
+        self._enter(worker_id, Phase.LEAVING, cause)
+
+    def leave_out(self, worker_ids: tuple[str, ...]) -> None:
+        """Go on without some; each time one stays away for longer."""
+        for worker_id in worker_ids:
+            self._enter(worker_id, Phase.LEFT_OUT, "is late and left out")
+            self._entries[worker_id].num_late += 1
+
+    def stand_by(self, worker_id: str) -> None:
+        """Note that a worker is out of its loop, and could join again."""
+        if self._entries[worker_id].phase is Phase.TRAINING:
+            self._enter(worker_id, Phase.READY)
+
+    def left_loop(self, worker_id: str) -> None:
+        """Note that a worker does not train any more."""
+        self._entries[worker_id].in_loop = False
+
+    def formed(self, membership: Membership) -> None:
+        """Note who trains now."""
+        now = self._clock()
+        for worker_id in membership.worker_ids:
+            entry = self._entries[worker_id]
+            if entry.phase is not Phase.TRAINING:
+                self._enter(worker_id, Phase.TRAINING)
+            if not entry.in_loop:
+                entry.in_loop = entry.has_trained = True
+                entry.moved_at = now
+        self._causes.clear()
+
+    def candidates(self, waited_s: float) -> Candidates:
+        """Return what decides about the next membership."""
+        entries = self._entries.values()
+        ready = [e.worker_id for e in entries if self._could_train(e)]
+        causes = {e.worker_id: e.cause for e in entries if e.cause}
+        return Candidates(
+            ready=tuple(ready),
+            waited_s=waited_s,
+            absent=tuple(w for w in self.named(Phase.LEFT_OUT) if w not in ready),
+            causes={**self._causes, **causes},
+        )
+
+    def _could_train(self, entry: WorkerEntry) -> bool:
+        if entry.phase is not Phase.LEFT_OUT:
+            return entry.phase in (Phase.READY, Phase.TRAINING)
+        stay_s = min(_LONGEST_STAY_S, 2.0 ** (entry.num_late - 1))
+        return not entry.in_loop and self._clock() - entry.since >= stay_s
+
+    # how they get on
+
+    def take_report(self, report: WorkerReport) -> None:
+        """Take a worker's answer."""
+        entry = self._entries.get(report.worker_id)
+        if entry is None:
+            return
+        before, entry.report = entry.report, report
+        entry.heard_at = self._clock()
+        has_moved = before is None or (before.local_step, before.round) != (
+            report.local_step,
+            report.round,
+        )
+        if has_moved or report.waiting_s > 0:
+            entry.moved_at = self._clock()
+
+    def stuck(self) -> list[tuple[str, float]]:
+        """Return the workers that are in a step for too long, with the seconds."""
+        now = self._clock()
+        found = []
+        for entry in self._entries.values():
+            if entry.in_loop and now - entry.moved_at > self._patience_s(entry):
+                found.append((entry.worker_id, now - entry.moved_at))
+        return found
+
+    def _patience_s(self, entry: WorkerEntry) -> float:
+        step_s = entry.report.step_s if entry.report else 0.0
+        if step_s == 0.0:
+            return max(self._lease_s, self._first_step_s)
+        return max(self._lease_s, _STUCK_STEPS * step_s)
+
+    def waiting_s(self, worker_ids: tuple[str, ...]) -> dict[str, float]:
+        """Return for how long each worker has waited for others; 0: it is at work."""
+        waits = {}
+        for worker_id in worker_ids:
+            entry = self._entries[worker_id]
+            is_silent = self._clock() - entry.heard_at > _SILENT_S
+            waits[worker_id] = entry.report.waiting_s if entry.report and not is_silent else 0.0
+        return waits
