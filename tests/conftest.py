@@ -126,7 +126,7 @@ class Ensemble:
         self.others = [make_shard(self.job, snapshot, i, None) for i in range(1, num_shards)]
         self.service.open(membership)
         for shard in self.others:
-            shard.open(membership.generation)
+            shard.open(membership)
         return LocalPost([self.service, *self.others], self.service.dispatcher)
 
     def now(self) -> Any:

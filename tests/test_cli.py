@@ -1,15 +1,23 @@
 """The command line without Ray: help, errors, a whole run in this process."""
 
+import dataclasses
+import itertools
 import json
+import subprocess
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from raydl import cli
+from raydl import cli, run_desk
 from raydl.metrics import TAGS
 from raydl.models import MODELS, LeNet
+from raydl.run_desk import RunDesk, RunStatus, WorkerStatus
+from raydl.storage import Storage
 
 LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]
 
@@ -98,6 +106,111 @@ def test_methods_and_models_are_listed(capsys):
     for model in MODELS.values():
         num_parameters = sum(p.numel() for p in model((1, 28, 28), 10).parameters())
         assert f"{num_parameters:,} parameters" in " ".join(out.split())
+
+
+STATUS = RunStatus(
+    "training", 3, 2, "2:4", 1234, 2.5, 157_952, 65.4, 0.9731,
+    (
+        WorkerStatus("w0", "training", "node-a", 12_340, 1234, 0.0123, 4.2, 65.0),
+        WorkerStatus("w1", "training", "node-b", 12_340, 1234, 0.0123, 4.2, 65.0),
+        WorkerStatus("w2", "left out", "[c]", 11_000, 1100, 0.1, 0.0, 5.0),
+    ),
+    ("generation 3: w2 is left out", "[bold] is not markup"),
+)  # fmt: skip
+
+
+def run_that_ended(folder, state="finished"):
+    RunDesk(Storage(str(folder))).close(dataclasses.replace(STATUS, state=state))
+
+
+def test_status_is_read_at_a_glance(tmp_path, capsys):
+    run_that_ended(tmp_path, "stopped")
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "stopped",
+        "epoch 2.5, 157,952 samples in 0:01:05, center accuracy 97.31%",
+        "generation 3, round 1,234, workers 2 of 2:4",
+        "",
+        "worker  state         for  node    round    step    a step   waited",
+        "w0      training  0:01:05  node-a  1,234  12,340   12.3 ms  0:00:04",
+        "w1      training  0:01:05  node-b  1,234  12,340   12.3 ms  0:00:04",
+        "w2      left out  0:00:05  [c]     1,100  11,000  100.0 ms  0:00:00",
+        "",
+        "generation 3: w2 is left out",
+        "[bold] is not markup",
+    ]
+
+
+def test_status_before_any_worker_is_three_lines(tmp_path, capsys):
+    bare = dataclasses.replace(STATUS, center_accuracy=None, workers=(), events=())
+    RunDesk(Storage(str(tmp_path))).close(dataclasses.replace(bare, state="failed: no workers"))
+    assert cli.main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 3
+    assert out.startswith("failed: no workers\n")
+    assert "center accuracy -\n" in out
+
+
+def test_status_of_a_silent_driver_begins_with_that(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run_desk, "LOOK_AGAIN_S", 0.01)
+    values = dataclasses.asdict(STATUS) | {"driver": "process 12 on node-a, 0a1b2c3d"}
+    (tmp_path / "status.json").write_text(json.dumps(values | {"told_at": time.time() - 37}))
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(
+        "the driver, process 12 on node-a, has told nothing for 37 s: it may be gone; "
+        "the same command with --resume goes on\nlast told: training\n"
+    )
+
+
+def test_status_as_json_holds_all_that_is_known(tmp_path, capsys):
+    run_that_ended(tmp_path)
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert set(values) == {field.name for field in dataclasses.fields(RunStatus)}
+    assert values["workers"][2]["state"] == "left out"
+
+
+def test_remove_prints_what_the_driver_says(tmp_path, capsys):
+    desk = RunDesk(Storage(str(tmp_path)), clock=itertools.count().__next__)
+    is_over = threading.Event()
+
+    def drive():
+        while not is_over.wait(0.005):
+            desk.tell(STATUS)
+            for request in desk.take_requests():
+                is_known = request.worker_id != "w0"
+                sentence = "leaves after this round" if is_known else "is needed"
+                desk.answer(request, f"{request.worker_id} {sentence}", ok=is_known)
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    while not (tmp_path / "status.json").exists():
+        time.sleep(0.001)
+    assert cli.main(["remove", str(tmp_path), "w1"]) == 0
+    assert capsys.readouterr().out == "w1 leaves after this round\n"
+    assert error_of(capsys, "remove", str(tmp_path), "w0") == "w0 is needed"
+    unknown = error_of(capsys, "remove", str(tmp_path), "w5", "--timeout-s", "1")
+    assert unknown == f"{tmp_path} has no worker 'w5'; it has w0, w1, w2"
+    is_over.set()
+    thread.join()
+    desk.close(STATUS)
+
+
+@pytest.mark.parametrize("command", [["status"], ["remove", "w0"]])
+def test_a_folder_without_a_run_is_told_in_one_sentence(tmp_path, capsys, command):
+    name, *worker = command
+    sentence = error_of(capsys, name, str(tmp_path), *worker)
+    assert sentence.startswith(f"{tmp_path}: no run is there; give the folder that raydl train")
+
+
+def test_status_waits_for_neither_ray_nor_torch(tmp_path):
+    run_that_ended(tmp_path)
+    code = (
+        "import sys; from raydl import cli; cli.main(sys.argv[1:]); "
+        "sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, "status", str(tmp_path)]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 def test_a_run_learns_and_leaves_everything_behind(tmp_path, capsys):

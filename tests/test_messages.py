@@ -8,6 +8,7 @@ import torch
 from conftest import resident_bytes
 from ray.exceptions import ActorUnavailableError
 
+from raydl.compression import parse_codec
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.dispatcher import Dispatcher, Due
 from raydl.errors import ExchangeTimeoutError
@@ -18,9 +19,9 @@ from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.optimizers import make_optimizer
-from raydl.replica import Header
 from raydl.reports import Outcome
 from raydl.rules import Elastic, Outer, Rule, Sends
+from raydl.talk import Header
 
 
 class Add(Rule):
@@ -32,20 +33,25 @@ class Add(Rule):
         center.add_(total)
 
 
-def make_shard(rule, size, *, is_locked=True, spans=None, settles=None):
-    return Shard(
+def make_shard(rule, size, *, is_locked=True, spans=None, settles=None, codec="none"):
+    shard = Shard(
         spans or [(0, size)],
         torch.zeros(size),
         torch.zeros(0),
         rule=rule,
         make_optimizer=make_optimizer(OptimizerConfig()),
         is_locked=is_locked,
+        codec=parse_codec(codec),
         settles=settles,
     )
+    shard.open(Membership(0, ("w0", "w1")))
+    return shard
 
 
 def push(worker_id, sequence, values, *, generation=0, incarnation=0, span=None, settlement=None):
-    values = np.asarray(values, np.float32)
+    values = np.asarray(values)
+    if values.dtype != np.uint8:  # those are a codec's
+        values = values.astype(np.float32)
     return Push(
         stamp=Stamp(worker_id, generation, incarnation, sequence),
         span=span or (0, values.size),
@@ -92,9 +98,9 @@ def test_a_repeated_message_is_answered_and_changes_nothing():
 
 def test_a_message_of_a_generation_that_has_passed_is_refused_and_changes_nothing():
     shard = make_shard(Add(), 2)
-    shard.open(3)
+    shard.open(Membership(3, ("w0", "w1")))
     reply = shard.exchange(push("w0", 0, [1, 2], generation=2))
-    assert "the center refused w0: it trains generation 3" in reply.refusal
+    assert "the center refused w0: it entered generation 3" in reply.refusal
     assert values_of(shard).tolist() == [0, 0]
     assert shard.num_refused == 1
 
@@ -126,6 +132,7 @@ def test_a_message_whose_answer_was_lost_is_sent_again_and_counts_once(monkeypat
         return ref
 
     monkeypatch.setattr(remote.ray, "get", get)
+    monkeypatch.setattr(remote.ray, "wait", lambda refs, timeout: (refs, []))
     message = push("w0", 0, [1, 2])
     delivery = remote.RayDelivery(lambda: shard.exchange(message), 0, message.stamp, 5.0)
     assert delivery.wait().weights.tolist() == [1, 2]
@@ -198,26 +205,34 @@ def test_ten_thousand_exchanges_leave_memory_flat(is_locked):
 
 
 def make_dispatcher(
-    method="async-easgd", *, num_samples=100, period=2, epochs=2, timeout_s=5.0, now=None
+    method="async-easgd",
+    *,
+    num_samples=100,
+    period=2,
+    timeout_s=5.0,
+    now=None,
+    workers=("w0", "w1"),
+    **training,
 ):
+    training = training or {"epochs": 2}
     config = TrainConfig(
         method=MethodConfig(name=method, period=period),
-        training=TrainingConfig(batch_size=5, epochs=epochs),
+        training=TrainingConfig(batch_size=5, **training),
         exchange=ExchangeConfig(timeout_s=timeout_s),
     )
     clock = (lambda: now[0]) if now else (lambda: 0.0)
     dispatcher = Dispatcher(config, resolve(config), Ledger(num_samples), clock=clock)
-    dispatcher.open(Membership(1, ("w0", "w1")))
+    dispatcher.open(Membership(1, workers))
     return dispatcher
 
 
-def enter(dispatcher, worker_id):
-    return dispatcher.enter(Stamp(worker_id, 1, 0, 0), 0)
+def enter(dispatcher, worker_id, *, generation=1):
+    return dispatcher.enter(Stamp(worker_id, generation, 0, 0), 0)
 
 
-def settle(dispatcher, worker_id, *, local_step=2, **header):
+def settle(dispatcher, worker_id, *, local_step=2, generation=1, **header):
     settlement = Settlement(Header(**header), local_step, 0.1, 80)
-    return dispatcher.settle(push(worker_id, 1, [], generation=1, settlement=settlement))
+    return dispatcher.settle(push(worker_id, 1, [], generation=generation, settlement=settlement))
 
 
 def test_workers_claim_in_the_order_they_come():
@@ -284,7 +299,7 @@ def test_calls_that_are_repeated_are_answered_as_before():
     first = enter(dispatcher, "w0")
     assert enter(dispatcher, "w0") is first  # nothing is claimed twice
     shard = make_shard(Elastic(0.5), 2, settles=dispatcher)
-    shard.open(1)
+    shard.open(Membership(1, ("w0", "w1")))
     dispatcher.take_turn(Stamp("w0", 1, 0, 1))
     dispatcher.take_turn(Stamp("w0", 1, 0, 1))  # the turn is held, not waited for
     settlement = Settlement(Header(), 2, 0.1, 80)
@@ -316,7 +331,7 @@ def test_what_a_worker_had_claimed_goes_back_when_its_generation_ends():
     enter(dispatcher, "w1")
     dispatcher.open(Membership(2, ("w1",)))
     dispatcher.open(Membership(3, ("w0", "w1")))
-    assert enter(dispatcher, "w1").spans == [(0, 10)]
+    assert enter(dispatcher, "w1", generation=3).spans == [(0, 10)]
 
 
 def test_local_steps_follow_the_speed_where_the_method_says_so():

@@ -1,0 +1,210 @@
+"""What frees the members of a collective group whose peer is lost, frozen or never comes."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import ray
+import torch
+
+from raydl.errors import ExchangeError
+from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+
+pytestmark = pytest.mark.cluster
+
+TIMEOUT_S = 60.0
+SOON_S = 2.0  # the promise is some 0.15 s; the machine may be busy
+SIZE = 100_000
+ALGORITHMS = ("library", "ring", "recursive-doubling")
+
+
+@ray.remote(num_cpus=0, max_concurrency=4)
+class Member:
+    """One rank in a process of its own; what it returns is (problem, when it was free)."""
+
+    def __init__(self):
+        self.is_forming, self.num_sums = False, 0
+
+    def pid(self):
+        return os.getpid()
+
+    def state(self):
+        return self.is_forming, self.num_sums
+
+    def abandon(self):
+        self.abandoned.set()
+        return time.time()
+
+    def join(self, address, num_workers, rank, algorithm):
+        """Form a group; return None if that went well."""
+        torch.set_num_threads(1)
+        self.abandoned, self.num_sums, self.is_forming = threading.Event(), 0, True
+        ids = tuple(f"w{r}" for r in range(num_workers))
+        try:
+            self.group = CollectiveGroup(
+                address, ids, rank, algorithm=algorithm, abandoned=self.abandoned
+            )
+        except ExchangeError as error:
+            return str(error), time.time()
+        finally:
+            self.is_forming = False
+        return None
+
+    def sum(self):
+        """Return the sum of one by every member."""
+        tensor = torch.ones(SIZE)
+        self.group.start_allreduce(tensor, round=0).wait()
+        return tensor.unique().tolist()
+
+    def sum_until_it_fails(self):
+        """Sum again and again; then leave."""
+        try:
+            while True:
+                self.sum()
+                self.num_sums += 1
+        except ExchangeError as error:
+            self.group.close()
+            return str(error), time.time()
+
+    def leave_a_sum(self):
+        """Begin to sum and leave at once; return the seconds that leaving took."""
+        self.group.start_allreduce(torch.ones(SIZE), round=0)
+        start = time.monotonic()
+        self.group.close()
+        return time.monotonic() - start
+
+
+@ray.remote(num_cpus=0)
+class Store:
+    """Hosts the rendezvous, as the center does."""
+
+    def __init__(self):
+        self.host = ray.util.get_node_ip_address()
+        self.store = open_store(self.host)
+
+    def address(self):
+        return self.host, self.store.port
+
+
+class Crew:
+    """The members of one group after another; those that were not lost serve again."""
+
+    def __init__(self, place):
+        self.place, self.generation = place, 0
+        self.members, self.frozen_pids = [], []
+
+    def call(self, num_workers):
+        """Return as many members; all are up, so that the times are not those of starting."""
+        self.members += [Member.remote() for _ in range(num_workers - len(self.members))]
+        members = self.members[:num_workers]
+        get([m.pid.remote() for m in members])
+        return members
+
+    def begin_to_form(self, members, algorithm, *, num_workers=None):
+        self.generation += 1
+        address = GroupAddress(*self.place, f"abandon{id(self)}", self.generation, "cpu", TIMEOUT_S)
+        count = num_workers or len(members)
+        return [m.join.remote(address, count, r, algorithm) for r, m in enumerate(members)]
+
+    def form(self, members, algorithm):
+        assert get(self.begin_to_form(members, algorithm)) == [None] * len(members)
+
+    def begin_to_sum(self, members):
+        refs = [m.sum_until_it_fails.remote() for m in members]
+        until(lambda: all(num_sums >= 3 for _, num_sums in states(members)))
+        return refs
+
+    def lose(self, member, number):
+        self.members.remove(member)
+        pid = get(member.pid.remote())
+        if number == signal.SIGSTOP:
+            self.frozen_pids.append(pid)
+        os.kill(pid, number)
+        return time.time()
+
+    def check(self, members, algorithm):
+        """The members can sum in a new group."""
+        self.form(members, algorithm)
+        assert get([m.sum.remote() for m in members]) == [[float(len(members))]] * len(members)
+
+
+def get(refs):
+    return ray.get(refs, timeout=40)
+
+
+def states(members):
+    return get([m.state.remote() for m in members])
+
+
+def until(is_so):
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def check_freed(refs, since, *, problem):
+    for text, when in get(refs):
+        assert problem in text
+        assert when - since < SOON_S
+
+
+@pytest.fixture(scope="module")
+def crew(cluster):
+    store = Store.remote()
+    crew = Crew(get(store.address.remote()))
+    yield crew
+    for pid in crew.frozen_pids:
+        os.kill(pid, signal.SIGKILL)
+    for actor in (store, *crew.members):
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("algorithm", ["library", "ring"])
+def test_forming_a_group_is_given_up_when_it_is_abandoned(crew, algorithm):
+    members = crew.call(2)
+    refs = crew.begin_to_form(members, algorithm, num_workers=3)
+    until(lambda: all(is_forming for is_forming, _ in states(members)))
+    since = max(get([m.abandon.remote() for m in members]))
+    check_freed(refs, since, problem="abandoned")
+    crew.check(members, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_those_who_wait_for_a_frozen_peer_are_free_when_the_group_is_abandoned(crew, algorithm):
+    *survivors, frozen = members = crew.call(3)
+    crew.form(members, algorithm)
+    refs = crew.begin_to_sum(members)
+    crew.lose(frozen, signal.SIGSTOP)
+    # A sum may still have been on its way: they wait once no more is counted.
+    before = None
+    while before != (before := states(survivors)):
+        pass
+    since = max(get([m.abandon.remote() for m in survivors]))
+    check_freed(refs[:2], since, problem="failed")  # or by the other, who left a little earlier
+    crew.check(survivors, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_workers"),
+    [("library", 3), ("library", 4), ("ring", 4), ("recursive-doubling", 3)],
+)
+def test_a_killed_peer_frees_all_others_one_by_the_other(crew, algorithm, num_workers):
+    *survivors, lost = members = crew.call(num_workers)
+    crew.form(members, algorithm)
+    refs = crew.begin_to_sum(members)
+    since = crew.lose(lost, signal.SIGKILL)
+    check_freed(refs[:-1], since, problem="failed")
+    crew.check(survivors, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["library", "ring"])
+def test_a_member_leaves_a_sum_under_way_at_once_and_its_peer_fails_at_once(crew, algorithm):
+    leaving, other = members = crew.call(2)
+    crew.form(members, algorithm)
+    assert get(leaving.leave_a_sum.remote()) < SOON_S
+    since = time.time()
+    check_freed([other.sum_until_it_fails.remote()], since, problem="failed")
+    crew.check(members, algorithm)
