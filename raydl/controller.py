@@ -52,6 +52,10 @@ _POLL_S = 0.25
 _NO_FAULTS = FaultPlan()
 _FINISH_S = 300.0
 """The longest wait for the last states and the last evaluation, in seconds."""
+_ANSWER_S = 0.75
+"""The least time that a survivor has to come out of an abandoned exchange, in seconds."""
+_CAUSE_S = 2.0
+"""How long a broken exchange with the center waits for news that the center was lost."""
 _PATIENCE_S = 5.0
 """How long a run that has its fewest workers waits for more before it starts."""
 
@@ -121,6 +125,7 @@ class Controller:
         self._last_record: Record | None = None
         self._center_faults = list(faults.for_center)
         self._is_complete = True
+        self._has_new_center = False
         self._is_regroup_voted = False
         self._began_at = clock()
         self._faults = faults
@@ -128,6 +133,11 @@ class Controller:
         for worker_id in self._saved_order[: self._max_workers]:
             self._ask(worker_id)
         self._ask_for_missing()
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest membership; 0: there was none."""
+        return self._generation
 
     @property
     def num_workers(self) -> int:
@@ -300,6 +310,8 @@ class Controller:
             and end.generation == run.entered_with(end.worker_id)
         ):
             run.ended[end.worker_id] = end
+            if end.outcome is Outcome.BROKEN:
+                run.broken_at = min(run.broken_at, self._clock())
             if self._paused_at is None and end.outcome in (Outcome.REGROUP, Outcome.BROKEN):
                 self._paused_at = self._clock()
 
@@ -407,6 +419,8 @@ class Controller:
         return dataclasses.replace(membership, generation=self._generation)
 
     def _form(self, membership: Membership, reason: str) -> None:
+        if self._run and membership == self._run.membership:
+            reason = "the center is back" if self._has_new_center else "the same go on"
         membership = self._number(membership, reason)
         self._is_changing = not self._method.is_sync
         self._crew.form(membership, self._round, self._states_for(membership.worker_ids))
@@ -414,7 +428,7 @@ class Controller:
         self.workforce.formed(membership)
         self._stop_voted = False  # votes end with their generation
         self._checkpoints.voted = False
-        self._is_idle = False
+        self._is_idle = self._has_new_center = False
         self._enter(State.TRAINING)
 
     def _states_for(self, worker_ids: tuple[str, ...]) -> dict[str, Any]:
@@ -453,12 +467,15 @@ class Controller:
             self._regroup_if_wanted(run)
 
     def _regroup_if_wanted(self, run: Generation) -> None:
-        membership, reason = self._decide()
         if self._center_lost:
             self._rebuild_center()
-            reason = "the center was lost"
-        elif membership == run.membership:
+            self._has_new_center = True
             return
+        membership, reason = self._decide()
+        if membership == run.membership:
+            if not (self._has_new_center and self._published):
+                return
+            reason = "the center is back"
         self._say(f"{reason}: regrouping after this round")
         self._crew.vote(run.membership.generation, regroup=1.0)
         self._enter(State.REGROUPING)
@@ -489,14 +506,19 @@ class Controller:
     def _recover(self) -> None:
         run = self._run
         assert run is not None
-        grace_s = min(self._pace.grace_s(), self._config.exchange.timeout_s)
-        if run.at_work and self._clock() - self._state_since <= max(_POLL_S, grace_s):
+        if run.at_work and self._clock() - self._state_since <= self._answer_s():
             return
         if run.at_work:
             self.workforce.leave_out(run.at_work)
             for worker_id in run.at_work:
                 run.lose(worker_id)
         self._after_generation(run)
+
+    def _answer_s(self) -> float:
+        """Return how long survivors may take to come out of an exchange that was abandoned."""
+        if not self._method.is_sync:  # nobody waits but for the center
+            return self._config.elastic.lease_s
+        return max(_ANSWER_S, min(self._pace.grace_s(), self._config.exchange.timeout_s))
 
     def _regroup(self) -> None:
         run = self._run
@@ -518,27 +540,36 @@ class Controller:
         if self._center_lost:
             self._abandon(run)
             return
-        for worker_id in self.workforce.named(Phase.LEAVING):
-            if worker_id in run.at_work and not self.workforce[worker_id].is_parting:
-                self.workforce[worker_id].is_parting = True
-                self._crew.dismiss(worker_id)
         is_leaving = self._drop_those_out(run)
         if not run.at_work and not is_leaving:
             self._after_generation(run)
             return
         membership, reason = self._decide()
+        if membership is not None:
+            self._dismiss_leavers(run)
         if membership is None:
-            membership = Membership(
-                0, tuple(w for w in run.membership.worker_ids if w in run.at_work)
-            )
+            self._say(f"{reason}: all leave after their next exchange")
             self._enter(State.REGROUPING)
             self._is_regroup_voted = False
-        if membership.worker_ids != run.membership.worker_ids:
+        elif membership.worker_ids != run.membership.worker_ids and not self._waits_for_leaver(run):
             self._change(run, membership, reason)
+
+    def _dismiss_leavers(self, run: Generation) -> None:
+        for worker_id in self.workforce.named(Phase.LEAVING):
+            entry = self.workforce[worker_id]
+            if worker_id in run.at_work and not entry.is_parting:
+                entry.is_parting = True
+                self._crew.dismiss(worker_id)
+
+    def _waits_for_leaver(self, run: Generation) -> bool:
+        """Whether somebody is on the way to the exchange after which it leaves."""
+        return any(self.workforce[w].phase is Phase.LEAVING for w in run.at_work)
 
     def _drop_those_out(self, run: Generation) -> bool:
         """Count out those whose loop has ended while the run goes on; return whether any had."""
-        out = [w for w, e in run.ended.items() if e.outcome in (Outcome.LEFT, Outcome.BROKEN)]
+        out = [w for w, e in run.ended.items() if e.outcome is Outcome.LEFT]
+        if self._clock() - run.broken_at > _CAUSE_S:  # it was not the center that went away
+            out += [w for w, e in run.ended.items() if e.outcome is Outcome.BROKEN]
         for worker_id in out:
             if run.ended[worker_id].outcome is Outcome.BROKEN:
                 self._count_restart(worker_id, run.ended[worker_id].problem)
@@ -573,6 +604,7 @@ class Controller:
         end = run.freshest()
         if self._center_lost:
             self._rebuild_center()
+        if not self._published:  # the center is on its way
             return
         if end is None or end.round < 0:
             self._round = max(self._published, default=self._round)
@@ -609,7 +641,7 @@ class Controller:
         if end is not None and source is not None:
             self._say(f"the center is rebuilt from what {source} saw last, of round {end.round}")
         else:
-            self._say("the center is started again; it takes in the workers' copy")
+            self._say("the center is started again, and takes in the workers' copy")
         self._checkpoints.voted = self._checkpoints.collecting = False
         self._evaluating = self._evaluated
 

@@ -235,6 +235,7 @@ class Dispatcher:
             spans=spans,
             num_steps=num_steps,
             num_workers=self._roster.membership.num_workers,
+            rank=self._roster.membership.worker_ids.index(worker_id),
             num_done=self._ledger.num_done_ever,
             seconds=self.seconds,
             version=self._version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from raydl.crew import RunEnded
@@ -22,6 +23,8 @@ class Generation:
     reports: dict[str, WorkerReport] = field(default_factory=dict)
     entered: dict[str, int] = field(default_factory=dict)
     """The generation that each member entered with, where they come one by one."""
+    broken_at: float = math.inf
+    """When an exchange was first heard not to have completed, by the controller's clock."""
     voted_at_round: int = 0
     """The newest round known when a checkpoint was voted for."""
 
@@ -53,6 +56,7 @@ class Generation:
         }
         self.membership = membership
         self.lost.clear()
+        self.broken_at = math.inf
 
     def lose(self, worker_id: str) -> None:
         """Wait no more for a member."""

@@ -44,5 +44,5 @@ class Leases:
         now = self._clock()
         away_s, self._looked_at = now - self._looked_at, now
         if away_s > _AWAY_S:
-            self._asked = {who: at + away_s for who, at in self._asked.items()}
+            self._asked = {who: min(now, at + away_s) for who, at in self._asked.items()}
         return [who for who, at in self._asked.items() if now - at > self._lease_s]

@@ -108,7 +108,8 @@ class Ledger:
         if epoch not in self._free:
             self._free[epoch], self._num_done[epoch] = [(0, self.num_samples)], 0
         taken, self._free[epoch] = _take(self._free[epoch], count)
-        self._claimed.setdefault(worker_id, []).extend((epoch, span) for span in taken)
+        if taken:
+            self._claimed.setdefault(worker_id, []).extend((epoch, span) for span in taken)
         return epoch, taken
 
     def complete(self, worker_id: str) -> int:
@@ -140,14 +141,12 @@ class Ledger:
                 what is claimed and not done counts as free.
         """
         free = {epoch: list(spans) for epoch, spans in self._free.items()}
-        claimed = [] if not with_claims else [
-            [worker_id, epoch, [*span]]
-            for worker_id, spans in self._claimed.items()
-            for epoch, span in spans
-        ]  # fmt: skip
-        if not with_claims:
-            for spans in self._claimed.values():
-                for epoch, span in spans:
+        claimed = []
+        for worker_id, spans in self._claimed.items():
+            for epoch, span in spans:
+                if with_claims:
+                    claimed.append([worker_id, epoch, list(span)])
+                else:
                     free[epoch].append(span)
         return {
             "num_samples": self.num_samples,

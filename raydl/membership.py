@@ -60,50 +60,72 @@ def next_membership(
 
     With nobody training, the first membership forms as soon as all wanted workers are
     ready, or at least ``min_workers`` and ``patience_s`` seconds have passed. None: not yet.
-    Later on members that are ready stay, and others join until ``max_workers`` train; with
-    fewer than ``min_workers`` nobody trains. Always whole groups of ``group_size`` train;
-    those that are whole stay together.
+    Later on members that are ready stay, also beyond ``max_workers``, which only limits who
+    joins; with fewer than ``min_workers`` nobody trains. Always whole groups of ``group_size``
+    train; those that are whole stay together. Where nothing changes ``now`` itself is returned.
     """
     if now is None:
-        ready = _whole(candidates.ready[:max_workers], group_size)
-        if len(ready) < min_workers:
-            return None, f"{len(ready)} of {min_workers} workers are ready"
-        if len(ready) < max_workers and candidates.waited_s < patience_s:
-            return None, f"{len(ready)} workers are ready; up to {max_workers} are wanted"
-        return Membership(1, ready), f"{_names(ready)} start{_s(ready)}"
-    chosen = _whole(_chosen(now, candidates.ready, max_workers, group_size), group_size)
+        return _first(candidates, min_workers, max_workers, patience_s, group_size)
+    chosen = _chosen(now, candidates.ready, max_workers, group_size)
+    out = _out(now, candidates, chosen)
     if len(chosen) < min_workers:
-        why = _why_gone(now, candidates, chosen)
-        return None, f"{len(chosen)} of {min_workers} workers are left{f' ({why})' if why else ''}"
-    if chosen == now.worker_ids and candidates.absent == now.absent:
+        why = f" ({_told(out, candidates)})" if out else ""
+        return None, f"{len(chosen)} of {min_workers} workers are left{why}"
+    if chosen == now.worker_ids and set(candidates.absent) == set(now.absent):
         return now, "nobody joins or leaves"
     next = Membership(now.generation + 1, chosen, candidates.absent)
-    return next, _reason(now, candidates, chosen)
+    return next, _reason(now, next, candidates, out)
+
+
+def _first(
+    candidates: Candidates,
+    min_workers: int,
+    max_workers: int,
+    patience_s: float,
+    group_size: int,
+) -> tuple[Membership | None, str]:
+    num_ready = len(candidates.ready)
+    chosen = _whole(candidates.ready[:max_workers], group_size)
+    if len(chosen) < min_workers:
+        return None, f"{num_ready} of {min_workers} workers are ready"
+    if num_ready < max_workers and candidates.waited_s < patience_s:
+        return None, f"{num_ready} workers are ready; up to {max_workers} are wanted"
+    return Membership(1, chosen), f"{_names(chosen)} start{_s(chosen)}"
 
 
 def _chosen(
     now: Membership, ready: tuple[str, ...], max_workers: int, group_size: int
 ) -> tuple[str, ...]:
-    """Return members of whole groups by rank, then all others as they come, up to the most."""
+    """Return whole groups: those that are, members of broken ones by rank, then newcomers."""
     groups = [now.worker_ids[i : i + group_size] for i in range(0, now.num_workers, group_size)]
-    staying = [w for group in groups if set(group) <= set(ready) for w in group]
-    others = [w for w in ready if w not in staying]
-    return (*staying, *others[: max(0, max_workers - len(staying))])
+    whole = [w for group in groups if set(group) <= set(ready) for w in group]
+    members = [*whole, *(w for w in now.worker_ids if w in ready and w not in whole)]
+    newcomers = [w for w in ready if w not in members]
+    joining = newcomers[: max(0, max_workers - len(members))]
+    return _whole((*members, *joining), group_size)
 
 
-def _reason(now: Membership, candidates: Candidates, chosen: tuple[str, ...]) -> str:
-    joining = [w for w in chosen if w not in now.worker_ids]
+def _out(now: Membership, candidates: Candidates, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """Return all that trained or were to come back, and do not train now."""
+    known = dict.fromkeys((*now.worker_ids, *now.absent, *candidates.absent))
+    return tuple(w for w in known if w not in chosen)
+
+
+def _reason(now: Membership, next: Membership, candidates: Candidates, out: tuple[str, ...]) -> str:
+    """Tell what is new about each worker."""
+    still_absent = set(now.absent) & set(next.absent)
+    gone = tuple(w for w in out if w not in still_absent)
+    joining = [w for w in next.worker_ids if w not in now.worker_ids]
     back = tuple(w for w in joining if w in now.absent)
     new = tuple(w for w in joining if w not in now.absent)
-    parts = [_why_gone(now, candidates, chosen)]
+    parts = [_told(gone, candidates)] if gone else []
     parts += [f"{_names(back)} come{_s(back)} back"] if back else []
     parts += [f"{_names(new)} join{_s(new)}"] if new else []
-    return ", ".join(part for part in parts if part) or "the exchange broke, all go on"
+    return ", ".join(parts)
 
 
-def _why_gone(now: Membership, candidates: Candidates, chosen: tuple[str, ...]) -> str:
-    gone = [w for w in now.worker_ids if w not in chosen]
-    return ", ".join(f"{w} {candidates.causes.get(w, 'stands by')}" for w in gone)
+def _told(worker_ids: tuple[str, ...], candidates: Candidates) -> str:
+    return ", ".join(f"{w} {candidates.causes.get(w, 'stands by')}" for w in worker_ids)
 
 
 def _whole(worker_ids: tuple[str, ...], group_size: int) -> tuple[str, ...]:

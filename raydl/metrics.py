@@ -89,10 +89,20 @@ def mean_parts(per_worker: list[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Tag:
-    """One TensorBoard scalar."""
+    """One TensorBoard scalar; a name that ends in ``/ID`` stands for one of each worker."""
 
     name: str
     sentence: str
+
+    @property
+    def group(self) -> str:
+        """The part of the name before the slash; TensorBoard shows a group's curves together."""
+        return self.name.partition("/")[0]
+
+    @property
+    def is_per_worker(self) -> bool:
+        """Whether the last part of the name is a worker's id."""
+        return self.name.endswith("/ID")
 
 
 _TAGS = (
@@ -108,6 +118,14 @@ _TAGS = (
     Tag("throughput/samples_per_s", "Training samples per second, all workers together."),
     Tag("workers/count", "Workers that train."),
     Tag("workers/generation", "Number of the membership; it grows when workers join or leave."),
+    Tag(
+        "worker_step_s/ID",
+        "Seconds that a local step took worker ID in its newest round, waiting not counted.",
+    ),
+    Tag(
+        "worker_waited_s/ID",
+        "Seconds that worker ID waited for exchanges in its newest round.",
+    ),
     Tag("exchange/count", "Exchanges completed since the run began."),
     Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds."),
     Tag(
@@ -138,6 +156,18 @@ _TAGS = (
 
 TAGS: dict[str, Tag] = {tag.name: tag for tag in _TAGS}
 """Every scalar raydl writes; ``docs/metrics.md`` says the same."""
+
+_CHARTS = {
+    "workers": {tag.group: ["Multiline", [f"{tag.group}/.*"]] for tag in _TAGS if tag.is_per_worker}
+}
+"""Under *Custom Scalars*, each with the curves of all workers in one picture."""
+
+
+def tag_of(name: str) -> Tag:
+    """Return what explains a written name: for ``worker_step_s/w0``, ``worker_step_s/ID``."""
+    tag = TAGS.get(name) or TAGS.get(f"{name.partition('/')[0]}/ID")
+    assert tag is not None, f"{name} has no sentence in metrics.TAGS"
+    return tag
 
 
 class MetricsWriter(Protocol):
@@ -175,11 +205,12 @@ class TensorBoardWriter:
 
         purge = None if purge_after is None else purge_after + 1
         self._writer = SummaryWriter(log_dir, purge_step=purge)
+        self._writer.add_custom_scalars(_CHARTS)
 
     def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
         """Write one point for each tag."""
         for name, value in values.items():
-            assert name in TAGS, f"{name} has no sentence in metrics.TAGS"
+            tag_of(name)  # which has a sentence
             self._writer.add_scalar(name, value, num_samples)
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:

@@ -17,6 +17,8 @@ _SPREADS = 6.0
 one in a billion."""
 _MAD_TO_SIGMA = 1.4826
 """Median absolute deviation to standard deviation, of a normal distribution."""
+_ROUNDING = 1e-9
+"""What floating point may add to a share of the workers: 7/25 of 25 is a little more than 7."""
 
 
 class Pace:
@@ -58,7 +60,7 @@ def late_workers(
         grace_s: the longest wait.
         quorum: least share of the workers, in (0, 1], that must be there.
     """
-    needed = max(1, math.ceil(quorum * len(waiting_s)))
+    needed = max(1, math.ceil(quorum * len(waiting_s) - _ROUNDING))
     waits = sorted(waiting_s.values(), reverse=True)
     if not waits or waits[needed - 1] <= max(grace_s, 0.0):
         return ()

@@ -96,6 +96,7 @@ class RayCrew:
         self._places: dict[str, tuple[str, int]] = {}
         self._pending: dict[Any, _Pending] = {}
         self._leases = Leases(job.config.elastic.lease_s)
+        self._draining: dict[str, int] = {}
         self._drained: set[str] = set()
         self._asked_at = self._looked_at = 0.0
         self._fired: set[int] = set()
@@ -163,7 +164,10 @@ class RayCrew:
 
     def ask(self, worker_id: str) -> None:
         """Ask for one more worker."""
-        worker = WorkerActor.options(**_worker_options(self._job.config.scaling)).remote()
+        options = _worker_options(self._job.config.scaling)
+        if self._draining:  # with no other node there Ray would try these again and again
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(self._draining)})"}
+        worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
         ref = worker.setup.remote(self._job, worker_id, self._train, self._normalizer)
         self._expect(ref, worker_id, self._on_ready(worker_id))
@@ -179,8 +183,14 @@ class RayCrew:
         """End a worker's process."""
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            ray.kill(worker)
+            self._kill(worker_id, worker)
         self._forget(worker_id)
+
+    def _kill(self, who: str, actor: ActorHandle) -> None:
+        """End a process; one that does not answer may be stopped, and hears no call."""
+        if who in self._places and self._leases.owed_s(who) > 2 * _ASK_EVERY_S:
+            _kill_process(self._places[who], home=self._home)
+        ray.kill(actor)
 
     def _forget(self, who: str) -> None:
         self._pending = {ref: p for ref, p in self._pending.items() if p.who != who}
@@ -189,10 +199,10 @@ class RayCrew:
 
     def close(self) -> None:
         """End the actors at once."""
-        for who, place in self._places.items():
-            if self._leases.owed_s(who) > 2 * _ASK_EVERY_S:  # stopped, it may be
-                _kill_process(place, home=self._home)
-        for actor in (*self._workers.values(), *self._shards, self._evaluator):
+        for worker_id, worker in self._workers.items():
+            self._kill(worker_id, worker)
+        self._kill("center", self._center)
+        for actor in (*self._shards[1:], self._evaluator):
             ray.kill(actor)
         self._pending.clear()
 
@@ -245,7 +255,7 @@ class RayCrew:
             self._look_for_drains()
 
     def _look_for_drains(self) -> None:
-        nodes = draining_nodes()
+        nodes = self._draining = draining_nodes()
         for worker_id, (node, _) in self._places.items():
             if node in nodes and worker_id in self._workers and worker_id not in self._drained:
                 self._drained.add(worker_id)
@@ -291,12 +301,11 @@ class RayCrew:
 
     def _lose(self, who: str, reason: str) -> list[Event]:
         """Make sure that a process is gone, and tell it."""
-        place = self._places.get(who)
-        if self._leases.owed_s(who) and place is not None:  # a stopped one hears no call
-            _kill_process(place, home=self._home)
         if who in self._workers:
             self.end(who)
         else:
+            if who == "center":
+                self._kill(who, self._center)
             self._forget(who)
             self._is_open = False
         return [Lost(who, reason)]

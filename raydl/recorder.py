@@ -99,6 +99,7 @@ class RunRecorder:
         self.scores: list[Evaluated] = []
         self._staleness_sum = 0.0
         self._allreduce: AllreduceReport | None = None
+        self._worker_steps: dict[str, int] = {}
         self._config = config
         self._num_train = num_train
         self._start = start
@@ -169,9 +170,20 @@ class RunRecorder:
             values["throughput/samples_per_s"] = (record.num_samples - before) / (now - before_s)
         if not math.isnan(record.loss):
             values["train/loss"] = record.loss
+        values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
         values |= {f"time/{part}": seconds for part, seconds in self._parts.items()}
         self._writer.scalars(values, num_samples=record.num_samples)
+
+    def _worker_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
+        """Return the curves of each worker with news: those of one that hangs or left stop."""
+        values = {}
+        for worker_id, report in reports.items():
+            if report.round_s > 0 and report.local_step != self._worker_steps.get(worker_id):
+                self._worker_steps[worker_id] = report.local_step
+                values[f"worker_step_s/{worker_id}"] = report.step_s
+                values[f"worker_waited_s/{worker_id}"] = report.waited_s
+        return values
 
     def _allreduce_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
         """Note how the workers sum, and tell each new choice once."""

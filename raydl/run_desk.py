@@ -29,6 +29,8 @@ from raydl.storage import Storage
 
 EVERY_S = 1.0
 """Seconds between two writes of the status, and between two looks for requests."""
+BEAT_S = 3.0
+"""The longest that a living driver writes nothing: what it told last, if there is no news."""
 STALE_S = 10.0
 """A status older than this makes one doubt that its driver lives."""
 LOOK_AGAIN_S = 3.0
@@ -48,14 +50,15 @@ class WorkerStatus:
 
     worker_id: str
     state: str
-    """training, starting, ready, left out, leaving, lost."""
+    """starting, ready, training, left out, leaving."""
     node: str
+    """The first digits of its Ray node's id; empty: it has none yet."""
     local_step: int
     round: int
     step_s: float
     """Seconds per local step."""
     waited_s: float
-    """Seconds spent waiting for others."""
+    """Seconds spent waiting for others, in all."""
     since_s: float
     """Seconds in this state."""
 
@@ -202,10 +205,11 @@ class RunDesk:
     # the thread
 
     def _work(self) -> None:
+        told: RunStatus | None = None
         self._try(self._storage.delete_dir, "answers")  # that nobody came back for
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_awake)
+                is_awake = self._changed.wait_for(lambda: self._is_awake, BEAT_S)
                 status, self._to_write = self._to_write, None
                 shall_look = self._shall_look
                 self._is_awake = self._shall_look = False
@@ -214,7 +218,10 @@ class RunDesk:
                 self._end(status, closes_by)
                 return
             if status:  # one that fails is not kept: the next comes in a second
+                told = status
                 self._try(self._write_status, status)
+            elif told and not is_awake:
+                self._try(self._write_status, _without_news(told))
             if shall_look:
                 self._try(self._look)
             self._try(self._write_answers)  # those that fail wait for the next look
@@ -279,6 +286,13 @@ class RunDesk:
             else:
                 sentence = "the run was started anew since this was asked; ask again"
                 self._to_answer[request_id] = {"ok": False, "sentence": sentence}
+
+
+def _without_news(told: RunStatus) -> RunStatus:
+    """Return what a driver tells that lives, but is long at something: it may start Ray, say."""
+    silent_s = time.time() - told.told_at
+    since = f", no news for {silent_s:.0f} s" if silent_s > STALE_S else ""
+    return replace(told, told_at=time.time(), state=f"{told.state}{since}")
 
 
 # a person's side

@@ -6,9 +6,10 @@
         checkpoints/          see raydl.checkpoint
         center.safetensors    the trained weights, once the run has finished
         result.json           its figures
+        status.json           how it stands; with requests/ and answers/, see raydl.run_desk
 
-Without ``storage_path`` this is all there is. With it, checkpoints go there at once, the
-other files whenever a checkpoint is written, and the local folder holds the events.
+Without ``storage_path`` this is all there is. With it, all of this is there alone but for the
+events: they are written to the local folder, and copied whenever a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
+_EVENTS = "events.out.tfevents"
 _MUST_STAY = ("data", "model", "training.seed", "training.batch_size", "method.name")
 
 
@@ -74,9 +76,12 @@ class RunFolder:
                 raise ConfigError(
                     name, f"is {now[name]} but the run began with {before[name]}; keep it to resume"
                 )
-        if self.is_remote and not self.path.exists():
-            self.storage.download("", str(self.path))
+        is_elsewhere = self.is_remote and not self.path.exists()
         self._make()
+        if is_elsewhere:
+            for name in self.storage.list_dir(""):
+                if name.startswith(_EVENTS):
+                    (self.path / name).write_bytes(self.storage.read_bytes(name))
 
     def _make(self) -> None:
         setting = "run.storage_path" if self.is_remote else "run.run_dir"
@@ -110,7 +115,8 @@ class RunFolder:
     def publish_events(self) -> None:
         """Copy the local event files to where the run is kept, if that is elsewhere."""
         if self.is_remote:
-            self.storage.upload(str(self.path), "")
+            for path in sorted(self.path.glob(f"{_EVENTS}*")):
+                self.storage.write_bytes(path.name, path.read_bytes())
 
 
 def open_run(path: str) -> RunFolder:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -44,8 +39,11 @@ from raydl.progress import make_progress
 from raydl.recorder import RunRecorder, snapshot_of
 from raydl.reports import Outcome
 from raydl.rules import Rule
+from raydl.run_desk import RunDesk
 from raydl.run_folder import RunFolder, open_run
+from raydl.run_loop import open_desk, run_to_end
 from raydl.run_state import State
+from raydl.run_status import EventLog, RunView
 from raydl.task import Classification, DataShape, Task, evaluate
 from raydl.worker import Job
 
@@ -135,15 +133,15 @@ class Trainer:
         _check_batch_size(config, dataset)
         flat = self._try_model(dataset, shape, method)
         faults = _read_faults(config)
-        folder = RunFolder(config)
-        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
-        start = _Start.open(config, folder, store, flat, num_samples=dataset.train.num_samples)
+        start = _Start.open(config, flat, num_samples=dataset.train.num_samples)
         job = Job(config, method, self.task, shape, faults)
-        crew = _make_crew(job, dataset)
-        try:
-            return self._run(crew, job, folder, store, flat, start)
-        finally:
-            crew.close()
+        view = RunView(config, start.snapshot, seconds_before=start.seconds)
+        with open_desk(start.folder.storage, view) as desk:
+            crew = _make_crew(job, dataset)
+            try:
+                return self._run(crew, job, flat, start, desk, view)
+            finally:
+                crew.close()
 
     def _load_data(self) -> Dataset:
         if isinstance(self.data, Dataset):
@@ -178,25 +176,26 @@ class Trainer:
         self,
         crew: Crew,
         job: Job,
-        folder: RunFolder,
-        store: CheckpointStore,
         flat: FlatModel,
         start: _Start,
+        desk: RunDesk,
+        view: RunView,
     ) -> Result:
-        config = self.config
-        snapshot = start.snapshot
+        config, folder, snapshot = self.config, start.folder, start.snapshot
         purge_after = snapshot.num_samples if config.run.resume else None
+        log = EventLog(make_progress(config.run.progress))
         recorder = RunRecorder(
             config,
             num_train=snapshot.ledger["num_samples"],
             start=snapshot,
             seconds_before=start.seconds,
             writer=TensorBoardWriter(str(folder.path), purge_after=purge_after),
-            progress=make_progress(config.run.progress),
-            store=store,
+            progress=log,
+            store=start.store,
             flat=flat,
             after_checkpoint=folder.publish_events,
         )
+        view.follow_recorder(recorder, log)
         try:
             folder.write_config(config)
             recorder.describe(config_as_markdown(to_dict(config)))
@@ -213,12 +212,10 @@ class Trainer:
                 own_states=start.own_states,
                 faults=job.faults,
             )
-            with _stop_on_signal(controller):
-                while not controller.step():
-                    pass
+            run_to_end(controller, recorder, desk, view, config=config)
         finally:
             recorder.close()
-        return _finish(controller, recorder, folder, store)
+        return _finish(controller, recorder, start)
 
 
 def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
@@ -262,25 +259,21 @@ def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
 class _Start:
     """Where a run begins, or goes on."""
 
+    folder: RunFolder
+    store: CheckpointStore
     snapshot: Snapshot
     own_states: dict[str, Any]
     seconds: float
     sentences: list[str]
 
     @classmethod
-    def open(
-        cls,
-        config: TrainConfig,
-        folder: RunFolder,
-        store: CheckpointStore,
-        flat: FlatModel,
-        *,
-        num_samples: int,
-    ) -> _Start:
+    def open(cls, config: TrainConfig, flat: FlatModel, *, num_samples: int) -> _Start:
         """Open the run's folder and return the start it holds, or a new one."""
+        folder = RunFolder(config)
+        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
         if not config.run.resume:
             folder.open_new()
-            return cls(first_snapshot(flat, num_samples), {}, 0.0, [])
+            return cls(folder, store, first_snapshot(flat, num_samples), {}, 0.0, [])
         folder.open_again(config)
         checkpoint, sentences = store.read()
         snapshot = snapshot_of(checkpoint, flat)
@@ -297,7 +290,7 @@ class _Start:
                 f"raise training.epochs (or steps, samples, seconds) to train on",
             )
         sentences.append(f"resuming from round {snapshot.round} in {folder.root}")
-        return cls(snapshot, checkpoint.workers, checkpoint.seconds, sentences)
+        return cls(folder, store, snapshot, checkpoint.workers, checkpoint.seconds, sentences)
 
 
 def _is_complete(config: TrainConfig, snapshot: Snapshot) -> bool:
@@ -325,30 +318,9 @@ def _make_crew(job: Job, dataset: Dataset) -> Crew:
     return RayCrew(job, dataset)
 
 
-@contextmanager
-def _stop_on_signal(controller: Controller) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into a stop with a checkpoint; the second ends at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        signal.signal(number, signal.default_int_handler)
-        controller.request_stop(name)
-
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _finish(
-    controller: Controller, recorder: RunRecorder, folder: RunFolder, store: CheckpointStore
-) -> Result:
+def _finish(controller: Controller, recorder: RunRecorder, start: _Start) -> Result:
     assert controller.state is State.DONE
+    folder, store = start.folder, start.store
     is_stopped = controller.outcome is Outcome.STOPPED
     metrics = {
         **recorder.figures(),

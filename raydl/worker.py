@@ -282,11 +282,11 @@ class Worker:
 
     def _notice_step(self, schedule: Schedule) -> None:
         if self._before_step is not None:
-            membership = self._membership
+            rank, num_workers = schedule.place
             self._before_step(
                 self.worker_id,
-                rank=membership.worker_ids.index(self.worker_id),
-                num_workers=membership.num_workers,
+                rank=rank,
+                num_workers=num_workers,
                 local_step=self.local_step,
                 round=schedule.version,
                 seconds=self._elapsed_s(),

@@ -146,7 +146,7 @@ class Workforce:
         now = self._clock()
         for worker_id in membership.worker_ids:
             entry = self._entries[worker_id]
-            if entry.phase is not Phase.TRAINING:
+            if entry.phase not in (Phase.TRAINING, Phase.LEAVING):
                 self._enter(worker_id, Phase.TRAINING)
             if not entry.in_loop:
                 entry.in_loop = entry.has_trained = True
@@ -192,7 +192,8 @@ class Workforce:
         now = self._clock()
         found = []
         for entry in self._entries.values():
-            if entry.in_loop and now - entry.moved_at > self._patience_s(entry):
+            is_heard = now - entry.heard_at <= _SILENT_S  # otherwise its lease decides
+            if entry.in_loop and is_heard and now - entry.moved_at > self._patience_s(entry):
                 found.append((entry.worker_id, now - entry.moved_at))
         return found
 

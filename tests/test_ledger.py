@@ -1,7 +1,12 @@
 """Every sample of an epoch is completed once."""
 
+import copy
+import json
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from raydl.ledger import Ledger, share_round, split_evenly
 
@@ -39,6 +44,19 @@ def test_the_last_round_splits_what_remains_evenly():
     assert share_round(1, num_workers=2, batch_size=64, max_steps=10).counts == (1, 0)
 
 
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_with_nothing_left_a_round_is_an_exchange_around_one_empty_step(num_workers):
+    share = share_round(0, num_workers=num_workers, batch_size=64, max_steps=10)
+    assert (share.num_steps, share.counts) == (1, (0,) * num_workers)
+
+
+@pytest.mark.parametrize(("remaining", "num_steps"), [(119, 2), (120, 2), (121, 2), (59, 1)])
+def test_around_a_full_round_the_steps_are_as_few_as_hold_the_samples(remaining, num_steps):
+    share = share_round(remaining, num_workers=2, batch_size=30, max_steps=2)
+    assert share.num_steps == num_steps
+    assert sum(share.counts) == min(remaining, 120)
+
+
 def test_parts_differ_by_one_at_most():
     assert split_evenly(7, 3) == [3, 2, 2]
     assert split_evenly(0, 2) == [0, 0]
@@ -52,6 +70,71 @@ def test_a_saved_ledger_frees_what_was_under_way():
     again = Ledger.from_state_dict(ledger.state_dict())
     assert again.num_done_ever == 3
     assert again.claim("w0", 100) == (0, [(3, 5), (5, 8)])
+
+
+def busy_ledger():
+    """Return a ledger with two epochs open: w0 and w1 have claims, w1 of both epochs."""
+    ledger = Ledger(10)
+    ledger.claim("w0", 2)
+    ledger.complete("w0")
+    ledger.claim("w0", 3)
+    ledger.claim("w1", 5)
+    ledger.claim("w1", 4)
+    return ledger
+
+
+def test_a_ledger_saved_with_its_claims_goes_on_as_if_it_had_not_been():
+    ledger = busy_ledger()
+    state = ledger.state_dict(with_claims=True)
+    assert state == {
+        "num_samples": 10,
+        "epoch": 0,
+        "open": [[0, 2, []], [1, 0, [[4, 10]]]],
+        "claimed": [["w0", 0, [2, 5]], ["w1", 0, [5, 10]], ["w1", 1, [0, 4]]],
+    }
+    again = Ledger.from_state_dict(json.loads(json.dumps(state)))
+    assert again.state_dict(with_claims=True) == state
+    for each in (ledger, again):
+        assert each.claimants == ("w0", "w1")
+        assert (each.num_done_ever, each.num_claimed, each.num_free) == (2, 12, 6)
+        assert (each.complete("w1"), each.epoch) == (9, 0)
+        assert (each.complete("w0"), each.epoch) == (3, 1)
+        assert each.claim("w2", 100) == (1, [(4, 10)])
+
+
+def test_without_its_claims_all_that_was_under_way_is_free():
+    again = Ledger.from_state_dict(busy_ledger().state_dict())
+    assert again.claimants == ()
+    assert (again.num_done_ever, again.num_claimed, again.num_free) == (2, 0, 8)
+    assert again.claim("w7", 100) == (0, [(2, 5), (5, 10)])
+    assert again.claim("w7", 100) == (1, [(0, 4), (4, 10)])
+
+
+def test_a_saved_ledger_does_not_change_with_the_one_it_was_saved_from():
+    ledger = busy_ledger()
+    states = [ledger.state_dict(with_claims=with_claims) for with_claims in (False, True)]
+    before = copy.deepcopy(states)
+    ledger.complete("w0")
+    ledger.give_back("w1")
+    ledger.claim("w2", 3)
+    assert states == before
+
+
+def test_release_frees_what_is_not_kept():
+    ledger = busy_ledger()
+    assert ledger.release(keep=("w0", "w5")) == 9
+    assert (ledger.claimants, ledger.num_claimed) == (("w0",), 3)
+    assert ledger.claim("w2", 100) == (0, [(5, 10)])
+    assert ledger.release() == 8
+    assert (ledger.claimants, ledger.num_claimed, ledger.num_free) == ((), 0, 8)
+    assert ledger.release() == 0
+
+
+def test_who_has_claimed_nothing_is_no_claimant():
+    ledger = Ledger(4)
+    assert ledger.claim("w0", 0) == (0, [])
+    assert ledger.claimants == ()
+    assert ledger.complete("w0") == ledger.give_back("w9") == 0
 
 
 @given(
@@ -82,3 +165,96 @@ def test_an_epoch_completes_every_position_once(
             seen += [position for start, stop in spans for position in range(start, stop)]
             ledger.complete(f"w{worker}")
     assert sorted(seen) == list(range(num_samples))
+
+
+class WorkersComeAndGo(RuleBasedStateMachine):
+    """Any order of claims, exchanges, losses, saves and restores.
+
+    The test keeps its own books, position by position: it counts how often each was completed,
+    and who has it now.
+    """
+
+    workers = st.sampled_from(["w0", "w1", "w2", "w3"])
+
+    @initialize(num_samples=st.integers(1, 12))
+    def begin(self, num_samples):
+        self.ledger = Ledger(num_samples)
+        self.held = {}
+        self.num_completed = {}
+
+    @rule(worker=workers, count=st.integers(0, 15))
+    def claim(self, worker, count):
+        num_free = self.ledger.num_free
+        epoch, spans = self.ledger.claim(worker, count)
+        positions = [(epoch, i) for start, stop in spans for i in range(start, stop)]
+        assert len(positions) == min(count, num_free)
+        for position in positions:
+            assert position not in self.held, "never claimed by two at a time"
+            assert position not in self.num_completed, "never claimed when it is done"
+            self.held[position] = worker
+
+    @rule(worker=workers)
+    def complete(self, worker):
+        mine = [position for position, who in self.held.items() if who == worker]
+        assert self.ledger.complete(worker) == len(mine)
+        for position in mine:
+            del self.held[position]
+            self.num_completed[position] = self.num_completed.get(position, 0) + 1
+
+    @rule(worker=workers)
+    def lose(self, worker):
+        mine = [position for position, who in self.held.items() if who == worker]
+        assert self.ledger.give_back(worker) == len(mine)
+        self._forget(mine)
+
+    @rule(staying=st.sets(workers))
+    def regroup(self, staying):
+        gone = [position for position, who in self.held.items() if who not in staying]
+        assert self.ledger.release(keep=staying) == len(gone)
+        self._forget(gone)
+
+    @rule(with_claims=st.booleans())
+    def save_and_restore(self, with_claims):
+        state = self.ledger.state_dict(with_claims=with_claims)
+        self.ledger = Ledger.from_state_dict(json.loads(json.dumps(state)))
+        assert self.ledger.state_dict(with_claims=with_claims) == state
+        if not with_claims:
+            self._forget(list(self.held))
+
+    def _forget(self, positions):
+        for position in positions:
+            del self.held[position]
+
+    @invariant()
+    def every_position_is_free_or_claimed_or_done(self):
+        ledger, n = self.ledger, self.ledger.num_samples
+        state = ledger.state_dict(with_claims=True)
+        num_free = sum(stop - start for _, _, free in state["open"] for start, stop in free)
+        assert ledger.num_done_ever == len(self.num_completed)
+        assert ledger.num_claimed == len(self.held)
+        assert set(ledger.claimants) == set(self.held.values())
+        num_epochs = ledger.epoch + len(state["open"])
+        assert ledger.num_done_ever + ledger.num_claimed + num_free == num_epochs * n
+        assert 1 <= ledger.num_free <= n
+
+    @invariant()
+    def a_position_is_done_once_and_an_epoch_when_all_are(self):
+        assert set(self.num_completed.values()) <= {1}
+        n, epoch = self.ledger.num_samples, 0
+        while all((epoch, i) in self.num_completed for i in range(n)):
+            epoch += 1
+        assert self.ledger.epoch == epoch
+
+    def teardown(self):
+        """Whatever happened, one worker alone brings the epoch to its end."""
+        if not hasattr(self, "ledger"):
+            return
+        self.regroup(set())
+        epoch = self.ledger.epoch
+        while self.ledger.epoch == epoch:
+            self.claim("w9", 5)
+            self.complete("w9")
+        self.a_position_is_done_once_and_an_epoch_when_all_are()
+
+
+test_workers_come_and_go_and_every_position_is_completed_once = WorkersComeAndGo.TestCase

@@ -10,7 +10,7 @@ from raydl.controller import State
 from raydl.crew import Collected, Evaluated
 from raydl.errors import CheckpointError
 from raydl.flat import FlatModel
-from raydl.metrics import TAGS, TimeParts
+from raydl.metrics import TAGS, TimeParts, tag_of
 from raydl.recorder import RunRecorder, checkpoint_of, snapshot_of
 from raydl.reports import AllreduceReport, Record, WorkerReport
 
@@ -22,7 +22,7 @@ class Memory:
         self.points, self.sentences, self.views = [], [], []
 
     def scalars(self, values, *, num_samples):
-        assert set(values) <= set(TAGS)
+        assert {tag_of(name).name for name in values} <= set(TAGS)
         self.points.append((num_samples, dict(values)))
 
     def text(self, name, markdown, *, num_samples):
@@ -102,16 +102,13 @@ def test_a_last_checkpoint_that_fails_is_an_error():
         recorder.close()
 
 
-def test_a_record_becomes_one_point_of_every_curve():
-    recorder, memory = make(Store())
-    recorder.event("generation 1: w0 starts")
-    parts = {**TimeParts().as_dict(), "forward_backward": 3.0, "device_device_parameters": 1.0}
-    record = Record(
+def record_at(num_samples):
+    return Record(
         round=2,
         generation=1,
         num_workers=1,
         epoch=0.5,
-        num_samples=5,
+        num_samples=num_samples,
         local_step=2,
         lr=0.1,
         loss=0.7,
@@ -120,12 +117,35 @@ def test_a_record_becomes_one_point_of_every_curve():
         exchange_bytes=40,
         staleness=0.0,
     )
+
+
+def report_of(worker_id, *, local_step, step_s=0.25, round_s=1.0, parts=None, allreduce=None):
+    return WorkerReport(
+        worker_id,
+        round=local_step,
+        records=(),
+        kept=(),
+        time_parts=parts or TimeParts().as_dict(),
+        local_step=local_step,
+        step_s=step_s,
+        waited_s=0.5,
+        round_s=round_s,
+        allreduce=allreduce,
+    )
+
+
+def test_a_record_becomes_one_point_of_every_curve():
+    recorder, memory = make(Store())
+    recorder.event("generation 1: w0 starts")
+    parts = {**TimeParts().as_dict(), "forward_backward": 3.0, "device_device_parameters": 1.0}
     allreduce = AllreduceReport(1, "ring", 1000, 0.001, 0.002)
-    recorder.record(record, {"w0": WorkerReport("w0", 2, (), (), parts, allreduce)})
+    report = report_of("w0", local_step=2, parts=parts, allreduce=allreduce)
+    recorder.record(record_at(5), {"w0": report})
     recorder.evaluated(Evaluated(2, 0, 5, 1.0, {"accuracy": 0.9, "loss": 0.3}))
     recorder.show(State.TRAINING, 1)
     recorder.close()
-    assert set().union(*[values for _, values in memory.points]) == set(TAGS)
+    names = set().union(*[values for _, values in memory.points])
+    assert {tag_of(name).name for name in names} == set(TAGS)
     assert all(num_samples == 5 for num_samples, _ in memory.points)
     view = memory.views[-1]
     assert (view.share_done, view.communication_share) == (0.25, 0.25)
@@ -134,6 +154,37 @@ def test_a_record_becomes_one_point_of_every_curve():
     assert figures["seconds"] > 5.0
     assert figures["samples"] == 5
     assert figures["center_accuracy"] == 0.9
+
+
+def worker_curves(points):
+    return [
+        {name: value for name, value in values.items() if name.startswith("worker_")}
+        for _, values in points
+    ]
+
+
+def test_every_worker_has_curves_of_its_own_which_end_when_it_tells_nothing_new():
+    recorder, memory = make(Store())
+    fast, slow = (report_of(w, local_step=4, step_s=s) for w, s in (("w0", 0.25), ("w1", 2.0)))
+    unready = report_of("w2", local_step=0, round_s=0.0)
+    recorder.record(record_at(5), {"w0": fast, "w1": slow, "w2": unready})
+    recorder.record(record_at(6), {"w0": report_of("w0", local_step=8), "w1": slow})
+    recorder.close()
+    assert worker_curves(memory.points) == [
+        {
+            "worker_step_s/w0": 0.25,
+            "worker_waited_s/w0": 0.5,
+            "worker_step_s/w1": 2.0,
+            "worker_waited_s/w1": 0.5,
+        },
+        {"worker_step_s/w0": 0.25, "worker_waited_s/w0": 0.5},
+    ]
+
+
+def test_a_name_without_a_sentence_is_not_written():
+    assert tag_of("worker_step_s/w12").name == "worker_step_s/ID"
+    with pytest.raises(AssertionError, match="worker_speed/w0 has no sentence"):
+        tag_of("worker_speed/w0")
 
 
 def test_a_snapshot_comes_back_from_its_checkpoint():

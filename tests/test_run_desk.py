@@ -26,6 +26,7 @@ TRAINING = RunStatus(
 def fast(monkeypatch):
     monkeypatch.setattr(run_desk, "POLL_S", 0.002)
     monkeypatch.setattr(run_desk, "LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(run_desk, "BEAT_S", 60.0)
 
 
 class Clock:
@@ -190,6 +191,22 @@ def test_a_status_of_a_newer_raydl_is_read_as_far_as_it_is_known(tmp_path, desk)
     values["mood"] = values["workers"][0]["mood"] = "good"
     (tmp_path / "status.json").write_text(json.dumps(values))
     assert read_status(str(tmp_path)).workers == WORKERS
+
+
+def test_a_driver_that_is_long_at_something_still_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_desk, "BEAT_S", 0.01)
+    monkeypatch.setattr(run_desk, "STALE_S", 0.2)
+    desk = RunDesk(Storage(str(tmp_path)))
+    desk.tell(replace(TRAINING, state="starting"))
+    first = wait_for(lambda: told(tmp_path))
+    wait_for(lambda: "starting, no news for " in told(tmp_path).state)
+    assert told(tmp_path).told_at > first.told_at
+    assert told(tmp_path).workers == WORKERS
+    desk.tell(TRAINING, at_once=True)
+    wait_for(lambda: told(tmp_path).state == "training")
+    desk.close(replace(TRAINING, state="finished"))
+    time.sleep(0.05)
+    assert told(tmp_path).state == "finished"
 
 
 # reading

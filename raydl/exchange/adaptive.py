@@ -1,29 +1,18 @@
-"""The adaptive all-reduce beside a gradient: chosen per message, run in a thread of its own.
-
-With it, how a wait for torch's own operations is bounded: in a thread, in slices, by closing
-the connections.
-"""
+"""The adaptive all-reduce beside a gradient: chosen per message, run in a thread of its own."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from raydl.exchange.allreduce import Link, Node, Reducer, choose, measure_network, predict_s
 from raydl.reports import AllreduceReport
-
-_CUT_TAG = 1
-"""Of messages that nobody sends."""
-
-T = TypeVar("T")
 
 
 class AdaptiveAllreduce:
@@ -108,43 +97,3 @@ class AdaptiveWork:
         if not wait([self._future], seconds).done:
             raise RuntimeError(f"the sum is not there after {seconds} s")
         self._future.result()
-
-
-def in_thread(act: Callable[[], T]) -> Future[T]:
-    """Return the result to come of a function, in a thread that no process end waits for."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(act())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return result
-
-
-def is_done(work: Any, within: timedelta) -> bool:
-    """Return whether an operation comes to its end, good or bad, within a time.
-
-    Not for a single message: gloo closes the connections if its receiver waits in vain.
-    """
-    try:
-        work.wait(within)
-    except RuntimeError:  # it failed, or goes on
-        return bool(work.is_completed())
-    return True
-
-
-def close_connections(process_group: Any) -> None:
-    """Close all connections of a gloo group; what is under way fails, here and at the peers.
-
-    gloo has no call for that, and its destructor waits for what is under way. But a receive
-    that times out closes every connection of its group. From a peer that is gone already it
-    fails at once and closes no other, so that each peer has its turn.
-    """
-    for peer in range(process_group.size()):
-        if peer != process_group.rank():
-            with contextlib.suppress(RuntimeError):
-                receive = process_group.recv([torch.empty(1)], peer, _CUT_TAG)
-                receive.wait(timedelta(milliseconds=1))

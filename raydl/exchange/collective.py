@@ -1,33 +1,29 @@
 """The collective among Ray actors: a backend of ours behind ``ray.util.collective``.
 
 Ray's own gloo backend wraps the one process-wide group of torch.distributed: it fixes its
-size for the life of the process and bounds no operation. This backend makes a fresh torch
-process group (gloo for CPU tensors, NCCL for CUDA tensors) per generation, with a time-out
-on every operation. A group's name is its address, since a name is all that Ray's
-constructor hands on:
+size for the life of the process and bounds no operation. This backend makes a fresh process
+group of torch (``process_group.py``) per generation, with a time-out on every operation. A
+group's name is its address, since a name is all that Ray's constructor hands on:
 
     raydl://HOST:PORT/RUN/GENERATION?device=cpu&timeout_s=60.0
 
 HOST:PORT is a TCPStore in the center's process, so that no worker is needed to meet.
 
 A group can be abandoned from another thread: who forms it or waits in it is free at once.
-Leaving it closes its connections, so that peers that wait for this member fail at once too.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import ray
-import torch.distributed
 from ray.util import collective
 from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
@@ -35,14 +31,11 @@ from ray.util.collective.types import ReduceOp
 from torch import Tensor
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.adaptive import AdaptiveAllreduce, close_connections, in_thread, is_done
-from raydl.exchange.allreduce import ProcessGroupLink
+from raydl.exchange.adaptive import AdaptiveAllreduce
+from raydl.exchange.process_group import TorchGroup, dist, is_done
 from raydl.reports import AllreduceReport
 
 BACKEND = "RAYDL"
-
-# torch's stubs do not export what its documentation does: TCPStore, PrefixStore, options.
-dist: Any = torch.distributed
 
 _REDUCE_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -53,6 +46,8 @@ _REDUCE_OPS = {
 _ROLL_CALL_S = 1.0
 _SLICE = timedelta(seconds=0.1)  # of a wait: after each is seen whether it was abandoned
 _ABANDONED = "it was abandoned: a worker was lost or left out"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,6 +83,12 @@ class GroupAddress:
             timeout_s=float(query["timeout_s"][0]),
         )
 
+    def connect_to_store(self) -> Any:
+        """Return this generation's part of the store. Raises RuntimeError: nobody answers."""
+        timeout = timedelta(seconds=self.timeout_s)
+        store = dist.TCPStore(self.host, self.port, timeout=timeout)
+        return dist.PrefixStore(f"{self.run_id}/{self.generation}", store)
+
 
 def open_store(host: str) -> Any:
     """Return a new rendezvous store on a free port of this host. Keep a reference to it."""
@@ -96,35 +97,17 @@ def open_store(host: str) -> Any:
     )
 
 
-class TorchGroup(BaseGroup):  # type: ignore[misc]
-    """A torch process group behind Ray's collective interface; to be used once connected."""
+class RayGroup(BaseGroup):  # type: ignore[misc]
+    """A torch group behind Ray's blocking interface; to be used once it is connected."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         # Nothing is waited for here: Ray holds a lock of the whole process meanwhile, and
         # the next group must not wait for one that was abandoned.
         super().__init__(world_size, rank, group_name)
-        self.address = GroupAddress.parse(group_name)
-        self.store: Any = None
-        self.is_left = False
-        self._process_group: Any = None
-
-    def connect(self) -> None:
-        """Meet the other members.
-
-        Raises:
-            RuntimeError: not all came in time, or this member left meanwhile.
-        """
-        timeout = timedelta(seconds=self.address.timeout_s)
-        store = dist.TCPStore(self.address.host, self.address.port, timeout=timeout)
-        prefix = f"{self.address.run_id}/{self.address.generation}"
-        self.store = dist.PrefixStore(prefix, store)
-        make = _make_nccl if self.address.device == "cuda" else _make_gloo
-        self._process_group = make(self.store, self.rank, self.world_size, timeout)
-        # Another thread may leave at any moment. Each of both writes before it reads what
-        # the other writes, so that one of them closes the connections.
-        if self.is_left:
-            self.destroy_group()
-            raise RuntimeError("the group was left while it was formed")
+        address = GroupAddress.parse(group_name)
+        self.torch = TorchGroup(
+            rank, world_size, device=address.device, timeout_s=address.timeout_s
+        )
 
     @classmethod
     def backend(cls) -> str:
@@ -136,69 +119,38 @@ class TorchGroup(BaseGroup):  # type: ignore[misc]
         """Return whether torch was built with process groups."""
         return bool(dist.is_available())
 
-    def cut(self) -> None:
-        """Close the connections now; what is under way fails, here and at the peers."""
-        process_group = self._process_group
-        if process_group is not None and self.address.device == "cuda":
-            process_group.abort()
-        elif process_group is not None:
-            close_connections(process_group)
-
     def destroy_group(self) -> None:
         """Leave, without waiting for what is under way."""
-        self.is_left = True
-        if self.address.device != "cuda":
-            self.cut()
-        # torch waits for its threads where the last reference goes: not here.
-        kept = [self._process_group, self.store]
-        self._process_group = self.store = None
-        threading.Thread(target=kept.clear, daemon=True).start()
-
-    def start_allreduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> Any:
-        """Begin an all-reduce in place; return torch's handle with ``wait()``."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = _REDUCE_OPS[op]
-        return self._process_group.allreduce([tensor], options)
-
-    def start_allgather(self, tensor: Tensor, out: list[Tensor]) -> Any:
-        """Begin to collect every member's tensor into ``out``, by rank."""
-        return self._process_group.allgather([out], [tensor])
-
-    def link(self) -> ProcessGroupLink:
-        """Return the way from this member to each other one."""
-        return ProcessGroupLink(self._process_group, self.rank, self.world_size)
-
-    # What follows is Ray's blocking interface, for those who know only that.
+        self.torch.leave()
 
     def allreduce(self, tensor: list[Tensor], allreduce_options: Any = None) -> None:
         """Replace the tensor by its sum (or product, least, greatest) over the group."""
-        op = allreduce_options.reduceOp if allreduce_options else ReduceOp.SUM
-        self.start_allreduce(tensor[0], op).wait()
+        self.torch.start_allreduce(tensor[0], _reduce_op(allreduce_options)).wait()
 
     def barrier(self, barrier_options: Any = None) -> None:
         """Wait for all members."""
-        self._process_group.barrier().wait()
+        self.torch.process_group.barrier().wait()
 
     def broadcast(self, tensor: list[Tensor], broadcast_options: Any = None) -> None:
         """Replace the tensor by that of the root rank."""
         options = dist.BroadcastOptions()
         options.rootRank = broadcast_options.root_rank if broadcast_options else 0
         options.rootTensor = 0
-        self._process_group.broadcast(tensor, options).wait()
+        self.torch.process_group.broadcast(tensor, options).wait()
 
     def reduce(self, tensor: list[Tensor], reduce_options: Any = None) -> None:
         """Sum into the tensor of the root rank."""
         options = dist.ReduceOptions()
         options.rootRank = reduce_options.root_rank if reduce_options else 0
         options.rootTensor = 0
-        options.reduceOp = _REDUCE_OPS[reduce_options.reduceOp if reduce_options else ReduceOp.SUM]
-        self._process_group.reduce(tensor, options).wait()
+        options.reduceOp = _reduce_op(reduce_options)
+        self.torch.process_group.reduce(tensor, options).wait()
 
     def allgather(
         self, tensor_list: list[list[Tensor]], tensor: list[Tensor], allgather_options: Any = None
     ) -> None:
         """Collect every member's tensor into the list, by rank."""
-        self._process_group.allgather(tensor_list, tensor).wait()
+        self.torch.process_group.allgather(tensor_list, tensor).wait()
 
     def reducescatter(
         self,
@@ -208,42 +160,26 @@ class TorchGroup(BaseGroup):  # type: ignore[misc]
     ) -> None:
         """Sum a list over the group and keep this rank's element."""
         for piece in tensor_list[0]:
-            self.start_allreduce(piece).wait()
+            self.torch.start_allreduce(piece).wait()
         tensor[0].copy_(tensor_list[0][self.rank])
 
     def send(self, tensor: list[Tensor], send_options: Any) -> None:
         """Send the tensor to a rank."""
-        self._process_group.send(tensor, send_options.dst_rank, 0).wait()
+        self.torch.process_group.send(tensor, send_options.dst_rank, 0).wait()
 
     def recv(self, tensor: list[Tensor], recv_options: Any) -> None:
         """Receive the tensor from a rank."""
-        self._process_group.recv(tensor, recv_options.src_rank, 0).wait()
+        self.torch.process_group.recv(tensor, recv_options.src_rank, 0).wait()
 
 
-def _make_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    # Bound to the address Ray reaches this node by: gloo's own guess takes a wrong
-    # interface on some hosts.
-    address = ray.util.get_node_ip_address()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
-
-
-def _make_nccl(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    # NCCL's default on a time-out is to end the process; blocking waits raise instead.
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    # A high-priority stream lets the reduction start while the gradient fills the device.
-    options.is_high_priority_stream = True
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+def _reduce_op(options: Any) -> Any:
+    return _REDUCE_OPS[options.reduceOp if options else ReduceOp.SUM]
 
 
 def register() -> None:
     """Make the backend known to ``ray.util.collective`` in this process."""
     if not collective.is_backend_available(BACKEND):
-        register_collective_backend(BACKEND, TorchGroup)
+        register_collective_backend(BACKEND, RayGroup)
 
 
 class CollectiveGroup:
@@ -280,13 +216,13 @@ class CollectiveGroup:
         self._name = str(address)
         self._abandoned = abandoned or threading.Event()
         collective.init_collective_group(self.num_workers, rank, BACKEND, self._name)
-        self._group: TorchGroup = collective.get_group_handle(self._name)
+        self._group: TorchGroup = collective.get_group_handle(self._name).torch
         self._form(algorithm)
 
     def _form(self, algorithm: str) -> None:
         """Meet the others; if the group is abandoned, the thread ends by its own time-out."""
         start = time.monotonic()
-        met = in_thread(lambda: self._meet(algorithm))
+        met = _in_thread(lambda: self._meet(algorithm))
         try:
             while not met.done():
                 futures.wait([met], _SLICE.total_seconds() / 2)
@@ -300,7 +236,8 @@ class CollectiveGroup:
             threading.Thread(target=self._cut_if_abandoned, daemon=True).start()
 
     def _meet(self, algorithm: str) -> AdaptiveAllreduce | None:
-        self._group.connect()
+        store = self.address.connect_to_store()
+        self._group.connect(store, host=ray.util.get_node_ip_address())
         if algorithm == "library":
             return None
         link, generation = self._group.link(), self.address.generation
@@ -398,3 +335,17 @@ class CollectiveWork:
             ExchangeError: a member left, or all was abandoned; the tensor may be half reduced.
         """
         self._group.wait_for(self._work, self._round)
+
+
+def _in_thread(act: Callable[[], T]) -> futures.Future[T]:
+    """Return the result to come of a function, in a thread that no process end waits for."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(act())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result

@@ -82,6 +82,8 @@ class Orders:
     """Local steps to take over them."""
     num_workers: int
     """Workers that train now (p)."""
+    rank: int
+    """Of this worker among them."""
     num_done: int
     """Samples done by all workers."""
     seconds: float

@@ -173,8 +173,8 @@ class RayDelivery:
     def _wait_until_here(self, deadline: float) -> None:
         """Wait for the answer in short slices, so that an abandoned one is noticed soon.
 
-        By ``ray.wait``: a ``ray.get`` that times out makes Ray drop what it has fetched so far
-        of a large answer on another node.
+        By ``ray.wait``: a ``ray.get`` that times out cancels the fetch of a large answer from
+        another node, so that a slow one might never arrive.
         """
         while True:
             slice_s = max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic()))

@@ -83,6 +83,11 @@ class Schedule(Protocol):
         """Rounds completed, or exchanges that the center has settled."""
         ...
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This worker's (rank, number of workers), as far as it knows."""
+        ...
+
     def next_round(self, local_step: int) -> Round:
         """Return what to do next; waits where it is not this worker's turn."""
         ...

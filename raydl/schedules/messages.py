@@ -79,6 +79,11 @@ class MessageSchedule:
         """Exchanges that the center had settled at the last one of this worker."""
         return self._desk.version
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This worker's (rank, number of workers), by the newest orders."""
+        return self._orders.rank, self._orders.num_workers
+
     def next_round(self, local_step: int) -> Round:
         """Return what the dispatcher ordered, once it is this worker's turn."""
         orders = self._orders

@@ -115,6 +115,11 @@ class SyncSchedule:
         """Rounds completed since the run began."""
         return self._version
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This worker's (rank, number of workers)."""
+        return self._site.rank, self._site.membership.num_workers
+
     def next_round(self, local_step: int) -> Round:
         """Claim this round's samples for all ranks."""
         with self._site.time_parts.measure("data_io"):

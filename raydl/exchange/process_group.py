@@ -1,0 +1,142 @@
+"""A process group of torch that any thread can leave at once: gloo for CPU tensors, or NCCL.
+
+torch bounds an operation by a time-out, but has no call to give one up before. Here a wait
+goes in slices, between which the waiter looks around (:func:`is_done`), and leaving closes
+the connections, so that peers that wait for this member fail at once too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from raydl.exchange.allreduce import ProcessGroupLink
+
+# torch's stubs do not export what its documentation does: TCPStore, PrefixStore, options.
+dist: Any = torch.distributed
+
+_CUT_TAG = 1
+"""Of messages that nobody sends."""
+
+
+class TorchGroup:
+    """One member's side of a process group; to be used once connected.
+
+    Args:
+        rank: this member's.
+        num_workers: of all members.
+        device: ``cpu`` or ``cuda``.
+        timeout_s: bound of every operation.
+    """
+
+    def __init__(self, rank: int, num_workers: int, *, device: str, timeout_s: float) -> None:
+        self.process_group: Any = None
+        self.store: Any = None
+        self.is_left = False
+        self._rank = rank
+        self._num_workers = num_workers
+        self._is_cuda = device == "cuda"
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def connect(self, store: Any, *, host: str) -> None:
+        """Meet the other members in a store; ``host`` is the address they reach this one by.
+
+        Raises:
+            RuntimeError: not all came in time, or this member left meanwhile.
+        """
+        self.store = store
+        # In no local variable: an error would keep it, and leave() could not let it go.
+        self.process_group = (
+            _make_nccl(store, self._rank, self._num_workers, self._timeout)
+            if self._is_cuda
+            else _make_gloo(store, self._rank, self._num_workers, self._timeout, host)
+        )
+        # Another thread may leave at any moment. Each of both writes before it reads what
+        # the other writes, so that one of them closes the connections.
+        if self.is_left:
+            self.leave()
+            raise RuntimeError("the group was left while it was formed")
+
+    def cut(self) -> None:
+        """Close the connections now; what is under way fails, here and at the peers."""
+        process_group = self.process_group
+        if process_group is not None and self._is_cuda:
+            process_group.abort()
+        elif process_group is not None:
+            _close_connections(process_group)
+
+    def leave(self) -> None:
+        """Leave, without waiting for what is under way."""
+        self.is_left = True
+        if not self._is_cuda:
+            self.cut()
+        # torch waits for its threads where the last reference goes: not here.
+        kept = [self.process_group, self.store]
+        self.process_group = self.store = None
+        threading.Thread(target=kept.clear, daemon=True).start()
+
+    def start_allreduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+        """Begin an all-reduce in place; return torch's handle with ``wait()``."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return self.process_group.allreduce([tensor], options)
+
+    def start_allgather(self, tensor: Tensor, out: list[Tensor]) -> Any:
+        """Begin to collect every member's tensor into ``out``, by rank."""
+        return self.process_group.allgather([out], [tensor])
+
+    def link(self) -> ProcessGroupLink:
+        """Return the way from this member to each other one."""
+        return ProcessGroupLink(self.process_group, self._rank, self._num_workers)
+
+
+def is_done(work: Any, within: timedelta) -> bool:
+    """Return whether an operation comes to its end, good or bad, within a time.
+
+    Not for a single message: gloo closes the connections if its receiver waits in vain.
+    """
+    try:
+        work.wait(within)
+    except RuntimeError:  # it failed, or goes on
+        return bool(work.is_completed())
+    return True
+
+
+def _make_gloo(store: Any, rank: int, num_workers: int, timeout: timedelta, host: str) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    # Bound to the address that the others know: gloo's own guess takes a wrong interface on
+    # some hosts.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, num_workers, options)
+
+
+def _make_nccl(store: Any, rank: int, num_workers: int, timeout: timedelta) -> Any:
+    # NCCL's default on a time-out is to end the process; blocking waits raise instead.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # A high-priority stream lets the reduction start while the gradient fills the device.
+    options.is_high_priority_stream = True
+    return dist.ProcessGroupNCCL(store, rank, num_workers, options)
+
+
+def _close_connections(process_group: Any) -> None:
+    """Close all connections of a gloo group; what is under way fails, here and at the peers.
+
+    gloo has no call for that, and its destructor waits for what is under way. But a receive
+    that times out closes every connection of its group. From a peer that is gone already it
+    fails at once and closes no other, so that each peer has its turn.
+    """
+    for peer in range(process_group.size()):
+        if peer != process_group.rank():
+            with contextlib.suppress(RuntimeError):
+                receive = process_group.recv([torch.empty(1)], peer, _CUT_TAG)
+                receive.wait(timedelta(milliseconds=1))

@@ -1,0 +1,87 @@
+"""The loop of a run: the controller's steps, its desk between them, and the signals that end it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from raydl.config import TrainConfig
+from raydl.controller import Controller
+from raydl.recorder import RunRecorder
+from raydl.run_desk import RunDesk
+from raydl.run_state import State
+from raydl.run_status import RunView
+from raydl.storage import Storage
+
+
+@contextmanager
+def open_desk(storage: Storage, view: RunView) -> Iterator[RunDesk]:
+    """Open a run's desk, and close it with how the run ended, whichever way that was."""
+    desk = RunDesk(storage)
+    desk.tell(view.status(), at_once=True)
+    try:
+        yield desk
+    except BaseException as error:
+        desk.close(view.end(error))
+        raise
+    desk.close(view.end())
+
+
+def run_to_end(
+    controller: Controller,
+    recorder: RunRecorder,
+    desk: RunDesk,
+    view: RunView,
+    *,
+    config: TrainConfig,
+) -> None:
+    """Step the controller until the run is done; between two steps, see to the desk.
+
+    Raises:
+        RaydlError: what ends the run; a user's own exception comes as it is.
+    """
+    view.follow(controller)
+    with _stop_on_signal(controller):
+        while not controller.step():
+            desk.tell(view.status)
+            for request in desk.take_requests():
+                ok, sentence = remove(controller, request.worker_id, config=config)
+                desk.answer(request, sentence, ok=ok)
+            trouble = desk.take_trouble()
+            if trouble:
+                recorder.event(trouble)
+    desk.tell(view.status, at_once=True)
+
+
+def remove(controller: Controller, worker_id: str, *, config: TrainConfig) -> tuple[bool, str]:
+    """Take a worker out, if that can be; return (whether it goes, a sentence)."""
+    if config.scaling.max_workers == 0:
+        return False, (
+            f"{worker_id} is the run's only process (--workers 0); to end the run, interrupt it"
+        )
+    if controller.state in (State.FINISHING, State.DONE):
+        return False, f"the run is about to end, and {worker_id} with it"
+    return controller.remove(worker_id)
+
+
+@contextmanager
+def _stop_on_signal(controller: Controller) -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into a stop with a checkpoint; the second ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        signal.signal(number, signal.default_int_handler)
+        controller.request_stop(name)
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

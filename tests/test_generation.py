@@ -1,0 +1,184 @@
+"""What is known of the generation that trains."""
+
+import pytest
+
+from raydl.crew import RunEnded
+from raydl.generation import Generation
+from raydl.membership import Membership
+from raydl.reports import Outcome, WorkerReport
+
+THREE = ("w0", "w1", "w2")
+
+
+def generation_of(*worker_ids, number=3):
+    return Generation(Membership(number, worker_ids or THREE), began_at_round=10)
+
+
+def end(run, worker_id, outcome, round=20):
+    run.ended[worker_id] = RunEnded(worker_id, outcome, round, run.entered_with(worker_id))
+
+
+def report(run, worker_id, round, *kept):
+    run.reports[worker_id] = WorkerReport(worker_id, round, (), tuple(kept), {})
+
+
+# who is there
+
+
+def test_members_are_at_work_until_they_have_ended_and_present_until_they_are_lost():
+    run = generation_of()
+    end(run, "w1", Outcome.REGROUP)
+    assert (run.present, run.at_work) == (THREE, ("w0", "w2"))
+    run.lose("w2")
+    assert (run.present, run.at_work) == (("w0", "w1"), ("w0",))
+    run.lose("w1")
+    assert (run.present, run.at_work) == (("w0",), ("w0",))
+    assert run.ended == {}
+
+
+def test_it_is_broken_when_an_exchange_did_not_complete():
+    run = generation_of()
+    end(run, "w0", Outcome.REGROUP)
+    assert not run.is_broken
+    end(run, "w1", Outcome.BROKEN)
+    assert run.is_broken
+    run.lose("w1")
+    assert not run.is_broken
+
+
+# what follows
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [
+        ([], Outcome.REGROUP),  # all were lost
+        ([("finished", 20), ("finished", 20)], Outcome.FINISHED),
+        ([("stopped", 20), ("stopped", 20)], Outcome.STOPPED),
+        ([("regroup", 20), ("regroup", 20)], Outcome.REGROUP),
+        ([("broken", 20), ("broken", 20)], Outcome.BROKEN),
+        # a vote to regroup counts before the end of the run
+        ([("finished", 21), ("regroup", 20)], Outcome.REGROUP),
+        ([("regroup", 20), ("stopped", 21)], Outcome.REGROUP),
+        ([("broken", 19), ("regroup", 20)], Outcome.REGROUP),
+        # a last round is the last one for those who missed it, too
+        ([("broken", 19), ("finished", 20)], Outcome.FINISHED),
+        ([("finished", 20), ("broken", 19)], Outcome.FINISHED),
+        ([("stopped", 20), ("broken", 19)], Outcome.STOPPED),
+        ([("broken", -1), ("finished", 0)], Outcome.FINISHED),
+        # whoever is behind does not decide
+        ([("finished", 19), ("broken", 20)], Outcome.BROKEN),
+    ],
+)
+def test_what_follows_when_all_have_ended(ends, outcome):
+    run = generation_of()
+    for worker_id, (what, round) in zip(THREE, ends, strict=False):
+        end(run, worker_id, Outcome(what), round)
+    assert run.outcome() is outcome
+
+
+def test_the_freshest_is_who_got_furthest_and_is_still_there():
+    run = generation_of()
+    assert run.freshest() is None
+    end(run, "w0", Outcome.BROKEN, 19)
+    end(run, "w1", Outcome.BROKEN, 20)
+    end(run, "w2", Outcome.BROKEN, 20)
+    assert run.freshest().round == 20
+    run.lose("w1")
+    assert run.freshest().worker_id == "w2"
+    run.lose("w2")
+    assert run.freshest().worker_id == "w0"
+
+
+def test_how_a_lost_member_ended_decides_nothing():
+    run = generation_of()
+    end(run, "w0", Outcome.FINISHED)
+    end(run, "w1", Outcome.REGROUP)
+    run.lose("w1")
+    assert run.outcome() is Outcome.FINISHED
+
+
+# checkpoints
+
+
+def test_a_round_is_kept_everywhere_when_all_who_are_there_keep_it():
+    run = generation_of()
+    report(run, "w0", 15, 12, 14)
+    report(run, "w1", 15, 14)
+    assert run.kept_everywhere() == set(), "nothing is known of w2"
+    report(run, "w2", 15, 13)
+    assert run.kept_everywhere() == set()
+    report(run, "w2", 15, 13, 14)
+    assert run.kept_everywhere() == {14}
+
+
+def test_a_lost_member_keeps_nothing_and_nobody_waits_for_it():
+    run = generation_of()
+    report(run, "w0", 15, 14)
+    report(run, "w1", 15, 14)
+    run.lose("w2")
+    assert run.kept_everywhere() == {14}
+    run.lose("w0")
+    run.lose("w1")
+    assert run.kept_everywhere() == set()
+
+
+def test_states_of_an_older_vote_do_not_count():
+    run = generation_of("w0", "w1")
+    report(run, "w0", 15, 14)
+    report(run, "w1", 16, 14)
+    run.note_vote()
+    assert run.voted_at_round == 16
+    assert run.kept_everywhere() == set()
+    report(run, "w0", 18, 14, 16, 17)
+    report(run, "w1", 18, 14, 16, 17)
+    assert run.kept_everywhere() == {17}
+
+
+def test_a_vote_before_any_report_is_of_round_0():
+    run = generation_of()
+    run.note_vote()
+    assert run.voted_at_round == 0
+
+
+def test_it_is_told_when_every_end_is_behind_a_report():
+    run = generation_of("w0", "w1")
+    assert run.is_told()
+    end(run, "w0", Outcome.FINISHED, 20)
+    assert not run.is_told()
+    report(run, "w0", 19)
+    assert not run.is_told()
+    report(run, "w0", 20)
+    assert run.is_told()
+    end(run, "w1", Outcome.BROKEN, -1)
+    run.lose("w1")
+    assert run.is_told(), "of who is lost nothing is to come"
+
+
+# where members come one by one
+
+
+def test_members_keep_the_generation_that_they_entered_with():
+    run = generation_of(number=3)
+    assert [run.entered_with(w) for w in THREE] == [3, 3, 3]
+    run.change(Membership(4, ("w0", "w2", "w3")))
+    assert [run.entered_with(w) for w in ("w0", "w2", "w3")] == [3, 3, 4]
+    run.change(Membership(5, ("w2", "w3", "w4")))
+    assert [run.entered_with(w) for w in ("w2", "w3", "w4")] == [3, 4, 5]
+
+
+def test_who_left_and_joins_again_enters_anew():
+    run = generation_of(number=3)
+    run.change(Membership(4, ("w0", "w1")))
+    run.change(Membership(5, THREE))
+    assert [run.entered_with(w) for w in THREE] == [3, 3, 5]
+
+
+def test_with_a_change_the_lost_ones_are_forgotten_and_the_ends_of_others_are_not():
+    run = generation_of(number=3)
+    run.lose("w1")
+    end(run, "w0", Outcome.FINISHED)
+    run.change(Membership(4, ("w0", "w2", "w3")))
+    assert run.lost == set()
+    assert (run.present, run.at_work) == (("w0", "w2", "w3"), ("w2", "w3"))
+    assert run.outcome() is Outcome.FINISHED

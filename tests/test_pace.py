@@ -1,0 +1,121 @@
+"""How long the others wait, and whom they go on without."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raydl.pace import Pace, late_workers
+
+
+def pace_of(*rounds, pauses=()):
+    pace = Pace()
+    for seconds in rounds:
+        pace.note_round(seconds)
+    for seconds in pauses:
+        pace.note_pause(seconds)
+    return pace
+
+
+def test_while_rounds_are_few_everybody_is_waited_for():
+    assert pace_of().grace_s() == math.inf
+    assert pace_of(1.0, 1.0, 1.0, 1.0, pauses=[2.0]).grace_s() == math.inf
+    assert pace_of(1.0, 1.0, 1.0, 1.0, 1.0).grace_s() == 1.0
+
+
+def test_the_grace_is_the_median_and_six_spreads_and_two_pauses():
+    """Rounds of 1 to 5 s: the median is 3, the median distance from it is 1."""
+    assert pace_of(1, 2, 3, 4, 5).grace_s() == pytest.approx(3 + 6 * 1.4826)
+    assert pace_of(5, 3, 1, 2, 4, pauses=[7]).grace_s() == pytest.approx(3 + 6 * 1.4826 + 14)
+
+
+def test_one_outlier_does_not_move_the_grace():
+    rounds = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0]
+    usual = pace_of(*rounds).grace_s()
+    assert pace_of(*rounds, 1000.0).grace_s() == pytest.approx(usual, abs=0.31)
+    assert usual < 2
+
+
+def test_one_long_pause_among_others_does_not_move_it_either():
+    assert pace_of(*[1.0] * 5, pauses=[2, 500, 2]).grace_s() == 5.0
+
+
+def test_only_the_newest_rounds_and_pauses_count():
+    pace = pace_of(*[50.0] * 101, *[1.0] * 101, pauses=[30.0] * 5 + [2.0] * 5)
+    assert pace.grace_s() == 5.0
+
+
+@given(
+    st.lists(st.floats(0.01, 10), min_size=11, max_size=40),
+    st.floats(0, 1e6),
+    st.lists(st.floats(0, 10), max_size=5),
+)
+def test_no_round_however_long_brings_the_grace_out_of_the_usual(rounds, outlier, pauses):
+    """The median lies among the usual rounds; the spread is at most their range."""
+    grace_s = pace_of(*rounds, outlier, pauses=pauses).grace_s()
+    most = max(rounds) + 6 * 1.4826 * (max(rounds) - min(rounds)) + 2 * max(pauses, default=0)
+    assert min(rounds) <= grace_s <= most * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("waits", "grace_s", "quorum", "late"),
+    [
+        # nobody, or everybody, waits
+        ((), 5.0, 0.5, ()),
+        ((0.0, 0.0, 0.0), 5.0, 0.5, ()),
+        ((0.0, 0.0, 0.0), 0.0, 0.5, ()),
+        ((9.0, 9.0, 9.0), 5.0, 0.5, ()),  # on their way: nobody is late
+        # one of three is at work
+        ((4.9, 4.9, 0.0), 5.0, 0.5, ()),
+        ((5.0, 5.0, 0.0), 5.0, 0.5, ()),  # no longer than the grace
+        ((5.1, 5.1, 0.0), 5.0, 0.5, ("w2",)),
+        ((0.0, 5.1, 5.1), 5.0, 0.5, ("w0",)),  # whoever it is
+        ((5.1, 5.1, 0.0), math.inf, 0.5, ()),
+        # two of the three are needed; one waits for long, one came a moment ago
+        ((9.0, 0.1, 0.0), 5.0, 0.5, ()),
+        ((9.0, 5.1, 0.0), 5.0, 0.5, ("w2",)),
+        ((9.0, 0.0, 0.0), 5.0, 0.5, ()),
+        ((9.0, 0.0, 0.0), 5.0, 0.3, ("w1", "w2")),
+        # who waits, if only for a moment, is not late
+        ((9.0, 9.0, 0.1, 0.0), 5.0, 0.5, ("w3",)),
+        # all must be there
+        ((9.0, 9.0, 0.0), 5.0, 1.0, ()),
+        ((9.0, 9.0, 9.0), 5.0, 1.0, ()),
+        # two workers: one is half of them
+        ((9.0, 0.0), 5.0, 0.5, ("w1",)),
+        ((0.0, 9.0), 5.0, 0.5, ("w0",)),
+        ((9.0, 0.0), 5.0, 0.51, ()),
+        # one worker waits for nobody
+        ((0.0,), 5.0, 0.5, ()),
+        ((9.0,), 5.0, 0.5, ()),
+    ],
+)
+def test_who_is_late(waits, grace_s, quorum, late):
+    waiting_s = {f"w{i}": seconds for i, seconds in enumerate(waits)}
+    assert late_workers(waiting_s, grace_s=grace_s, quorum=quorum) == late
+
+
+def test_a_share_that_floating_point_rounds_up_asks_for_no_worker_more():
+    """7/25 of 25 workers is 7.000000000000001 of them; and so is 0.55 of 100 a little over 55."""
+    for share, needed, count in ((7 / 25, 7, 25), (0.55, 55, 100)):
+        waiting_s = {f"w{i}": 9.0 if i < needed else 0.0 for i in range(count)}
+        late = late_workers(waiting_s, grace_s=1.0, quorum=share)
+        assert len(late) == count - needed
+        waiting_s["w0"] = 0.0
+        assert late_workers(waiting_s, grace_s=1.0, quorum=share) == ()
+
+
+@given(
+    waits=st.lists(st.sampled_from([0.0, 0.5, 5.0]), max_size=8),
+    numerator=st.integers(1, 8),
+    grace_s=st.sampled_from([0.0, 1.0, 10.0, math.inf]),
+)
+def test_a_quorum_stays_and_only_those_who_do_not_wait_are_left_out(waits, numerator, grace_s):
+    waiting_s = {f"w{i}": seconds for i, seconds in enumerate(waits)}
+    late = late_workers(waiting_s, grace_s=grace_s, quorum=numerator / 8)
+    assert all(waiting_s[w] == 0.0 for w in late)
+    if late:
+        assert (len(waits) - len(late)) * 8 >= numerator * len(waits)
+        assert sum(seconds > grace_s for seconds in waits) * 8 >= numerator * len(waits)
+        assert len(late) == sum(seconds == 0.0 for seconds in waits), "all of them, at once"

@@ -1,0 +1,387 @@
+"""What a run tells through its desk, from its first second to its end."""
+
+import json
+import math
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from raydl import run_desk
+from raydl.center import Snapshot
+from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
+from raydl.errors import ConfigError, RaydlError, ResourceError
+from raydl.metrics import TIME_PARTS
+from raydl.progress import Silent
+from raydl.reports import Outcome, WorkerReport
+from raydl.run_desk import Request, WorkerStatus, read_status, request_removal
+from raydl.run_loop import open_desk, remove, run_to_end
+from raydl.run_state import State
+from raydl.run_status import EventLog, RunView, how_it_ended, worker_status
+from raydl.storage import Storage
+from raydl.task import Classification
+from raydl.trainer import Trainer
+from raydl.workforce import Phase, WorkerEntry
+
+START = Snapshot(12, 3, 1, 150, 40, 9.0, True, None, None, {}, {"num_samples": 100})
+
+
+def trainer(path, *, epochs=2, **run):
+    return Trainer(
+        "lenet",
+        "digits",
+        training=TrainingConfig(epochs=epochs),
+        scaling=ScalingConfig(num_workers=0),
+        run=RunConfig(run_dir=str(path), progress="none", **run),
+    )
+
+
+def view(num_workers=(2, 3)):
+    config = TrainConfig(scaling=ScalingConfig(num_workers=num_workers))
+    return RunView(config, START, seconds_before=9.0)
+
+
+# whole runs in this process
+
+
+def test_a_run_that_finished_says_so_with_the_figures_of_its_result(tmp_path):
+    result = trainer(tmp_path / "a").fit()
+    seen = read_status(str(tmp_path / "a"))
+    assert (seen.state, seen.num_workers, seen.wanted) == ("finished", 0, "0")
+    assert (seen.generation, seen.epoch, seen.workers) == (1, 2.0, ())
+    assert seen.num_samples == result.metrics["samples"]
+    assert seen.round == result.metrics["rounds"]
+    assert seen.seconds == result.metrics["seconds"]
+    assert seen.center_accuracy == result.metrics["center_accuracy"]
+    assert any("generation 1" in line for line in seen.events)
+    assert all(line.startswith("0:00:") for line in seen.events)
+
+
+class Person(threading.Thread):
+    """Looks at a run as soon as its worker has trained, asks for two removals, and ends it."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.refusals, self.controller = folder, [], None
+
+    def run(self):
+        self.seen = self._until_it_trains()
+        for worker_id in ("w0", "w1"):
+            try:
+                request_removal(self.folder, worker_id, timeout_s=30)
+            except RaydlError as error:
+                self.refusals.append(str(error))
+        self.controller.request_stop("a person")
+
+    def _until_it_trains(self):
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with suppress(RaydlError):  # nothing is told yet
+                seen = read_status(self.folder)
+                if seen.workers and seen.workers[0].local_step:
+                    return seen
+            time.sleep(0.01)
+        return None
+
+
+def test_while_it_trains_its_one_worker_is_seen_and_can_not_be_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_desk, "EVERY_S", 0.05)
+    person = Person(str(tmp_path / "a"))
+    follow = RunView.follow
+
+    def noted(self, controller):
+        person.controller = controller
+        follow(self, controller)
+
+    monkeypatch.setattr(RunView, "follow", noted)
+    person.start()
+    result = trainer(tmp_path / "a", epochs=10_000).fit()
+    person.join()
+    (worker,) = person.seen.workers
+    assert (person.seen.state, person.seen.num_workers, worker.state) == ("training", 1, "training")
+    assert 0 < worker.local_step <= result.metrics["samples"]
+    assert worker.step_s > 0
+    assert person.refusals == [
+        "w0 is the run's only process (--workers 0); to end the run, interrupt it",
+        f"{tmp_path}/a has no worker 'w1'; it has w0",
+    ]
+    assert read_status(person.folder).state == "stopped by a person"
+    assert result.stopped_by == "a person"
+
+
+class BrokenTask(Classification):
+    """Fails in its tenth step."""
+
+    def loss(self, model, batch):
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        if self.num_calls == 10:
+            raise ArithmeticError("the tenth step")
+        return super().loss(model, batch)
+
+
+def test_a_run_that_failed_says_why(tmp_path):
+    failing = trainer(tmp_path / "a")
+    failing.task = BrokenTask("lenet")
+    with pytest.raises(ArithmeticError, match="the tenth step"):
+        failing.fit()
+    assert read_status(str(tmp_path / "a")).state == "failed: ArithmeticError: the tenth step"
+
+
+def test_a_run_that_can_not_start_says_why(tmp_path, monkeypatch):
+    def no_room(job, dataset):
+        raise ResourceError("this machine holds 1")
+
+    monkeypatch.setattr("raydl.trainer._make_crew", no_room)
+    with pytest.raises(ResourceError):
+        trainer(tmp_path / "a").fit()
+    assert read_status(str(tmp_path / "a")).state == "failed: this machine holds 1"
+
+
+def test_the_status_of_a_complete_run_stays_when_it_can_not_be_resumed(tmp_path):
+    trainer(tmp_path / "a", epochs=1).fit()
+    before = (tmp_path / "a/status.json").read_bytes()
+    with pytest.raises(ConfigError, match="the run is complete"):
+        trainer(tmp_path / "a", epochs=1, resume=True).fit()
+    assert (tmp_path / "a/status.json").read_bytes() == before
+
+
+def test_a_resumed_run_counts_on(tmp_path):
+    trainer(tmp_path / "a", epochs=1).fit()
+    first = read_status(str(tmp_path / "a"))
+    trainer(tmp_path / "a", epochs=2, resume=True).fit()
+    second = read_status(str(tmp_path / "a"))
+    assert (second.state, second.epoch, second.generation) == ("finished", 2.0, 2)
+    assert second.num_samples == 2 * first.num_samples
+    assert second.seconds > first.seconds
+
+
+def test_only_events_travel_between_the_local_folder_and_the_storage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "far").mkdir()
+    far = tmp_path / "far" / "a"
+    trainer("a", epochs=1, storage_path=f"file://{tmp_path}/far").fit()
+    assert read_status(f"file://{far}").state == "finished"
+    (events,) = far.glob("events.*")
+    assert [p.name for p in (tmp_path / "a").iterdir()] == [events.name]
+    old = events.read_bytes()
+    (tmp_path / "a").rename(tmp_path / "lost")
+    trainer("a", epochs=2, storage_path=f"file://{tmp_path}/far", resume=True).fit()
+    assert (tmp_path / "a" / events.name).read_bytes() == old
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == sorted(
+        p.name for p in far.glob("events.*")
+    )
+    assert read_status(f"file://{far}").state == "finished"
+
+
+# what is told, from what is known
+
+
+def test_before_its_controller_a_run_tells_where_it_goes_on_from():
+    seen = view().status()
+    assert (seen.state, seen.round, seen.generation, seen.epoch) == ("starting", 12, 3, 1.5)
+    assert (seen.num_samples, seen.seconds, seen.wanted) == (150, 9.0, "2:3")
+    assert (seen.workers, seen.events, seen.center_accuracy) == ((), (), None)
+
+
+def recorder(accuracy):
+    record = SimpleNamespace(round=20, num_samples=250)
+    scores = [SimpleNamespace(metrics={} if accuracy is None else {"accuracy": accuracy})]
+    return SimpleNamespace(last=record, scores=scores, seconds=11.0)
+
+
+def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):
+    workforce = SimpleNamespace(entries=lambda: list(entries))
+    return SimpleNamespace(
+        state=state, outcome=outcome, stop_reason=stop_reason,
+        generation=5, num_workers=2, workforce=workforce,
+    )  # fmt: skip
+
+
+def test_with_both_it_tells_their_newest():
+    telling = view()
+    telling.follow_recorder(recorder(0.5), EventLog(Silent()))
+    telling.follow(controller(WorkerEntry("w4", Phase.STARTING, 0.0)))
+    seen = telling.status()
+    assert (seen.state, seen.generation, seen.num_workers) == ("training", 5, 2)
+    assert (seen.round, seen.epoch, seen.seconds, seen.center_accuracy) == (20, 2.5, 11.0, 0.5)
+    assert [w.worker_id for w in seen.workers] == ["w4"]
+
+
+@pytest.mark.parametrize("accuracy", [math.nan, math.inf, None])
+def test_no_accuracy_is_none_and_the_status_is_plain_json(accuracy):
+    telling = view()
+    telling.follow_recorder(recorder(accuracy), EventLog(Silent()))
+    seen = telling.status()
+    assert seen.center_accuracy is None
+    assert json.dumps(asdict(seen), allow_nan=False)
+
+
+def test_figures_of_numpy_are_told_as_plain_numbers():
+    telling = view()
+    numbers = recorder(np.float32(0.5))
+    numbers.last.round, numbers.last.num_samples = np.int64(20), np.int64(250)
+    telling.follow_recorder(numbers, EventLog(Silent()))
+    assert json.loads(json.dumps(asdict(telling.status())))["num_samples"] == 250
+
+
+def test_a_run_whose_last_files_are_written_has_not_finished_yet():
+    telling = view()
+    telling.follow(controller(state=State.DONE, outcome=Outcome.FINISHED))
+    assert telling.status().state == "finishing"
+    assert not telling.status().is_final
+    assert telling.end().state == "finished"
+    assert (telling.end().num_workers, telling.end().is_final) == (0, True)
+
+
+def test_a_run_that_was_stopped_names_the_signal():
+    telling = view()
+    stopped = controller(state=State.DONE, outcome=Outcome.STOPPED, stop_reason="SIGTERM")
+    telling.follow(stopped)
+    assert telling.end().state == "stopped by SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (RaydlError("a sentence\nin two lines"), "failed: a sentence in two lines"),
+        (ValueError("17"), "failed: ValueError: 17"),
+        (ValueError(), "failed: ValueError"),
+        (Exception("ray::f()\n  File a\nKeyError: 'x'\n"), "failed: KeyError: 'x'"),
+        (KeyboardInterrupt(), "stopped by SIGINT at once, without a last checkpoint"),
+        (SystemExit(15), "stopped by SIGTERM at once, without a last checkpoint"),
+    ],
+)
+def test_an_error_is_told_in_one_line(error, state):
+    assert how_it_ended(error) == state
+
+
+def test_a_second_signal_is_told_by_the_name_of_the_first():
+    state = how_it_ended(KeyboardInterrupt(), stop_reason="SIGTERM")
+    assert state == "stopped by SIGTERM at once, without a last checkpoint"
+
+
+# workers
+
+
+def report(**figures):
+    parts = dict.fromkeys(TIME_PARTS, 0.0) | {"device_device_parameters": 7.5}
+    return WorkerReport("w2", 9, (), (), parts, **figures)
+
+
+def test_a_worker_tells_its_figures_and_the_start_of_its_nodes_id():
+    entry = WorkerEntry("w2", Phase.TRAINING, 10.0, node="0123456789abcdef" * 3, in_loop=True)
+    entry.report = report(local_step=90, step_s=0.02)
+    seen = worker_status(entry, 14.0)
+    assert seen == WorkerStatus("w2", "training", "01234567", 90, 9, 0.02, 7.5, 4.0)
+
+
+def test_a_worker_without_a_report_tells_zeros():
+    seen = worker_status(WorkerEntry("w2", Phase.STARTING, 10.0), 11.0)
+    assert seen == WorkerStatus("w2", "starting", "", 0, 0, 0.0, 0.0, 1.0)
+
+
+def test_a_worker_between_two_generations_is_ready_since_it_last_went_on():
+    entry = WorkerEntry("w2", Phase.TRAINING, 10.0, moved_at=30.0, in_loop=False)
+    seen = worker_status(entry, 32.0)
+    assert (seen.state, seen.since_s) == ("ready", 2.0)
+
+
+def test_a_figure_that_is_no_number_is_told_as_zero():
+    entry = WorkerEntry("w2", Phase.TRAINING, 10.0, report=report(step_s=math.nan), in_loop=True)
+    assert worker_status(entry, 11.0).step_s == 0.0
+
+
+# events
+
+
+class Shown(Silent):
+    def __init__(self):
+        self.sentences = []
+
+    def event(self, sentence):
+        self.sentences.append(sentence)
+
+
+def test_the_newest_eight_events_are_kept_with_their_time():
+    now, shown = [0.0], Shown()
+    log = EventLog(shown, clock=lambda: now[0])
+    for number in range(10):
+        now[0] = 3600.0 * (number == 9) + 65.0
+        log.event(f"event {number}")
+    assert len(log.lines) == 8
+    assert log.lines[0] == "0:01:05 event 2"
+    assert log.lines[-1] == "1:01:05 event 9"
+    assert shown.sentences == [f"event {n}" for n in range(10)]
+
+
+# the loop and the desk
+
+
+class FakeController:
+    """Takes three steps, then is done."""
+
+    def __init__(self, state=State.TRAINING):
+        self.state, self.removed, self.num_steps = state, [], 0
+        self.num_workers, self.generation, self.stop_reason = 1, 1, ""
+        self.outcome, self.workforce = None, SimpleNamespace(entries=list)
+
+    def step(self):
+        self.num_steps += 1
+        return self.num_steps > 3
+
+    def remove(self, worker_id):
+        self.removed.append(worker_id)
+        return True, f"{worker_id} leaves"
+
+
+class FakeDesk:
+    """Holds a request and a trouble for the first step."""
+
+    def __init__(self):
+        self.requests, self.trouble = [Request("r1", "w1")], "the folder failed"
+        self.answers, self.told = [], []
+
+    def tell(self, status, *, at_once=False):
+        self.told.append(status().state)
+
+    def take_requests(self):
+        taken, self.requests = self.requests, []
+        return taken
+
+    def answer(self, request, sentence, *, ok):
+        self.answers.append((request.id, sentence, ok))
+
+    def take_trouble(self):
+        trouble, self.trouble = self.trouble, None
+        return trouble
+
+
+def test_between_two_steps_requests_are_answered_and_trouble_is_told():
+    stage, desk, told = FakeController(), FakeDesk(), Shown()
+    run_to_end(stage, told, desk, view(), config=TrainConfig())
+    assert stage.removed == ["w1"]
+    assert desk.answers == [("r1", "w1 leaves", True)]
+    assert told.sentences == ["the folder failed"]
+    assert desk.told == ["training"] * 4
+
+
+@pytest.mark.parametrize("state", [State.FINISHING, State.DONE])
+def test_a_run_that_is_ending_removes_nobody(state):
+    stage = FakeController(state)
+    ok, sentence = remove(stage, "w1", config=TrainConfig())
+    assert (ok, sentence) == (False, "the run is about to end, and w1 with it")
+    assert stage.removed == []
+
+
+def test_a_desk_is_closed_in_every_way_out(tmp_path):
+    for number, error in enumerate([RaydlError("one"), KeyboardInterrupt(), None]):
+        storage = Storage(str(tmp_path / str(number)))
+        with suppress(RaydlError, KeyboardInterrupt), open_desk(storage, view()):
+            if error:
+                raise error
+    states = [read_status(str(tmp_path / str(n))).state.split()[0] for n in range(3)]
+    assert states == ["failed:", "stopped", "finished"]

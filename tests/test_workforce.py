@@ -1,0 +1,311 @@
+"""What is known of each worker, by a clock that the test turns."""
+
+import pytest
+
+from raydl.membership import Membership
+from raydl.reports import WorkerReport
+from raydl.workforce import Phase, Workforce
+
+LATE = "is late and left out"
+
+
+class Floor:
+    """A workforce with a lease of 10 s, whose workers' first steps may take 60 s."""
+
+    def __init__(self, *worker_ids, training=True):
+        self.now = 1000.0
+        self.force = Workforce(lease_s=10.0, first_step_s=60.0, clock=lambda: self.now)
+        self.generation = 0
+        for worker_id in worker_ids:
+            self.force.add(worker_id)
+            self.force.came_up(worker_id, "node")
+        if training and worker_ids:
+            self.form(*worker_ids)
+
+    def form(self, *worker_ids):
+        self.generation += 1
+        self.force.formed(Membership(self.generation, worker_ids))
+
+    def report(self, worker_id, *, local_step=0, round=0, step_s=0.1, waiting_s=0.0):
+        self.force.take_report(
+            WorkerReport(
+                worker_id,
+                round,
+                (),
+                (),
+                {},
+                local_step=local_step,
+                step_s=step_s,
+                waiting_s=waiting_s,
+            )
+        )
+
+    def stay_in_step(self, worker_id, seconds, **report):
+        """Let a worker answer twice a second that it is where it was."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            self.report(worker_id, **report)
+
+    def leave_out_and_return(self, worker_id):
+        """Leave a worker out; return for how long it stays out, to a quarter of a second."""
+        self.force.leave_out((worker_id,))
+        self.force.left_loop(worker_id)
+        since = self.now
+        while worker_id not in self.candidates().ready:
+            assert self.candidates().absent == (worker_id,)
+            self.now += 0.25
+        return self.now - since
+
+    def candidates(self):
+        return self.force.candidates(0.0)
+
+    def phase(self, worker_id):
+        return self.force[worker_id].phase
+
+
+# phases
+
+
+def test_a_worker_starts_is_ready_trains_and_stands_by():
+    floor = Floor()
+    floor.force.add("w0")
+    assert floor.phase("w0") is Phase.STARTING
+    assert floor.candidates().ready == ()
+    floor.force.came_up("w0", "node-a")
+    assert (floor.phase("w0"), floor.force["w0"].node) == (Phase.READY, "node-a")
+    assert floor.candidates().ready == ("w0",)
+    floor.form("w0")
+    assert (floor.phase("w0"), floor.force["w0"].in_loop) == (Phase.TRAINING, True)
+    assert floor.candidates().ready == ("w0",), "who trains may go on to"
+    floor.force.left_loop("w0")
+    floor.force.stand_by("w0")
+    assert (floor.phase("w0"), floor.force["w0"].in_loop) == (Phase.READY, False)
+    assert floor.force["w0"].has_trained
+
+
+def test_a_phase_has_a_beginning_and_training_on_does_not_begin_it_anew():
+    floor = Floor("w0", training=False)
+    floor.now = 1003.0
+    floor.form("w0")
+    floor.now = 1007.0
+    floor.form("w0")
+    assert floor.force["w0"].since == 1003.0
+
+
+def test_workers_are_told_in_the_order_in_which_they_were_asked_for():
+    floor = Floor("w2", "w0", "w1")
+    assert [entry.worker_id for entry in floor.force.entries()] == ["w2", "w0", "w1"]
+    assert floor.candidates().ready == ("w2", "w0", "w1")
+    assert floor.force.named(Phase.TRAINING) == ["w2", "w0", "w1"]
+    assert floor.candidates().waited_s == 0.0
+
+
+def test_all_are_coming_but_those_that_leave():
+    floor = Floor("w0", "w1", "w2")
+    floor.force.add("w3")
+    floor.force.leave_out(("w1",))
+    assert floor.force.num_coming == 4
+    floor.force.send_away("w0", "drains")
+    assert floor.force.num_coming == 3
+    floor.force.remove("w2", "was lost")
+    assert floor.force.num_coming == 2
+
+
+def test_who_leaves_could_train_no_more_and_the_cause_is_known():
+    floor = Floor("w0", "w1")
+    floor.force.send_away("w1", "drains")
+    assert floor.phase("w1") is Phase.LEAVING
+    assert (floor.candidates().ready, floor.candidates().absent) == (("w0",), ())
+    assert floor.candidates().causes == {"w1": "drains"}
+
+
+def test_standing_by_is_only_for_those_who_train():
+    floor = Floor("w0", "w1")
+    floor.force.send_away("w0", "was removed")
+    floor.force.leave_out(("w1",))
+    for worker_id in ("w0", "w1"):
+        floor.force.stand_by(worker_id)
+    assert (floor.phase("w0"), floor.phase("w1")) == (Phase.LEAVING, Phase.LEFT_OUT)
+
+
+def test_why_a_worker_went_is_remembered_until_the_next_membership_has_formed():
+    floor = Floor("w0", "w1", "w2")
+    floor.force.remove("w1", "was lost")
+    floor.force.remove("w2", "drains")
+    assert "w1" not in floor.force
+    assert floor.candidates().causes == {"w1": "was lost", "w2": "drains"}
+    floor.form("w0")
+    assert floor.candidates().causes == {}
+    floor.force.remove("w9", "was lost")  # of whom nothing is known
+    assert floor.candidates().causes == {}
+
+
+# ids
+
+
+def test_an_id_is_never_used_again():
+    floor = Floor("w0", "w1")
+    assert floor.force.new_id() == "w2"
+    floor.force.add("w2")
+    floor.force.remove("w2", "was lost")
+    floor.force.remove("w0", "was lost")
+    assert floor.force.new_id() == "w3"
+
+
+def test_new_ids_lie_above_those_of_a_checkpoint():
+    floor = Floor("w7", "w3")
+    assert floor.force.new_id() == "w8"
+
+
+# left out
+
+
+def test_a_worker_left_out_is_absent_and_no_candidate():
+    floor = Floor("w0", "w1")
+    floor.force.leave_out(("w1",))
+    candidates = floor.candidates()
+    assert (candidates.ready, candidates.absent) == (("w0",), ("w1",))
+    assert candidates.causes == {"w1": LATE}
+
+
+def test_it_does_not_come_back_before_it_has_left_its_loop():
+    floor = Floor("w0", "w1")
+    floor.force.leave_out(("w1",))
+    floor.now += 300.0
+    assert floor.candidates().absent == ("w1",)
+    floor.force.left_loop("w1")
+    assert (floor.candidates().ready, floor.candidates().absent) == (("w0", "w1"), ())
+
+
+def test_each_time_it_stays_out_twice_as_long_and_a_minute_at_most():
+    floor = Floor("w0", "w1")
+    stays = []
+    for _ in range(9):
+        stays.append(floor.leave_out_and_return("w1"))
+        floor.form("w0", "w1")
+        assert floor.candidates().causes == {}
+    assert stays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_one_late_worker_does_not_lengthen_the_stay_of_another():
+    floor = Floor("w0", "w1", "w2")
+    for _ in range(3):
+        floor.leave_out_and_return("w1")
+        floor.form("w0", "w1", "w2")
+    assert floor.leave_out_and_return("w2") == 1
+
+
+def test_a_worker_that_is_lost_while_it_is_out_is_not_absent_any_more():
+    floor = Floor("w0", "w1")
+    floor.force.leave_out(("w1",))
+    floor.force.remove("w1", "was lost")
+    candidates = floor.candidates()
+    assert (candidates.ready, candidates.absent) == (("w0",), ())
+    assert candidates.causes == {"w1": "was lost"}
+
+
+# stuck
+
+
+def test_a_worker_is_stuck_beyond_its_lease_where_steps_are_short():
+    floor = Floor("w0")
+    floor.report("w0", local_step=5, step_s=0.1)
+    floor.stay_in_step("w0", 10.0, local_step=5, step_s=0.1)
+    assert floor.force.stuck() == []
+    floor.stay_in_step("w0", 0.5, local_step=5, step_s=0.1)
+    assert floor.force.stuck() == [("w0", 10.5)]
+
+
+def test_a_worker_is_stuck_beyond_twenty_usual_steps_where_they_are_long():
+    floor = Floor("w0")
+    floor.report("w0", local_step=5, step_s=3.0)
+    floor.stay_in_step("w0", 60.0, local_step=5, step_s=3.0)
+    assert floor.force.stuck() == []
+    floor.stay_in_step("w0", 0.5, local_step=5, step_s=3.0)
+    assert floor.force.stuck() == [("w0", 60.5)]
+
+
+def test_the_first_step_may_take_longer():
+    floor = Floor("w0")
+    floor.report("w0", step_s=0.0)
+    floor.stay_in_step("w0", 60.0, step_s=0.0)
+    assert floor.force.stuck() == []
+    floor.stay_in_step("w0", 0.5, step_s=0.0)
+    assert floor.force.stuck() == [("w0", 60.5)]
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        {"local_step": 6},
+        {"local_step": 5, "round": 1},
+        {"local_step": 5, "waiting_s": 0.1},  # the others are late, or stuck
+    ],
+)
+def test_who_goes_on_or_waits_is_not_stuck(news):
+    floor = Floor("w0")
+    floor.report("w0", local_step=5)
+    floor.stay_in_step("w0", 9.0, local_step=5)
+    floor.report("w0", **news)
+    floor.stay_in_step("w0", 10.0, **news)
+    assert floor.force.stuck() == []
+
+
+def test_of_a_silent_worker_its_lease_decides():
+    """A stopped process does not answer; nor does one on the other side of a partition."""
+    floor = Floor("w0")
+    floor.report("w0", local_step=5)
+    floor.now += 300.0
+    assert floor.force.stuck() == []
+    floor.report("w0", local_step=6)  # it was elsewhere, and has gone on
+    assert floor.force.stuck() == []
+
+
+def test_who_is_not_in_its_loop_is_not_stuck():
+    floor = Floor("w0")
+    floor.report("w0", local_step=5)
+    floor.force.left_loop("w0")
+    floor.stay_in_step("w0", 300.0, local_step=5)
+    assert floor.force.stuck() == []
+    floor.form("w0")
+    floor.stay_in_step("w0", 10.0, local_step=5)
+    assert floor.force.stuck() == [], "what it did before it came back does not count"
+
+
+def test_a_worker_left_out_may_be_stuck_too():
+    floor = Floor("w0", "w1")
+    floor.report("w1", local_step=5)
+    floor.force.leave_out(("w1",))
+    floor.stay_in_step("w1", 10.5, local_step=5)
+    assert floor.force.stuck() == [("w1", 10.5)]
+
+
+# waiting
+
+
+def test_waiting_is_what_the_newest_answer_says():
+    floor = Floor("w0", "w1", "w2")
+    floor.report("w0", waiting_s=2.0)
+    floor.report("w1")
+    assert floor.force.waiting_s(("w0", "w1", "w2")) == {"w0": 2.0, "w1": 0.0, "w2": 0.0}
+    floor.report("w0", local_step=1)
+    assert floor.force.waiting_s(("w0",)) == {"w0": 0.0}
+
+
+def test_a_silent_worker_counts_as_not_waiting():
+    """It was stopped in an exchange: what it said last is not what it does now."""
+    floor = Floor("w0", "w1")
+    floor.report("w0", waiting_s=2.0)
+    floor.report("w1", waiting_s=2.0)
+    floor.now += 0.9
+    assert floor.force.waiting_s(("w0", "w1")) == {"w0": 2.0, "w1": 2.0}
+    floor.report("w1", waiting_s=2.9)
+    floor.now += 0.2
+    assert floor.force.waiting_s(("w0", "w1")) == {"w0": 0.0, "w1": 2.9}
+
+
+def test_the_answer_of_a_worker_that_has_gone_is_of_no_consequence():
+    floor = Floor("w0")
+    floor.report("w9", waiting_s=2.0)
+    assert "w9" not in floor.force
