@@ -35,7 +35,8 @@ from raydl.faults import Fault, Injector, Partition, ProcessInflicts
 from raydl.membership import Membership
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
-from raydl.worker import Job, Worker
+from raydl.job import Job
+from raydl.worker import Worker
 
 _START_S = 120.0
 """The longest start of a process: importing torch on a busy machine takes tens of seconds."""

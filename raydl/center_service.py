@@ -16,7 +16,7 @@ from raydl.exchange.shard import Shard, ShardState
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.optimizers import make_optimizer
-from raydl.worker import Job
+from raydl.job import Job
 
 
 def make_shard(job: Job, snapshot: Snapshot, index: int, settles: Dispatcher | None) -> Shard:

@@ -169,6 +169,8 @@ class Controller:
         }.get(self.state)
         if act:
             act()
+        if not self._checkpoints.collecting:  # leavers may be part of it
+            self._part_with_leavers()
         self._recorder.show(self.state, self.num_workers)
         return self.state is State.DONE
 
@@ -384,7 +386,6 @@ class Controller:
             return
         if self._center_lost:
             self._rebuild_center()
-        self._part_with_leavers()
         if self._is_idle and self.workforce.named(Phase.LEFT_OUT):
             self._say("what is left to train is with workers that were left out")
             return
@@ -578,7 +579,6 @@ class Controller:
             elif self.workforce[worker_id].phase is Phase.LEAVING:
                 self.workforce[worker_id].is_parting = False
             run.lose(worker_id)
-        self._part_with_leavers()
         return bool(run.lost & set(run.membership.worker_ids))
 
     def _change(self, run: Generation, membership: Membership, reason: str) -> None:
@@ -670,7 +670,7 @@ class Controller:
     def _collect(self, run: Generation) -> None:
         """Gather the states of all who have left their loops."""
         self._checkpoints.collecting = True
-        self._crew.collect(self._round, tuple(run.ended))
+        self._crew.collect(self._round, tuple(w for w in run.ended if w in self.workforce))
 
     def _evaluate_newest(self) -> None:
         """Keep the evaluator busy with the newest snapshot it has not seen."""

@@ -21,7 +21,8 @@ from raydl.flat import FlatModel
 from raydl.membership import Membership
 from raydl.reports import Outcome, Record, WorkerReport
 from raydl.task import evaluate
-from raydl.worker import Job, Worker
+from raydl.job import Job
+from raydl.worker import Worker
 
 
 @dataclass(frozen=True)

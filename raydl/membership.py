@@ -125,7 +125,13 @@ def _reason(now: Membership, next: Membership, candidates: Candidates, out: tupl
 
 
 def _told(worker_ids: tuple[str, ...], candidates: Candidates) -> str:
-    return ", ".join(f"{w} {candidates.causes.get(w, 'stands by')}" for w in worker_ids)
+    return ", ".join(f"{w} {_why_out(w, candidates)}" for w in worker_ids)
+
+
+def _why_out(worker_id: str, candidates: Candidates) -> str:
+    if worker_id in candidates.ready:  # why it was out once does not matter any more
+        return "stands by"
+    return candidates.causes.get(worker_id, "is not ready")
 
 
 def _whole(worker_ids: tuple[str, ...], group_size: int) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ from raydl.leases import Leases
 from raydl.membership import Membership
 from raydl.ray_session import draining_nodes
 from raydl.reports import Outcome, WorkerReport
-from raydl.worker import Job
+from raydl.job import Job
 
 _ASK_EVERY_S = 0.25
 _LOOK_FOR_DRAINS_EVERY_S = 1.0

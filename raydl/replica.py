@@ -74,6 +74,9 @@ class Replica:
         self._num_begun: dict[int, int] = {}
         self._num_sent: dict[int, int] = {}
         self._num_dropped = 0
+        self._moves: list[tuple[slice, Tensor]] | None = None
+        self.num_steps = 0
+        """Local steps taken, with what their exchanges did or without."""
         self.partners: Partners | None = None
         """Workers that share this replica."""
         self._distances: dict[int, float] = {}

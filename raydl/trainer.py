@@ -45,7 +45,7 @@ from raydl.run_loop import open_desk, run_to_end
 from raydl.run_state import State
 from raydl.run_status import EventLog, RunView
 from raydl.task import Classification, DataShape, Task, evaluate
-from raydl.worker import Job
+from raydl.job import Job
 
 
 @dataclass(frozen=True)

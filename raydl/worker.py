@@ -9,62 +9,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from raydl.center import Snapshot
 from raydl.compression import ErrorFeedback, parse_codec
-from raydl.config import TrainConfig
 from raydl.data import Batches
 from raydl.data.feed import Feed, positions_of
 from raydl.errors import ExchangeError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.messages import Post
 from raydl.exchange.sync import Group
-from raydl.faults import FaultPlan
+from raydl.job import BeforeStep, Job
 from raydl.ledger import Span, split_evenly
 from raydl.membership import Membership
-from raydl.method import Method
 from raydl.metrics import TimeParts
 from raydl.optimizers import make_optimizer
 from raydl.replica import Replica
 from raydl.reports import Losses, Outcome, Record, WorkerReport
 from raydl.rules import Sends, lr_factor
 from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
+from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
-from raydl.task import DataShape, Task
-
-
-class BeforeStep(Protocol):
-    """Is told of a local step that is about to begin; see :class:`raydl.faults.Injector`."""
-
-    def __call__(
-        self,
-        worker_id: str,
-        *,
-        rank: int,
-        num_workers: int,
-        local_step: int,
-        round: int,
-        seconds: float,
-    ) -> None:
-        """Do as the step requires; may block, or not come back."""
-        ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all workers of a run share."""
-
-    config: TrainConfig
-    method: Method
-    task: Task
-    shape: DataShape
-    faults: FaultPlan = field(default_factory=FaultPlan)
-    """What is inflicted on the run, for chaos testing."""
 
 
 class Worker:
@@ -116,6 +84,7 @@ class Worker:
         self._losses = Losses(worker_id)
         self._step_s = self._waited_s = self._round_s = 0.0
         self._is_behind = False
+        self._trained = Trained()
         self._seconds_at = (0.0, 0.0)
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
@@ -158,12 +127,12 @@ class Worker:
                 time_parts=self.parts,
                 feedback=self._feedback,
             )
-            self._join_partners(partners, membership)
             schedule = self._make_schedule(site, road, snapshot)
             with self._lock:
                 self._membership, self._schedule = membership, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
             self._seconds_at = (snapshot.seconds, time.monotonic())
+            self._join_partners(partners, membership)
 
     def _join_partners(self, group: Group | None, membership: Membership) -> None:
         """Share the replica of the group's first worker."""
@@ -173,12 +142,18 @@ class Worker:
         flat, size = self.replica.flat, self._job.config.method.group_size
         partners = GradientGroup(group, flat.num_parameters, like=flat.weights)
         is_first = membership.worker_ids.index(self.worker_id) % size == 0
-        partners.copy_first_(self.replica.tensors(), is_first=is_first)
+        try:
+            is_other = partners.copy_first_(self.replica.tensors(), is_first=is_first)
+        except ExchangeError:
+            self._is_behind = True
+            raise
+        if is_other:  # what this worker did by itself is gone
+            self._trained.keep_first(0)
         self.replica.partners = partners
 
     def _make_schedule(self, site: Site, road: Any, snapshot: Snapshot) -> Schedule:
         if self._method.is_sync:
-            return SyncSchedule(site, road, snapshot)
+            return SyncSchedule(site, road, snapshot, self._trained)
         if self._method.rule.sends is not Sends.WEIGHTS:
             # The center went on while this worker was away; it measures its progress from
             # where the center is now.
@@ -195,8 +170,10 @@ class Worker:
             torch.manual_seed(int(seed.generate_state(1)[0]))
         else:
             self._load_state(own_state)
-            is_old = own_state.get("round", snapshot.round) != snapshot.round
-            if is_old and self._method.rule.sends is not Sends.WEIGHTS:
+            is_other = own_state.get("round", snapshot.round) != snapshot.round
+            # The ledger of a checkpoint knows no claims: what is not exchanged is done again.
+            is_other = is_other or own_state.get("num_trained", 0) > 0
+            if is_other and self._method.rule.sends is not Sends.WEIGHTS:
                 self._become(snapshot)  # it follows the center, which has gone on
 
     def _go_on_from(self, snapshot: Snapshot, before: Schedule) -> None:
@@ -225,13 +202,17 @@ class Worker:
         """
         schedule = self._schedule
         assert schedule is not None, "join comes first"
+        if self._method.is_sync and len(schedule.exchanges) > 1:  # they arrive one by one
+            self.replica.keep()
         try:
             sums = self._exchange_once(schedule)
             decision = schedule.settle(sums, self.local_step)
         except ExchangeError:
             schedule.undo_round()
+            self.replica.undo_()
             self._is_behind = True
             raise
+        self._trained.keep_first(0)
         is_kept = decision.keep is not None
         if decision.keep is not None:
             state = self._state_dict()
@@ -270,15 +251,26 @@ class Worker:
         first = 0
         for step, size in enumerate(split_evenly(round.num_samples, round.num_steps)):
             self._notice_step(schedule)
-            batch = self._feed.batch(round.epoch, positions[first : first + size])
+            rows = positions[first : first + size]
             first += size
             self._set_lr(schedule, step)
-            talk = self._talk(schedule, *plan[step])
-            loss, arrived = self.replica.step(batch, talk)
+            loss, arrived = self._step(schedule, plan[step], round.epoch, rows)
             sums = arrived or sums
-            self._losses.add(self.local_step, size, loss)
-            self.local_step += 1
+            self._losses.add(self.local_step - 1, size, loss)
         return sums
+
+    def _step(
+        self, schedule: Schedule, talks: tuple[list[int], list[int]], epoch: int, rows: np.ndarray
+    ) -> tuple[torch.Tensor, Header | None]:
+        """Take one local step, and count it even if its exchange fails."""
+        batch = self._feed.batch(epoch, rows)
+        num_steps = self.replica.num_steps
+        try:
+            return self.replica.step(batch, self._talk(schedule, *talks))
+        finally:
+            if self.replica.num_steps > num_steps:
+                self._trained.add(epoch, rows)
+                self.local_step += 1
 
     def _notice_step(self, schedule: Schedule) -> None:
         if self._before_step is not None:
@@ -394,6 +386,7 @@ class Worker:
                 "replica": self.replica.state_dict(),
                 "local_step": self.local_step,
                 "round": self.round,
+                "num_trained": len(self._trained),
                 **self._losses.state_dict(),
                 "feedback": [[*span, f.state_dict()] for span, f in self._feedback.items()],
                 "generators": {"cpu": torch.get_rng_state(), "cuda": cuda},

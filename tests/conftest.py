@@ -25,7 +25,8 @@ from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.reports import Outcome
 from raydl.task import Classification, DataShape
-from raydl.worker import Job, Worker
+from raydl.job import Job
+from raydl.worker import Worker
 
 ray_session.prepare()  # before any test imports Ray
 

@@ -76,7 +76,13 @@ def test_one_worker_starts_alone():
         (THREE, ("w0", "w1"), {"w2": "was lost"}, ("w0", "w1"), "w2 was lost"),
         # lost, and a replacement is ready
         (THREE, FOUR[1:], {"w0": "was lost"}, FOUR[1:], "w0 was lost, w3 joins"),
-        (THREE, ("w0", "w2", "w3"), {"w1": "was lost"}, ("w0", "w2", "w3"), "w1 was lost, w3 joins"),
+        (
+            THREE,
+            ("w0", "w2", "w3"),
+            {"w1": "was lost"},
+            ("w0", "w2", "w3"),
+            "w1 was lost, w3 joins",
+        ),
         # several at once
         (
             THREE,
@@ -95,14 +101,26 @@ def test_one_worker_starts_alone():
         # told in time
         (THREE, ("w0", "w1", "w3"), {"w2": "drains"}, ("w0", "w1", "w3"), "w2 drains, w3 joins"),
         (THREE, ("w0", "w1"), {"w2": "was removed"}, ("w0", "w1"), "w2 was removed"),
+        # not told why
+        (THREE, ("w0", "w1"), {}, ("w0", "w1"), "w2 is not ready"),
         # below the minimum
-        (THREE, ("w2",), {"w0": "was lost", "w1": "drains"}, None, "1 of 2 workers are left "
-         "(w0 was lost, w1 drains)"),
-        (("w0", "w1"), (), {"w0": "was lost", "w1": "was lost"}, None, "0 of 2 workers are left "
-         "(w0 was lost, w1 was lost)"),
+        (
+            THREE,
+            ("w2",),
+            {"w0": "was lost", "w1": "drains"},
+            None,
+            "1 of 2 workers are left (w0 was lost, w1 drains)",
+        ),
+        (
+            ("w0", "w1"),
+            (),
+            {"w0": "was lost", "w1": "was lost"},
+            None,
+            "0 of 2 workers are left (w0 was lost, w1 was lost)",
+        ),
         (("w0",), ("w0",), {}, None, "1 of 2 workers are left"),
     ],
-)  # fmt: skip
+)
 def test_members_that_are_ready_stay_and_others_take_the_places_of_those_who_are_not(
     now, ready, causes, expected, reason
 ):
@@ -165,7 +183,7 @@ def test_an_absent_worker_that_leaves_is_named(cause):
 
 
 def test_an_absent_worker_that_finds_its_place_taken_stands_by():
-    after, why = decide(FOUR[1:], FOUR, was_absent=("w0",))
+    after, why = decide(FOUR[1:], FOUR, was_absent=("w0",), causes={"w0": LATE})
     assert after == Membership(5, FOUR[1:])
     assert why == "w0 stands by"
 
@@ -291,18 +309,18 @@ def cases(draw):
     was_absent = tuple(w for w in order[num_members:] if draw(st.booleans()))
     state = {w: draw(st.sampled_from(["ready", "absent", "gone"])) for w in names}
     min_workers = group_size * draw(st.integers(1, 3))
-    return dict(
-        now=Membership(4, members, was_absent) if members else None,
-        candidates=Candidates(
+    return {
+        "now": Membership(4, members, was_absent) if members else None,
+        "candidates": Candidates(
             ready=tuple(w for w in names if state[w] == "ready"),
             waited_s=draw(st.sampled_from([0.0, 9.0])),
             absent=tuple(w for w in names if state[w] == "absent"),
             causes={w: "was lost" for w in names if state[w] == "gone"},
         ),
-        min_workers=min_workers,
-        max_workers=min_workers + draw(st.integers(0, 6)),
-        group_size=group_size,
-    )
+        "min_workers": min_workers,
+        "max_workers": min_workers + draw(st.integers(0, 6)),
+        "group_size": group_size,
+    }
 
 
 @given(cases())

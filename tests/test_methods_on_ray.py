@@ -17,7 +17,7 @@ from raydl.membership import Membership
 from raydl.methods import METHODS, resolve
 from raydl.reports import Outcome
 from raydl.task import Classification
-from raydl.worker import Job
+from raydl.job import Job
 
 NUM_WORKERS = 2
 IMAGES = tiny_images(31)
