@@ -32,10 +32,10 @@ from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
 from raydl.exchange.shard import ShardState
 from raydl.faults import Fault, Injector, Partition, ProcessInflicts
+from raydl.job import Job
 from raydl.membership import Membership
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
-from raydl.job import Job
 from raydl.worker import Worker
 
 _START_S = 120.0

@@ -13,10 +13,10 @@ from raydl.compression import parse_codec
 from raydl.dispatcher import Dispatcher, Due
 from raydl.exchange.messages import HOME, Push, Reply, cells
 from raydl.exchange.shard import Shard, ShardState
+from raydl.job import Job
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.optimizers import make_optimizer
-from raydl.job import Job
 
 
 def make_shard(job: Job, snapshot: Snapshot, index: int, settles: Dispatcher | None) -> Shard:

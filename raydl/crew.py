@@ -18,10 +18,10 @@ from raydl.data import Batches, Dataset, Normalizer
 from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.faults import Fault
 from raydl.flat import FlatModel
+from raydl.job import Job
 from raydl.membership import Membership
 from raydl.reports import Outcome, Record, WorkerReport
 from raydl.task import evaluate
-from raydl.job import Job
 from raydl.worker import Worker
 
 

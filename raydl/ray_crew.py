@@ -43,11 +43,11 @@ from raydl.data import Dataset, Normalizer
 from raydl.errors import RaydlError
 from raydl.exchange.collective import GroupAddress
 from raydl.faults import Fault
+from raydl.job import Job
 from raydl.leases import Leases
 from raydl.membership import Membership
 from raydl.ray_session import draining_nodes
 from raydl.reports import Outcome, WorkerReport
-from raydl.job import Job
 
 _ASK_EVERY_S = 0.25
 _LOOK_FOR_DRAINS_EVERY_S = 1.0

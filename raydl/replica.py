@@ -128,6 +128,8 @@ class Replica:
         loss, num_samples = self._gradient(batch)
         if self._rule.sends is Sends.PROGRESS:
             self._local_step(num_samples)
+        else:
+            self.num_steps += 1
         try:
             self._begin(talk)
             arrived = self._wait(talk)
@@ -227,6 +229,7 @@ class Replica:
 
     def _local_step(self, num_samples: int) -> None:
         """Let the inner optimizer step; without one, gradients go on adding up."""
+        self.num_steps += 1
         if self._optimizer is None:
             return
         with self._parts.measure("replica_update"):
@@ -246,6 +249,8 @@ class Replica:
         with self._parts.measure("replica_update"):
             for exchange, pull in pulls:
                 self.flat.weights[exchange.span].sub_(pull)
+                if self._moves is not None:
+                    self._moves.append((exchange.span, pull.clone()))
         self._commit(talk)
 
     def _pull_of(self, exchange: Exchange, tally: Tally, talk: Talk) -> Tensor:
@@ -267,6 +272,7 @@ class Replica:
         with self._parts.measure("replica_update"):
             for exchange in talk.join:
                 weights = self.flat.weights[exchange.span]
+                before = weights.clone() if self._moves is not None else None
                 if self._rule.sends is Sends.GRADIENT or exchange in talk.begin:
                     weights.copy_(exchange.center.weights)
                 else:
@@ -274,6 +280,18 @@ class Replica:
                     weights.sub_(self._sent[exchange.span]).add_(exchange.center.weights)
                 if exchange.center.buffers.numel():
                     self.flat.buffers.copy_(exchange.center.buffers)
+                if self._moves is not None and before is not None:
+                    self._moves.append((exchange.span, before.sub_(weights)))
+
+    def keep(self) -> None:
+        """Remember what exchanges do to the replica from here on, for :meth:`undo_`."""
+        self._moves = []
+
+    def undo_(self) -> None:
+        """Undo what exchanges did since :meth:`keep`; local steps since then stay."""
+        for span, move in self._moves or ():
+            self.flat.weights[span].add_(move)
+        self._moves = None
 
     def _commit(self, talk: Talk) -> None:
         with self._parts.measure("center_update"):

@@ -20,12 +20,22 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from raydl.errors import ConfigError, DataError, RaydlError
 from raydl.run_folder import open_run
+from raydl.run_status import RunStatus, WorkerStatus, from_json, to_json
 from raydl.storage import Storage
+
+__all__ = [
+    "Request",
+    "RunDesk",
+    "RunStatus",
+    "WorkerStatus",
+    "read_status",
+    "request_removal",
+]
 
 EVERY_S = 1.0
 """Seconds between two writes of the status, and between two looks for requests."""
@@ -40,70 +50,6 @@ POLL_S = 0.1
 _LISTED = 8
 _REQUEST = "requests/{}/request.json"
 _ANSWER = "answers/{}/answer.json"
-_FINAL = ("finished", "stopped", "failed")
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class WorkerStatus:
-    """One worker, as its run's driver sees it."""
-
-    worker_id: str
-    state: str
-    """starting, ready, training, left out, leaving."""
-    node: str
-    """The first digits of its Ray node's id; empty: it has none yet."""
-    local_step: int
-    round: int
-    step_s: float
-    """Seconds per local step."""
-    waited_s: float
-    """Seconds spent waiting for others, in all."""
-    since_s: float
-    """Seconds in this state."""
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """A run at one moment. The driver leaves the last three fields to the desk."""
-
-    state: str
-    """What the run does; of an ended run: finished, stopped, or failed: and why."""
-    generation: int
-    num_workers: int
-    wanted: str
-    """The workers asked for: N, or MIN:MAX."""
-    round: int
-    epoch: float
-    num_samples: int
-    seconds: float
-    center_accuracy: float | None
-    workers: tuple[WorkerStatus, ...]
-    events: tuple[str, ...]
-    """The newest few lines, oldest first."""
-    told_at: float = 0.0
-    """Unix time, by the clock of the driver's machine."""
-    driver: str = ""
-    """The process that told it."""
-    silent_s: float = 0.0
-    """0 while the driver goes on telling; else for how long it has not."""
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the run has ended."""
-        return self.state.startswith(_FINAL)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the driver may be gone without having said so."""
-        return self.silent_s > 0
-
-    def stale_sentence(self) -> str:
-        """Return what a person should know and do of a run that has gone silent."""
-        return (
-            f"the driver, {self.driver.rpartition(', ')[0]}, has told nothing for "
-            f"{self.silent_s:.0f} s: it may be gone; the same command with --resume goes on"
-        )
 
 
 @dataclass(frozen=True)
@@ -251,7 +197,7 @@ class RunDesk:
         return True
 
     def _write_status(self, status: RunStatus) -> None:
-        self._storage.write_bytes("status.json", json.dumps(asdict(status), indent=2).encode())
+        self._storage.write_bytes("status.json", to_json(status))
 
     def _write_answers(self) -> None:
         with self._changed:
@@ -326,7 +272,7 @@ def _read(storage: Storage) -> RunStatus:
         # Listed first: NFS believes what it knows of a name until its folder is opened.
         names = storage.list_dir("")
         if "status.json" in names:
-            return _from_json(storage.read_bytes("status.json"))
+            return from_json(storage.read_bytes("status.json"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(storage.root, f"its status can not be read: {error}") from error
     raise DataError(
@@ -336,19 +282,6 @@ def _read(storage: Storage) -> RunStatus:
         else "no run is there; give the folder that raydl train printed, or the place below "
         "--storage-path where the run is kept",
     )
-
-
-def _from_json(data: bytes) -> RunStatus:
-    """Return the status; what a newer raydl has added to it is passed over."""
-    values = json.loads(data)
-    values["workers"] = tuple(_known(WorkerStatus, w) for w in values["workers"])
-    values["events"] = tuple(values["events"])
-    return _known(RunStatus, values)
-
-
-def _known(cls: type[_T], values: dict[str, Any]) -> _T:
-    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in values.items() if name in names})
 
 
 def request_removal(folder: str, worker_id: str, *, timeout_s: float = 30.0) -> str:

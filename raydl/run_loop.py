@@ -13,7 +13,7 @@ from raydl.controller import Controller
 from raydl.recorder import RunRecorder
 from raydl.run_desk import RunDesk
 from raydl.run_state import State
-from raydl.run_status import RunView
+from raydl.run_view import RunView
 from raydl.storage import Storage
 
 

@@ -1,171 +1,94 @@
-"""How a run stands, gathered for its desk from the controller and the recorder."""
+"""How a run stands at one moment, and the file ``status.json`` that says so."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
-from collections.abc import Callable
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
-from raydl.center import Snapshot
-from raydl.config import TrainConfig
-from raydl.controller import Controller
-from raydl.errors import RaydlError
-from raydl.progress import Progress, ProgressView
-from raydl.recorder import RunRecorder
-from raydl.reports import Outcome
-from raydl.run_desk import RunStatus, WorkerStatus
-from raydl.run_state import State
-from raydl.workforce import Phase, WorkerEntry
-
-_NUM_EVENTS = 8
-_NODE_DIGITS = 8
-"""So much of the id of a Ray node, of 56 digits, tells nodes apart for a person."""
-_WAITING = "device_device_parameters"
+_FINAL = ("finished", "stopped", "failed")
+_T = TypeVar("_T")
 
 
-class EventLog:
-    """A progress display that remembers the newest events, each with the time since the start.
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker, as its run's driver sees it."""
 
-    Args:
-        progress: what a person looks at.
-        clock: seconds, rising.
-    """
+    worker_id: str
+    state: str
+    """starting, ready, training, left out, leaving."""
+    node: str
+    """The first digits of its Ray node's id; empty: it has none yet."""
+    local_step: int
+    round: int
+    step_s: float
+    """Seconds per local step."""
+    waited_s: float
+    """Seconds spent waiting for others, in all."""
+    since_s: float
+    """Seconds in this state."""
 
-    def __init__(self, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._progress, self._clock = progress, clock
-        self._began_at = clock()
-        self._lines: deque[str] = deque(maxlen=_NUM_EVENTS)
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at one moment. The driver leaves the last three fields to the desk."""
+
+    state: str
+    """What the run does; of an ended run: finished, stopped, or failed: and why."""
+    generation: int
+    num_workers: int
+    wanted: str
+    """The workers asked for: N, or MIN:MAX."""
+    round: int
+    epoch: float
+    num_samples: int
+    seconds: float
+    center_accuracy: float | None
+    workers: tuple[WorkerStatus, ...]
+    events: tuple[str, ...]
+    """The newest few lines, oldest first."""
+    told_at: float = 0.0
+    """Unix time, by the clock of the driver's machine."""
+    driver: str = ""
+    """The process that told it."""
+    silent_s: float = 0.0
+    """0 while the driver goes on telling; else for how long it has not."""
 
     @property
-    def lines(self) -> tuple[str, ...]:
-        """The newest events, oldest first: ``0:01:05 w2 was removed``."""
-        return tuple(self._lines)
+    def is_final(self) -> bool:
+        """Whether the run has ended."""
+        return self.state.startswith(_FINAL)
 
-    def update(self, view: ProgressView) -> None:
-        """Show the state."""
-        self._progress.update(view)
+    @property
+    def is_stale(self) -> bool:
+        """Whether the driver may be gone without having said so."""
+        return self.silent_s > 0
 
-    def event(self, sentence: str) -> None:
-        """Keep the sentence, and say it."""
-        minutes, seconds = divmod(round(self._clock() - self._began_at), 60)
-        self._lines.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02} {sentence}")
-        self._progress.event(sentence)
-
-    def close(self) -> None:
-        """Leave the terminal as it should stay."""
-        self._progress.close()
+    def stale_sentence(self) -> str:
+        """Return what a person should know and do of a run that has gone silent."""
+        return (
+            f"the driver, {self.driver.rpartition(', ')[0]}, has told nothing for "
+            f"{self.silent_s:.0f} s: it may be gone; the same command with --resume goes on"
+        )
 
 
-class RunView:
-    """What there is to tell of a run, from the moment its folder is open.
+def to_json(status: RunStatus) -> bytes:
+    """Return the contents of ``status.json``."""
+    return json.dumps(asdict(status), indent=2, allow_nan=False).encode()
 
-    Args:
-        config: the settings.
-        start: the snapshot the run goes on from.
-        seconds_before: training time of earlier starts, in seconds.
-        clock: seconds, rising; the controller's.
+
+def from_json(data: bytes) -> RunStatus:
+    """Return the status; what a newer raydl has added to it is passed over.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is damaged.
     """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        start: Snapshot,
-        *,
-        seconds_before: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._wanted = config.scaling.wanted()
-        self._start = start
-        self._seconds_before = seconds_before
-        self._clock = clock
-        self._log: EventLog | None = None
-        self._recorder: RunRecorder | None = None
-        self._controller: Controller | None = None
-
-    def follow_recorder(self, recorder: RunRecorder, log: EventLog) -> None:
-        """Tell from now on what was recorded."""
-        self._recorder, self._log = recorder, log
-
-    def follow(self, controller: Controller) -> None:
-        """Tell from now on where the controller stands."""
-        self._controller = controller
-
-    def status(self) -> RunStatus:
-        """Return how the run stands now."""
-        controller = self._controller
-        if controller is None:
-            return self._status("starting")
-        now = self._clock()
-        is_done = controller.state is State.DONE  # the last files are still to be written
-        return self._status(
-            State.FINISHING.value if is_done else controller.state.value,
-            num_workers=controller.num_workers,
-            workers=tuple(worker_status(e, now) for e in controller.workforce.entries()),
-        )
-
-    def end(self, error: BaseException | None = None) -> RunStatus:
-        """Return how the run ended, by itself or by an error; no worker is left then."""
-        reason = self._controller.stop_reason if self._controller else ""
-        if error is not None:
-            return self._status(how_it_ended(error, stop_reason=reason))
-        is_stopped = self._controller and self._controller.outcome is Outcome.STOPPED
-        return self._status(f"stopped by {reason}" if is_stopped else "finished")
-
-    def _status(
-        self, state: str, *, num_workers: int = 0, workers: tuple[WorkerStatus, ...] = ()
-    ) -> RunStatus:
-        recorder, controller, start = self._recorder, self._controller, self._start
-        at = (recorder and recorder.last) or start
-        scores = recorder.scores if recorder else []
-        return RunStatus(
-            state=state,
-            generation=controller.generation if controller else start.generation,
-            num_workers=num_workers,
-            wanted=self._wanted,
-            round=int(at.round),
-            epoch=at.num_samples / start.ledger["num_samples"],
-            num_samples=int(at.num_samples),
-            seconds=float(recorder.seconds if recorder else self._seconds_before),
-            center_accuracy=_finite(scores[-1].metrics.get("accuracy")) if scores else None,
-            workers=workers,
-            events=self._log.lines if self._log else (),
-        )
+    values = json.loads(data)
+    values["workers"] = tuple(_known(WorkerStatus, w) for w in values["workers"])
+    values["events"] = tuple(values["events"])
+    return _known(RunStatus, values)
 
 
-def worker_status(entry: WorkerEntry, now: float) -> WorkerStatus:
-    """Return how a worker stands; ``now`` is by the clock of its entry."""
-    report = entry.report
-    phase, since = entry.phase, entry.since
-    if phase is Phase.TRAINING and not entry.in_loop:  # between two generations
-        phase, since = Phase.READY, entry.moved_at
-    return WorkerStatus(
-        worker_id=entry.worker_id,
-        state=phase.value,
-        node=entry.node[:_NODE_DIGITS],
-        local_step=int(report.local_step) if report else 0,
-        round=int(report.round) if report else 0,
-        step_s=_finite(report.step_s) or 0.0 if report else 0.0,
-        # In all, not in the newest round alone: of that, a person sees too little.
-        waited_s=_finite(report.time_parts.get(_WAITING)) or 0.0 if report else 0.0,
-        since_s=max(0.0, now - since),
-    )
-
-
-def how_it_ended(error: BaseException, *, stop_reason: str = "") -> str:
-    """Return the last state of a run that an error ended, in one line."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        signal = "SIGTERM" if isinstance(error, SystemExit) else "SIGINT"
-        return f"stopped by {stop_reason or signal} at once, without a last checkpoint"
-    lines = str(error).strip().splitlines()
-    if isinstance(error, RaydlError):
-        return f"failed: {' '.join(lines)}"
-    if len(lines) > 1:  # a traceback from a worker: what was raised comes last
-        return f"failed: {lines[-1].strip()}"
-    return f"failed: {': '.join([type(error).__name__, *lines])}"
-
-
-def _finite(value: object) -> float | None:
-    """Return a number as JSON can hold it, or None."""
-    number = math.nan if value is None else float(value)  # type: ignore[arg-type]
-    return number if math.isfinite(number) else None
+def _known(cls: type[_T], values: dict[str, Any]) -> _T:
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in values.items() if name in names})

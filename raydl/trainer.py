@@ -32,6 +32,7 @@ from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
 from raydl.extent import Extent
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
+from raydl.job import Job
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
 from raydl.metrics import TensorBoardWriter, config_as_markdown
@@ -43,9 +44,8 @@ from raydl.run_desk import RunDesk
 from raydl.run_folder import RunFolder, open_run
 from raydl.run_loop import open_desk, run_to_end
 from raydl.run_state import State
-from raydl.run_status import EventLog, RunView
+from raydl.run_view import EventLog, RunView
 from raydl.task import Classification, DataShape, Task, evaluate
-from raydl.job import Job
 
 
 @dataclass(frozen=True)

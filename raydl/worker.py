@@ -22,6 +22,7 @@ from raydl.errors import ExchangeError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.messages import Post
 from raydl.exchange.sync import Group
+from raydl.generators import generators_state, load_generators, seed_generators
 from raydl.job import BeforeStep, Job
 from raydl.ledger import Span, split_evenly
 from raydl.membership import Membership
@@ -166,8 +167,7 @@ class Worker:
         self.local_step = snapshot.local_step
         self._become(snapshot)
         if own_state is None:
-            seed = np.random.SeedSequence([self._job.config.training.seed, _number(self.worker_id)])
-            torch.manual_seed(int(seed.generate_state(1)[0]))
+            seed_generators(self._job.config.training.seed, self.worker_id)
         else:
             self._load_state(own_state)
             is_other = own_state.get("round", snapshot.round) != snapshot.round
@@ -381,7 +381,6 @@ class Worker:
 
     def _state_dict(self) -> dict[str, Any]:
         with self.parts.measure("host_device_parameters"):
-            cuda = torch.cuda.get_rng_state() if self._device.type == "cuda" else None
             return {
                 "replica": self.replica.state_dict(),
                 "local_step": self.local_step,
@@ -389,7 +388,7 @@ class Worker:
                 "num_trained": len(self._trained),
                 **self._losses.state_dict(),
                 "feedback": [[*span, f.state_dict()] for span, f in self._feedback.items()],
-                "generators": {"cpu": torch.get_rng_state(), "cuda": cuda},
+                "generators": generators_state(self._device),
             }
 
     def _load_state(self, state: dict[str, Any]) -> None:
@@ -400,10 +399,4 @@ class Worker:
             codec = parse_codec(self._job.config.exchange.compression)
             self._feedback[start, stop] = ErrorFeedback(codec)
             self._feedback[start, stop].load_state_dict(residual)
-        torch.set_rng_state(state["generators"]["cpu"])
-        if self._device.type == "cuda" and state["generators"]["cuda"] is not None:
-            torch.cuda.set_rng_state(state["generators"]["cuda"])
-
-
-def _number(worker_id: str) -> int:
-    return int(worker_id.lstrip("w"))
+        load_generators(state["generators"], self._device)

@@ -21,11 +21,11 @@ from raydl.data import Batches, ImageSet, Normalizer
 from raydl.dispatcher import Due
 from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.flat import FlatModel
+from raydl.job import Job
 from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.reports import Outcome
 from raydl.task import Classification, DataShape
-from raydl.job import Job
 from raydl.worker import Worker
 
 ray_session.prepare()  # before any test imports Ray

@@ -13,11 +13,11 @@ from raydl.actors import CenterActor, ShardActor, WorkerActor
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Normalizer
 from raydl.exchange.collective import GroupAddress
+from raydl.job import Job
 from raydl.membership import Membership
 from raydl.methods import METHODS, resolve
 from raydl.reports import Outcome
 from raydl.task import Classification
-from raydl.job import Job
 
 NUM_WORKERS = 2
 IMAGES = tiny_images(31)

@@ -18,10 +18,11 @@ from raydl.errors import ConfigError, RaydlError, ResourceError
 from raydl.metrics import TIME_PARTS
 from raydl.progress import Silent
 from raydl.reports import Outcome, WorkerReport
-from raydl.run_desk import Request, WorkerStatus, read_status, request_removal
+from raydl.run_desk import Request, read_status, request_removal
 from raydl.run_loop import open_desk, remove, run_to_end
 from raydl.run_state import State
-from raydl.run_status import EventLog, RunView, how_it_ended, worker_status
+from raydl.run_status import WorkerStatus
+from raydl.run_view import EventLog, RunView, how_it_ended, worker_status
 from raydl.storage import Storage
 from raydl.task import Classification
 from raydl.trainer import Trainer
@@ -209,6 +210,14 @@ def test_with_both_it_tells_their_newest():
     assert (seen.state, seen.generation, seen.num_workers) == ("training", 5, 2)
     assert (seen.round, seen.epoch, seen.seconds, seen.center_accuracy) == (20, 2.5, 11.0, 0.5)
     assert [w.worker_id for w in seen.workers] == ["w4"]
+
+
+def test_before_the_first_record_the_seconds_are_those_of_earlier_starts():
+    telling = view()
+    numbers = recorder(0.5)
+    numbers.last, numbers.seconds = None, -8.0
+    telling.follow_recorder(numbers, EventLog(Silent()))
+    assert telling.status().seconds == 9.0
 
 
 @pytest.mark.parametrize("accuracy", [math.nan, math.inf, None])

@@ -48,8 +48,8 @@ class GradientGroup:
             gradients.div_(total)
         return total
 
-    def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> None:
-        """Replace tensors by those of the group's first worker.
+    def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> bool:
+        """Replace tensors by those of the group's first worker; return whether any was another.
 
         Raises:
             ExchangeError: it went away or took too long; the tensors are as they were.
@@ -57,5 +57,8 @@ class GradientGroup:
         copies = [t.clone() if is_first else torch.zeros_like(t) for t in tensors]
         for copy in copies:
             self._group.start_allreduce(copy, round=self._step).wait()
+        is_other = False
         for tensor, copy in zip(tensors, copies, strict=True):
+            is_other = is_other or not torch.equal(tensor, copy)
             tensor.copy_(copy)
+        return is_other

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raydl.errors import ExchangeTimeoutError
+from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.messages import Orders, Push, Reply, Stamp
 from raydl.reports import AllreduceReport
 
@@ -29,6 +29,7 @@ class LocalGroup:
         self.generation = generation
         self._arrived: dict[int, dict[int, Tensor]] = {}
         self._num_left: dict[int, int] = {}
+        self._gone: set[int] = set()
         self._changed = threading.Condition()
 
     def member(self, rank: int) -> LocalMember:
@@ -38,7 +39,15 @@ class LocalGroup:
     def arrive(self, rank: int, turn: int, tensor: Tensor) -> None:
         """Hand in a tensor for the turn-th sum; the group keeps a copy."""
         with self._changed:
-            self._arrived.setdefault(turn, {})[rank] = tensor.clone()
+            here = self._arrived.setdefault(turn, {})
+            if rank not in self._gone:
+                here[rank] = tensor.clone()
+            self._changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """Let a member go: sums that it has handed nothing in for fail, for those who wait too."""
+        with self._changed:
+            self._gone.add(rank)
             self._changed.notify_all()
 
     def total(self, turn: int, round: int) -> list[Tensor]:
@@ -46,13 +55,20 @@ class LocalGroup:
 
         Raises:
             ExchangeTimeoutError: somebody did not come in time.
+            ExchangeError: somebody has gone.
         """
         with self._changed:
             here = self._arrived[turn]
-            complete = self._changed.wait_for(lambda: len(here) == self.num_workers, self.timeout_s)
-            if not complete:
+
+            def is_decided() -> bool:
+                return len(here) == self.num_workers or not self._gone <= here.keys()
+
+            if not self._changed.wait_for(is_decided, self.timeout_s):
                 missing = [f"rank {r}" for r in range(self.num_workers) if r not in here]
                 raise ExchangeTimeoutError(round, self.generation, self.timeout_s, missing)
+            if len(here) < self.num_workers:
+                gone = [f"rank {r}" for r in sorted(self._gone - here.keys())]
+                raise ExchangeError(round, self.generation, f"{', '.join(gone)} left the group")
             self._num_left[turn] = self._num_left.get(turn, 0) + 1
             if self._num_left[turn] == self.num_workers:
                 del self._num_left[turn], self._arrived[turn]
@@ -87,6 +103,10 @@ class LocalMember:
     def report(self) -> AllreduceReport | None:
         """Return None: threads choose nothing."""
         return None
+
+    def close(self) -> None:
+        """Leave the group: what this member has not handed in yet fails, here and at the others."""
+        self._group.leave(self._rank)
 
 
 class LocalWork:

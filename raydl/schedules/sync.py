@@ -16,6 +16,7 @@ from raydl.optimizers import make_optimizer
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.rules import Sends
 from raydl.schedules.base import Decision, Round, Site
+from raydl.schedules.trained import Trained, with_first_claims
 from raydl.talk import Exchange, Header
 
 AnyExchange = SyncExchange | GatheredExchange | StagedExchange
@@ -28,13 +29,16 @@ class SyncSchedule:
         site: where the worker stands.
         group: the workers of this generation.
         snapshot: what they all start from.
+        trained: what this worker has trained on and not exchanged yet.
     """
 
-    def __init__(self, site: Site, group: Group, snapshot: Snapshot) -> None:
+    def __init__(self, site: Site, group: Group, snapshot: Snapshot, trained: Trained) -> None:
         self._site = site
+        self._trained = trained
         self._config = site.config
         self._ledger = Ledger.from_state_dict(snapshot.ledger)
         self._release_claims()
+        self._is_roll_called = False
         # Common to all ranks, unlike a worker's own count: some come later than others.
         self._num_steps = snapshot.local_step
         self._extent = Extent.of(site.config.training, epoch_samples=self._ledger.num_samples)
@@ -57,8 +61,8 @@ class SyncSchedule:
     def _release_claims(self) -> None:
         """Free what the lost had claimed.
 
-        Those who are still here have trained on theirs, and complete them with their next
-        exchange; but a gradient that was not summed is forgotten.
+        Those who are still here complete what they have trained on with their next exchange;
+        but a gradient that was not summed is forgotten.
         """
         membership = self._site.membership
         is_kept = self._site.method.rule.sends is not Sends.GRADIENT
@@ -122,11 +126,15 @@ class SyncSchedule:
 
     def next_round(self, local_step: int) -> Round:
         """Claim this round's samples for all ranks."""
-        with self._site.time_parts.measure("data_io"):
-            round = self._claim()
         if len(self._centers) > 1:  # fragments are committed one by one
+            self._kept_feedback = {s: f.state_dict() for s, f in self._site.feedback.items()}
             for center in self._centers:
                 center.keep()
+        if not self._is_roll_called:
+            self._call_roll()
+            self._is_roll_called = True
+        with self._site.time_parts.measure("data_io"):
+            round = self._claim()
         self._round_steps = round.num_steps
         return round
 
@@ -135,6 +143,27 @@ class SyncSchedule:
         if len(self._centers) > 1:
             for center in self._centers:
                 center.undo_()
+            for span, state in self._kept_feedback.items():
+                self._site.feedback[span].load_state_dict(state)
+
+    def _call_roll(self) -> None:
+        """Let all ranks know how much of their open claims each has trained on; free the rest.
+
+        One that came out of its round early, or was a round behind, has not trained on all that
+        stands under its name, and nobody else knows.
+
+        Raises:
+            ExchangeError: somebody did not answer; the ledger is as it was.
+        """
+        members, state = self._site.membership.worker_ids, self._ledger.state_dict(with_claims=True)
+        if not set(members) & set(self._ledger.claimants):
+            return
+        counts = torch.zeros(len(members), device=self._weights.device)
+        counts[self._site.rank] = self._trained.num_claimed(state, self._site.worker_id)
+        with self._site.time_parts.measure("device_device_parameters"):
+            self._group.start_allreduce(counts, round=self._round).wait()
+        kept = dict(zip(members, map(int, counts.tolist()), strict=True))
+        self._ledger = Ledger.from_state_dict(with_first_claims(state, kept))
 
     def _claim(self) -> Round:
         members, site = self._site.membership.worker_ids, self._site
@@ -253,19 +282,22 @@ class SyncSchedule:
         """Return the weights that the replica goes on with in the next generation, if others.
 
         A replica is its worker's own where the rule sends weights. Otherwise it follows the
-        center; what it has done since its last exchange it takes along, unless it is counted.
+        center; what it has done since its last exchange it takes along, unless it is counted,
+        or given to others. Who is behind and has nothing open may have been counted.
         """
-        sends = self._site.method.rule.sends
-        if sends is Sends.WEIGHTS or not is_behind:
+        sends, trained = self._site.method.rule.sends, self._trained
+        num_open = len(trained)
+        num_kept = trained.num_claimed(snapshot.ledger, self._site.worker_id)
+        if sends is Sends.WEIGHTS:
+            trained.keep_first(num_kept)
             return None
         center = torch.tensor(snapshot.weights, device=self._weights.device)
-        claimants = Ledger.from_state_dict(snapshot.ledger).claimants
-        if sends is Sends.PROGRESS and self._site.worker_id in claimants:
-            if snapshot.round == self._round:
-                return None
-            progress = self._site.flat.weights.detach().to(center.device) - self._weights
-            return center.add_(progress)
-        return center
+        is_same = torch.equal(center, self._weights)
+        if sends is Sends.PROGRESS and num_kept == num_open and (num_kept or not is_behind):
+            weights = self._site.flat.weights.detach().to(center.device)
+            return None if is_same else center.add_(weights - self._weights)
+        trained.keep_first(0)
+        return center if is_behind or not is_same else None
 
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
