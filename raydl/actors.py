@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -31,7 +30,7 @@ from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
 from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
 from raydl.exchange.shard import ShardState
-from raydl.faults import Fault, Injector, Partition, ProcessInflicts
+from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.job import Job
 from raydl.membership import Membership
 from raydl.ray_session import drain_node
@@ -41,39 +40,6 @@ from raydl.worker import Worker
 _START_S = 120.0
 """The longest start of a process: importing torch on a busy machine takes tens of seconds."""
 _ANNOUNCE_S = 5.0
-
-
-def inflict_here(fault: Fault) -> None:
-    """Kill or stop the present process."""
-    inflicts = ProcessInflicts(Partition(), lambda _: None)
-    if fault.kind == "kill":
-        inflicts.kill()
-    else:
-        inflicts.stop(fault.for_s)
-
-
-class Held:
-    """A road whose calls wait while its worker is cut off from the others.
-
-    Args:
-        road: a group, or a post.
-        hold: waits.
-    """
-
-    def __init__(self, road: Any, hold: Callable[[], None]) -> None:
-        self._road = road
-        self._hold = hold
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._road, name)
-        if not callable(found):
-            return found
-
-        def held(*args: Any, **kwargs: Any) -> Any:
-            self._hold()
-            return found(*args, **kwargs)
-
-        return held
 
 
 @ray.remote(num_cpus=0)

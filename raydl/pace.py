@@ -15,6 +15,8 @@ _FEWEST_ROUNDS = 5
 _SPREADS = 6.0
 """Spreads above the median at which a round is no usual one: with normally distributed rounds
 one in a billion."""
+_FIRST_PAUSE_S = 0.5
+"""What a pause is thought to cost until one was measured, in seconds."""
 _MAD_TO_SIGMA = 1.4826
 """Median absolute deviation to standard deviation, of a normal distribution."""
 _ROUNDING = 1e-9
@@ -27,14 +29,28 @@ class Pace:
     def __init__(self) -> None:
         self._rounds: deque[float] = deque(maxlen=101)
         self._pauses: deque[float] = deque(maxlen=5)
+        self._newest_round = -1
+        self._paused_at: float | None = None
+        self.longest_pause_s = 0.0
+        """The longest time from one generation to the next."""
 
-    def note_round(self, seconds: float) -> None:
-        """Note what a round took."""
-        self._rounds.append(seconds)
+    def note_round(self, round: int, seconds: float) -> None:
+        """Note what a round took; several workers tell of the same one."""
+        if round > self._newest_round and seconds > 0:
+            self._newest_round = round
+            self._rounds.append(seconds)
 
-    def note_pause(self, seconds: float) -> None:
-        """Note how long it took from one generation to the next."""
-        self._pauses.append(seconds)
+    def pause(self, now: float) -> None:
+        """Note that nobody trains any more, unless it was noted."""
+        if self._paused_at is None:
+            self._paused_at = now
+
+    def resume(self, now: float) -> None:
+        """Note that the next generation trains."""
+        if self._paused_at is not None:
+            seconds, self._paused_at = now - self._paused_at, None
+            self._pauses.append(seconds)
+            self.longest_pause_s = max(self.longest_pause_s, seconds)
 
     def grace_s(self) -> float:
         """Return the seconds to wait for a late worker; infinite while rounds are few.
@@ -46,7 +62,7 @@ class Pace:
             return math.inf
         middle = median(self._rounds)
         spread = _MAD_TO_SIGMA * median(abs(s - middle) for s in self._rounds)
-        pause_s = median(self._pauses) if self._pauses else 0.0
+        pause_s = median(self._pauses) if self._pauses else _FIRST_PAUSE_S
         return middle + _SPREADS * spread + 2 * pause_s
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,7 +19,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.center import Snapshot
-from raydl.config import ScalingConfig
 from raydl.crew import (
     Changed,
     Collected,
@@ -46,6 +40,8 @@ from raydl.faults import Fault
 from raydl.job import Job
 from raydl.leases import Leases
 from raydl.membership import Membership
+from raydl.ray_calls import Call, Calls, Handler
+from raydl.ray_cluster import kill_process, listed, worker_options
 from raydl.ray_session import draining_nodes
 from raydl.reports import Outcome, WorkerReport
 
@@ -53,21 +49,6 @@ _ASK_EVERY_S = 0.25
 _LOOK_FOR_DRAINS_EVERY_S = 1.0
 _START_S = 120.0
 """The longest start of a process: importing torch on a busy machine takes tens of seconds."""
-
-Handler = Callable[[Any], "list[Event]"]
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A call under way."""
-
-    who: str
-    """Which process."""
-    handle: Handler
-    task: str = ""
-    """What is given up if it fails; empty: the process counts as lost."""
-    generation: int = 0
-    """Of a worker's loop."""
 
 
 class RayCrew:
@@ -94,7 +75,7 @@ class RayCrew:
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._workers: dict[str, ActorHandle] = {}
         self._places: dict[str, tuple[str, int]] = {}
-        self._pending: dict[Any, _Pending] = {}
+        self._calls = Calls()
         self._leases = Leases(job.config.elastic.lease_s)
         self._draining: dict[str, int] = {}
         self._drained: set[str] = set()
@@ -160,17 +141,15 @@ class RayCrew:
         for who in ("center", *(f"shard {i}" for i in range(1, len(self._shards)))):
             self._forget(who)
         copy = self._workers[worker_id].center.remote() if worker_id else self._first
-        self._expect(self._start_center(copy), "center", self._take_address)
+        self._calls.expect(self._start_center(copy), "center", self._take_address)
 
     def ask(self, worker_id: str) -> None:
         """Ask for one more worker."""
-        options = _worker_options(self._job.config.scaling)
-        if self._draining:  # with no other node there Ray would try these again and again
-            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(self._draining)})"}
+        options = worker_options(self._job.config.scaling, not_on=self._draining)
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
         ref = worker.setup.remote(self._job, worker_id, self._train, self._normalizer)
-        self._expect(ref, worker_id, self._on_ready(worker_id))
+        self._calls.expect(ref, worker_id, self._on_ready(worker_id))
 
     def _on_ready(self, worker_id: str) -> Handler:
         def handle(place: tuple[str, int]) -> list[Event]:
@@ -189,11 +168,11 @@ class RayCrew:
     def _kill(self, who: str, actor: ActorHandle) -> None:
         """End a process; one that does not answer may be stopped, and hears no call."""
         if who in self._places and self._leases.owed_s(who) > 2 * _ASK_EVERY_S:
-            _kill_process(self._places[who], home=self._home)
+            kill_process(self._places[who], home=self._home)
         ray.kill(actor)
 
     def _forget(self, who: str) -> None:
-        self._pending = {ref: p for ref, p in self._pending.items() if p.who != who}
+        self._calls.forget(lambda call: call.who == who)
         self._places.pop(who, None)
         self._leases.answer(who)
 
@@ -204,27 +183,17 @@ class RayCrew:
         self._kill("center", self._center)
         for actor in (*self._shards[1:], self._evaluator):
             ray.kill(actor)
-        self._pending.clear()
+        self._calls.forget(lambda _: True)
 
     # what happened
-
-    def _expect(
-        self, ref: Any, who: str, handle: Handler, *, task: str = "", generation: int = 0
-    ) -> None:
-        self._pending[ref] = _Pending(who, handle, task, generation)
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Return what happened."""
         self._ask_for_news()
-        ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
-        if ready:  # one came: take all the others that came with it
-            ready, _ = ray.wait(
-                list(self._pending), num_returns=len(self._pending), timeout=0, fetch_local=False
-            )
-        for ref in ready:
-            pending = self._pending.pop(ref, None)
-            if pending is not None:  # its process may have been lost a moment ago
-                self._events += self._answer(ref, pending)
+        for ref in self._calls.wait(timeout_s):
+            call = self._calls.take(ref)
+            if call is not None:  # its process may have been lost a moment ago
+                self._events += self._answer(ref, call)
         for who in self._leases.expired():
             self._events += self._lose(
                 who, f"it did not answer for {self._leases.owed_s(who):.0f} s"
@@ -238,17 +207,17 @@ class RayCrew:
         if now - self._asked_at < _ASK_EVERY_S:
             return
         self._asked_at = now
-        asked = {p.who for p in self._pending.values() if p.handle in (_on_report, self._on_poll)}
+        asked = {call.who for call in self._calls if self._is_question(call)}
         for worker_id in self._places.keys() & self._workers.keys() - asked:
-            self._expect(self._workers[worker_id].report.remote(), worker_id, _on_report)
+            self._calls.expect(self._workers[worker_id].report.remote(), worker_id, _on_report)
             self._leases.ask(worker_id)
         if self._is_open and "center" not in asked:
-            self._expect(self._center.poll.remote(), "center", self._on_poll)
+            self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
             self._leases.ask("center")
         for index in range(1, len(self._shards)):
             who = f"shard {index}"
-            if not any(p.who == who for p in self._pending.values()):
-                self._expect(self._shards[index].ping.remote(), who, _on_ping)
+            if who not in asked:
+                self._calls.expect(self._shards[index].ping.remote(), who, _on_ping)
                 self._leases.ask(who)
         if now - self._looked_at > _LOOK_FOR_DRAINS_EVERY_S:
             self._looked_at = now
@@ -265,39 +234,43 @@ class RayCrew:
         self._fired.update(published.faults)
         return [published]
 
-    def _answer(self, ref: Any, pending: _Pending) -> list[Event]:
-        if pending.handle in (_on_report, self._on_poll, _on_ping):
-            self._leases.answer(pending.who)
-        try:
-            return pending.handle(ray.get(ref))
-        except RayTaskError as error:
-            return self._take_error(error, pending)
-        except ActorUnavailableError as error:
-            if pending.handle in (_on_report, self._on_poll, _on_ping):
-                self._leases.ask(pending.who)  # asked again, it may answer yet
-                return []
-            return self._give_up_or_lose(pending, _first_line(error))
-        except RayError as error:
-            return self._give_up_or_lose(pending, _first_line(error))
+    def _is_question(self, call: Call) -> bool:
+        """Whether it is one of those that are asked again and again."""
+        return call.handle in (_on_report, self._on_poll, _on_ping)
 
-    def _take_error(self, error: RayTaskError, pending: _Pending) -> list[Event]:
+    def _answer(self, ref: Any, call: Call) -> list[Event]:
+        if self._is_question(call):
+            self._leases.answer(call.who)
+        try:
+            return call.handle(ray.get(ref))
+        except RayTaskError as error:
+            return self._take_error(error, call)
+        except ActorUnavailableError as error:
+            if self._is_question(call):
+                self._leases.ask(call.who)  # asked again, it may answer yet
+                return []
+            return self._give_up_or_lose(call, _first_line(error))
+        except RayError as error:
+            return self._give_up_or_lose(call, _first_line(error))
+
+    def _take_error(self, error: RayTaskError, call: Call) -> list[Event]:
         """Tell what a task raised, or that something it needed went away."""
         if not isinstance(error.cause, RayError):
-            return [Failed(pending.who, _original(error))]
+            return [Failed(call.who, _original(error))]
         reason = _first_line(error.cause)
-        if pending.generation:  # its loop did not begin
-            return [RunEnded(pending.who, Outcome.BROKEN, -1, pending.generation, reason)]
-        return self._give_up_or_lose(pending, reason)
+        if call.generation:  # its loop did not begin
+            return [RunEnded(call.who, Outcome.BROKEN, -1, call.generation, reason)]
+        return self._give_up_or_lose(call, reason)
 
-    def _give_up_or_lose(self, pending: _Pending, reason: str) -> list[Event]:
-        if pending.who == "evaluator":
+    def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
+        if call.who == "evaluator":
             ray.kill(self._evaluator)
             self._start_evaluator()
-        if not pending.task:
-            return self._lose(pending.who, reason)
-        if pending.task == "checkpoint":
-            self._pending = {r: p for r, p in self._pending.items() if p.task != "checkpoint"}
-        return [GaveUp(pending.task, reason)]
+        if not call.task:
+            return self._lose(call.who, reason)
+        if call.task == "checkpoint":
+            self._pending = {r: p for r, p in self._call.items() if p.task != "checkpoint"}
+        return [GaveUp(call.task, reason)]
 
     def _lose(self, who: str, reason: str) -> list[Event]:
         """Make sure that a process is gone, and tell it."""
@@ -318,15 +291,15 @@ class RayCrew:
             snapshot = self._center.get.remote(round)
         else:  # workers send only to shards that know them
             formed, snapshot = self._center.form.options(num_returns=2).remote(membership)
-            self._expect(formed, "center", _on_change)
+            self._calls.expect(formed, "center", _on_change)
         for worker_id in membership.worker_ids:
             self._run(worker_id, membership, snapshot, own_states.get(worker_id))
 
     def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
         """Let workers join and leave while the others train on."""
         changed, snapshot = self._center.change.options(num_returns=2).remote(membership)
-        self._expect(changed, "center", _on_change)
-        running = {p.who for p in self._pending.values() if p.generation}
+        self._calls.expect(changed, "center", _on_change)
+        running = {p.who for p in self._call.values() if p.generation}
         for worker_id in membership.worker_ids:
             if worker_id not in running:
                 self._run(worker_id, membership, snapshot, own_states.get(worker_id))
@@ -344,7 +317,7 @@ class RayCrew:
         ref = self._workers[worker_id].run.remote(
             membership, address, snapshot, own_state, self._shards, tuple(self._fired)
         )
-        self._expect(ref, worker_id, lambda end: [end], generation=generation)
+        self._calls.expect(ref, worker_id, lambda end: [end], generation=generation)
 
     def dismiss(self, worker_id: str) -> None:
         """Let one worker leave after its next exchange."""
@@ -368,15 +341,15 @@ class RayCrew:
         put = self._center.put.remote(self._workers[worker_id].center.remote())
 
         def poll_at_once(_: None) -> list[Event]:
-            self._expect(self._center.poll.remote(), "center", self._on_poll)
+            self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
             return []
 
-        self._expect(put, worker_id, poll_at_once, task="publication")
+        self._calls.expect(put, worker_id, poll_at_once, task="publication")
 
     def hand_in(self, worker_id: str) -> None:
         """Gather the state of a worker that has left its loop."""
         ref = self._workers[worker_id].take_kept.remote(-1)
-        self._expect(
+        self._calls.expect(
             ref,
             worker_id,
             lambda state: [HandedIn(worker_id, state)],
@@ -393,7 +366,7 @@ class RayCrew:
         """Let the evaluator score the center of a round."""
         # That of the round may be gone by now; a newer one is as good.
         ref = self._evaluator.evaluate.remote(self._center.newest.remote())
-        self._expect(ref, "evaluator", lambda evaluated: [evaluated], task="evaluation")
+        self._calls.expect(ref, "evaluator", lambda evaluated: [evaluated], task="evaluation")
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Gather center and workers of a round."""
@@ -401,7 +374,7 @@ class RayCrew:
         refs = {"center": self._center.get.remote(round)}
         refs |= {w: self._workers[w].take_kept.remote(round) for w in worker_ids}
         for who, ref in refs.items():
-            self._expect(ref, who, self._on_collected(who), task="checkpoint")
+            self._calls.expect(ref, who, self._on_collected(who), task="checkpoint")
 
     def _on_collected(self, who: str) -> Handler:
         def handle(part: Any) -> list[Event]:
@@ -418,26 +391,9 @@ class RayCrew:
     def waiting_for(self) -> str:
         """Return what pending workers need, and what the cluster has."""
         missing = len(self._workers.keys() - self._places.keys())
-        need = _listed(self._job.config.scaling.resources())
-        have = _listed({k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")})
+        need = listed(self._job.config.scaling.resources())
+        have = listed({k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")})
         return f"{missing} more worker(s), each needs {need}; the cluster has {have}"
-
-
-def _kill_process(place: tuple[str, int], *, home: str) -> None:
-    """End a process that hears no call, on whatever node it is."""
-    node, pid = place
-    if node == home:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        return
-    where = NodeAffinitySchedulingStrategy(node, soft=False)
-    _kill_here.options(scheduling_strategy=where).remote(pid)
-
-
-@ray.remote(num_cpus=0, max_retries=0)
-def _kill_here(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _on_change(_: int) -> list[Event]:
@@ -467,29 +423,3 @@ def _original(error: RayTaskError) -> Exception:
     """Return raydl's own error as it was raised; a user's keeps Ray's text with its traceback."""
     cause = error.cause
     return cause if isinstance(cause, RaydlError) else error
-
-
-def _worker_options(scaling: ScalingConfig) -> dict[str, Any]:
-    resources = scaling.resources()
-    return {
-        "num_cpus": resources.pop("CPU", 0),
-        "num_gpus": resources.pop("GPU", 0),
-        "resources": resources or None,
-        "scheduling_strategy": "SPREAD",
-    }
-
-
-def _listed(resources: dict[str, float]) -> str:
-    return "{" + ", ".join(f"{k}: {v:g}" for k, v in resources.items()) + "}"
-
-
-def workers_that_fit(scaling: ScalingConfig) -> int:
-    """Return how many workers the nodes of the cluster could hold if they were empty."""
-    need = scaling.resources()
-    total = 0
-    for node in ray.nodes():
-        if node["Alive"]:
-            have = node["Resources"]
-            fits = [int(have.get(k, 0) / v + 1e-9) for k, v in need.items()]
-            total += min(fits, default=scaling.max_workers)
-    return total

@@ -15,6 +15,7 @@ import torch
 from raydl.center import Snapshot
 from raydl.checkpoint import Checkpoint, CheckpointStore
 from raydl.config import TrainConfig
+from raydl.control.state import State
 from raydl.crew import Collected, Evaluated
 from raydl.extent import Extent
 from raydl.flat import FlatModel
@@ -22,7 +23,6 @@ from raydl.ledger import Ledger
 from raydl.metrics import TIME_PARTS, MetricsWriter, communication_share, mean_parts
 from raydl.progress import Progress, ProgressView
 from raydl.reports import AllreduceReport, Record, WorkerReport
-from raydl.run_state import State
 
 _SPEED_OVER = 8
 """Records that the speed in the terminal is averaged over."""
@@ -68,7 +68,7 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
 
 
 class RunRecorder:
-    """The recorder of a real run; see :class:`raydl.controller.Recorder`.
+    """The recorder of a real run; see :class:`raydl.control.Recorder`.
 
     Args:
         config: the settings.

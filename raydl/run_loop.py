@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from raydl.config import TrainConfig
-from raydl.controller import Controller
+from raydl.control import Controller
+from raydl.control.state import State
 from raydl.recorder import RunRecorder
 from raydl.run_desk import RunDesk
-from raydl.run_state import State
 from raydl.run_view import RunView
 from raydl.storage import Storage
 

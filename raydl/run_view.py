@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 from raydl.center import Snapshot
 from raydl.config import TrainConfig
-from raydl.controller import Controller
+from raydl.control import Controller
+from raydl.control.state import State
+from raydl.control.workforce import Phase, WorkerEntry
 from raydl.errors import RaydlError
 from raydl.progress import Progress, ProgressView
 from raydl.recorder import RunRecorder
 from raydl.reports import Outcome
-from raydl.run_state import State
 from raydl.run_status import RunStatus, WorkerStatus
-from raydl.workforce import Phase, WorkerEntry
 
 _NUM_EVENTS = 8
 _NODE_DIGITS = 8
@@ -75,7 +75,7 @@ class RunView:
         seconds_before: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._wanted = config.scaling.wanted()
+        self._wanted = config.scaling.wanted() if config.scaling.max_workers else "1"  # itself
         self._start = start
         self._seconds_before = seconds_before
         self._clock = clock

@@ -25,7 +25,7 @@ from raydl.config import (
     TrainingConfig,
     to_dict,
 )
-from raydl.controller import Controller
+from raydl.control import Controller, State, kind_for
 from raydl.crew import Crew, LocalCrew
 from raydl.data import Batches, Dataset, Normalizer, load
 from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
@@ -43,7 +43,6 @@ from raydl.rules import Rule
 from raydl.run_desk import RunDesk
 from raydl.run_folder import RunFolder, open_run
 from raydl.run_loop import open_desk, run_to_end
-from raydl.run_state import State
 from raydl.run_view import EventLog, RunView
 from raydl.task import Classification, DataShape, Task, evaluate
 
@@ -202,7 +201,7 @@ class Trainer:
             for sentence in start.sentences:
                 recorder.event(sentence)
             crew.open(snapshot)
-            controller = Controller(
+            controller = kind_for(is_sync=job.method.is_sync)(
                 crew,
                 config,
                 job.method,
@@ -305,7 +304,8 @@ def _make_crew(job: Job, dataset: Dataset) -> Crew:
     if scaling.max_workers == 0:
         return LocalCrew(job, dataset)
     ray_session.prepare()
-    from raydl.ray_crew import RayCrew, workers_that_fit  # imports Ray
+    from raydl.ray_cluster import workers_that_fit  # imports Ray, as the next does
+    from raydl.ray_crew import RayCrew
 
     is_ours = ray_session.connect()
     fit = workers_that_fit(scaling)
@@ -325,8 +325,8 @@ def _finish(controller: Controller, recorder: RunRecorder, start: _Start) -> Res
     metrics = {
         **recorder.figures(),
         "generations": controller.num_generations,
-        "longest_pause_s": controller.longest_pause_s,
-        "faults_fired": controller.faults_fired,
+        "longest_pause_s": controller.pace.longest_pause_s,
+        "faults_fired": controller.chaos.fired,
         "stopped_by": controller.stop_reason if is_stopped else "",
     }
     names = store.names()

@@ -170,10 +170,9 @@ class Worker:
             seed_generators(self._job.config.training.seed, self.worker_id)
         else:
             self._load_state(own_state)
-            is_other = own_state.get("round", snapshot.round) != snapshot.round
-            # The ledger of a checkpoint knows no claims: what is not exchanged is done again.
-            is_other = is_other or own_state.get("num_trained", 0) > 0
-            if is_other and self._method.rule.sends is not Sends.WEIGHTS:
+            is_old = own_state.get("round", snapshot.round) != snapshot.round
+            has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
+            if (is_old or has_open) and self._method.rule.sends is not Sends.WEIGHTS:
                 self._become(snapshot)  # it follows the center, which has gone on
 
     def _go_on_from(self, snapshot: Snapshot, before: Schedule) -> None:
@@ -213,14 +212,15 @@ class Worker:
             self._is_behind = True
             raise
         self._trained.keep_first(0)
-        is_kept = decision.keep is not None
         if decision.keep is not None:
             state = self._state_dict()
             with self._lock:
                 self._kept[decision.keep] = state
         if decision.publishes:
             with self.parts.measure("host_device_parameters"):
-                snapshot = schedule.snapshot(is_kept=is_kept, local_step=self.local_step)
+                snapshot = schedule.snapshot(
+                    is_kept=decision.keep is not None, local_step=self.local_step
+                )
             self._publish(snapshot)
         return decision.outcome
 
@@ -365,7 +365,7 @@ class Worker:
 
     def center(self) -> Snapshot:
         """Return this worker's copy of the center, to go on from. Not while it trains."""
-        assert self._schedule is not None, "join comes first"
+        assert self._schedule, "join comes first"
         return self._schedule.snapshot(is_kept=False, local_step=self.local_step)
 
     def take_kept(self, round: int) -> dict[str, Any]:

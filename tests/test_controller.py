@@ -5,7 +5,7 @@ import pytest
 
 from raydl.center import Snapshot
 from raydl.config import CheckpointConfig, MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-from raydl.controller import Controller, State
+from raydl.control import Controller, State
 from raydl.crew import (
     Collected,
     Evaluated,

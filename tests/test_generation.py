@@ -2,8 +2,8 @@
 
 import pytest
 
+from raydl.control.generation import Generation
 from raydl.crew import RunEnded
-from raydl.generation import Generation
 from raydl.membership import Membership
 from raydl.reports import Outcome, WorkerReport
 

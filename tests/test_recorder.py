@@ -6,7 +6,7 @@ from conftest import SHAPE, linear
 
 from raydl.center import first_snapshot
 from raydl.config import TrainConfig, TrainingConfig
-from raydl.controller import State
+from raydl.control import State
 from raydl.crew import Collected, Evaluated
 from raydl.errors import CheckpointError
 from raydl.flat import FlatModel

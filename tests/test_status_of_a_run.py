@@ -14,19 +14,19 @@ import pytest
 from raydl import run_desk
 from raydl.center import Snapshot
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
+from raydl.control.state import State
+from raydl.control.workforce import Phase, WorkerEntry
 from raydl.errors import ConfigError, RaydlError, ResourceError
 from raydl.metrics import TIME_PARTS
 from raydl.progress import Silent
 from raydl.reports import Outcome, WorkerReport
 from raydl.run_desk import Request, read_status, request_removal
 from raydl.run_loop import open_desk, remove, run_to_end
-from raydl.run_state import State
 from raydl.run_status import WorkerStatus
 from raydl.run_view import EventLog, RunView, how_it_ended, worker_status
 from raydl.storage import Storage
 from raydl.task import Classification
 from raydl.trainer import Trainer
-from raydl.workforce import Phase, WorkerEntry
 
 START = Snapshot(12, 3, 1, 150, 40, 9.0, True, None, None, {}, {"num_samples": 100})
 
@@ -52,7 +52,7 @@ def view(num_workers=(2, 3)):
 def test_a_run_that_finished_says_so_with_the_figures_of_its_result(tmp_path):
     result = trainer(tmp_path / "a").fit()
     seen = read_status(str(tmp_path / "a"))
-    assert (seen.state, seen.num_workers, seen.wanted) == ("finished", 0, "0")
+    assert (seen.state, seen.num_workers, seen.wanted) == ("finished", 0, "1")
     assert (seen.generation, seen.epoch, seen.workers) == (1, 2.0, ())
     assert seen.num_samples == result.metrics["samples"]
     assert seen.round == result.metrics["rounds"]

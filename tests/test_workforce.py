@@ -2,9 +2,9 @@
 
 import pytest
 
+from raydl.control.workforce import Phase, Workforce
 from raydl.membership import Membership
 from raydl.reports import WorkerReport
-from raydl.workforce import Phase, Workforce
 
 LATE = "is late and left out"
 

@@ -4,8 +4,17 @@
 due; ``inflict`` does it to that process.
 """
 
-from raydl.faults.inflict import Partition, ProcessInflicts
+from raydl.faults.inflict import Held, Partition, ProcessInflicts, inflict_here
 from raydl.faults.injector import Inflicts, Injector
 from raydl.faults.plan import Fault, FaultPlan
 
-__all__ = ["Fault", "FaultPlan", "Inflicts", "Injector", "Partition", "ProcessInflicts"]
+__all__ = [
+    "Fault",
+    "FaultPlan",
+    "Held",
+    "Inflicts",
+    "Injector",
+    "Partition",
+    "ProcessInflicts",
+    "inflict_here",
+]

@@ -9,6 +9,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+from raydl.faults.plan import Fault
 
 
 class Partition:
@@ -101,3 +104,36 @@ def _stop_here() -> None:
     would run on for a moment.
     """
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
+def inflict_here(fault: Fault) -> None:
+    """Kill or stop the present process."""
+    inflicts = ProcessInflicts(Partition(), lambda _: None)
+    if fault.kind == "kill":
+        inflicts.kill()
+    else:
+        inflicts.stop(fault.for_s)
+
+
+class Held:
+    """A road whose calls wait while its worker is cut off from the others.
+
+    Args:
+        road: a group, or a post.
+        hold: waits.
+    """
+
+    def __init__(self, road: Any, hold: Callable[[], None]) -> None:
+        self._road = road
+        self._hold = hold
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._road, name)
+        if not callable(found):
+            return found
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self._hold()
+            return found(*args, **kwargs)
+
+        return held

@@ -32,7 +32,7 @@ class Trained:
         """Return how many of them lead the claims of the worker in a ledger's state."""
         claims = [
             _pairs(epoch, positions_of([(start, stop)]))
-            for claimant, epoch, (start, stop) in ledger["claimed"]
+            for claimant, epoch, (start, stop) in ledger.get("claimed", ())
             if claimant == worker_id
         ]
         ours, theirs = np.concatenate(self._parts), np.concatenate([self._parts[0][:0], *claims])

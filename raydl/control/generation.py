@@ -58,6 +58,22 @@ class Generation:
         self.lost.clear()
         self.broken_at = math.inf
 
+    def take_end(self, end: RunEnded, now: float) -> bool:
+        """Note that a member has left its loop; return whether it was one of this generation.
+
+        Args:
+            end: how; of another generation it changes nothing.
+            now: by the controller's clock.
+        """
+        is_ours = end.worker_id in self.present and end.generation == self.entered_with(
+            end.worker_id
+        )
+        if is_ours:
+            self.ended[end.worker_id] = end
+            if end.outcome is Outcome.BROKEN:
+                self.broken_at = min(self.broken_at, now)
+        return is_ours
+
     def lose(self, worker_id: str) -> None:
         """Wait no more for a member."""
         self.lost.add(worker_id)

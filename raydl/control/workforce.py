@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from raydl.membership import Candidates, Membership
 from raydl.reports import WorkerReport
@@ -75,7 +76,6 @@ class Workforce:
         self._clock = clock
         self._entries: dict[str, WorkerEntry] = {}
         self._next_number = 0
-        self._order: dict[str, int] = {}
         self._causes: dict[str, str] = {}
 
     def __contains__(self, worker_id: str) -> bool:
@@ -105,7 +105,6 @@ class Workforce:
     def add(self, worker_id: str) -> None:
         """Note that a worker was asked for."""
         self._next_number = max(self._next_number, int(worker_id.lstrip("w")) + 1)
-        self._order.setdefault(worker_id, len(self._order))
         self._entries[worker_id] = WorkerEntry(worker_id, Phase.STARTING, self._clock())
 
     def came_up(self, worker_id: str, node: str) -> None:
@@ -129,8 +128,9 @@ class Workforce:
     def leave_out(self, worker_ids: tuple[str, ...]) -> None:
         """Go on without some; each time one stays away for longer."""
         for worker_id in worker_ids:
-            self._enter(worker_id, Phase.LEFT_OUT, "is late and left out")
-            self._entries[worker_id].num_late += 1
+            if self._entries[worker_id].phase is not Phase.LEAVING:
+                self._enter(worker_id, Phase.LEFT_OUT, "is late and left out")
+                self._entries[worker_id].num_late += 1
 
     def stand_by(self, worker_id: str) -> None:
         """Note that a worker is out of its loop, and could join again."""
@@ -153,10 +153,25 @@ class Workforce:
                 entry.moved_at = now
         self._causes.clear()
 
-    def candidates(self, waited_s: float) -> Candidates:
-        """Return what decides about the next membership."""
+    def cause_of(self, worker_id: str) -> str:
+        """Return why a member does not train any more: the rest of a sentence."""
+        entry = self._entries.get(worker_id)
+        cause = entry.cause if entry else self._causes.get(worker_id)
+        return cause or "left its exchange"
+
+    def candidates(
+        self, waited_s: float, *, sort_key: Callable[[str], Any] | None = None
+    ) -> Candidates:
+        """Return what decides about the next membership.
+
+        Args:
+            waited_s: seconds since the wait for workers began.
+            sort_key: puts those that are ready in an order; None: as they were asked for.
+        """
         entries = self._entries.values()
         ready = [e.worker_id for e in entries if self._could_train(e)]
+        if sort_key is not None:
+            ready.sort(key=sort_key)
         causes = {e.worker_id: e.cause for e in entries if e.cause}
         return Candidates(
             ready=tuple(ready),

@@ -1,0 +1,49 @@
+"""The faults of a plan, as the controller sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raydl.crew import Crew
+from raydl.faults import Fault, FaultPlan
+from raydl.reports import Record
+
+
+class Chaos:
+    """Inflicts the faults of the center, and keeps count of all that fired.
+
+    Those of workers come from the workers themselves, at the very step.
+
+    Args:
+        crew: the processes.
+        plan: the faults.
+        clock: seconds, rising.
+    """
+
+    def __init__(self, crew: Crew, plan: FaultPlan, clock: Callable[[], float]) -> None:
+        self.fired: list[str] = []
+        """A sentence for each fault that fired, in order."""
+        self._crew = crew
+        self._plan = plan
+        self._clock = clock
+        self._began_at = clock()
+        self._left = list(plan.for_center)
+
+    def note(self, number: int) -> str:
+        """Note that a worker inflicts a fault on itself; return a sentence."""
+        return self._fire(self._plan.faults[number])
+
+    def _fire(self, fault: Fault) -> str:
+        self.fired.append(fault.sentence)
+        return fault.sentence
+
+    def inflict(self, record: Record | None) -> list[str]:
+        """Inflict what is due on the center by the newest record; return a sentence for each."""
+        if record is None:
+            return []
+        now = {"round": float(record.round), "second": self._clock() - self._began_at}
+        due = [fault for fault in self._left if fault.at <= now[fault.when]]
+        for fault in due:
+            self._left.remove(fault)
+            self._crew.inflict(fault)
+        return [self._fire(fault) for fault in due]

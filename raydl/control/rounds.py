@@ -1,0 +1,85 @@
+"""The controller of synchronous methods: all train, or all stop for a moment and regroup."""
+
+from __future__ import annotations
+
+from raydl.control.controller import Controller
+from raydl.control.generation import Generation
+from raydl.control.state import State
+from raydl.crew import RunEnded
+from raydl.pace import late_workers
+
+_ANSWER_S = 0.75
+"""The least time that a survivor has to come out of an abandoned exchange, in seconds."""
+
+
+class RoundsController(Controller):
+    """Lets all leave at the same round when someone joins or leaves.
+
+    A vote rides on the exchange, so nobody waits for it. When a worker is lost in an exchange
+    the others can not vote: they are told to abandon it, and go on from the round that the
+    furthest of them has completed.
+    """
+
+    _has_new_center = False
+
+    def _train_on(self, run: Generation) -> None:
+        if run.lost or run.is_broken:
+            self._abandon(run)
+        elif not run.at_work:
+            self._after_generation(run)
+        elif not run.ended and not self._leave_out_late(run):
+            self._regroup_if_wanted(run)
+
+    def _regroup_if_wanted(self, run: Generation) -> None:
+        if self._keeper.is_lost:
+            # Training goes on: workers hold the center, and meet where it was when they formed.
+            self._say(self._keeper.rebuild(None))
+            self._has_new_center = True
+        if not self._keeper.published:  # a new center is on its way: nobody could meet now
+            return
+        membership, reason = self._staff.decide(run.membership)
+        if membership == run.membership:
+            if not self._has_new_center:
+                return
+            reason = "the center is back"
+        self._has_new_center = False
+        self._say(f"{reason}: regrouping after this round")
+        self._crew.vote(run.membership.generation, regroup=1.0)
+        self._enter(State.REGROUPING)
+
+    def _regroup(self) -> None:
+        run = self._run
+        assert run is not None
+        if run.lost or run.is_broken:
+            self._abandon(run)
+        elif not run.at_work:
+            self._after_generation(run)
+        elif not run.ended:
+            self._leave_out_late(run)
+
+    def _leave_out_late(self, run: Generation) -> bool:
+        """Go on without workers that the others wait for beyond all that is usual."""
+        elastic, p = self._config.elastic, len(run.at_work)
+        if not elastic.leave_out_slow or p == 1:
+            return False
+        late = late_workers(
+            self.workforce.waiting_s(run.at_work),
+            grace_s=self.pace.grace_s(),
+            quorum=min(1.0, max(elastic.quorum, self._config.scaling.min_workers / p)),
+        )
+        if late:
+            self._leave_out(run, late)
+            self._abandon(run)
+        return bool(late)
+
+    def _answer_s(self) -> float:
+        return max(_ANSWER_S, min(self.pace.grace_s(), self._config.exchange.timeout_s))
+
+    def _source_of_center(self, run: Generation) -> RunEnded | None:
+        return None  # it is published when the new one is up
+
+    def _has_center_of(self, run: Generation, round: int) -> bool:
+        is_there = round in self._keeper.published
+        if not is_there:
+            self._keeper.publish(run.freshest())
+        return is_there

@@ -1,0 +1,201 @@
+"""Who is asked for, who is let go, and what leavers hand to those who come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raydl.config import TrainConfig
+from raydl.control.workforce import Phase, Workforce
+from raydl.crew import Crew
+from raydl.errors import ProcessLostError, ResourceError
+from raydl.membership import Membership, next_membership
+
+_PATIENCE_S = 5.0
+"""How long a run that has its fewest workers waits for more before it starts."""
+
+
+class Staff:
+    """The workers of a run.
+
+    Args:
+        crew: their processes.
+        config: the run's settings.
+        workforce: what is known of each.
+        own_states: states of workers from a checkpoint, by id, in the order of their ranks.
+        takes_over: whether the replica of one that leaves is worth keeping: with rules that
+            send weights it is its own, otherwise it is a copy of the center.
+        say: takes one line on what happened.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        config: TrainConfig,
+        workforce: Workforce,
+        *,
+        own_states: dict[str, Any],
+        takes_over: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._crew = crew
+        self._config = config
+        self._workforce = workforce
+        self._own_states = dict(own_states)
+        self._saved_order = list(own_states)
+        self._legacies: list[dict[str, Any]] = []
+        self._takes_over = takes_over
+        self._say = say
+        self._max_workers = max(1, config.scaling.max_workers)
+        self._num_lost = 0
+        for worker_id in self._saved_order[: self._max_workers]:
+            self._ask(worker_id)
+        self._ask_for_missing()
+
+    def _ask(self, worker_id: str) -> None:
+        self._workforce.add(worker_id)
+        self._crew.ask(worker_id)
+
+    def _ask_for_missing(self) -> None:
+        while self._workforce.num_coming < self._max_workers:
+            self._ask(self._workforce.new_id())
+
+    # who goes
+
+    def remove(self, worker_id: str) -> tuple[bool, str]:
+        """Let a worker leave because the user wants it; return (whether it will, a sentence).
+
+        Another one takes its place only if too few would be left.
+        """
+        if worker_id not in self._workforce:
+            there = ", ".join(e.worker_id for e in self._workforce.entries())
+            return False, f"there is no worker {worker_id}; there are {there}"
+        if self._workforce[worker_id].phase is Phase.LEAVING:
+            return True, f"{worker_id} is leaving already"
+        fewest = max(1, self._config.scaling.min_workers)
+        is_replaced = self._max_workers <= fewest
+        self._max_workers = max(fewest, self._max_workers - 1)
+        is_out = self._workforce[worker_id].phase in (Phase.STARTING, Phase.READY)
+        self.send_away(worker_id, "was removed")
+        how = "is ended; it did not train" if is_out else "leaves after its next exchange"
+        then = "; another one takes its place, for fewer may not train" if is_replaced else ""
+        return True, f"{worker_id} {how}{then}"
+
+    def send_away(self, worker_id: str, cause: str) -> None:
+        """Let a worker leave, and ask for another one if there is room."""
+        entry = self._workforce[worker_id]
+        if entry.phase is Phase.LEAVING:
+            return
+        self._say(f"{worker_id} {cause}")
+        if entry.phase in (Phase.STARTING, Phase.READY):
+            self._crew.end(worker_id)
+            self._workforce.remove(worker_id, cause)
+        else:
+            self._workforce.send_away(worker_id, cause)
+        self._ask_for_missing()
+
+    def lose(self, worker_id: str, reason: str) -> None:
+        """Note that a worker was lost, and ask for another one."""
+        self._say(f"{worker_id} was lost: {reason}")
+        self.count_loss(worker_id, reason)
+        self._workforce.remove(worker_id, "was lost")
+        self._ask_for_missing()
+
+    def lose_stuck(self) -> list[str]:
+        """End the workers that do not get out of a step; return who they are."""
+        stuck = self._workforce.stuck()
+        for worker_id, seconds in stuck:
+            self._crew.end(worker_id)
+            self.lose(worker_id, f"it is stuck, in one step for {seconds:.0f} s")
+        return [worker_id for worker_id, _ in stuck]
+
+    def count_loss(self, name: str, reason: str) -> None:
+        """Note that something was lost.
+
+        Raises:
+            ProcessLostError: too much was, without any progress of the training.
+        """
+        self._num_lost += 1
+        if self._num_lost > self._config.elastic.max_restarts:
+            raise ProcessLostError(
+                name,
+                f"{reason}; it is the {self._num_lost}th loss in a row while the training did "
+                f"not go on, more than elastic.max_restarts",
+            )
+
+    def saw_progress(self) -> None:
+        """Note that the training goes on."""
+        self._num_lost = 0
+
+    def part_with_leavers(self) -> None:
+        """Take over the replicas of those who have left, then let them go."""
+        for worker_id in self._workforce.named(Phase.LEAVING):
+            entry = self._workforce[worker_id]
+            if entry.in_loop or entry.is_parting:
+                continue
+            entry.is_parting = True
+            if self._takes_over:
+                self._crew.hand_in(worker_id)
+            else:
+                self.let_go(worker_id)
+
+    def take_over(self, worker_id: str, state: dict[str, Any]) -> None:
+        """Keep the replica of one that leaves for one that comes."""
+        self._legacies.append(state)
+        self.let_go(worker_id)
+
+    def let_go(self, worker_id: str) -> None:
+        """End a worker that has left."""
+        if worker_id in self._workforce:
+            self._crew.end(worker_id)
+            self._workforce.remove(worker_id, self._workforce[worker_id].cause)
+
+    # who comes
+
+    def decide(
+        self, now: Membership | None, *, waited_s: float = 0.0
+    ) -> tuple[Membership | None, str]:
+        """Return (who should train next, why); see :func:`raydl.membership.next_membership`."""
+        scaling, group_size = self._config.scaling, self._config.method.group_size
+        sort_key = self._place if now is None and group_size > 1 else None
+        return next_membership(
+            now,
+            self._workforce.candidates(waited_s, sort_key=sort_key),
+            min_workers=max(1, scaling.min_workers),
+            max_workers=self._max_workers,
+            patience_s=_PATIENCE_S,
+            group_size=group_size,
+        )
+
+    def _place(self, worker_id: str) -> tuple[str, int]:
+        """Return the sort key of a worker: in groups as they were; else by node."""
+        if worker_id in self._saved_order:
+            return "", self._saved_order.index(worker_id)
+        return self._workforce[worker_id].node, int(worker_id.lstrip("w"))
+
+    def states_for(self, worker_ids: tuple[str, ...]) -> dict[str, Any]:
+        """Return what newcomers start from besides the center: their own, or a leaver's."""
+        states = {}
+        for worker_id in worker_ids:
+            if worker_id in self._own_states:
+                states[worker_id] = self._own_states.pop(worker_id)
+            elif self._legacies and not self._workforce[worker_id].has_trained:
+                states[worker_id] = self._legacies.pop(0)
+        return states
+
+    def waiting(self, reason: str, waited_s: float, *, has_trained: bool) -> str:
+        """Return what the run waits for, in one sentence.
+
+        Raises:
+            ResourceError: it has waited for too long.
+        """
+        if waited_s <= _PATIENCE_S:
+            return reason
+        missing = f"waiting for {self._crew.waiting_for()}"
+        if waited_s <= self._config.scaling.start_timeout_s:
+            return f"{reason}; {missing}"
+        go_on = "; the same command with --resume goes on" if has_trained else ""
+        raise ResourceError(
+            f"{reason} after {waited_s:.0f} s; {missing}; lower scaling.num_workers or raise "
+            f"scaling.start_timeout_s{go_on}"
+        )

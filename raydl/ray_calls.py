@@ -1,0 +1,60 @@
+"""Calls of actors that are under way, and whom they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raydl.crew import Event
+
+Handler = Callable[[Any], "list[Event]"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call under way."""
+
+    who: str
+    """Which process."""
+    handle: Handler
+    """Makes events of the answer."""
+    task: str = ""
+    """What is given up if the call fails; empty: the process counts as lost."""
+    generation: int = 0
+    """Of a worker's loop; 0: it is no loop."""
+
+
+class Calls:
+    """All calls under way."""
+
+    def __init__(self) -> None:
+        self._by_ref: dict[Any, Call] = {}
+
+    def __iter__(self) -> Any:
+        return iter(list(self._by_ref.values()))
+
+    def expect(
+        self, ref: Any, who: str, handle: Handler, *, task: str = "", generation: int = 0
+    ) -> None:
+        """Note a call."""
+        self._by_ref[ref] = Call(who, handle, task, generation)
+
+    def forget(self, is_meant: Callable[[Call], bool]) -> None:
+        """Wait no more for some."""
+        self._by_ref = {ref: call for ref, call in self._by_ref.items() if not is_meant(call)}
+
+    def wait(self, timeout_s: float) -> list[Any]:
+        """Return the references of answers that are there, after ``timeout_s`` at the latest."""
+        ready, _ = ray.wait(list(self._by_ref), num_returns=1, timeout=timeout_s)
+        if ready:  # one came: take all the others that came with it
+            ready, _ = ray.wait(
+                list(self._by_ref), num_returns=len(self._by_ref), timeout=0, fetch_local=False
+            )
+        return list(ready)
+
+    def take(self, ref: Any) -> Call | None:
+        """Return the call behind a reference; None: it was forgotten meanwhile."""
+        return self._by_ref.pop(ref, None)

@@ -1,0 +1,66 @@
+"""What a run needs to know and do on a cluster: what fits, and how a process is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raydl.config import ScalingConfig
+
+
+def kill_process(place: tuple[str, int], *, home: str) -> None:
+    """End a process that hears no call, on whatever node it is."""
+    node, pid = place
+    if node == home:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    _kill_here.options(scheduling_strategy=where).remote(pid)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _kill_here(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the options of a worker's actor.
+
+    Args:
+        scaling: what it reserves.
+        not_on: nodes to stay away from, by hex id. If there is no other node, Ray would
+            otherwise try a draining one again and again.
+    """
+    resources = scaling.resources()
+    return {
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "resources": resources or None,
+        "scheduling_strategy": "SPREAD",
+        "label_selector": {"ray.io/node-id": f"!in({','.join(not_on)})"} if not_on else None,
+    }
+
+
+def listed(resources: dict[str, float]) -> str:
+    """Return resources as a person reads them."""
+    return "{" + ", ".join(f"{k}: {v:g}" for k, v in resources.items()) + "}"
+
+
+def workers_that_fit(scaling: ScalingConfig) -> int:
+    """Return how many workers the nodes of the cluster could hold if they were empty."""
+    need = scaling.resources()
+    total = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            have = node["Resources"]
+            fits = [int(have.get(k, 0) / v + 1e-9) for k, v in need.items()]
+            total += min(fits, default=scaling.max_workers)
+    return total
