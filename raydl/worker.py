@@ -108,8 +108,7 @@ class Worker:
             membership: who trains.
             road: connects this worker with the others, or with the center.
             snapshot: the center they all start from.
-            own_state: what this worker kept at that round in a checkpoint; None for one
-                that has none (it starts at the center) or has it in memory.
+            own_state: what this worker kept in a checkpoint; None: nothing, or it is in memory.
             partners: connects the workers that share this one's replica, if any do.
         """
         with self.parts.measure("initialization"):
@@ -212,15 +211,14 @@ class Worker:
             self._is_behind = True
             raise
         self._trained.keep_first(0)
-        if decision.keep is not None:
+        keep = decision.keep
+        if keep is not None:
             state = self._state_dict()
             with self._lock:
-                self._kept[decision.keep] = state
+                self._kept[keep] = state
         if decision.publishes:
             with self.parts.measure("host_device_parameters"):
-                snapshot = schedule.snapshot(
-                    is_kept=decision.keep is not None, local_step=self.local_step
-                )
+                snapshot = schedule.snapshot(is_kept=keep is not None, local_step=self.local_step)
             self._publish(snapshot)
         return decision.outcome
 
