@@ -299,7 +299,7 @@ class RayCrew:
         """Let workers join and leave while the others train on."""
         changed, snapshot = self._center.change.options(num_returns=2).remote(membership)
         self._calls.expect(changed, "center", _on_change)
-        running = {p.who for p in self._call.values() if p.generation}
+        running = {call.who for call in self._calls if call.generation}
         for worker_id in membership.worker_ids:
             if worker_id not in running:
                 self._run(worker_id, membership, snapshot, own_states.get(worker_id))

@@ -1,0 +1,136 @@
+"""Runs on a cluster of several nodes on this machine, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ray.cluster_utils import Cluster
+
+BOUND_S = 200
+
+
+@contextlib.contextmanager
+def nodes(*cpus: int) -> Iterator[Cluster]:
+    """A cluster whose head has the first number of CPUs, and a node for each other one."""
+    # The token that cluster and clients share; one that is there stays as it is.
+    ray = Path(sys.executable).with_name("ray")
+    subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": cpus[0], "include_dashboard": False},
+        shutdown_at_exit=False,
+    )
+    try:
+        for count in cpus[1:]:
+            cluster.add_node(num_cpus=count)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+class ClusterRun:
+    """One ``raydl train`` on a cluster, with its output in a file."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        path: Path,
+        *options: str,
+        faults: list[dict[str, Any]] | None = None,
+    ) -> None:
+        self.path = path
+        self.log = path.with_suffix(".log")
+        words = [
+            sys.executable, "-m", "raydl", "train", "--run.progress", "plain",
+            "--run-dir", str(path), *options,
+        ]  # fmt: skip
+        if faults:
+            plan = path.with_suffix(".yaml")
+            plan.write_text(yaml.safe_dump({"faults": faults}))
+            words += ["--fault-plan", str(plan)]
+        environment = {
+            **os.environ,
+            "RAY_ADDRESS": cluster.address,
+            "RAY_AUTH_MODE": "token",
+            "OMP_NUM_THREADS": "1",
+        }
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
+
+    def __enter__(self) -> ClusterRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def events(self) -> list[str]:
+        """What the run said of its cluster, without times and curves."""
+        lines = [line.partition("] ")[2] for line in self.output.splitlines() if line[:1] == "["]
+        return [line for line in lines if not line.startswith(("epoch", "step"))]
+
+    def wait(self) -> None:
+        """Wait for the end; one that takes too long, or fails, fails the test."""
+        try:
+            assert self.process.wait(timeout=BOUND_S) == 0, self.output
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {BOUND_S} s:\n{self.output}") from None
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a condition holds, while the run goes on."""
+        deadline = time.monotonic() + BOUND_S
+        while not condition():
+            assert self.process.poll() is None, f"ended too soon:\n{self.output}"
+            assert time.monotonic() < deadline, f"waited in vain:\n{self.output}"
+            time.sleep(0.05)
+
+    def until_said(self, words: str) -> None:
+        """Wait until the run says something."""
+        self.until(lambda: words in self.output)
+
+    def status(self) -> dict[str, Any]:
+        """What the run tells of itself now."""
+        try:
+            status: dict[str, Any] = json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            return {"workers": [], "num_workers": 0, "state": ""}
+        return status
+
+    def until_training(self, num_workers: int) -> None:
+        """Wait until so many workers train."""
+        self.until(
+            lambda: (
+                self.status()["num_workers"] == num_workers and self.status()["state"] == "training"
+            )
+        )
+
+    @property
+    def result(self) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads((self.path / "result.json").read_text())
+        return result
+
+
+def stopped_processes() -> set[int]:
+    """Return the ids of all processes on this machine that are halted by a signal."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if state == "T":
+                    found.add(int(entry.name))
+    return found

@@ -1,0 +1,181 @@
+"""Workers, nodes and the center go, and the training goes on: whole runs on several nodes."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from clusters import ClusterRun, nodes, stopped_processes
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+NUM_TRAIN = 1438
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nodes(4) as cluster:
+        yield cluster
+
+
+def check_end(run, *, epochs, faults):
+    """What holds however much was lost."""
+    run.wait()
+    assert len(run.result["faults_fired"]) == faults, run.output
+    assert run.result["samples"] == epochs * NUM_TRAIN
+    assert run.result["center_accuracy"] >= 0.97
+    numbers = [
+        int(n) for n in re.findall(r"^\[[\d:]+\] generation (\d+): ", run.output, flags=re.M)
+    ]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert run.result["generations"] == len(numbers)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "center"),
+    [
+        ("sync-easgd", (), ("center", "center")),
+        ("async-easgd", ("--center-shards", "2"), ("center", "shard 1")),
+    ],
+)
+def test_workers_rank_0_and_the_center_are_killed_and_the_run_ends_by_itself(
+    cluster, tmp_path, method, options, center
+):
+    factor = 1 if method == "sync-easgd" else 3  # by messages each worker's exchange counts
+    faults = [
+        {"fault": "kill", "target": "w1", "at": f"round {30 * factor}"},
+        {"fault": "kill", "target": center[0], "at": f"round {100 * factor}"},
+        {"fault": "kill", "target": "rank 0", "at": f"round {200 * factor}"},
+        {"fault": "kill", "target": center[1], "at": f"round {260 * factor}"},
+    ]
+    options = ["--method", method, "--period", "4", "--epochs", "200", "--workers", "2:3", *options]
+    with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
+        check_end(run, epochs=200, faults=4)
+        assert "w1 was lost" in run.output
+        assert run.output.count("center was lost") >= 1
+
+
+def test_a_worker_that_is_stopped_is_found_by_its_lease_and_leaves_no_process(cluster, tmp_path):
+    before = stopped_processes()
+    faults = [{"fault": "stop", "target": "w1", "at": "round 30"}]
+    options = ["--epochs", "150", "--period", "4", "--workers", "2:3", "--elastic.lease-s", "4"]
+    with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
+        check_end(run, epochs=150, faults=1)
+        assert "w1 was lost: it did not answer for" in run.output
+        assert re.search(r"generation \d+: .*w3 joins", run.output)
+    assert stopped_processes() <= before
+
+
+def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(cluster, tmp_path):
+    faults = [{"fault": "slow", "target": "w1", "at": "round 40", "by_s": 1.5, "for_s": 4}]
+    options = ["--epochs", "120", "--period", "4", "--workers", "2:3"]
+    with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
+        check_end(run, epochs=120, faults=1)
+        assert "w1 is late and left out" in run.output
+        assert "w1 comes back" in run.output
+
+
+@pytest.mark.slow
+def test_a_worker_cut_off_is_lost_and_its_late_messages_change_nothing(cluster, tmp_path):
+    faults = [{"fault": "partition", "target": "w1", "at": "round 60", "for_s": 12}]
+    options = ["--method", "async-easgd", "--period", "4", "--epochs", "300", "--workers", "2:3"]
+    with ClusterRun(
+        cluster, tmp_path / "run", *options, "--elastic.lease-s", "4", faults=faults
+    ) as run:
+        check_end(run, epochs=300, faults=1)
+        assert "w1 was lost: it did not answer for" in run.output
+
+
+def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
+    with nodes(0, 1, 1, 1) as cluster:
+        dead, drained = list(cluster.worker_nodes)[:2]
+        options = ["--epochs", "1000", "--period", "4", "--workers", "1:3"]
+        with ClusterRun(cluster, tmp_path / "run", *options) as run:
+            run.until_training(3)
+            cluster.add_node(num_cpus=1)
+            drain(cluster, drained.node_id)
+            run.until_said("drains, w3 joins")
+            cluster.remove_node(drained, allow_graceful=False)
+            dead.kill_raylet()
+            run.until(lambda: len(re.findall("was lost", run.output)) == 1)
+            run.until_training(2)
+            cluster.add_node(num_cpus=1)
+            run.until_training(3)
+            stop(run)
+
+
+def drain(cluster, node_id):
+    """Give a node notice, as an operator does."""
+    ray = Path(sys.executable).with_name("ray")
+    subprocess.run(
+        [ray, "drain-node", "--address", cluster.address, "--node-id", node_id, "--reason",
+         "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds",
+         "60"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+
+
+def stop(run):
+    """End a run that has shown what it should."""
+    run.process.terminate()
+    assert run.process.wait(timeout=100) == 143, run.output
+    assert "--resume" in run.output
+
+
+@pytest.mark.slow
+def test_below_the_minimum_the_run_waits_says_what_for_and_goes_on(tmp_path):
+    with nodes(0, 1, 1) as cluster:
+        options = ["--epochs", "300", "--period", "4", "--workers", "2"]
+        with ClusterRun(cluster, tmp_path / "run", *options) as run:
+            run.until_training(2)
+            cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+            run.until_said("1 of 2 workers are left")
+            run.until_said("each needs {CPU: 1}")
+            run.until(lambda: list(run.path.glob("checkpoints/*/manifest.json")))
+            cluster.add_node(num_cpus=1)
+            check_end(run, epochs=300, faults=0)
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_cluster_do_not_touch_each_other(cluster, tmp_path):
+    faults = [{"fault": "kill", "target": "rank 0", "at": "round 30"}]
+    options = ["--epochs", "100", "--period", "4", "--workers", "2"]
+    with (
+        ClusterRun(cluster, tmp_path / "a", *options, faults=faults) as broken,
+        ClusterRun(cluster, tmp_path / "b", *options, "--method", "async-easgd") as whole,
+    ):
+        check_end(broken, epochs=100, faults=1)
+        check_end(whole, epochs=100, faults=0)
+        assert whole.result["generations"] == 1
+
+
+@pytest.mark.slow
+def test_the_same_losses_at_the_same_rounds_give_the_same_bits(cluster, tmp_path):
+    faults = [
+        {"fault": "kill", "target": "rank 0", "at": "round 40"},
+        {"fault": "kill", "target": "w1", "at": "round 90"},
+    ]
+    weights = []
+    for name in ("a", "b"):
+        options = ["--epochs", "60", "--period", "4", "--workers", "3"]
+        with ClusterRun(cluster, tmp_path / name, *options, faults=faults) as run:
+            check_end(run, epochs=60, faults=2)
+        weights.append((run.path / "center.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_a_worker_is_removed_by_name_while_the_run_goes_on(cluster, tmp_path):
+    with ClusterRun(cluster, tmp_path / "run", "--epochs", "400", "--workers", "1:3") as run:
+        run.until_training(3)
+        command = [sys.executable, "-m", "raydl", "remove", str(run.path), "w1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert "w1 leaves after its next exchange" in done.stdout
+        run.until_training(2)
+        command = [sys.executable, "-m", "raydl", "status", str(run.path), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        ids = [worker["worker_id"] for worker in json.loads(done.stdout)["workers"]]
+        assert "w1" not in ids
+        stop(run)
