@@ -96,7 +96,7 @@ def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
             run.until_training(3)
             cluster.add_node(num_cpus=1)
             drain(cluster, drained.node_id)
-            run.until_said("drains, w3 joins")
+            run.until_said("w3 joins")
             cluster.remove_node(drained, allow_graceful=False)
             dead.kill_raylet()
             run.until(lambda: len(re.findall("was lost", run.output)) == 1)
