@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow test-gpu lint check clean help
+.PHONY: train test test-slow soak test-gpu lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -37,7 +37,10 @@ test: check  ## check, and run all but the slow tests
 	$(BIN)/pytest
 
 test-slow: $(VENV)/installed-dev  ## the tests that take minutes
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow --ignore=tests/test_soak.py
+
+soak: $(VENV)/installed-dev  ## minutes of kills, halts and new nodes at random
+	$(BIN)/pytest -m slow -s tests/test_soak.py
 
 test-gpu: $(VENV)/installed-dev  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from raydl.crew import Event
+from raydl.errors import RaydlError
 
 Handler = Callable[[Any], "list[Event]"]
 
@@ -58,3 +60,14 @@ class Calls:
     def take(self, ref: Any) -> Call | None:
         """Return the call behind a reference; None: it was forgotten meanwhile."""
         return self._by_ref.pop(ref, None)
+
+
+def original(error: RayTaskError) -> Exception:
+    """Return raydl's own error as it was raised; a user's keeps Ray's text with its traceback."""
+    cause = error.cause
+    return cause if isinstance(cause, RaydlError) else error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what Ray says, which may go on for pages."""
+    return str(error).strip().splitlines()[0]

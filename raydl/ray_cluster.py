@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +15,29 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.config import ScalingConfig
+from raydl.ray_session import draining_nodes
+
+_LOOK_EVERY_S = 1.0
+
+
+class Notices:
+    """The notices that nodes have got; Ray is asked once a second at most."""
+
+    def __init__(self) -> None:
+        self.nodes: set[str] = set()
+        """Nodes that will go soon, by hex id."""
+        self._told: set[str] = set()
+        self._looked_at = -math.inf
+
+    def new(self, homes: Mapping[str, str]) -> list[str]:
+        """Return the workers, of those with their nodes, whose node got notice; each once."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return []
+        self._looked_at, self.nodes = now, set(draining_nodes())
+        new = [w for w, node in homes.items() if node in self.nodes and w not in self._told]
+        self._told.update(new)
+        return new
 
 
 def kill_process(place: tuple[str, int], *, home: str) -> None:
@@ -64,3 +90,10 @@ def workers_that_fit(scaling: ScalingConfig) -> int:
             fits = [int(have.get(k, 0) / v + 1e-9) for k, v in need.items()]
             total += min(fits, default=scaling.max_workers)
     return total
+
+
+def send_by_value(rule: type) -> None:
+    """Let a rule of the user's own travel with its code: no node needs its module."""
+    module = sys.modules[rule.__module__]
+    if rule.__module__.split(".")[0] not in ("raydl", "__main__"):
+        ray.cloudpickle.register_pickle_by_value(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 from typing import Any
@@ -40,13 +39,11 @@ from raydl.faults import Fault
 from raydl.job import Job
 from raydl.leases import Leases
 from raydl.membership import Membership
-from raydl.ray_calls import Call, Calls, Handler
-from raydl.ray_cluster import kill_process, listed, worker_options
-from raydl.ray_session import draining_nodes
+from raydl.ray_calls import Call, Calls, Handler, first_line, original
+from raydl.ray_cluster import Notices, kill_process, listed, send_by_value, worker_options
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.25
-_LOOK_FOR_DRAINS_EVERY_S = 1.0
 _START_S = 120.0
 """The longest start of a process: importing torch on a busy machine takes tens of seconds."""
 
@@ -64,7 +61,7 @@ class RayCrew:
     """
 
     def __init__(self, job: Job, dataset: Dataset) -> None:
-        _send_by_value(type(job.method.rule))
+        send_by_value(type(job.method.rule))
         self._job = job
         self._run_id = uuid.uuid4().hex[:8]
         self._home = ray.get_runtime_context().get_node_id()
@@ -77,9 +74,8 @@ class RayCrew:
         self._places: dict[str, tuple[str, int]] = {}
         self._calls = Calls()
         self._leases = Leases(job.config.elastic.lease_s)
-        self._draining: dict[str, int] = {}
-        self._drained: set[str] = set()
-        self._asked_at = self._looked_at = 0.0
+        self._notices = Notices()
+        self._asked_at = 0.0
         self._fired: set[int] = set()
         self._collected: dict[str, Any] = {}
         self._events: list[Event] = []
@@ -145,7 +141,7 @@ class RayCrew:
 
     def ask(self, worker_id: str) -> None:
         """Ask for one more worker."""
-        options = worker_options(self._job.config.scaling, not_on=self._draining)
+        options = worker_options(self._job.config.scaling, not_on=self._notices.nodes)
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
         ref = worker.setup.remote(self._job, worker_id, self._train, self._normalizer)
@@ -219,16 +215,8 @@ class RayCrew:
             if who not in asked:
                 self._calls.expect(self._shards[index].ping.remote(), who, _on_ping)
                 self._leases.ask(who)
-        if now - self._looked_at > _LOOK_FOR_DRAINS_EVERY_S:
-            self._looked_at = now
-            self._look_for_drains()
-
-    def _look_for_drains(self) -> None:
-        nodes = self._draining = draining_nodes()
-        for worker_id, (node, _) in self._places.items():
-            if node in nodes and worker_id in self._workers and worker_id not in self._drained:
-                self._drained.add(worker_id)
-                self._events.append(Draining(worker_id))
+        homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
+        self._events += [Draining(worker_id) for worker_id in self._notices.new(homes)]
 
     def _on_poll(self, published: Published) -> list[Event]:
         self._fired.update(published.faults)
@@ -249,15 +237,15 @@ class RayCrew:
             if self._is_question(call):
                 self._leases.ask(call.who)  # asked again, it may answer yet
                 return []
-            return self._give_up_or_lose(call, _first_line(error))
+            return self._give_up_or_lose(call, first_line(error))
         except RayError as error:
-            return self._give_up_or_lose(call, _first_line(error))
+            return self._give_up_or_lose(call, first_line(error))
 
     def _take_error(self, error: RayTaskError, call: Call) -> list[Event]:
         """Tell what a task raised, or that something it needed went away."""
         if not isinstance(error.cause, RayError):
-            return [Failed(call.who, _original(error))]
-        reason = _first_line(error.cause)
+            return [Failed(call.who, original(error))]
+        reason = first_line(error.cause)
         if call.generation:  # its loop did not begin
             return [RunEnded(call.who, Outcome.BROKEN, -1, call.generation, reason)]
         return self._give_up_or_lose(call, reason)
@@ -406,20 +394,3 @@ def _on_report(report: WorkerReport) -> list[Event]:
 
 def _on_ping(_: None) -> list[Event]:
     return []
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def _send_by_value(rule: type) -> None:
-    """Let a rule of the user's own travel with its code: no node needs its module."""
-    module = sys.modules[rule.__module__]
-    if rule.__module__.split(".")[0] not in ("raydl", "__main__"):
-        ray.cloudpickle.register_pickle_by_value(module)
-
-
-def _original(error: RayTaskError) -> Exception:
-    """Return raydl's own error as it was raised; a user's keeps Ray's text with its traceback."""
-    cause = error.cause
-    return cause if isinstance(cause, RaydlError) else error

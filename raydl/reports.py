@@ -119,6 +119,8 @@ class WorkerReport:
     kept: tuple[int, ...]
     """Rounds whose state this worker holds for a checkpoint."""
     time_parts: dict[str, float]
+    generation: int = 0
+    """The newest one that it has entered."""
     local_step: int = 0
     step_s: float = 0.0
     """Seconds per local step in the newest round, waiting not counted."""

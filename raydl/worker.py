@@ -90,6 +90,7 @@ class Worker:
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
         self._schedule: Schedule | None = None
+        self._generation = 0
         self._feedback: dict[Span, ErrorFeedback] = {}
 
     # joining and leaving a generation
@@ -129,7 +130,7 @@ class Worker:
             )
             schedule = self._make_schedule(site, road, snapshot)
             with self._lock:
-                self._membership, self._schedule = membership, schedule
+                self._generation, self._schedule = membership.generation, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
             self._seconds_at = (snapshot.seconds, time.monotonic())
             self._join_partners(partners, membership)
@@ -333,10 +334,9 @@ class Worker:
         has passed is ignored.
         """
         with self._lock:
-            now = self._membership.generation if self._schedule else 0
-            if self._schedule is not None and generation == now:
+            if self._schedule is not None and generation == self._generation:
                 self._schedule.vote(**votes)
-            elif generation > now:
+            elif generation > self._generation:
                 self._early_votes.setdefault(generation, {}).update(votes)
 
     def report(self) -> WorkerReport:
@@ -353,6 +353,7 @@ class Worker:
             records=records,
             kept=kept,
             time_parts=self.parts.as_dict(),
+            generation=self._generation,
             local_step=self.local_step,
             step_s=self._step_s,
             waited_s=self._waited_s,

@@ -16,17 +16,21 @@ from raydl.models import MODELS
 
 ROWS = [
     {"errors", "config", "ray_session"},
-    {"rules", "flat", "membership", "pace", "ledger", "extent", "compression", "optimizers", "trust"},
+    {
+        "rules", "flat", "membership", "pace", "ledger", "extent", "compression",
+        "optimizers", "trust",
+    },
     {
         "method", "methods", "models", "task", "data", "metrics", "progress", "storage",
-        "center", "replica", "talk", "checkpoint", "run_folder",
+        "center", "replica", "talk", "checkpoint", "run_folder", "run_status", "run_desk",
+        "faults", "generators", "leases",
     },
-    {"exchange", "reports", "schedules", "dispatcher", "worker", "center_service"},
-    {"crew", "actors", "ray_crew"},
-    {"checkpoint_times", "generation", "controller", "recorder"},
-    {"trainer", "comparison", "cli", "__main__", "__init__"},
+    {"exchange", "reports", "schedules", "dispatcher", "job", "worker", "center_service"},
+    {"crew", "actors", "ray_calls", "ray_cluster", "ray_crew"},
+    {"control", "recorder", "run_view"},
+    {"run_loop", "trainer", "comparison", "cli", "__main__", "__init__"},
 ]  # fmt: skip
-MAY_IMPORT_RAY = {"ray_session", "exchange", "actors", "ray_crew"}
+MAY_IMPORT_RAY = {"ray_session", "exchange", "actors", "ray_calls", "ray_cluster", "ray_crew"}
 MAY_IMPORT_TORCH_FROM = 1
 
 
@@ -118,7 +122,9 @@ def commands(text):
     return [line.split("#")[0].split() for line in lines if line.startswith("raydl ")]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/algorithms.md", "docs/architecture.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/algorithms.md", "docs/architecture.md", "docs/faults.md"]
+)
 def test_the_commands_of_the_docs_are_understood(root, name):
     for words in commands((root / name).read_text()):
         assert words[1] in cli._COMMANDS, words

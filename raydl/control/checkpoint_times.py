@@ -28,6 +28,10 @@ class CheckpointTimes:
         by_epoch = every_epochs is not None and self._epoch - self._last_epoch >= every_epochs
         return by_time or by_epoch
 
+    def give_up(self) -> None:
+        """Note that a checkpoint will not come; the next vote begins anew."""
+        self.voted = self.collecting = False
+
     def done(self, now: float, epoch: int) -> None:
         """Note that a checkpoint was collected."""
         self._last_s, self._last_epoch = now, epoch

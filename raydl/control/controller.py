@@ -18,38 +18,28 @@ from typing import Any
 
 from raydl.config import TrainConfig
 from raydl.control.chaos import Chaos
+from raydl.control.curves import Curves
 from raydl.control.generation import Generation
 from raydl.control.keeper import CenterKeeper
+from raydl.control.situation import Situation
 from raydl.control.staff import Staff
 from raydl.control.state import Recorder, State
-from raydl.control.workforce import Phase, Workforce
-from raydl.crew import (
-    Changed,
-    Collected,
-    Crew,
-    Draining,
-    Evaluated,
-    Event,
-    Failed,
-    GaveUp,
-    HandedIn,
-    Lost,
-    Published,
-    Reported,
-    RunEnded,
-    WorkerReady,
-)
+from raydl.control.workforce import Copy, Workforce
+from raydl.crew import Crew
 from raydl.errors import RaydlError
 from raydl.faults import FaultPlan
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.pace import Pace
-from raydl.reports import Outcome, Record, WorkerReport
+from raydl.reports import Outcome
 from raydl.rules import Sends
 
 _POLL_S = 0.25
 _FINISH_S = 300.0
 """The longest wait for the last states and the last evaluation, in seconds."""
+CAUSE_S = 2.0
+"""How long a broken exchange waits for news of its cause: that somebody, or the center, was
+lost."""
 _NO_FAULTS = FaultPlan()
 
 
@@ -106,14 +96,30 @@ class Controller:
             say=self._say,
         )
         self._keeper = CenterKeeper(crew, config, first_round=first_round, clock=clock)
+        self._curves = Curves(recorder)
         self.pace = Pace()
         self.chaos = Chaos(crew, faults, clock)
-        self._round = first_round
-        self._run: Generation | None = None
+        self._first_round = self._round = first_round
+        self._known = Situation(
+            workforce=self.workforce,
+            staff=self._staff,
+            keeper=self._keeper,
+            curves=self._curves,
+            pace=self.pace,
+            chaos=self.chaos,
+            recorder=recorder,
+            is_sync=method.is_sync,
+            say=self._say,
+            clock=clock,
+        )
         self._state_since = clock()
         self._stop_voted = False
         self._is_idle = False
-        self._last_record: Record | None = None
+
+    @property
+    def _run(self) -> Generation | None:
+        """The newest generation."""
+        return self._known.run
 
     @property
     def num_workers(self) -> int:
@@ -135,11 +141,11 @@ class Controller:
             RaydlError: what ends the run; a user's own exception comes as it is.
         """
         for event in self._crew.poll(_POLL_S):
-            self._take(event)
+            self._known.take(event)
         if self.outcome is not Outcome.STOPPED:
             self._keeper.evaluate_newest()
         for worker_id in self._staff.lose_stuck():
-            self._wait_no_more_for(worker_id)
+            self._known.expect_nothing_from(worker_id)
         act = {
             State.WAITING: self._wait,
             State.TRAINING: self._train,
@@ -149,8 +155,7 @@ class Controller:
         }.get(self.state)
         if act:
             act()
-        if not self._keeper.times.collecting:  # leavers may be part of it
-            self._staff.part_with_leavers()
+        self._part_with_leavers()
         self._recorder.show(self.state, self.num_workers)
         return self.state is State.DONE
 
@@ -168,120 +173,36 @@ class Controller:
             self._said = sentence
             self._recorder.event(sentence)
 
-    # what happened
-
-    def _take(self, event: Event) -> None:
-        match event:
-            case WorkerReady(worker_id, node) if worker_id in self.workforce:
-                self.workforce.came_up(worker_id, node)
-            case Draining(worker_id) if worker_id in self.workforce:
-                self._staff.send_away(worker_id, "drains")
-            case Published():
-                self._take_published(event)
-            case Reported(report):
-                self._take_report(report)
-            case RunEnded():
-                self._take_end_of(event)
-            case Changed():
-                self._take_change()
-            case HandedIn(worker_id, state):
-                self._staff.take_over(worker_id, state)
-            case GaveUp(task, reason):
-                self._take_failure_of(task, reason)
-            case Failed(_, error):
-                raise error
-            case Lost(name, reason):
-                self._take_loss(name, reason)
-            case Evaluated():
-                self._keeper.take_score(event)
-                self._recorder.evaluated(event)
-            case Collected():
-                self._keeper.take_collected(event)
-                self._recorder.checkpoint(event)
-
-    def _take_published(self, published: Published) -> None:
-        self._keeper.take_published(published)
-        for number in published.faults:
-            self._say(self.chaos.note(number))
-        self._take_records(published.records)
-
-    def _take_report(self, report: WorkerReport) -> None:
-        self.workforce.take_report(report)
+    def _part_with_leavers(self) -> None:
+        """Let those go who have left, and whose copy and state nobody needs any more."""
+        if self._keeper.times.collecting or self.state is State.FINISHING:
+            return
         run = self._run
-        if run is None or report.worker_id not in run.present:
-            return
-        run.reports[report.worker_id] = report
-        self.pace.note_round(report.round, report.round_s)
-        if report.round > run.began_at_round:
-            self.pace.resume(self._clock())
-        if report.worker_id == run.membership.worker_ids[0]:
-            self._take_records(report.records)
-
-    def _take_records(self, records: tuple[Record, ...]) -> None:
-        if self._run is None:
-            return
-        for record in records:
-            before, self._last_record = self._last_record, record
-            if before is None or record.num_samples > before.num_samples:
-                self._staff.saw_progress()
-            self._keeper.times.saw_epoch(int(record.epoch))
-            self._recorder.record(record, self._run.reports)
-
-    def _take_end_of(self, end: RunEnded) -> None:
-        if end.worker_id not in self.workforce:
-            return
-        self.workforce.left_loop(end.worker_id)
-        if self._run and self._run.take_end(end, self._clock()):
-            is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
-            if is_pause and self._method.is_sync:
-                self.pace.pause(self._clock())
-
-    def _take_change(self) -> None:
-        """Take note that the center knows the newest membership."""
-
-    def _take_loss(self, name: str, reason: str) -> None:
-        if name in self.workforce:
-            self._staff.lose(name, reason)
-            self._wait_no_more_for(name)
-        elif name == "center" or name.startswith("shard"):
-            self._say(f"{name} was lost: {reason}")
-            self._staff.count_loss(name, reason)
-            self._keeper.is_lost = True
-
-    def _wait_no_more_for(self, worker_id: str) -> None:
-        if self._run and worker_id in self._run.present:
-            self._run.lose(worker_id)
-
-    def _take_failure_of(self, task: str, reason: str) -> None:
-        self._keeper.gave_up(task)
-        if task == "checkpoint":
-            self._say(f"a checkpoint was given up: {reason}")
-        elif task.startswith("state of"):
-            self._staff.let_go(task.removeprefix("state of "))
+        is_settled = self.state is State.WAITING and self._keeper.is_collected(self._round)
+        needed = tuple(run.ended) if run and not is_settled else ()
+        for worker_id in self._staff.part_with_leavers(still_needed=needed):
+            self._known.expect_nothing_from(worker_id)
 
     # what follows from it
 
     def _wait(self) -> None:
+        run = self._run
         if self.stop_reason:
             self._stop_while_waiting()
             return
-        if self._keeper.is_lost:
-            self._say(self._keeper.rebuild(self._run.freshest() if self._run else None))
-        if not self._keeper.published:  # the center is on its way
-            return
-        if self._is_idle and self.workforce.named(Phase.LEFT_OUT):
-            self._say("what is left to train is with workers that were left out")
+        if not self._has_center(run):
             return
         waited_s = self._in_state_s
-        membership, reason = self._staff.decide(
-            self._run.membership if self._run else None, waited_s=waited_s
-        )
-        if membership is not None:
-            self._form(membership, reason)
+        if self._is_idle and self._staff.are_all_absent():
+            self._say("what is left to train is with workers that were left out")
             return
-        if self._run:
-            self._keeper.collect(self._run, self._round)  # it may be a long wait
-        self._say(self._staff.waiting(reason, waited_s, has_trained=self._run is not None))
+        membership, reason = self._staff.decide(run.membership if run else None, waited_s=waited_s)
+        if membership is None:
+            if run:
+                self._keeper.collect(run, self._round)  # it may be a long wait
+            self._say(self._staff.waiting(reason, waited_s, has_trained=run is not None))
+        elif not self._staff.awaits_legacy(membership.worker_ids):
+            self._form(membership, reason)
 
     def _stop_while_waiting(self) -> None:
         self.outcome = Outcome.STOPPED
@@ -306,25 +227,33 @@ class Controller:
         membership = self._number(membership, reason)
         states = self._staff.states_for(membership.worker_ids)
         self._crew.form(membership, self._round, states)
-        self._run = Generation(membership, self._round)
+        self._known.run = Generation(membership, self._round)
         self.workforce.formed(membership)
-        self._stop_voted = False  # votes end with their generation
-        self._keeper.times.voted = False
-        self._is_idle = False
+        self._keeper.formed()
+        self._stop_voted = self._is_idle = False  # votes end with their generation
         self._enter(State.TRAINING)
 
     def _train(self) -> None:
         run = self._run
         assert run is not None
-        for sentence in self.chaos.inflict(self._last_record):
+        if not self._keeper.is_lost:
+            self._vote_and_inflict(run)
+        self._train_on(run)
+        if self.state is State.TRAINING and not run.ended and self._center_knows_all:
+            self._keeper.keep_checkpoints(run, is_writing=self._recorder.is_writing)
+
+    def _vote_and_inflict(self, run: Generation) -> None:
+        for sentence in self.chaos.inflict(self._curves.last):
             self._say(sentence)
         if self.stop_reason and not self._stop_voted:
             self._stop_voted = True
             self._say(f"{self.stop_reason}: stopping after this round, with a checkpoint")
             self._crew.vote(run.membership.generation, stop=1.0)
-        self._train_on(run)
-        if self.state is State.TRAINING and not run.ended:
-            self._keeper.keep_checkpoints(run, is_writing=self._recorder.is_writing)
+
+    @property
+    def _center_knows_all(self) -> bool:
+        """Whether a vote would count: who decides knows the newest membership."""
+        return True
 
     def _train_on(self, run: Generation) -> None:
         """Watch a generation train."""
@@ -347,7 +276,9 @@ class Controller:
         if run.at_work and self._in_state_s <= self._answer_s():
             return
         self._leave_out(run, run.at_work)
-        self._after_generation(run)
+        is_explained = run.lost or self._keeper.is_lost or self._keeper.is_new
+        if is_explained or self._clock() - run.broken_at > CAUSE_S:
+            self._after_generation(run)
 
     def _answer_s(self) -> float:
         """Return how long survivors may take to come out of an exchange that was abandoned."""
@@ -360,19 +291,8 @@ class Controller:
 
     def _after_generation(self, run: Generation) -> None:
         """Go on from the copy of the center that is furthest."""
-        end = run.freshest()
-        if self._keeper.is_lost:
-            self._say(self._keeper.rebuild(self._source_of_center(run)))
-        if not self._keeper.published:  # the center is on its way
+        if not self._has_center(run):
             return
-        if end is None or end.round < 0:
-            self._round = self._keeper.newest
-            self._say(f"no worker has the center: it goes on from round {self._round}")
-        elif not self._has_center_of(run, end.round):
-            return
-        else:
-            self._round = end.round if self._method.is_sync else self._keeper.newest
-        self._keeper.published_all()
         outcome = run.outcome()
         is_over = outcome is Outcome.STOPPED or (
             outcome is Outcome.FINISHED and self._keeper.is_complete
@@ -381,15 +301,40 @@ class Controller:
             self.outcome = outcome
             self._enter(State.FINISHING)
             return
-        self._is_idle = outcome is Outcome.REGROUP and self.state is State.TRAINING
+        if outcome is Outcome.BROKEN and not (run.lost or self._keeper.is_new):
+            self._count_unexplained(run)
+        is_idle = outcome is Outcome.REGROUP and self.state is State.TRAINING
+        self._is_idle = is_idle and self._method.is_sync
         self._enter(State.WAITING)
 
-    def _source_of_center(self, run: Generation) -> RunEnded | None:
-        """Return whose copy of the center a new center starts from; None: one comes later."""
-        raise NotImplementedError
+    def _count_unexplained(self, run: Generation) -> None:
+        """Let what breaks again and again, for no cause that is known, end the run some time."""
+        end = next(e for e in run.ended.values() if e.outcome is Outcome.BROKEN)
+        self._say(f"{end.worker_id} left its exchange: {end.problem}")
+        self._staff.count_loss(end.worker_id, end.problem)
 
-    def _has_center_of(self, run: Generation, round: int) -> bool:
-        """Whether the center holds a round; asks for it where it does not come by itself."""
+    def _has_center(self, run: Generation | None) -> bool:
+        """Whether the center holds the round that all go on from; if not, see to it."""
+        copy = self.workforce.freshest_copy(after=self._first_round)
+        if self._keeper.is_lost:
+            self._say(self._keeper.rebuild(copy))
+        if not self._keeper.published:  # it is on its way
+            return False
+        round = self._round_to_go_on_from(run, copy)
+        if round is None:
+            return False
+        if round not in self._keeper.published:
+            if copy is not None and copy.round == round:
+                self._keeper.publish(copy)
+            return False
+        if round < self._round:
+            self._say(f"no worker has the center of round {self._round}: it goes on from {round}")
+        self._round = round
+        self._keeper.go_on()
+        return True
+
+    def _round_to_go_on_from(self, run: Generation | None, copy: Copy | None) -> int | None:
+        """Return the furthest round, of a copy or of the center itself; None: wait for it."""
         raise NotImplementedError
 
     def _finish(self) -> None:
@@ -399,10 +344,9 @@ class Controller:
             raise RaydlError(
                 f"the run did not finish within {_FINISH_S:.0f} s after its last round"
             )
-        if self._keeper.is_lost:
-            self._say(self._keeper.rebuild(self._source_of_center(run)))
-        if self._has_center_of(run, self._round):
-            self._keeper.collect(run, self._round)
+        if not self._has_center(run):
+            return
+        self._keeper.collect(run, self._round)
         is_scored = self.outcome is Outcome.STOPPED or self._keeper.is_scored(self._round)
         if self._keeper.is_collected(self._round) and is_scored and run.is_told():
             self._enter(State.DONE)

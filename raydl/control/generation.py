@@ -55,6 +55,9 @@ class Generation:
             for w in membership.worker_ids
         }
         self.membership = membership
+        # What becomes of those who are no members any more is of no consequence.
+        self.ended = {w: e for w, e in self.ended.items() if w in self.entered}
+        self.reports = {w: r for w, r in self.reports.items() if w in self.entered}
         self.lost.clear()
         self.broken_at = math.inf
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from raydl.config import TrainConfig
 from raydl.control.checkpoint_times import CheckpointTimes
 from raydl.control.generation import Generation
-from raydl.crew import Collected, Crew, Evaluated, Published, RunEnded
+from raydl.control.workforce import Copy
+from raydl.crew import Collected, Crew, Evaluated, Published
 
 
 class CenterKeeper:
@@ -27,10 +28,13 @@ class CenterKeeper:
         self.is_complete = True
         self.is_lost = False
         """Whether it has to be started again."""
+        self.is_new = False
+        """Whether it was started again since the newest generation has formed."""
         self.times = CheckpointTimes(config, clock())
         self._crew = crew
         self._clock = clock
         self._publishing = ""
+        self._giving: frozenset[str] = frozenset()
         self._evaluating = self._evaluated = first_round
         self._last_collected = -1
 
@@ -45,37 +49,55 @@ class CenterKeeper:
         """The newest round that the center holds; -1: it is on its way."""
         return max(self.published, default=-1)
 
-    def publish(self, end: RunEnded | None) -> None:
+    def publish(self, copy: Copy) -> None:
         """Let the center take in the copy of a worker that has left its loop, once."""
-        if end is not None and not self._publishing:
-            self._publishing = end.worker_id
-            self._crew.publish(end.worker_id)
+        if not self._publishing:
+            self._publishing = copy.worker_id
+            self._crew.publish(copy.worker_id)
 
-    def published_all(self) -> None:
-        """Note that nothing more needs to be taken in."""
-        self._publishing = ""
+    def formed(self) -> None:
+        """Note that a generation has formed: it meets where the center is now."""
+        self.is_new = False
+        self.times.voted = False  # votes end with their generation
 
-    def rebuild(self, end: RunEnded | None) -> str:
+    def rebuild(self, copy: Copy | None) -> str:
         """Start the center again; return a sentence that says from what.
 
         Args:
-            end: how the worker ended whose copy it should start from; None: a copy will come.
+            copy: what it should start from; None: nobody has any, or one will come.
         """
-        self.is_lost, self.published = False, ()
-        source = end.worker_id if end is not None and end.round >= 0 else None
-        self._crew.rebuild_center(source)
-        self.gave_up("publication")
-        self.gave_up("checkpoint")
-        self.gave_up("evaluation")
-        if end is None or source is None:
-            return "the center is started again, and takes in the workers' copy"
-        return f"the center is rebuilt from what {source} saw last, of round {end.round}"
+        self.is_lost, self.is_new, self.published = False, True, ()
+        self._crew.rebuild_center(copy.worker_id if copy else None)
+        for task in ("publication", "checkpoint", "evaluation"):
+            self.gave_up(task)
+        if copy is None:
+            return "the center is started again, as it was when this run began"
+        return f"the center is rebuilt from what {copy.worker_id} saw last, of round {copy.round}"
+
+    def go_on(self) -> None:
+        """Note that all go on from what the center holds now.
+
+        What came after it, if anything, is lost: new rounds will have the same numbers.
+        """
+        self._publishing = ""
+        if self._evaluated > self.newest:
+            self._evaluating = self._evaluated = self.newest - 1
+        if self._last_collected > self.newest:
+            self._last_collected = self.newest - 1
+
+    def lost(self, name: str) -> None:
+        """Note that a process has gone: what it was to give will not come."""
+        if name == self._publishing:
+            self.gave_up("publication")
+        if name in self._giving:
+            self.gave_up("checkpoint")
 
     def gave_up(self, task: str) -> None:
         """Note that something which was asked for will not come."""
         match task:
             case "checkpoint":
-                self.times.voted = self.times.collecting = False
+                self.times.give_up()
+                self._giving = frozenset()
             case "evaluation":
                 self._evaluating = self._evaluated
             case "publication":
@@ -101,13 +123,18 @@ class CenterKeeper:
     # checkpoints
 
     def keep_checkpoints(self, run: Generation, *, is_writing: bool) -> None:
-        """Vote for a checkpoint when one is due, and collect it when all have kept theirs."""
+        """Vote for a checkpoint when one is due, and collect it when all have kept theirs.
+
+        Rounds before the generation began do not count: somebody may have kept one for a vote
+        that came to nothing.
+        """
         if self.times.due(self._clock()) and not is_writing:
             self.times.voted = True
             run.note_vote()
             self._crew.vote(run.membership.generation, checkpoint=1.0)
         if self.times.voted and not self.times.collecting:
-            newer = {r for r in run.kept_everywhere() if r > self._last_collected}
+            before = max(self._last_collected, run.began_at_round)
+            newer = {r for r in run.kept_everywhere() if r > before}
             ready = newer & set(self.published)
             if ready:
                 self._collect(max(ready), run.present)
@@ -119,11 +146,13 @@ class CenterKeeper:
 
     def _collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         self.times.collecting = True
+        self._giving = frozenset(worker_ids)
         self._crew.collect(round, worker_ids)
 
     def take_collected(self, collected: Collected) -> None:
         """Note that all states of a round are here."""
         self._last_collected = collected.snapshot.round
+        self._giving = frozenset()
         self.times.done(self._clock(), collected.snapshot.epoch)
 
     def is_collected(self, round: int) -> bool:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from raydl.control.controller import Controller
+from raydl.control.controller import CAUSE_S, Controller
 from raydl.control.generation import Generation
 from raydl.control.state import State
-from raydl.control.workforce import Phase
-from raydl.crew import RunEnded
+from raydl.control.workforce import Copy, Phase
 from raydl.membership import Membership
 from raydl.reports import Outcome
-
-_CAUSE_S = 2.0
-"""How long a broken exchange with the center waits for news that the center was lost."""
 
 
 class MessagesController(Controller):
@@ -20,26 +16,28 @@ class MessagesController(Controller):
     One change at a time: until the center knows it, nothing else is decided.
     """
 
-    _is_changing = False
     _is_regroup_voted = False
 
     def _form(self, membership: Membership, reason: str) -> None:
-        self._is_changing = True
+        self._known.is_changing = True
         self._is_regroup_voted = False
         super()._form(membership, reason)
 
-    def _take_change(self) -> None:
-        self._is_changing = False
-
     def _train(self) -> None:
-        if self._keeper.is_lost or not self._is_changing:
+        if self._keeper.is_lost or not self._known.is_changing:
             super()._train()
+
+    @property
+    def _center_knows_all(self) -> bool:
+        return not self._known.is_changing
 
     def _train_on(self, run: Generation) -> None:
         if self._keeper.is_lost:
             self._abandon(run)
             return
         self._drop_those_out(run)
+        if not run.at_work and run.is_broken:  # news of the center may follow
+            return
         if not run.at_work and not run.lost:
             self._after_generation(run)
             return
@@ -53,21 +51,20 @@ class MessagesController(Controller):
             return
         self._dismiss_leavers(run)
         is_new = membership.worker_ids != run.membership.worker_ids
-        if is_new and not self._waits_for_leaver(run):
+        if is_new and not self._waits_for_leaver(run, membership):
             self._change(run, membership, reason)
 
     def _drop_those_out(self, run: Generation) -> None:
         """Count out those whose loop has ended while the run goes on."""
         out = [w for w, e in run.ended.items() if e.outcome is Outcome.LEFT]
-        if self._clock() - run.broken_at > _CAUSE_S:  # it was not the center that went away
+        if self._clock() - run.broken_at > CAUSE_S:  # it was not the center that went away
             out += [w for w, e in run.ended.items() if e.outcome is Outcome.BROKEN]
         for worker_id in out:
-            end, entry = run.ended[worker_id], self.workforce[worker_id]
+            end = run.ended[worker_id]
             if end.outcome is Outcome.BROKEN:
                 self._say(f"{worker_id} left its exchange: {end.problem}")
                 self._staff.count_loss(worker_id, end.problem)
                 self.workforce.stand_by(worker_id)
-            entry.is_parting = False
             run.lose(worker_id)
 
     def _count_out(self, run: Generation) -> None:
@@ -79,34 +76,39 @@ class MessagesController(Controller):
     def _dismiss_leavers(self, run: Generation) -> None:
         for worker_id in self.workforce.named(Phase.LEAVING):
             entry = self.workforce[worker_id]
-            if worker_id in run.at_work and not entry.is_parting:
-                entry.is_parting = True
+            if worker_id in run.at_work and not entry.is_dismissed:
+                entry.is_dismissed = True
                 self._crew.dismiss(worker_id)
 
-    def _waits_for_leaver(self, run: Generation) -> bool:
-        """Whether somebody is on the way to the exchange after which it leaves."""
-        return any(self.workforce[w].phase is Phase.LEAVING for w in run.at_work)
+    def _waits_for_leaver(self, run: Generation, membership: Membership) -> bool:
+        """Whether somebody is on the way to the exchange after which it leaves, or its state."""
+        is_leaving = any(self.workforce[w].phase is Phase.LEAVING for w in run.at_work)
+        return is_leaving or self._staff.awaits_legacy(membership.worker_ids)
 
     def _change(self, run: Generation, membership: Membership, reason: str) -> None:
         membership = self._number(membership, reason)
-        self._is_changing = True
+        self._known.is_changing = True
         new = tuple(w for w in membership.worker_ids if w not in run.membership.worker_ids)
         self._crew.change(membership, self._staff.states_for(new))
         run.change(membership)
         self.workforce.formed(membership)
+        if not self._keeper.times.collecting:  # who comes has not kept what others have
+            self._keeper.times.voted = False
 
     def _regroup(self) -> None:
         run = self._run
         assert run is not None
         if self._keeper.is_lost:
             self._abandon(run)
-        elif not self._is_changing:
+        elif not self._known.is_changing:
             self._regroup_on(run)
 
     def _regroup_on(self, run: Generation) -> None:
         self._drop_those_out(run)
         if run.lost:
             self._count_out(run)
+        elif not run.at_work and run.is_broken:
+            return  # news of the center may follow
         elif not self._is_regroup_voted:
             self._is_regroup_voted = True
             self._crew.vote(run.membership.generation, regroup=1.0)
@@ -116,8 +118,8 @@ class MessagesController(Controller):
     def _answer_s(self) -> float:
         return self._config.elastic.lease_s  # nobody waits but for the center
 
-    def _source_of_center(self, run: Generation) -> RunEnded | None:
-        return run.freshest()
-
-    def _has_center_of(self, run: Generation, round: int) -> bool:
-        return self._keeper.newest >= round  # the center makes the last snapshot by itself
+    def _round_to_go_on_from(self, run: Generation | None, copy: Copy | None) -> int | None:
+        # The center makes the last snapshot by itself; a new one has what it has.
+        end, newest = run.freshest() if run else None, self._keeper.newest
+        is_there = end is None or self._keeper.is_new or newest >= end.round
+        return newest if is_there else None

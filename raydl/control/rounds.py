@@ -5,7 +5,7 @@ from __future__ import annotations
 from raydl.control.controller import Controller
 from raydl.control.generation import Generation
 from raydl.control.state import State
-from raydl.crew import RunEnded
+from raydl.control.workforce import Copy
 from raydl.pace import late_workers
 
 _ANSWER_S = 0.75
@@ -20,8 +20,6 @@ class RoundsController(Controller):
     furthest of them has completed.
     """
 
-    _has_new_center = False
-
     def _train_on(self, run: Generation) -> None:
         if run.lost or run.is_broken:
             self._abandon(run)
@@ -33,16 +31,15 @@ class RoundsController(Controller):
     def _regroup_if_wanted(self, run: Generation) -> None:
         if self._keeper.is_lost:
             # Training goes on: workers hold the center, and meet where it was when they formed.
-            self._say(self._keeper.rebuild(None))
-            self._has_new_center = True
+            self._keeper.rebuild(None)
+            self._say("the center is started again, and takes in the workers' copy")
         if not self._keeper.published:  # a new center is on its way: nobody could meet now
             return
         membership, reason = self._staff.decide(run.membership)
         if membership == run.membership:
-            if not self._has_new_center:
+            if not self._keeper.is_new:
                 return
             reason = "the center is back"
-        self._has_new_center = False
         self._say(f"{reason}: regrouping after this round")
         self._crew.vote(run.membership.generation, regroup=1.0)
         self._enter(State.REGROUPING)
@@ -75,11 +72,8 @@ class RoundsController(Controller):
     def _answer_s(self) -> float:
         return max(_ANSWER_S, min(self.pace.grace_s(), self._config.exchange.timeout_s))
 
-    def _source_of_center(self, run: Generation) -> RunEnded | None:
-        return None  # it is published when the new one is up
-
-    def _has_center_of(self, run: Generation, round: int) -> bool:
-        is_there = round in self._keeper.published
-        if not is_there:
-            self._keeper.publish(run.freshest())
-        return is_there
+    def _round_to_go_on_from(self, run: Generation | None, copy: Copy | None) -> int | None:
+        published, at = self._keeper.published, copy.round if copy else -1
+        if at >= self._round:
+            return at
+        return self._round if self._round in published else max(at, *published)

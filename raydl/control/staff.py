@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from raydl.config import TrainConfig
@@ -48,6 +48,7 @@ class Staff:
         self._say = say
         self._max_workers = max(1, config.scaling.max_workers)
         self._num_lost = 0
+        self._is_hiring = True
         for worker_id in self._saved_order[: self._max_workers]:
             self._ask(worker_id)
         self._ask_for_missing()
@@ -56,8 +57,12 @@ class Staff:
         self._workforce.add(worker_id)
         self._crew.ask(worker_id)
 
+    def stop_hiring(self) -> None:
+        """Ask for nobody any more: the run is about to end."""
+        self._is_hiring = False
+
     def _ask_for_missing(self) -> None:
-        while self._workforce.num_coming < self._max_workers:
+        while self._is_hiring and self._workforce.num_coming < self._max_workers:
             self._ask(self._workforce.new_id())
 
     # who goes
@@ -127,28 +132,41 @@ class Staff:
         """Note that the training goes on."""
         self._num_lost = 0
 
-    def part_with_leavers(self) -> None:
-        """Take over the replicas of those who have left, then let them go."""
+    def part_with_leavers(self, still_needed: Container[str]) -> list[str]:
+        """Take over the replicas of those who have left, then let them go; return who went.
+
+        Args:
+            still_needed: who has something yet that the others may need.
+        """
+        gone = []
         for worker_id in self._workforce.named(Phase.LEAVING):
             entry = self._workforce[worker_id]
-            if entry.in_loop or entry.is_parting:
+            if entry.in_loop:
                 continue
-            entry.is_parting = True
-            if self._takes_over:
+            if self._takes_over and not entry.is_asked:
+                entry.is_asked = True
                 self._crew.hand_in(worker_id)
-            else:
-                self.let_go(worker_id)
+            is_free = entry.has_handed_in or not self._takes_over
+            if is_free and worker_id not in still_needed:
+                self._crew.end(worker_id)
+                self._workforce.remove(worker_id, entry.cause)
+                gone.append(worker_id)
+        return gone
 
-    def take_over(self, worker_id: str, state: dict[str, Any]) -> None:
-        """Keep the replica of one that leaves for one that comes."""
-        self._legacies.append(state)
-        self.let_go(worker_id)
+    def take_over(self, worker_id: str, state: dict[str, Any] | None) -> None:
+        """Keep the replica of one that leaves for one that comes; None: there is none."""
+        if worker_id in self._workforce and not self._workforce[worker_id].has_handed_in:
+            self._workforce[worker_id].has_handed_in = True
+            self._legacies += [] if state is None else [state]
 
-    def let_go(self, worker_id: str) -> None:
-        """End a worker that has left."""
-        if worker_id in self._workforce:
-            self._crew.end(worker_id)
-            self._workforce.remove(worker_id, self._workforce[worker_id].cause)
+    def awaits_legacy(self, newcomers: Iterable[str]) -> bool:
+        """Whether a replica is on its way that a newcomer could start from."""
+        leavers = [self._workforce[w] for w in self._workforce.named(Phase.LEAVING)]
+        under_way = sum(e.is_asked and not e.has_handed_in for e in leavers)
+        return under_way > 0 and len(self._legacies) < sum(map(self._needs_replica, newcomers))
+
+    def _needs_replica(self, worker_id: str) -> bool:
+        return worker_id not in self._own_states and not self._workforce[worker_id].has_trained
 
     # who comes
 
@@ -167,6 +185,12 @@ class Staff:
             group_size=group_size,
         )
 
+    def are_all_absent(self) -> bool:
+        """Whether workers were left out, and none of them could come back yet."""
+        ready = self._workforce.candidates(0.0).ready
+        left_out = self._workforce.named(Phase.LEFT_OUT)
+        return bool(left_out) and not any(w in ready for w in left_out)
+
     def _place(self, worker_id: str) -> tuple[str, int]:
         """Return the sort key of a worker: in groups as they were; else by node."""
         if worker_id in self._saved_order:
@@ -179,7 +203,7 @@ class Staff:
         for worker_id in worker_ids:
             if worker_id in self._own_states:
                 states[worker_id] = self._own_states.pop(worker_id)
-            elif self._legacies and not self._workforce[worker_id].has_trained:
+            elif self._legacies and self._needs_replica(worker_id):
                 states[worker_id] = self._legacies.pop(0)
         return states
 

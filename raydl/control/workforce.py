@@ -31,6 +31,14 @@ class Phase(enum.Enum):
     """It goes after its next exchange, or has gone out of its loop."""
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A worker's copy of the center, as it was when the worker left its loop."""
+
+    worker_id: str
+    round: int
+
+
 @dataclass
 class WorkerEntry:
     """One worker."""
@@ -49,8 +57,14 @@ class WorkerEntry:
     """When it last answered."""
     in_loop: bool = False
     has_trained: bool = False
-    is_parting: bool = False
-    """It is on its way out: dismissed, or asked for its state."""
+    copy_round: int = -1
+    """The round of its copy of the center, as it was when it last left its loop; -1: unknown."""
+    is_dismissed: bool = False
+    """It was told to leave after its next exchange."""
+    is_asked: bool = False
+    """It was asked for its state, since it leaves."""
+    has_handed_in: bool = False
+    """Its state is here, or will not come."""
     num_late: int = 0
     """How often it was left out."""
 
@@ -137,9 +151,23 @@ class Workforce:
         if self._entries[worker_id].phase is Phase.TRAINING:
             self._enter(worker_id, Phase.READY)
 
-    def left_loop(self, worker_id: str) -> None:
-        """Note that a worker does not train any more."""
-        self._entries[worker_id].in_loop = False
+    def left_loop(self, worker_id: str, round: int = -1) -> None:
+        """Note that a worker does not train any more; ``round``: of its copy, if it has one."""
+        entry = self._entries[worker_id]
+        entry.in_loop = entry.is_dismissed = False
+        if round >= 0:  # otherwise it did not begin, and has what it had before
+            entry.copy_round = round
+
+    def freshest_copy(self, *, after: int) -> Copy | None:
+        """Return the furthest copy of the center; None: nobody has one beyond round ``after``.
+
+        Of equal ones rather that of a worker that stays.
+        """
+        has_copy = [e for e in self._entries.values() if not e.in_loop and e.copy_round > after]
+        if not has_copy:
+            return None
+        best = max(has_copy, key=lambda e: (e.copy_round, e.phase is not Phase.LEAVING))
+        return Copy(best.worker_id, best.copy_round)
 
     def formed(self, membership: Membership) -> None:
         """Note who trains now."""

@@ -1,0 +1,145 @@
+"""What is known of a run, and how events change it; what follows from it, others decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raydl.control.chaos import Chaos
+from raydl.control.curves import Curves
+from raydl.control.generation import Generation
+from raydl.control.keeper import CenterKeeper
+from raydl.control.staff import Staff
+from raydl.control.state import Recorder
+from raydl.control.workforce import Workforce
+from raydl.crew import (
+    Changed,
+    Collected,
+    Draining,
+    Evaluated,
+    Event,
+    Failed,
+    GaveUp,
+    HandedIn,
+    Lost,
+    Published,
+    Reported,
+    RunEnded,
+    WorkerReady,
+)
+from raydl.pace import Pace
+from raydl.reports import Outcome, Record, WorkerReport
+
+
+@dataclass(kw_only=True)
+class Situation:
+    """All that events change."""
+
+    workforce: Workforce
+    staff: Staff
+    keeper: CenterKeeper
+    curves: Curves
+    pace: Pace
+    chaos: Chaos
+    recorder: Recorder
+    is_sync: bool
+    """Whether all workers exchange at once."""
+    say: Callable[[str], None]
+    """Takes one line on what happened."""
+    clock: Callable[[], float]
+    """Seconds, rising."""
+    run: Generation | None = None
+    """The newest generation."""
+    is_changing: bool = False
+    """Whether the center has yet to learn of the newest membership."""
+
+    def take(self, event: Event) -> None:
+        """Take in what happened.
+
+        Raises:
+            RaydlError: what ends the run; a user's own exception comes as it is.
+        """
+        match event:
+            case WorkerReady(worker_id, node) if worker_id in self.workforce:
+                self.workforce.came_up(worker_id, node)
+            case Draining(worker_id) if worker_id in self.workforce:
+                self.staff.send_away(worker_id, "drains")
+            case Published():
+                self._take_published(event)
+            case Reported(report):
+                self._take_report(report)
+            case RunEnded():
+                self._take_end_of(event)
+            case Changed():
+                self.is_changing = False
+            case HandedIn(worker_id, state):
+                self.staff.take_over(worker_id, state)
+            case GaveUp(task, reason):
+                self._take_failure_of(task, reason)
+            case Failed(_, error):
+                raise error
+            case Lost(name, reason):
+                self._take_loss(name, reason)
+            case Evaluated():
+                self.keeper.take_score(event)
+                self.recorder.evaluated(event)
+            case Collected():
+                self.keeper.take_collected(event)
+                self.recorder.checkpoint(event)
+
+    def _take_published(self, published: Published) -> None:
+        self.keeper.take_published(published)
+        for number in published.faults:
+            self.say(self.chaos.note(number))
+        self._take_records(published.records)
+
+    def _take_report(self, report: WorkerReport) -> None:
+        self.workforce.take_report(report)
+        run = self.run
+        if run is None or report.worker_id not in run.present:
+            return
+        run.reports[report.worker_id] = report
+        self.pace.note_round(report.round, report.round_s)
+        if report.round > run.began_at_round:
+            self.pace.resume(self.clock())
+        if report.worker_id == run.membership.worker_ids[0]:
+            self._take_records(report.records)
+
+    def _take_records(self, records: tuple[Record, ...]) -> None:
+        if self.run is not None and self.curves.take(records, self.run.reports):
+            self.staff.saw_progress()
+            self.keeper.times.saw_epoch(self.curves.epoch)
+
+    def _take_end_of(self, end: RunEnded) -> None:
+        run = self.run
+        if end.worker_id not in self.workforce:
+            return
+        if run and end.worker_id in run.present:
+            if not run.take_end(end, self.clock()):
+                return  # of a generation before this one
+            is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
+            if is_pause and self.is_sync:
+                self.pace.pause(self.clock())
+        self.workforce.left_loop(end.worker_id, end.round)
+
+    def _take_loss(self, name: str, reason: str) -> None:
+        if name in self.workforce:
+            self.staff.lose(name, reason)
+        elif name == "center" or name.startswith("shard"):
+            self.say(f"{name} was lost: {reason}")
+            self.staff.count_loss(name, reason)
+            self.keeper.is_lost = True
+        self.expect_nothing_from(name)
+
+    def expect_nothing_from(self, name: str) -> None:
+        """Go on without what a process was asked for that has gone."""
+        self.keeper.lost(name)
+        if self.run and name in self.run.present:
+            self.run.lose(name)
+
+    def _take_failure_of(self, task: str, reason: str) -> None:
+        self.keeper.gave_up(task)
+        if task == "checkpoint":
+            self.say(f"a checkpoint was given up: {reason}")
+        elif task.startswith("state of"):
+            self.staff.take_over(task.removeprefix("state of "), None)

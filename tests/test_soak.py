@@ -1,0 +1,127 @@
+"""Minutes of kills, halts, notices and new nodes at random: the end is that of a quiet run."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from clusters import ClusterRun, nodes, stopped_processes
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+EPOCHS = 1500
+SEED = int(os.environ.get("RAYDL_SOAK_SEED", "0"))
+
+
+def children(pid):
+    """Yield (pid, title) of the processes that a process has started."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(status[1]) == pid:
+                    yield int(entry.name), (entry / "cmdline").read_bytes().decode(errors="replace")
+
+
+def raylet_of(node):
+    return node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
+
+
+def actors(cluster, name):
+    """Return the processes of all actors of a class on this cluster."""
+    return [
+        pid
+        for node in cluster.list_all_nodes()
+        for pid, title in children(raylet_of(node))
+        if title.startswith(f"ray::{name}")
+    ]
+
+
+def rss(pid):
+    """Return the resident bytes of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Storm:
+    """Does one thing at a time to a cluster."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.random = random.Random(SEED)
+        self.done = []
+
+    def strike(self):
+        kind = self.random.choice(["kill", "kill", "halt", "node", "drain", "center"])
+        self.done.append(kind)
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            getattr(self, kind)()
+
+    def kill(self):
+        os.kill(self.random.choice(actors(self.cluster, "WorkerActor")), signal.SIGKILL)
+
+    def halt(self):
+        os.kill(self.random.choice(actors(self.cluster, "WorkerActor")), signal.SIGSTOP)
+
+    def center(self):
+        os.kill(actors(self.cluster, "CenterActor")[0], signal.SIGKILL)
+
+    def node(self):
+        node = self.random.choice(list(self.cluster.worker_nodes))
+        self.cluster.add_node(num_cpus=1)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def drain(self):
+        node = self.random.choice(list(self.cluster.worker_nodes))
+        self.cluster.add_node(num_cpus=1)
+        ray = Path(sys.executable).with_name("ray")
+        subprocess.run(
+            [ray, "drain-node", "--address", self.cluster.address, "--node-id", node.node_id,
+             "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
+             "--deadline-remaining-seconds", "10"],
+            check=False, capture_output=True, timeout=60,
+        )  # fmt: skip
+        time.sleep(10)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.fixture(scope="module", params=["sync-easgd", "async-easgd"])
+def quiet(request, tmp_path_factory):
+    """A method, and the accuracy of a run that nothing disturbed."""
+    path = tmp_path_factory.mktemp(request.param) / "quiet"
+    with nodes(4) as cluster, ClusterRun(cluster, path, *options(request.param, "3")) as run:
+        run.wait()
+        return request.param, run.result["center_accuracy"]
+
+
+def options(method, workers):
+    return ["--method", method, "--period", "4", "--epochs", str(EPOCHS), "--workers", workers,
+            "--elastic.lease-s", "5", "--checkpoint.every-s", "20"]  # fmt: skip
+
+
+def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
+    method, accuracy = quiet
+    halted = stopped_processes()
+    with nodes(1, 1, 1, 1) as cluster:
+        storm, sizes = Storm(cluster), []
+        with ClusterRun(cluster, tmp_path / "run", *options(method, "2:4")) as run:
+            run.until_training(3)
+            while run.process.poll() is None:
+                storm.strike()
+                sizes.append(rss(run.process.pid))
+                deadline = time.monotonic() + storm.random.uniform(5, 15)
+                while time.monotonic() < deadline and run.process.poll() is None:
+                    time.sleep(0.2)
+            run.wait()
+            print(method, storm.done, run.result["generations"], run.result["longest_pause_s"])
+            assert run.result["samples"] == EPOCHS * 1438
+            assert run.result["center_accuracy"] >= accuracy - 0.01
+            assert len(storm.done) >= 8
+            settled = sizes[len(sizes) // 3]
+            assert sizes[-1] < 1.2 * settled + 50e6, sizes
+    assert stopped_processes() <= halted
