@@ -2,7 +2,8 @@
 
 ``controller`` has the states that all methods share, ``rounds`` and ``messages`` what differs:
 in synchronous methods a change of the membership stops everybody for a moment, by messages
-nobody. ``situation`` is what is known, and changes with events; ``staff`` knows who is there, who is asked for and who is let go; ``keeper`` what the
+nobody. ``situation`` is what is known of the run, as events change it: ``workforce`` and
+``generation``. ``staff`` decides who is asked for and who is let go; ``keeper`` knows what the
 center holds, and what is to be scored and written.
 
 It owns no process and no file: a crew acts for it, a recorder takes what it learns. So it

@@ -162,6 +162,8 @@ class Controller:
     def _enter(self, state: State) -> None:
         self.state = state
         self._state_since = self._clock()
+        if state is State.FINISHING:
+            self._staff.stop_hiring()
 
     @property
     def _in_state_s(self) -> float:
@@ -175,12 +177,12 @@ class Controller:
 
     def _part_with_leavers(self) -> None:
         """Let those go who have left, and whose copy and state nobody needs any more."""
-        if self._keeper.times.collecting or self.state is State.FINISHING:
+        if self.state is State.FINISHING:
             return
-        run = self._run
-        is_settled = self.state is State.WAITING and self._keeper.is_collected(self._round)
-        needed = tuple(run.ended) if run and not is_settled else ()
-        for worker_id in self._staff.part_with_leavers(still_needed=needed):
+        run, keeper = self._run, self._keeper
+        is_settled = self.state is State.WAITING and keeper.is_collected(self._round)
+        needed = set(run.ended) if run and not is_settled else set()
+        for worker_id in self._staff.part_with_leavers(needed | keeper.giving):
             self._known.expect_nothing_from(worker_id)
 
     # what follows from it
@@ -344,7 +346,8 @@ class Controller:
             raise RaydlError(
                 f"the run did not finish within {_FINISH_S:.0f} s after its last round"
             )
-        if not self._has_center(run):
+        is_held = self._round in self._keeper.published and not self._keeper.is_lost
+        if not is_held and not self._has_center(run):
             return
         self._keeper.collect(run, self._round)
         is_scored = self.outcome is Outcome.STOPPED or self._keeper.is_scored(self._round)

@@ -59,7 +59,8 @@ class Generation:
         self.ended = {w: e for w, e in self.ended.items() if w in self.entered}
         self.reports = {w: r for w, r in self.reports.items() if w in self.entered}
         self.lost.clear()
-        self.broken_at = math.inf
+        if not self.is_broken:
+            self.broken_at = math.inf
 
     def take_end(self, end: RunEnded, now: float) -> bool:
         """Note that a member has left its loop; return whether it was one of this generation.

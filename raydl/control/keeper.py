@@ -34,7 +34,8 @@ class CenterKeeper:
         self._crew = crew
         self._clock = clock
         self._publishing = ""
-        self._giving: frozenset[str] = frozenset()
+        self.giving: frozenset[str] = frozenset()
+        """Workers that are asked for what they kept for a checkpoint."""
         self._evaluating = self._evaluated = first_round
         self._last_collected = -1
 
@@ -89,7 +90,7 @@ class CenterKeeper:
         """Note that a process has gone: what it was to give will not come."""
         if name == self._publishing:
             self.gave_up("publication")
-        if name in self._giving:
+        if name in self.giving:
             self.gave_up("checkpoint")
 
     def gave_up(self, task: str) -> None:
@@ -97,7 +98,7 @@ class CenterKeeper:
         match task:
             case "checkpoint":
                 self.times.give_up()
-                self._giving = frozenset()
+                self.giving = frozenset()
             case "evaluation":
                 self._evaluating = self._evaluated
             case "publication":
@@ -146,13 +147,13 @@ class CenterKeeper:
 
     def _collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         self.times.collecting = True
-        self._giving = frozenset(worker_ids)
+        self.giving = frozenset(worker_ids)
         self._crew.collect(round, worker_ids)
 
     def take_collected(self, collected: Collected) -> None:
         """Note that all states of a round are here."""
         self._last_collected = collected.snapshot.round
-        self._giving = frozenset()
+        self.giving = frozenset()
         self.times.done(self._clock(), collected.snapshot.epoch)
 
     def is_collected(self, round: int) -> bool:

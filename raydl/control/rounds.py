@@ -73,7 +73,6 @@ class RoundsController(Controller):
         return max(_ANSWER_S, min(self.pace.grace_s(), self._config.exchange.timeout_s))
 
     def _round_to_go_on_from(self, run: Generation | None, copy: Copy | None) -> int | None:
-        published, at = self._keeper.published, copy.round if copy else -1
-        if at >= self._round:
-            return at
-        return self._round if self._round in published else max(at, *published)
+        # Who is there may be behind, if others have gone that were told to the center.
+        at = copy.round if copy else -1
+        return at if at >= self._round else max(at, self._keeper.newest)

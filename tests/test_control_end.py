@@ -1,0 +1,187 @@
+"""How a run ends, and ends even if workers or the center are lost meanwhile."""
+
+import pytest
+from test_controller import BOTH, FakeRecorder, Stage, collected, report, scored
+
+from raydl.config import (
+    CheckpointConfig,
+    ElasticConfig,
+    MethodConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from raydl.control import State, kind_for
+from raydl.crew import Draining, GaveUp, Lost, Published
+from raydl.errors import RaydlError
+from raydl.methods import resolve
+from raydl.reports import Outcome
+
+LEASE_S = 3.0
+SIZES = [1, 2, (1, 4), (2, 5), 4]
+FIRST = 5
+"""The round that a simulated run begins at."""
+
+
+@BOTH
+def test_a_finished_run_is_collected_scored_and_reported_before_it_is_done(is_sync):
+    stage = Stage(is_sync=is_sync).start()
+    stage.step(*stage.end("finished", 9, "w0"))
+    assert stage.state is State.TRAINING
+    stage.step(*stage.end("finished", 9, "w1"), Published((0, 9)))
+    assert stage.state is State.FINISHING
+    assert stage.step() == [("collect", 9, ("w0", "w1"))]
+    stage.step(collected(9, "w0", "w1"))
+    stage.step(scored(9))
+    assert stage.state is State.FINISHING, "the last records are not here yet"
+    stage.step(report("w0", 9), report("w1", 9))
+    assert stage.state is State.DONE
+    assert stage.controller.outcome is Outcome.FINISHED
+    assert len(stage.recorder.checkpoints) == 1
+
+
+@BOTH
+def test_a_stop_is_voted_once_and_ends_with_a_checkpoint_without_a_score(is_sync):
+    stage = Stage(is_sync=is_sync).start()
+    stage.controller.request_stop("SIGTERM")
+    assert stage.step() == [("vote", "stop")]
+    assert stage.step() == []
+    stage.step(*stage.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
+    told = [*stage.step(Published((0, 3))), *stage.step()]
+    assert ("collect", 3, ("w0", "w1")) in told
+    stage.step(collected(3))
+    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.STOPPED)
+
+
+def test_a_stop_before_anything_was_trained_ends_at_once():
+    stage = Stage()
+    stage.controller.request_stop("SIGINT")
+    assert stage.step() == []
+    assert stage.state is State.DONE
+
+
+@BOTH
+def test_finishing_is_bounded(is_sync):
+    stage = Stage(is_sync=is_sync).start()
+    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    stage.now += 301.0
+    with pytest.raises(RaydlError, match="did not finish within 300 s"):
+        stage.step()
+
+
+@pytest.fixture
+def finishing(request):
+    """Return a stage whose last states are under way."""
+    stage = Stage(is_sync=request.param).start()
+    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)), scored(9))
+    stage.step(report("w0", 9))
+    assert stage.state is State.FINISHING
+    return stage
+
+
+AT_THE_END = pytest.mark.parametrize(
+    "finishing", [True, False], indirect=True, ids=["rounds", "messages"]
+)
+
+
+@AT_THE_END
+def test_a_worker_lost_while_the_last_states_are_collected_is_left_out_of_them(finishing):
+    told = finishing.step(Lost("w1", "the actor died"))
+    assert told == [("collect", 9, ("w0",))], "nobody is asked for any more"
+    assert finishing.step(collected(9, "w0")) == []
+    assert finishing.state is State.DONE
+
+
+@AT_THE_END
+def test_all_workers_may_be_lost_while_the_last_states_are_collected(finishing):
+    told = finishing.step(Lost("w1", "the actor died"), Lost("w0", "the actor died"))
+    assert told == [("collect", 9, ())]
+    finishing.step(collected(9))
+    assert finishing.state is State.DONE
+
+
+@AT_THE_END
+def test_the_center_lost_while_the_last_states_are_collected_is_rebuilt(finishing):
+    assert finishing.step(Lost("center", "the actor died")) == [("rebuild_center", "w0")]
+    assert "the center is rebuilt from what w0 saw last, of round 9" in finishing.said
+    assert finishing.step(report("w1", 9)) == []
+    assert finishing.step(Published((9,))) == [("collect", 9, ("w0", "w1"))]
+    finishing.step(collected(9))
+    assert finishing.state is State.DONE
+
+
+@AT_THE_END
+def test_what_comes_late_does_not_move_the_end(finishing):
+    finishing.controller.workforce.left_loop("w1", 11)  # a copy that nobody waits for
+    assert finishing.step(Published((0, 9)), report("w1", 9)) == []
+    finishing.step(collected(9))
+    assert finishing.state is State.DONE
+
+
+@AT_THE_END
+def test_last_states_that_were_given_up_are_asked_for_again(finishing):
+    told = finishing.step(GaveUp("checkpoint", "an actor died"))
+    assert told == [("collect", 9, ("w0", "w1"))]
+
+
+@AT_THE_END
+def test_a_worker_that_drains_at_the_very_end_stays_until_its_state_is_here(finishing):
+    assert finishing.step(Draining("w1")) == []
+    finishing.step(collected(9), report("w1", 9))
+    assert finishing.state is State.DONE
+
+
+@AT_THE_END
+def test_with_the_center_and_its_furthest_copies_gone_the_run_ends_with_what_is_left(finishing):
+    gone = [Lost(name, "the node died") for name in ("w0", "w1", "center")]
+    assert finishing.step(*gone) == [("rebuild_center", None)]
+    assert finishing.step(Published((0,)))[-1:] == [("collect", 0, ())]
+    finishing.step(collected(0), scored(0))
+    finishing.step()
+    assert finishing.state is State.DONE
+
+
+# whole runs, simulated
+
+
+def run(kind, seed, *, last_round, stop_at=None, max_restarts=10_000):
+    """Run to the end, among faults for a minute; return (crew, controller)."""
+    crew, is_sync = kind(seed, last_round=last_round, wild_s=60.0), kind.is_sync
+    recorder = FakeRecorder()
+    config = TrainConfig(
+        method=MethodConfig(name="sync-easgd" if is_sync else "async-easgd"),
+        scaling=ScalingConfig(num_workers=SIZES[seed % len(SIZES)], start_timeout_s=500.0),
+        training=TrainingConfig(epochs=5),
+        checkpoint=CheckpointConfig(every_s=7.0),
+        elastic=ElasticConfig(lease_s=LEASE_S, max_restarts=max_restarts),
+    )
+    controller = kind_for(is_sync=is_sync)(
+        crew,
+        config,
+        resolve(config),
+        recorder,
+        first_round=FIRST,
+        own_states={},
+        clock=lambda: crew.now,
+    )
+    for _ in range(8000):
+        if stop_at is not None and crew.now >= stop_at:
+            controller.request_stop("SIGTERM")
+        if controller.step():
+            break
+    check(crew, controller, recorder, config.scaling)
+    return crew, controller
+
+
+def check(crew, controller, recorder, scaling):
+    trail = "\n".join(recorder.events[-25:])
+    assert controller.state is State.DONE, f"{controller.state} at {crew.now} s:\n{trail}"
+    numbers = [membership.generation for membership in crew.memberships]
+    assert numbers == list(range(1, len(numbers) + 1))
+    told = [e for e in recorder.events if e.startswith("generation ")]
+    assert len(told) == len(numbers) == controller.num_generations
+    low = scaling.min_workers if crew.is_sync else 0  # by messages the lost are counted out first
+    assert all(low <= m.num_workers <= scaling.max_workers for m in crew.memberships)
+    assert recorder.checkpoints or not numbers, "the last state is always written"
+    if controller.outcome is Outcome.FINISHED:
+        assert recorder.checkpoints[-1].snapshot.round >= crew.last_round - 1

@@ -1,0 +1,254 @@
+"""The controller of methods with messages: workers join and leave while the others train."""
+
+import pytest
+from test_controller import Stage, collected, report, scored, snapshot
+
+from raydl.control import State
+from raydl.crew import Changed, Collected, Draining, GaveUp, HandedIn, Lost, Published, WorkerReady
+from raydl.reports import Outcome
+
+DIED = "the actor died"
+
+
+def stage_of(num_workers=2, *worker_ids, **more):
+    return Stage(num_workers, is_sync=False, **more).start(*worker_ids)
+
+
+# joining and leaving
+
+
+def test_a_worker_that_comes_later_joins_while_the_others_train():
+    stage = stage_of((2, 3))
+    assert stage.step(WorkerReady("w2")) == [("change", 2, ("w0", "w1", "w2"))]
+    assert stage.state is State.TRAINING
+    assert stage.said[-1] == "generation 2: w2 joins"
+
+
+def test_until_the_center_knows_of_a_change_nothing_else_is_decided():
+    stage = stage_of((2, 3)).after(WorkerReady("w2"))
+    assert stage.step(Lost("w1", DIED)) == [("ask", "w3")]
+    stage.controller.request_stop("SIGTERM")
+    assert stage.step() == []
+    assert stage.step(Changed()) == [("vote", "stop"), ("change", 3, ("w0", "w2"))]
+
+
+def test_a_lost_worker_is_counted_out_and_its_replacement_joins():
+    stage = stage_of((1, 2))
+    told = stage.step(Lost("w1", DIED))
+    assert told == [("ask", "w2"), ("change", 2, ("w0",))]
+    assert stage.said[-1] == "generation 2: w1 was lost"
+    stage.step(Changed())
+    assert stage.step(WorkerReady("w2")) == [("change", 3, ("w0", "w2"))]
+
+
+def test_several_may_be_lost_at_once_and_all_of_them():
+    stage = stage_of((1, 2))
+    stage.step(Lost("w0", DIED), Lost("w1", DIED))
+    assert stage.state is State.REGROUPING
+    assert stage.step() == [("change", 2, ())]
+    assert stage.step(Changed()) == [("vote", "regroup")]
+    stage.step(Published((6,)))
+    assert stage.state is State.WAITING
+    stage.step(WorkerReady("w2"), WorkerReady("w3"))
+    assert stage.crew.formed[-1].worker_ids == ("w2", "w3")
+
+
+def test_who_leaves_does_so_after_an_exchange_and_its_replacement_gets_its_state():
+    stage = stage_of((1, 2))
+    assert stage.step(Draining("w0")) == [("ask", "w2"), ("dismiss", "w0")]
+    assert stage.step(WorkerReady("w2")) == [], "it is on its way to its next exchange"
+    told = stage.step(*stage.end("left", 5, "w0"))
+    assert told == [("change", 2, ("w1",)), ("hand_in", "w0")]
+    assert stage.step(Changed()) == [], "its state is on its way"
+    told = stage.step(HandedIn("w0", {"mine": 1}))
+    assert told == [("change", 3, ("w1", "w2")), ("end", "w0")]
+    assert stage.crew.own_states == {"w2": {"mine": 1}}
+
+
+@pytest.mark.parametrize("outcome", ["regroup", "finished", "broken"])
+def test_who_was_to_leave_goes_however_its_loop_ended(outcome):
+    stage = stage_of((1, 2)).after(Draining("w0"))
+    told = stage.step(*stage.end(outcome, 5, "w0", "w1"), Published((0,), is_complete=False))
+    for _ in range(12):
+        stage.now += 1.0
+        told += stage.step(Changed(), Published((9,), is_complete=False), HandedIn("w0", {}))
+    assert ("hand_in", "w0") in told
+    assert ("end", "w0") in told
+
+
+def test_with_too_few_left_all_leave_and_the_run_waits_with_a_checkpoint():
+    stage = stage_of(2).after(Lost("w1", DIED))
+    assert (
+        stage.said[-1] == "1 of 2 workers are left (w1 was lost): all leave after their "
+        "next exchange"
+    )
+    assert stage.step() == [("change", 2, ("w0",))]
+    assert stage.step(Changed()) == [("vote", "regroup")]
+    stage.step(*stage.end("regroup", 8, "w0", generation=1), Published((8,)), scored(8))
+    assert ("collect", 8, ("w0",)) in stage.step()
+    stage.step(collected(8, "w0"))
+    assert ("form", 3, ("w0", "w2"), 8) in stage.step(WorkerReady("w2"))
+
+
+def test_a_leaver_whose_run_is_over_is_not_waited_for_at_the_end():
+    stage = stage_of((1, 3), "w0", "w1", "w2").after(Draining("w0"))
+    stage.step(*stage.end("finished", 20, "w0"))
+    stage.step(Changed(), HandedIn("w0", {}))
+    stage.steps(2)
+    assert "w0" not in stage.controller.workforce
+    stage.step(*stage.end("finished", 22, "w1", "w2", generation=1), Published((22,)), scored(22))
+    assert stage.step(report("w1", 22), report("w2", 22)) == [("collect", 22, ("w1", "w2"))]
+    stage.step(collected(22))
+    assert stage.state is State.DONE
+
+
+# the end
+
+
+def test_workers_end_one_by_one_and_the_last_exchange_is_the_end():
+    stage = stage_of()
+    stage.step(*stage.end("finished", 40, "w0"))
+    stage.step(*stage.end("finished", 52, "w1"))
+    assert stage.state is State.TRAINING, "the last snapshot is on its way"
+    stage.step(Published((0, 52)))
+    assert stage.state is State.FINISHING
+    assert ("collect", 52, ("w0", "w1")) in stage.step()
+
+
+def test_what_a_lost_worker_had_claimed_is_trained_before_the_run_ends():
+    stage = stage_of((1, 2))
+    stage.step(*stage.end("finished", 40, "w0"))
+    stage.step(Lost("w1", DIED))
+    stage.step(Changed(), Published((41,), is_complete=False), scored(41))
+    stage.steps(2)
+    assert stage.crew.told == [] or stage.state is State.TRAINING
+    assert stage.crew.formed[-1].worker_ids == ("w0",)
+    assert stage.crew.formed[-1].generation == 3
+    assert stage.controller.outcome is None
+    stage.step(Changed(), *stage.end("finished", 43, "w0"), Published((43,)))
+    assert stage.controller.outcome is Outcome.FINISHED
+
+
+# the center
+
+
+@pytest.mark.parametrize("name", ["center", "shard 1"])
+def test_when_the_center_is_lost_all_leave_and_it_is_rebuilt_from_the_freshest(name):
+    stage = stage_of()
+    assert stage.step(Lost(name, DIED)) == [("abandon", 1)]
+    told = stage.step(*stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
+    assert told == [("rebuild_center", "w1")]
+    assert stage.said[-1] == "the center is rebuilt from what w1 saw last, of round 9"
+    stage.step(Published((9,)))
+    assert ("form", 2, ("w0", "w1"), 9) in stage.step()
+
+
+@pytest.mark.parametrize("is_changing", [True, False])
+def test_the_center_may_be_lost_while_all_are_about_to_leave(is_changing):
+    stage = stage_of(2).after(Lost("w1", DIED))
+    assert stage.state is State.REGROUPING
+    stage.steps(1) if is_changing else stage.steps(0)
+    assert ("abandon", stage.crew.formed[-1].generation) in stage.step(Lost("center", DIED))
+    told = stage.step(*stage.end("broken", 6, "w0", generation=1))
+    assert ("rebuild_center", "w0") in told
+    stage.step(Published((6,)))
+    assert stage.state is State.WAITING
+
+
+def test_broken_ends_wait_for_news_of_the_center():
+    stage = stage_of()
+    stage.step(Published((0, 9)), *stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
+    stage.now += 1.0
+    assert all(told[0] == "evaluate" for told in stage.step())
+    assert stage.state is State.TRAINING
+    stage.step(Lost("center", DIED))
+    assert ("rebuild_center", "w1") in stage.step()
+
+
+def test_copies_of_those_that_were_counted_out_are_not_forgotten():
+    stage = stage_of()
+    stage.step(*stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
+    stage.now += 2.5
+    assert ("change", 2, ()) in stage.step()
+    stage.step(Lost("center", DIED))
+    assert ("rebuild_center", "w1") in stage.step()
+
+
+def test_a_worker_that_left_its_exchange_by_itself_joins_again():
+    stage = stage_of((1, 2)).after(*stage_of().end("broken", 7, "w1"))
+    stage.now += 2.5
+    assert stage.step() == [("change", 2, ("w0",))]
+    assert "w1 left its exchange: a reset" in stage.said
+    assert stage.step(Changed()) == [("change", 3, ("w0", "w1"))]
+
+
+def test_a_broken_end_is_not_forgotten_when_another_worker_is_lost():
+    stage = stage_of((1, 3), "w0", "w1", "w2")
+    stage.step(*stage.end("broken", 7, "w1"), Lost("w2", DIED))
+    assert stage.crew.formed[-1].worker_ids == ("w0", "w1")
+    stage.now += 2.5
+    assert stage.step(Changed()) == [("change", 3, ("w0",))]
+    assert stage.step(Changed()) == [("change", 4, ("w0", "w1"))]
+
+
+def test_a_rebuilt_center_may_be_behind_what_it_was():
+    stage = stage_of().after(Published((0, 20)), scored(20))
+    stage.step(Lost("center", DIED))
+    stage.step(*stage.end("broken", 18, "w0", "w1"))
+    stage.step(Published((18,)))
+    assert stage.step() == [("evaluate", 18), ("form", 2, ("w0", "w1"), 18)]
+
+
+# checkpoints
+
+
+def test_a_checkpoint_is_collected_when_all_who_are_there_have_kept_theirs():
+    stage = stage_of(2, every_s=10.0)
+    stage.now += 10.0
+    assert stage.step() == [("vote", "checkpoint")]
+    kept = [report("w0", 6, kept=[5]), report("w1", 7, kept=[5])]
+    assert stage.step(*kept, Published((0,))) == []
+    assert ("collect", 5, ("w0", "w1")) in stage.step(Published((0, 5)))
+    stage.step(Collected(snapshot(5), {}))
+    assert len(stage.recorder.checkpoints) == 1
+
+
+def test_a_vote_that_a_newcomer_has_not_heard_is_cast_again():
+    stage = stage_of((2, 3), every_s=10.0)
+    stage.now += 10.0
+    assert stage.step() == [("vote", "checkpoint")]
+    stage.step(report("w0", 6, kept=[5]), report("w1", 7, kept=[5]), WorkerReady("w2"))
+    assert stage.step() == [], "the center does not know the newcomer yet"
+    assert stage.step(Changed()) == [("vote", "checkpoint")]
+
+
+@pytest.mark.parametrize("news", [Lost("w1", DIED), GaveUp("checkpoint", "w1 died")])
+def test_a_checkpoint_of_somebody_who_is_gone_is_given_up_and_voted_for_again(news):
+    stage = stage_of((1, 2), every_s=10.0)
+    stage.now += 10.0
+    stage.step()
+    kept = [report("w0", 6, kept=[5]), report("w1", 7, kept=[5])]
+    assert ("collect", 5, ("w0", "w1")) in stage.step(*kept, Published((0, 5)))
+    told = stage.step(news) + stage.step(Changed())
+    assert ("vote", "checkpoint") in told
+    assert all(what[0] != "collect" for what in told), "what they kept for the old vote is gone"
+
+
+def test_who_leaves_stays_while_its_state_is_collected():
+    stage = stage_of((1, 2), every_s=10.0)
+    stage.now += 10.0
+    stage.step()
+    kept = [report("w0", 6, kept=[5]), report("w1", 7, kept=[5])]
+    stage.step(*kept, Published((0, 5)), Draining("w1"))
+    stage.step(*stage.end("left", 8, "w1"))
+    told = stage.step(Changed(), HandedIn("w1", {}))
+    assert ("end", "w1") not in told
+    assert ("end", "w1") in stage.step(collected(5, "w0", "w1"))
+
+
+def test_no_checkpoint_is_voted_for_while_the_last_one_is_being_written():
+    stage = stage_of(2, every_s=10.0)
+    stage.recorder.is_writing, stage.now = True, stage.now + 10.0
+    assert stage.step() == []
+    stage.recorder.is_writing = False
+    assert stage.step() == [("vote", "checkpoint")]

@@ -1,0 +1,305 @@
+"""The controller of synchronous methods: who joins, leaves, is late or lost, state by state."""
+
+import pytest
+from test_controller import Stage, collected, report, scored
+
+from raydl.control import State
+from raydl.control.workforce import Phase
+from raydl.crew import Draining, GaveUp, HandedIn, Lost, Published, WorkerReady
+from raydl.errors import ProcessLostError, ResourceError
+from raydl.reports import Outcome
+
+DIED = "the actor died"
+
+
+def regrouping():
+    """Return a stage where w2 came, and the others are about to leave their loops."""
+    stage = Stage((2, 3)).start()
+    assert stage.step(WorkerReady("w2")) == [("vote", "regroup")]
+    assert stage.state is State.REGROUPING
+    return stage
+
+
+# joining and leaving
+
+
+def test_a_worker_that_comes_later_joins_at_a_round_boundary():
+    stage = regrouping()
+    told = stage.step(*stage.end("regroup", 7, "w0", "w1"), scored(7))
+    assert told == [("publish", "w0")], "one that is there hands over the center"
+    assert stage.step(Published((0, 7))) == []
+    assert stage.step() == [("form", 2, ("w0", "w1", "w2"), 7)]
+    assert stage.said[-1] == "generation 2: w2 joins"
+
+
+def test_a_newcomer_that_dies_before_the_regroup_is_over_is_forgotten():
+    stage = regrouping().after(Lost("w2", DIED))
+    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    assert ("form", 2, ("w0", "w1"), 7) in stage.step()
+
+
+def test_a_newcomer_that_dies_while_it_joins_is_left_behind():
+    stage = regrouping()
+    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    stage.step()
+    assert stage.step(Lost("w2", DIED)) == [("ask", "w3"), ("abandon", 2)]
+    stage.step(*stage.end("broken", 7, "w0", "w1"))
+    assert stage.step() == [("form", 3, ("w0", "w1"), 7)]
+    assert stage.said[-1] == "generation 3: w2 was lost"
+
+
+def test_a_run_that_ends_in_the_round_of_a_regroup_just_ends():
+    stage = regrouping()
+    stage.step(*stage.end("finished", 7, "w0", "w1"), Published((0, 7)))
+    assert stage.state is State.FINISHING
+
+
+@pytest.mark.parametrize("leaver", ["w0", "w1"])
+def test_who_leaves_hands_in_its_state_and_the_replacement_gets_it(leaver):
+    stage = Stage().start()
+    assert stage.step(Draining(leaver)) == [("ask", "w2"), ("vote", "regroup")]
+    stage.step(WorkerReady("w2"))
+    told = stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)), scored(7))
+    assert told == [("hand_in", leaver)], "but it stays: its copy may be needed"
+    assert stage.step() == [], "its state is on its way to the one that comes"
+    other = "w1" if leaver == "w0" else "w0"
+    told = stage.step(HandedIn(leaver, {"mine": 1}))
+    assert told == [("form", 2, (other, "w2"), 7), ("end", leaver)]
+    assert stage.crew.own_states == {"w2": {"mine": 1}}
+    assert leaver not in stage.controller.workforce
+
+
+def test_a_state_that_will_not_come_is_not_waited_for():
+    stage = Stage().start().after(Draining("w1"), WorkerReady("w2"))
+    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    told = stage.step(GaveUp("state of w1", "it died"))
+    assert told == [("form", 2, ("w0", "w2"), 7), ("end", "w1")]
+    assert stage.crew.own_states == {}
+
+
+def test_two_drains_may_overlap():
+    stage = Stage((1, 3)).start("w0", "w1", "w2")
+    stage.step(Draining("w1"))
+    assert stage.state is State.REGROUPING
+    stage.step(Draining("w0"))
+    stage.step(*stage.end("regroup", 7, "w0", "w1", "w2"), Published((0, 7)))
+    assert ("form", 2, ("w2",), 7) in stage.step()
+    assert stage.said[-1] == "generation 2: w0 drains, w1 drains"
+
+
+def test_when_all_nodes_drain_the_run_keeps_a_checkpoint_waits_and_goes_on():
+    stage = Stage().start().after(Draining("w0"), Draining("w1"))
+    told = stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)), scored(7))
+    assert told == [("hand_in", "w0"), ("hand_in", "w1")]
+    assert stage.step(HandedIn("w0", {}), HandedIn("w1", {})) == [("collect", 7, ("w0", "w1"))]
+    assert stage.step(collected(7, "w0", "w1")) == [("end", "w0"), ("end", "w1")]
+    assert stage.said[-1] == "0 of 2 workers are left (w0 drains, w1 drains)"
+    stage.now += 20.0
+    stage.step()
+    assert stage.said[-1].startswith("0 of 2 workers are left (w0 drains, w1 drains); waiting for")
+    assert ("form", 2, ("w2", "w3"), 7) in stage.step(WorkerReady("w2"), WorkerReady("w3"))
+
+
+def test_below_the_minimum_it_does_not_wait_for_ever():
+    stage = Stage().start().after(Lost("w1", DIED))
+    stage.step(*stage.end("broken", 7, "w0"), Published((0, 7)))
+    stage.now += 61.0
+    with pytest.raises(ResourceError, match=r"1 of 2 workers are left .* --resume goes on"):
+        stage.step()
+
+
+def test_a_removed_worker_leaves_after_the_round():
+    stage = Stage((1, 2)).start()
+    ok, sentence = stage.controller.remove("w1")
+    assert (ok, sentence) == (True, "w1 leaves after its next exchange")
+    assert stage.step() == [("vote", "regroup")]
+    stage.step(*stage.end("regroup", 3, "w0", "w1"), Published((0, 3)))
+    assert ("form", 2, ("w0",), 3) in stage.step()
+    assert stage.said[-1] == "generation 2: w1 was removed"
+
+
+# losing workers
+
+
+@pytest.mark.parametrize("lost", ["w0", "w1", "w2"])
+def test_when_a_worker_is_lost_the_others_go_on_from_the_furthest_round(lost):
+    stage = Stage((1, 3)).start("w0", "w1", "w2")
+    assert stage.step(Lost(lost, DIED)) == [("ask", "w3"), ("abandon", 1)]
+    assert stage.state is State.RECOVERING
+    first, second = (w for w in ("w0", "w1", "w2") if w != lost)
+    assert stage.step(*stage.end("broken", 6, first)) == []
+    assert stage.step(*stage.end("broken", 7, second)) == [("publish", second)]
+    stage.step(Published((0, 7)))
+    assert ("form", 2, (first, second), 7) in stage.step()
+    assert stage.said[-1] == f"generation 2: {lost} was lost"
+
+
+@pytest.mark.parametrize("news", [Lost("w1", DIED), GaveUp("publication", DIED)])
+def test_a_publisher_that_is_lost_is_replaced_by_the_next_one(news):
+    stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
+    stage.step(*stage.end("broken", 6, "w0"))
+    assert stage.step(*stage.end("broken", 7, "w1")) == [("publish", "w1")]
+    told = stage.step(news)
+    assert ("publish", "w0" if isinstance(news, Lost) else "w1") in told
+
+
+def test_when_nobody_is_left_it_goes_on_from_the_newest_that_the_center_holds():
+    stage = Stage().start().after(Published((0, 4)), report("w0", 9))
+    stage.step(Lost("w0", DIED), Lost("w1", DIED))
+    stage.step()
+    assert stage.state is State.WAITING
+    assert ("form", 2, ("w2", "w3"), 4) in stage.step(WorkerReady("w2"), WorkerReady("w3"))
+
+
+def test_a_leaver_and_a_loss_at_once():
+    stage = Stage((1, 3)).start("w0", "w1", "w2")
+    stage.step(Draining("w0"), Lost("w1", DIED))
+    assert stage.state is State.RECOVERING
+    stage.step(*stage.end("broken", 5, "w0", "w2"), Published((5,)))
+    assert ("form", 2, ("w2",), 5) in stage.step()
+    assert stage.said[-1] == "generation 2: w0 drains, w1 was lost"
+
+
+def test_who_does_not_come_out_of_a_broken_exchange_is_left_out_and_comes_back():
+    stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
+    stage.step(*stage.end("broken", 5, "w0"))
+    stage.now += 61.0  # few rounds are known
+    stage.step(Published((5,)))
+    stage.step()
+    assert stage.crew.formed[-1].worker_ids == ("w0",)
+    assert stage.crew.formed[-1].absent == ("w1",)
+    stage.step(*stage.end("broken", 4, "w1", generation=1))
+    assert stage.state is State.TRAINING, "an end of another generation"
+    stage.now += 1.5
+    assert stage.step() == [("vote", "regroup")]
+    stage.step(*stage.end("regroup", 9, "w0"), Published((9,)))
+    assert ("form", 3, ("w0", "w1"), 9) in stage.step()
+    assert stage.said[-1] == "generation 3: w1 comes back"
+
+
+def test_what_is_left_to_train_waits_for_the_one_that_has_it():
+    stage = Stage((1, 2)).start()
+    stage.controller.workforce.leave_out(("w1",))
+    stage.controller.workforce["w1"].num_late = 3
+    stage.step()
+    stage.step(*stage.end("regroup", 5, "w0", "w1"), Published((5,)))
+    stage.step()  # w0 alone
+    stage.step(*stage.end("regroup", 6, "w0"), Published((6,)))  # nothing is left for it
+    stage.step()
+    assert stage.state is State.WAITING
+    assert stage.said[-1] == "what is left to train is with workers that were left out"
+    stage.now += 9.0
+    assert ("form", 3, ("w0", "w1"), 6) in stage.step()
+
+
+def test_exchanges_that_break_without_a_cause_are_tried_again_but_not_for_ever():
+    stage = Stage(max_restarts=2).start()
+    for _ in range(2):
+        stage.step(*stage.end("broken", 0, "w0", "w1"))
+        assert stage.state is State.RECOVERING, "news of the cause may follow"
+        stage.now += 2.5
+        stage.step()
+        stage.step()
+        assert stage.said[-1].endswith("the same go on")
+    stage.step(*stage.end("broken", 0, "w0", "w1"))
+    stage.now += 2.5
+    with pytest.raises(ProcessLostError, match="a reset; it is the 3th loss in a row"):
+        stage.step()
+
+
+# losing the center
+
+
+def test_a_lost_center_is_started_again_while_the_workers_train_and_they_meet_there():
+    stage = Stage().start()
+    assert stage.step(Lost("center", DIED)) == [("rebuild_center", None)]
+    assert stage.step() == []
+    assert stage.step(Published((0,))) == [("vote", "regroup")]
+    assert stage.said[-1] == "the center is back: regrouping after this round"
+    assert stage.step(*stage.end("regroup", 8, "w0", "w1")) == [("publish", "w0")]
+    stage.step(Published((0, 8)), scored(8))
+    assert stage.step() == [("form", 2, ("w0", "w1"), 8)]
+    assert stage.step() == [], "once"
+
+
+@pytest.mark.parametrize("state", [State.REGROUPING, State.RECOVERING, State.WAITING])
+def test_between_generations_a_lost_center_is_rebuilt_from_the_furthest_copy(state):
+    stage = Stage().start()
+    what = Draining("w1") if state is State.REGROUPING else Lost("w1", DIED)
+    stage.step(what)
+    if state is State.WAITING:
+        stage.step(*stage.end("broken", 7, "w0"), Published((7,)))
+        assert stage.state is state
+        told = stage.step(Lost("center", DIED))
+    else:
+        assert stage.state is state
+        assert stage.step(Lost("center", DIED)) == [], "workers do not need it"
+        how = "regroup" if state is State.REGROUPING else "broken"
+        told = stage.step(*stage.end(how, 7, *stage.controller._run.at_work))
+    assert ("rebuild_center", "w0") in told
+    assert "the center is rebuilt from what w0 saw last, of round 7" in stage.said
+    stage.step(Published((7,)), WorkerReady("w2"), HandedIn("w1", {}))
+    stage.step()
+    assert stage.crew.formed[-1].worker_ids == ("w0", "w2")
+
+
+def test_ends_before_the_news_of_the_lost_center_do_not_lose_what_workers_have():
+    stage = Stage().start().after(Draining("w1"), WorkerReady("w2"))
+    stage.step(*stage.end("regroup", 40, "w0", "w1"), Published((40,)), HandedIn("w1", {}))
+    stage.step(HandedIn("w1", {}))
+    assert stage.crew.formed[-1].worker_ids == ("w0", "w2")
+    assert stage.step(*stage.end("broken", -1, "w0", "w2")) == [("abandon", 2)]
+    assert stage.step() == []
+    assert stage.step(Lost("center", DIED)) == [("rebuild_center", "w0")]
+    stage.step(Published((40,)))
+    assert ("form", 3, ("w0", "w2"), 40) in stage.step()
+
+
+def test_a_new_center_whose_source_dies_is_made_again_from_another_copy():
+    stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
+    stage.step(*stage.end("broken", 6, "w0"))
+    assert stage.step(*stage.end("broken", 7, "w1"), Lost("center", DIED)) == [
+        ("rebuild_center", "w1")
+    ]
+    told = stage.step(Lost("w1", DIED), Lost("center", "its source was lost"))
+    assert ("rebuild_center", "w0") in told
+    stage.step(Published((6,)))
+    assert ("form", 2, ("w0",), 6) in stage.step()
+
+
+# stops and checkpoints
+
+
+@pytest.mark.parametrize("state", [State.REGROUPING, State.RECOVERING, State.WAITING])
+def test_a_stop_between_two_generations_ends_with_a_checkpoint(state):
+    stage = Stage().start()
+    stage.step(Draining("w1") if state is State.REGROUPING else Lost("w1", DIED))
+    ends = stage.end("regroup", 4, *stage.controller._run.at_work)
+    stage.step(*(ends if state is State.WAITING else []))
+    stage.controller.request_stop("SIGTERM")
+    stage.step(*ends, Published((0, 4)), report("w0", 4), report("w1", 4))
+    stage.steps(2)
+    assert stage.state is State.FINISHING
+    stage.step(collected(4))
+    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.STOPPED)
+    assert stage.said[-1] == "SIGTERM: stopping after this round, with a checkpoint"
+
+
+def test_a_stop_that_was_voted_in_a_generation_that_breaks_is_not_lost():
+    stage = Stage((1, 2)).start()
+    stage.controller.request_stop("SIGTERM")
+    assert ("vote", "stop") in stage.step()
+    stage.step(Lost("w1", DIED))
+    stage.step(*stage.end("broken", 4, "w0"), Published((4,)), report("w0", 4))
+    stage.steps(2)
+    stage.step(collected(4))
+    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.STOPPED)
+
+
+def test_a_late_worker_that_leaves_its_loop_is_a_candidate_again():
+    stage = Stage((1, 2)).start()
+    stage.controller.workforce.leave_out(("w1",))
+    assert stage.controller.workforce["w1"].phase is Phase.LEFT_OUT
+    stage.step(*stage.end("broken", 3, "w1"))
+    stage.now += 1.5
+    assert "w1" in stage.controller.workforce.candidates(0.0).ready

@@ -1,0 +1,142 @@
+"""The controller of methods with messages against a simulated crew; see the other simulation."""
+
+import random
+
+import pytest
+from test_control_end import run
+from test_control_simulated import SimCrew
+from test_controller import record
+
+from raydl.crew import Changed, Published
+from raydl.reports import Outcome
+
+
+class SimMessages(SimCrew):
+    """Each exchanges with the center by itself."""
+
+    is_sync = False
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.opened, self.checkpoint = 0, None
+        self.told, self.dismissed = set(), set()
+
+    def vote(self, generation, **votes):
+        if not self.is_center_up or not self.opened <= generation <= self.members_generation:
+            return
+        self.votes |= dict.fromkeys(votes, True)
+        if self.votes.pop("checkpoint", None):
+            self.version += 1
+            self.checkpoint, self.told = self.version, set()
+
+    def rebuild_center(self, worker_id):
+        super().rebuild_center(worker_id)
+        self.checkpoint = None
+
+    def dismiss(self, worker_id):
+        self.dismissed.add(worker_id)
+
+    def _published(self):
+        return Published(tuple(self.rounds), (record(self.version),), (), self._is_complete)
+
+    @property
+    def _is_complete(self):
+        return self.done >= self.last_round
+
+    def _form(self, membership, round):
+        self._enter(membership, membership.worker_ids, is_new=True)
+
+    def _change(self, membership):
+        out = [w for w in membership.worker_ids if not self.workers[w].generation]
+        new = [w for w in out if w not in self.members]
+        self._enter(membership, new, is_new=False)
+
+    def _enter(self, membership, new, *, is_new):
+        life = self.life
+        for worker_id in new:
+            worker = self.workers[worker_id]
+            assert not worker.generation, "it is in another loop"
+            worker.generation, worker.has_entered = membership.generation, False
+            worker.has_left = False
+
+        def begin():
+            if life != self.life:
+                return
+            if not self.is_center_up:
+                for worker_id in new:
+                    worker = self.workers.get(worker_id)
+                    if worker and worker.generation == membership.generation:
+                        self._leave(worker_id, Outcome.BROKEN, -1)
+                return
+            self.members, self.members_generation = membership.worker_ids, membership.generation
+            if is_new:
+                self.opened, self.votes, self.checkpoint = membership.generation, {}, None
+            for worker_id in new:
+                if worker_id in self.workers:
+                    self.workers[worker_id].has_entered = True
+            self.dismissed -= set(new)
+            self._close_if_all_left()
+            self.events.append(Changed())
+
+        self._after((0, 3), begin)
+
+    def _close_if_all_left(self):
+        members = [self.workers.get(w) for w in self.members]
+        if all(m is not None and m.has_left for m in members):
+            self._put(self.version)
+
+    def _train(self):
+        for worker_id in self.members:
+            worker = self.workers.get(worker_id)
+            if worker is None or not worker.generation or not self._works(worker):
+                continue
+            if not self.is_center_up:
+                if self.random.random() < 0.2:
+                    self._leave(worker_id, Outcome.BROKEN)
+            elif worker.has_entered and not worker.has_left:
+                self._exchange(worker_id, worker)
+
+    def _exchange(self, worker_id, worker):
+        at_work = [
+            w
+            for w in self.members
+            if w in self.workers and self.workers[w].generation and not self.workers[w].has_left
+        ]
+        if not worker.has_schedule or worker.round < self.version:
+            worker.has_schedule = True
+        if self.done < self.last_round:
+            self.version, self.done = self.version + 1, self.done + 1
+        worker.round, worker.done = self.version, self.done
+        if self.checkpoint is not None and worker_id not in self.told:
+            self.told.add(worker_id)
+            worker.kept.add(self.checkpoint)
+        outcome = self._outcome(worker_id, len(at_work))
+        if outcome is not Outcome.GO_ON:
+            worker.has_left = True
+            self._leave(worker_id, outcome)
+            self._close_if_all_left()
+        if self.checkpoint is not None and self.told >= set(at_work):
+            self._put(self.checkpoint)
+            self.checkpoint = None
+
+    def _outcome(self, worker_id, num_at_work):
+        # Others hold claims: for this one nothing is left a little before the end.
+        if self.done + num_at_work - 1 >= self.last_round:
+            return Outcome.FINISHED
+        if self.votes.get("stop"):
+            return Outcome.STOPPED
+        if worker_id in self.dismissed:
+            return Outcome.LEFT
+        return Outcome.REGROUP if self.votes.get("regroup") else Outcome.GO_ON
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_goes_wrong_for_a_minute_the_run_is_trained_to_the_end(seed):
+    crew, controller = run(SimMessages, seed, last_round=1500)
+    assert crew.num_faults > 10
+    assert controller.outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whenever_it_is_stopped_among_faults_the_run_ends(seed):
+    run(SimMessages, seed, last_round=1500, stop_at=random.Random(seed).uniform(0.0, 40.0))
