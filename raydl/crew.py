@@ -201,7 +201,7 @@ class Crew(Protocol):
         ...
 
     def rebuild_center(self, worker_id: str | None) -> None:
-        """Start the center anew: from a worker's copy, else with the first snapshot."""
+        """Start the center anew: from a worker's copy, else from the newest checkpoint."""
         ...
 
     def hand_in(self, worker_id: str) -> None:

@@ -77,6 +77,7 @@ class RayCrew:
         self._notices = Notices()
         self._asked_at = 0.0
         self._fired: set[int] = set()
+        self._members: tuple[str, ...] = ()
         self._collected: dict[str, Any] = {}
         self._events: list[Event] = []
         self._start_evaluator()
@@ -98,8 +99,8 @@ class RayCrew:
         Raises:
             RaydlError: it did not come up.
         """
-        self._first = ray.put(snapshot)
-        opened = self._start_center(self._first)
+        self._known = ray.put(snapshot)
+        opened = self._start_center(self._known)
         try:
             self._take_address(ray.get(opened, timeout=_START_S))
         except GetTimeoutError as error:
@@ -136,7 +137,7 @@ class RayCrew:
             ray.kill(shard)
         for who in ("center", *(f"shard {i}" for i in range(1, len(self._shards)))):
             self._forget(who)
-        copy = self._workers[worker_id].center.remote() if worker_id else self._first
+        copy = self._workers[worker_id].center.remote() if worker_id else self._known
         self._calls.expect(self._start_center(copy), "center", self._take_address)
 
     def ask(self, worker_id: str) -> None:
@@ -257,7 +258,7 @@ class RayCrew:
         if not call.task:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
-            self._pending = {r: p for r, p in self._call.items() if p.task != "checkpoint"}
+            self._calls.forget(lambda call: call.task == "checkpoint")
         return [GaveUp(call.task, reason)]
 
     def _lose(self, who: str, reason: str) -> list[Event]:
@@ -275,6 +276,7 @@ class RayCrew:
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Let the members meet and train."""
+        self._members = membership.worker_ids
         if self._job.method.is_sync:
             snapshot = self._center.get.remote(round)
         else:  # workers send only to shards that know them
@@ -287,9 +289,9 @@ class RayCrew:
         """Let workers join and leave while the others train on."""
         changed, snapshot = self._center.change.options(num_returns=2).remote(membership)
         self._calls.expect(changed, "center", _on_change)
-        running = {call.who for call in self._calls if call.generation}
+        before, self._members = self._members, membership.worker_ids
         for worker_id in membership.worker_ids:
-            if worker_id not in running:
+            if worker_id not in before:
                 self._run(worker_id, membership, snapshot, own_states.get(worker_id))
 
     def _run(self, worker_id: str, membership: Membership, snapshot: Any, own_state: Any) -> None:
@@ -358,6 +360,7 @@ class RayCrew:
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Gather center and workers of a round."""
+        self._calls.forget(lambda call: call.task == "checkpoint")
         self._collected = dict.fromkeys(("center", *worker_ids))
         refs = {"center": self._center.get.remote(round)}
         refs |= {w: self._workers[w].take_kept.remote(round) for w in worker_ids}
@@ -372,6 +375,7 @@ class RayCrew:
             if any(value is None for value in self._collected.values()):
                 return []
             parts, self._collected = self._collected, {}
+            self._known = ray.put(parts["center"])
             return [Collected(parts.pop("center"), parts)]
 
         return handle

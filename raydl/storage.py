@@ -119,23 +119,3 @@ class Storage:
         """Rename a folder at once. Not on object stores."""
         self._filesystem.move(self._at(name), self._at(new_name))
         self._flush_to_disk(posixpath.dirname(self._at(new_name)))
-
-    def upload(self, local_dir: str, name: str) -> None:
-        """Copy a local folder and all in it to ``name``, over what is there."""
-        self._filesystem.create_dir(self._at(name), recursive=True)
-        fs.copy_files(
-            os.path.abspath(local_dir),
-            self._at(name),
-            source_filesystem=fs.LocalFileSystem(),
-            destination_filesystem=self._filesystem,
-        )
-
-    def download(self, name: str, local_dir: str) -> None:
-        """Copy a folder and all in it to a local folder, over what is there."""
-        os.makedirs(local_dir, exist_ok=True)
-        fs.copy_files(
-            self._at(name),
-            os.path.abspath(local_dir),
-            source_filesystem=self._filesystem,
-            destination_filesystem=fs.LocalFileSystem(),
-        )

@@ -79,7 +79,7 @@ class Worker:
                 time_parts=self.parts,
                 has_dynamic_weights=job.config.method.dynamic_weights,
             )
-        self.local_step = 0
+        self.local_step = self._generation = 0
         self._early_votes: dict[int, dict[str, float]] = {}
         self._lock = threading.Lock()
         self._losses = Losses(worker_id)
@@ -90,7 +90,6 @@ class Worker:
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
         self._schedule: Schedule | None = None
-        self._generation = 0
         self._feedback: dict[Span, ErrorFeedback] = {}
 
     # joining and leaving a generation

@@ -100,7 +100,7 @@ class Situation:
             return
         run.reports[report.worker_id] = report
         self.pace.note_round(report.round, report.round_s)
-        if report.round > run.began_at_round:
+        if report.generation == run.entered_with(report.worker_id):
             self.pace.resume(self.clock())
         if report.worker_id == run.membership.worker_ids[0]:
             self._take_records(report.records)
