@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 BOUND_S = 200
@@ -134,3 +135,33 @@ def stopped_processes() -> set[int]:
                 if state == "T":
                     found.add(int(entry.name))
     return found
+
+
+def children(pid: int) -> Iterator[tuple[int, str]]:
+    """Yield (pid, title) of the processes that a process has started."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(status[1]) == pid:
+                    title = (entry / "cmdline").read_bytes().decode(errors="replace")
+                    yield int(entry.name), title
+
+
+def actors_on(node: Any, name: str) -> list[int]:
+    """Return the processes of all actors of a class on a node."""
+    raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
+    return [pid for pid, title in children(raylet) if title.startswith(f"ray::{name}")]
+
+
+def actors(cluster: Cluster, name: str) -> list[int]:
+    """Return the processes of all actors of a class on a cluster."""
+    return [pid for node in cluster.list_all_nodes() for pid in actors_on(node, name)]
+
+
+def expendable(cluster: Cluster) -> list[Any]:
+    """Return the nodes that may go: not the head, nor the one that the driver has joined.
+
+    With all nodes on one machine Ray lets a driver join any of them; the center is there.
+    """
+    return [node for node in cluster.worker_nodes if not actors_on(node, "CenterActor")]

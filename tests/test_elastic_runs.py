@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, nodes, stopped_processes
+from clusters import ClusterRun, expendable, nodes, stopped_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -90,10 +90,10 @@ def test_a_worker_cut_off_is_lost_and_its_late_messages_change_nothing(cluster, 
 
 def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
     with nodes(0, 1, 1, 1) as cluster:
-        dead, drained = list(cluster.worker_nodes)[:2]
         options = ["--epochs", "1000", "--period", "4", "--workers", "1:3"]
         with ClusterRun(cluster, tmp_path / "run", *options) as run:
             run.until_training(3)
+            dead, drained = expendable(cluster)[:2]
             cluster.add_node(num_cpus=1)
             drain(cluster, drained.node_id)
             run.until_said("w3 joins")
@@ -130,7 +130,7 @@ def test_below_the_minimum_the_run_waits_says_what_for_and_goes_on(tmp_path):
         options = ["--epochs", "300", "--period", "4", "--workers", "2"]
         with ClusterRun(cluster, tmp_path / "run", *options) as run:
             run.until_training(2)
-            cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+            cluster.remove_node(expendable(cluster)[0], allow_graceful=False)
             run.until_said("1 of 2 workers are left")
             run.until_said("each needs {CPU: 1}")
             run.until(lambda: list(run.path.glob("checkpoints/*/manifest.json")))

@@ -10,37 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, nodes, stopped_processes
-from ray._private.ray_constants import PROCESS_TYPE_RAYLET
+from clusters import ClusterRun, actors, expendable, nodes, stopped_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EPOCHS = 1500
 SEED = int(os.environ.get("RAYDL_SOAK_SEED", "0"))
-
-
-def children(pid):
-    """Yield (pid, title) of the processes that a process has started."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                status = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(status[1]) == pid:
-                    yield int(entry.name), (entry / "cmdline").read_bytes().decode(errors="replace")
-
-
-def raylet_of(node):
-    return node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
-
-
-def actors(cluster, name):
-    """Return the processes of all actors of a class on this cluster."""
-    return [
-        pid
-        for node in cluster.list_all_nodes()
-        for pid, title in children(raylet_of(node))
-        if title.startswith(f"ray::{name}")
-    ]
 
 
 def rss(pid):
@@ -72,12 +47,12 @@ class Storm:
         os.kill(actors(self.cluster, "CenterActor")[0], signal.SIGKILL)
 
     def node(self):
-        node = self.random.choice(list(self.cluster.worker_nodes))
+        node = self.random.choice(expendable(self.cluster))
         self.cluster.add_node(num_cpus=1)
         self.cluster.remove_node(node, allow_graceful=False)
 
     def drain(self):
-        node = self.random.choice(list(self.cluster.worker_nodes))
+        node = self.random.choice(expendable(self.cluster))
         self.cluster.add_node(num_cpus=1)
         ray = Path(sys.executable).with_name("ray")
         subprocess.run(

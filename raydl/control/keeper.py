@@ -72,7 +72,7 @@ class CenterKeeper:
         for task in ("publication", "checkpoint", "evaluation"):
             self.gave_up(task)
         if copy is None:
-            return "the center is started again, as it was when this run began"
+            return "the center is started again, from the newest checkpoint or where this run began"
         return f"the center is rebuilt from what {copy.worker_id} saw last, of round {copy.round}"
 
     def go_on(self) -> None:
@@ -143,7 +143,8 @@ class CenterKeeper:
     def collect(self, run: Generation, round: int) -> None:
         """Gather the states of all who have left their loops at a round, once."""
         if not self.times.collecting and not self.is_collected(round):
-            self._collect(round, tuple(run.ended))
+            # By rank, which is the order that a resumed run takes.
+            self._collect(round, tuple(w for w in run.present if w in run.ended))
 
     def _collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         self.times.collecting = True
