@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -248,7 +248,7 @@ class SnapshotShelf:
         """Take in a snapshot; one of the same round is replaced by its equal."""
         before = self._by_round.get(snapshot.round)
         if before is not None and before.is_kept:
-            return
+            snapshot = replace(snapshot, is_kept=True)
         self._by_round[snapshot.round] = snapshot
         rounds = sorted(self._by_round)
         held = set(rounds[-self._num_newest :])

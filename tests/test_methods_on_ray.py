@@ -53,22 +53,23 @@ def train(actors, config, generation=1):
         ShardActor.options(max_concurrency=4).remote(job, first, i)
         for i in range(1, config.exchange.center_shards)
     ]
-    host, port = ray.get(center.open.remote(job, first, others), timeout=120)
+    host, port, _ = ray.get(center.open.remote(job, first, others), timeout=120)
     normalizer = Normalizer.of(IMAGES)
     shards = [center, *others]
     ray.get(
-        [w.setup.remote(job, f"w{i}", IMAGES, normalizer, shards) for i, w in enumerate(workers)],
+        [w.setup.remote(job, f"w{i}", IMAGES, normalizer) for i, w in enumerate(workers)],
         timeout=120,
     )
     membership = Membership(generation, tuple(f"w{i}" for i in range(NUM_WORKERS)))
     if not job.method.is_sync:
-        ray.get([s.form.remote(membership) for s in shards], timeout=60)
+        ray.get(center.form.remote(membership), timeout=60)
     run_id = f"{config.method.name}{id(config)}"
     address = GroupAddress(host, port, run_id, generation, "cpu", 20.0)
-    ends = ray.get([w.run.remote(membership, address, first, None) for w in workers], timeout=120)
-    assert [outcome for outcome, _ in ends] == [Outcome.FINISHED] * NUM_WORKERS
+    runs = [w.run.remote(membership, address, first, None, shards, ()) for w in workers]
+    ends = ray.get(runs, timeout=120)
+    assert [end.outcome for end in ends] == [Outcome.FINISHED] * NUM_WORKERS
     published = ray.get(center.poll.remote(), timeout=60)
-    last = max(end for _, end in ends)
+    last = max(end.round for end in ends)
     assert last in published.rounds
     return ray.get(center.get.remote(last), timeout=60)
 
