@@ -65,9 +65,8 @@ class RayCrew:
         self._job = job
         self._run_id = uuid.uuid4().hex[:8]
         self._home = ray.get_runtime_context().get_node_id()
-        self._normalizer_here = Normalizer.of(dataset.train)
         self._train = ray.put(dataset.train)
-        self._normalizer = ray.put(self._normalizer_here)
+        self._normalizer = ray.put(Normalizer.of(dataset.train))
         self._test = ray.put(dataset.test)
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._workers: dict[str, ActorHandle] = {}
@@ -258,7 +257,7 @@ class RayCrew:
         if not call.task:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
-            self._calls.forget(lambda call: call.task == "checkpoint")
+            self._calls.forget(lambda other: other.task == "checkpoint")
         return [GaveUp(call.task, reason)]
 
     def _lose(self, who: str, reason: str) -> list[Event]:

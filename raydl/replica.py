@@ -1,7 +1,7 @@
 """A replica: a model on one flat buffer, its inner optimizer, and one local step.
 
 The step of every synchronous and asynchronous method is the same; only the transport
-behind :class:`Exchange` differs.
+behind :class:`raydl.talk.Exchange` differs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from raydl.rules import Rule, Sends, Tally
 from raydl.talk import Exchange, Header, Talk
 from raydl.task import Batch, Task
 from raydl.trust import Trust
-
-__all__ = ["Exchange", "Header", "Replica", "Talk"]
 
 _SILENT = Talk()
 Arrived = list[tuple[Tally, Header]]
@@ -238,7 +236,7 @@ class Replica:
                 self._optimizer.step()
             self.flat.gradients.zero_()
 
-    def _join(self, talk: Talk, arrived: list[tuple[Tally, Header]], *, num_samples: int) -> None:
+    def _join(self, talk: Talk, arrived: Arrived, *, num_samples: int) -> None:
         """Update replica and center, both from the values that were sent."""
         with self._parts.measure("replica_update"):
             pulls = [

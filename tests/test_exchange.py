@@ -18,8 +18,8 @@ from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.local import LocalGroup
 from raydl.exchange.sync import SyncExchange
 from raydl.optimizers import make_optimizer
-from raydl.replica import Header
 from raydl.rules import Elastic, Sends
+from raydl.talk import Header
 
 BETA = 0.5
 

@@ -113,8 +113,7 @@ class Workforce:
 
     def new_id(self) -> str:
         """Return an id that no worker of this run has had."""
-        worker_id = f"w{self._next_number}"
-        return worker_id
+        return f"w{self._next_number}"
 
     def add(self, worker_id: str) -> None:
         """Note that a worker was asked for."""

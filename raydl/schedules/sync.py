@@ -155,9 +155,10 @@ class SyncSchedule:
         Raises:
             ExchangeError: somebody did not answer; the ledger is as it was.
         """
-        members, state = self._site.membership.worker_ids, self._ledger.state_dict(with_claims=True)
+        members = self._site.membership.worker_ids
         if not set(members) & set(self._ledger.claimants):
             return
+        state = self._ledger.state_dict(with_claims=True)
         counts = torch.zeros(len(members), device=self._weights.device)
         counts[self._site.rank] = self._trained.num_claimed(state, self._site.worker_id)
         with self._site.time_parts.measure("device_device_parameters"):
@@ -201,10 +202,8 @@ class SyncSchedule:
     def settle(self, sums: Header, local_step: int) -> Decision:
         """Complete the round for all ranks and decide by the sums they all see."""
         p = self._site.membership.num_workers
-        epoch, num_due = (
-            self._ledger.epoch,
-            num_evaluations_due(self._config.evaluation, self._ledger),
-        )
+        epoch = self._ledger.epoch
+        num_due = num_evaluations_due(self._config.evaluation, self._ledger)
         for worker in self._site.membership.worker_ids:
             self._ledger.complete(worker)
         self._round += 1
