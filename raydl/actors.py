@@ -81,7 +81,8 @@ class CenterActor:
         """Make the snapshots that are wanted; return the rounds held, and new records."""
         faults, self._faults = tuple(self._faults), []
         if self._service is None:
-            return Published(self._shelf.rounds(), faults=faults)
+            num_changes = self._shelf.num_changes()
+            return Published(self._shelf.rounds(), faults=faults, num_changes=num_changes)
         for due in self._service.dispatcher.take_due():
             states = ray.get([s.state.remote() for s in self._others], timeout=_START_S)
             self._shelf.put(self._service.snapshot(due, states))
@@ -271,7 +272,8 @@ class WorkerActor:
             outcome, problem = self._train(membership, address, snapshot, own_state), ""
         except ExchangeError as error:
             outcome, problem = Outcome.BROKEN, str(error)
-        return RunEnded(self._worker.worker_id, outcome, self._worker.round, generation, problem)
+        worker_id, age = self._worker.worker_id, self._worker.copy_age
+        return RunEnded(worker_id, outcome, age[0], generation, problem, age[1])
 
     def _train(
         self,

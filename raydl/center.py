@@ -259,6 +259,10 @@ class SnapshotShelf:
         """Return the rounds held, oldest first."""
         return tuple(sorted(self._by_round))
 
+    def num_changes(self) -> int:
+        """Return the changes of the ledger in the newest one."""
+        return int(self.newest().ledger.get("num_changes", 0))
+
     def newest(self) -> Snapshot:
         """Return the newest snapshot; there is one as soon as a run begins."""
         return self._by_round[max(self._by_round)]

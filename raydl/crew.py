@@ -48,10 +48,13 @@ class RunEnded:
     worker_id: str
     outcome: Outcome
     round: int
+    """Of its copy of the center; -1: it has none."""
     generation: int = 0
     """The one that it entered."""
     problem: str = ""
     """What the exchange said that did not complete."""
+    num_changes: int = 0
+    """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class Published:
     """Numbers of the faults of the plan that workers are about to inflict on themselves."""
     is_complete: bool = True
     """Whether nothing is left to train, where the center keeps the books."""
+    num_changes: int = 0
+    """Of the ledger in the newest snapshot."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +309,9 @@ class LocalCrew:
                 others = [shard.state() for shard in self._others]
                 self._shelf.put(self._service.snapshot(due, others))
             records = self._service.dispatcher.take_records()
-        self._events.append(Published(self._shelf.rounds(), records))
+        self._events.append(
+            Published(self._shelf.rounds(), records, num_changes=self._shelf.num_changes())
+        )
         events, self._events = self._events, []
         return events
 

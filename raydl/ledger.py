@@ -67,6 +67,8 @@ class Ledger:
         self.num_samples = num_samples
         self.epoch = 0
         """Epochs completed: the number of the first one that is not."""
+        self.num_changes = 0
+        """Calls that changed it since the run began: of two copies the one with more is newer."""
         self._num_done: dict[int, int] = {}
         self._free: dict[int, list[Span]] = {}
         self._claimed: dict[str, list[tuple[int, Span]]] = {}
@@ -92,6 +94,10 @@ class Ledger:
         """Workers that have claimed positions and not completed them."""
         return tuple(self._claimed)
 
+    def claims_of(self, worker_id: str) -> list[tuple[int, Span]]:
+        """Return what a worker has claimed and not completed: (epoch, span), in its order."""
+        return list(self._claimed.get(worker_id, []))
+
     def _next_epoch(self) -> int:
         """Return the first epoch with a free position."""
         return min((e for e, free in self._free.items() if free), default=self._first_unopened())
@@ -104,6 +110,7 @@ class Ledger:
 
         Fewer are returned when fewer are free in that epoch.
         """
+        self.num_changes += 1
         epoch = self._next_epoch()
         if epoch not in self._free:
             self._free[epoch], self._num_done[epoch] = [(0, self.num_samples)], 0
@@ -114,6 +121,7 @@ class Ledger:
 
     def complete(self, worker_id: str) -> int:
         """Count all that the worker has claimed as done; return how many it was."""
+        self.num_changes += 1
         spans = self._claimed.pop(worker_id, [])
         for epoch, span in spans:
             self._num_done[epoch] += _size([span])
@@ -122,12 +130,19 @@ class Ledger:
             self.epoch += 1
         return _size([span for _, span in spans])
 
-    def give_back(self, worker_id: str) -> int:
-        """Free all that the worker has claimed; return how many it was."""
-        spans = self._claimed.pop(worker_id, [])
-        for epoch, span in spans:
-            self._free[epoch] = sorted([*self._free[epoch], span])
-        return _size([span for _, span in spans])
+    def give_back(self, worker_id: str, *, keep: int = 0) -> int:
+        """Free what the worker has claimed, but for the first ``keep``; return how many it was."""
+        self.num_changes += 1
+        freed = 0
+        for epoch, (start, stop) in self._claimed.pop(worker_id, []):
+            cut = min(stop, start + keep)
+            keep -= cut - start
+            if start < cut:
+                self._claimed.setdefault(worker_id, []).append((epoch, (start, cut)))
+            if cut < stop:
+                self._free[epoch] = sorted([*self._free[epoch], (cut, stop)])
+                freed += stop - cut
+        return freed
 
     def release(self, *, keep: Iterable[str] = ()) -> int:
         """Free what all workers but those of ``keep`` have claimed; return how many it was."""
@@ -151,6 +166,7 @@ class Ledger:
         return {
             "num_samples": self.num_samples,
             "epoch": self.epoch,
+            "num_changes": self.num_changes,
             "open": [
                 [epoch, self._num_done[epoch], [list(span) for span in sorted(spans)]]
                 for epoch, spans in sorted(free.items())
@@ -163,6 +179,7 @@ class Ledger:
         """Return the ledger that :meth:`state_dict` described."""
         ledger = cls(state["num_samples"])
         ledger.epoch = state["epoch"]
+        ledger.num_changes = state.get("num_changes", 0)
         for epoch, num_done, free in state["open"]:
             ledger._num_done[epoch] = num_done
             ledger._free[epoch] = [(start, stop) for start, stop in free]

@@ -61,15 +61,15 @@ class Losses:
             self._num_samples += num_samples
         self._unread.clear()
 
-    def take(self) -> tuple[float, float]:
-        """Read, and hand over (sum of the losses, samples behind it) since the last time."""
+    def take(self) -> dict[str, float]:
+        """Read, and hand over what came since the last time."""
         self.read()
-        taken = self._sum, self._num_samples
+        taken = self.state_dict()
         self._sum = self._num_samples = 0.0
         return taken
 
     def state_dict(self) -> dict[str, float]:
-        """Return what was read and not taken."""
+        """Return what was read and not taken: the sum of the losses, the samples behind it."""
         return {"loss_sum": self._sum, "loss_samples": self._num_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from raydl.exchange.messages import Post
 from raydl.exchange.sync import Group
 from raydl.generators import generators_state, load_generators, seed_generators
 from raydl.job import BeforeStep, Job
-from raydl.ledger import Span, split_evenly
+from raydl.ledger import Span
 from raydl.membership import Membership
 from raydl.metrics import TimeParts
 from raydl.optimizers import make_optimizer
@@ -246,15 +246,12 @@ class Worker:
             return sums
         plan = plan_talks(round.num_steps, fragments=settings.fragments, delay=settings.delay)
         positions = positions_of(round.spans)
-        first = 0
-        for step, size in enumerate(split_evenly(round.num_samples, round.num_steps)):
+        for step, rows in enumerate(np.array_split(positions, round.num_steps)):
             self._notice_step(schedule)
-            rows = positions[first : first + size]
-            first += size
             self._set_lr(schedule, step)
             loss, arrived = self._step(schedule, plan[step], round.epoch, rows)
             sums = arrived or sums
-            self._losses.add(self.local_step - 1, size, loss)
+            self._losses.add(self.local_step - 1, len(rows), loss)
         return sums
 
     def _step(
@@ -302,10 +299,8 @@ class Worker:
         schedule.set_lr(lr)
 
     def _make_header(self, schedule: Schedule) -> Header:
-        loss_sum, loss_samples = self._losses.take()
         return Header(
-            loss_sum=loss_sum,
-            loss_samples=loss_samples,
+            **self._losses.take(),
             distance=self.replica.distance_squared,
             step_s=self._step_s,
             waited_s=self._waited_s,
@@ -322,6 +317,11 @@ class Worker:
     def round(self) -> int:
         """Rounds completed since the run began, or exchanges that the center has settled."""
         return self._schedule.version if self._schedule else 0
+
+    @property
+    def copy_age(self) -> tuple[int, int]:
+        """(Rounds, changes of the ledger) that its copy of the center has seen; -1: it has none."""
+        return (self.round, self._schedule.num_changes) if self._schedule else (-1, 0)
 
     # what others ask for
 

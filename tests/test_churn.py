@@ -32,7 +32,7 @@ from raydl.methods import resolve
 from raydl.recorder import checkpoint_of, snapshot_of
 from raydl.reports import Outcome
 from raydl.rules import Elastic, MeanGradient, Outer, Sends
-from raydl.schedules.trained import Trained, with_first_claims
+from raydl.schedules.trained import Trained
 from raydl.storage import Storage
 from raydl.worker import Worker
 
@@ -250,8 +250,8 @@ class History:
             self.forget(worker_id)
         self.away += tuple(w for w in late if w in self.workers)
         here = [w for w in members if w not in lost and w not in late]
-        newest = max(self.workers[w].round for w in here)
-        freshest, *others = [w for w in here if self.workers[w].round == newest]
+        newest, _ = age = max(self.workers[w].copy_age for w in here)
+        freshest, *others = [w for w in here if self.workers[w].copy_age == age]
         for worker_id in here:
             if self.workers[worker_id].round < newest:
                 self._complete(worker_id)  # the others have received what it sent
@@ -497,6 +497,19 @@ def test_exchanges_that_break_one_after_another_lose_and_double_nothing(rule):
     assert (history.snapshot.weights == 3).all()
 
 
+def test_of_copies_of_one_round_the_one_that_knows_more_claims_is_gone_on_from():
+    history = History(config("sync-easgd", period=2), images=tiny_images(40))
+    history.train("w0", "w1", "w2", lost={"w2": (1, 0)})  # w0 and w1 hold what they trained on
+    history.train("w0", "w1", missed={"w0": (0, -1)})  # w1 goes on into the next round
+    ages = {w: history.workers[w].copy_age for w in ("w0", "w1")}
+    assert ages["w0"][0] == ages["w1"][0]
+    assert ages["w0"] < ages["w1"]
+    claimed = [worker_id for worker_id, _, _ in history.snapshot.ledger["claimed"]]
+    assert (claimed.count("w0"), claimed.count("w1")) == (2, 2)
+    history.end("w0", "w1")
+    history.assert_every_sample_once_an_epoch()
+
+
 def test_what_was_left_of_a_round_that_broke_early_is_trained_by_others():
     """With fragments a round may break before its last step."""
     history = counting(AllProgress(), num_samples=100, period=4, exchange={"fragments": 2})
@@ -564,7 +577,7 @@ def test_whatever_happens_the_center_counts_each_sample_once_an_epoch(rule, num_
     method=st.sampled_from(["sync-easgd", "sync-msgd", "diloco"]),
     fragments=st.integers(1, 2),
     num_workers=st.integers(1, 4),
-    events=lists_of_events(*KINDS),
+    events=lists_of_events(*KINDS, "unheard"),
 )
 def test_whatever_happens_every_sample_is_done_once_an_epoch(
     method, fragments, num_workers, events
@@ -866,21 +879,20 @@ def test_claims_beyond_what_was_trained_go_back_and_those_of_others_stay():
     ledger = Ledger(20)
     ledger.claim("w0", 8)
     ledger.claim("w1", 6)
-    state = with_first_claims(ledger.state_dict(with_claims=True), {"w0": 5})
-    after = Ledger.from_state_dict(state)
-    assert (after.num_claimed, after.num_free) == (11, 9)
-    assert after.claim("w2", 4) == (0, [(5, 8), (14, 15)])
+    assert ledger.give_back("w0", keep=5) == 3
+    assert (ledger.num_claimed, ledger.num_free) == (11, 9)
+    assert ledger.claim("w2", 4) == (0, [(5, 8), (14, 15)])
 
 
 def test_what_was_trained_is_compared_with_the_claims_in_their_order():
     ledger, trained = Ledger(20), Trained()
     epoch, _ = ledger.claim("w0", 6)
-    state = ledger.state_dict(with_claims=True)
-    assert trained.num_claimed(state, "w0") == 0
+    claims = ledger.claims_of("w0")
+    assert trained.num_claimed(claims) == 0
     trained.add(epoch, np.arange(0, 4))
-    assert trained.num_claimed(state, "w0") == 4
+    assert trained.num_claimed(claims) == 4
     trained.add(epoch, np.arange(4, 8))
-    assert (trained.num_claimed(state, "w0"), len(trained)) == (6, 8)
+    assert (trained.num_claimed(claims), len(trained)) == (6, 8)
     trained.keep_first(0)
     trained.add(epoch, np.arange(10, 12))
-    assert trained.num_claimed(state, "w0") == 0
+    assert trained.num_claimed(claims) == 0

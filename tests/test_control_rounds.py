@@ -1,5 +1,7 @@
 """The controller of synchronous methods: who joins, leaves, is late or lost, state by state."""
 
+from dataclasses import replace
+
 import pytest
 from test_controller import Stage, collected, report, scored
 
@@ -132,6 +134,19 @@ def test_when_a_worker_is_lost_the_others_go_on_from_the_furthest_round(lost):
     stage.step(Published((0, 7)))
     assert ("form", 2, (first, second), 7) in stage.step()
     assert stage.said[-1] == f"generation 2: {lost} was lost"
+
+
+def test_a_copy_that_knows_more_claims_takes_the_place_of_the_one_that_the_center_holds():
+    stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
+    behind, ahead = stage.end("broken", 7, "w0", "w1")
+    told = stage.step(
+        replace(behind, num_changes=20), replace(ahead, num_changes=23),
+        Published((0, 7), num_changes=20),
+    )  # fmt: skip
+    assert ("publish", "w1") in told
+    assert stage.step(Published((0, 7), num_changes=20)) == []
+    stage.step(Published((0, 7), num_changes=23))
+    assert ("form", 2, ("w0", "w1"), 7) in stage.step()
 
 
 @pytest.mark.parametrize("news", [Lost("w1", DIED), GaveUp("publication", DIED)])

@@ -317,7 +317,7 @@ class Controller:
 
     def _has_center(self, run: Generation | None) -> bool:
         """Whether the center holds the round that all go on from; if not, see to it."""
-        copy = self.workforce.freshest_copy(after=self._first_round)
+        copy = self.workforce.freshest_copy(since=self._first_round)
         if self._keeper.is_lost:
             self._say(self._keeper.rebuild(copy))
         if not self._keeper.published:  # it is on its way
@@ -325,9 +325,10 @@ class Controller:
         round = self._round_to_go_on_from(run, copy)
         if round is None:
             return False
+        if copy is not None and copy.round == round and not self._keeper.holds(copy):
+            self._keeper.publish(copy)
+            return False
         if round not in self._keeper.published:
-            if copy is not None and copy.round == round:
-                self._keeper.publish(copy)
             return False
         if round < self._round:
             self._say(f"no worker has the center of round {self._round}: it goes on from {round}")

@@ -86,7 +86,8 @@ class Generation:
 
     def freshest(self) -> RunEnded | None:
         """Return how the member ended that got furthest."""
-        return max(self.ended.values(), key=lambda end: end.round, default=None)
+        ends = self.ended.values()
+        return max(ends, key=lambda end: (end.round, end.num_changes), default=None)
 
     def outcome(self) -> Outcome:
         """Return what follows: the members have ended, in synchronous methods in one round.

@@ -25,6 +25,7 @@ class CenterKeeper:
         self, crew: Crew, config: TrainConfig, *, first_round: int, clock: Callable[[], float]
     ) -> None:
         self.published: tuple[int, ...] = (first_round,)
+        self._num_changes = 0
         self.is_complete = True
         self.is_lost = False
         """Whether it has to be started again."""
@@ -43,12 +44,18 @@ class CenterKeeper:
 
     def take_published(self, published: Published) -> None:
         """Note what the center holds."""
-        self.published, self.is_complete = published.rounds, published.is_complete
+        self.published, self._num_changes = published.rounds, published.num_changes
+        self.is_complete = published.is_complete
 
     @property
     def newest(self) -> int:
         """The newest round that the center holds; -1: it is on its way."""
         return max(self.published, default=-1)
+
+    def holds(self, copy: Copy) -> bool:
+        """Whether the center has all that a copy knows: its round, and what is claimed in it."""
+        is_older = copy.round == self.newest and copy.num_changes > self._num_changes
+        return copy.round in self.published and not is_older
 
     def publish(self, copy: Copy) -> None:
         """Let the center take in the copy of a worker that has left its loop, once."""

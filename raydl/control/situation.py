@@ -11,7 +11,7 @@ from raydl.control.generation import Generation
 from raydl.control.keeper import CenterKeeper
 from raydl.control.staff import Staff
 from raydl.control.state import Recorder
-from raydl.control.workforce import Workforce
+from raydl.control.workforce import Copy, Workforce
 from raydl.crew import (
     Changed,
     Collected,
@@ -120,7 +120,9 @@ class Situation:
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
             if is_pause and self.is_sync:
                 self.pace.pause(self.clock())
-        self.workforce.left_loop(end.worker_id, end.round)
+        has_begun = end.round >= 0
+        copy = Copy(end.worker_id, end.round, end.num_changes) if has_begun else None
+        self.workforce.left_loop(end.worker_id, copy)
 
     def _take_loss(self, name: str, reason: str) -> None:
         if name in self.workforce:

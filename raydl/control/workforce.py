@@ -37,6 +37,8 @@ class Copy:
 
     worker_id: str
     round: int
+    num_changes: int = 0
+    """Of the ledger: of two copies of a round the one with more knows more claims."""
 
 
 @dataclass
@@ -57,8 +59,8 @@ class WorkerEntry:
     """When it last answered."""
     in_loop: bool = False
     has_trained: bool = False
-    copy_round: int = -1
-    """The round of its copy of the center, as it was when it last left its loop; -1: unknown."""
+    copy: Copy | None = None
+    """Its copy of the center, as it was when it last left its loop; None: it has none."""
     is_dismissed: bool = False
     """It was told to leave after its next exchange."""
     is_asked: bool = False
@@ -150,23 +152,23 @@ class Workforce:
         if self._entries[worker_id].phase is Phase.TRAINING:
             self._enter(worker_id, Phase.READY)
 
-    def left_loop(self, worker_id: str, round: int = -1) -> None:
-        """Note that a worker does not train any more; ``round``: of its copy, if it has one."""
+    def left_loop(self, worker_id: str, copy: Copy | None = None) -> None:
+        """Note that a worker does not train any more; None: it did not begin."""
         entry = self._entries[worker_id]
         entry.in_loop = entry.is_dismissed = False
-        if round >= 0:  # otherwise it did not begin, and has what it had before
-            entry.copy_round = round
+        entry.copy = copy or entry.copy
 
-    def freshest_copy(self, *, after: int) -> Copy | None:
-        """Return the furthest copy of the center; None: nobody has one beyond round ``after``.
+    def freshest_copy(self, *, since: int) -> Copy | None:
+        """Return the furthest copy of the center; None: nobody has one of round ``since`` or later.
 
         Of equal ones rather that of a worker that stays.
         """
-        has_copy = [e for e in self._entries.values() if not e.in_loop and e.copy_round > after]
-        if not has_copy:
-            return None
-        best = max(has_copy, key=lambda e: (e.copy_round, e.phase is not Phase.LEAVING))
-        return Copy(best.worker_id, best.copy_round)
+        ages = [
+            ((e.copy.round, e.copy.num_changes, e.phase is not Phase.LEAVING), e.copy)
+            for e in self._entries.values()
+            if e.copy is not None and not e.in_loop and e.copy.round >= since
+        ]
+        return max(ages, key=lambda age: age[0])[1] if ages else None
 
     def formed(self, membership: Membership) -> None:
         """Note who trains now."""

@@ -84,6 +84,11 @@ class Schedule(Protocol):
         ...
 
     @property
+    def num_changes(self) -> int:
+        """Changes of this worker's copy of the ledger; 0 where it has none."""
+        ...
+
+    @property
     def place(self) -> tuple[int, int]:
         """This worker's (rank, number of workers), as far as it knows."""
         ...

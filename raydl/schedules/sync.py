@@ -16,7 +16,7 @@ from raydl.optimizers import make_optimizer
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.rules import Sends
 from raydl.schedules.base import Decision, Round, Site
-from raydl.schedules.trained import Trained, with_first_claims
+from raydl.schedules.trained import Trained
 from raydl.talk import Exchange, Header
 
 AnyExchange = SyncExchange | GatheredExchange | StagedExchange
@@ -120,6 +120,11 @@ class SyncSchedule:
         return self._version
 
     @property
+    def num_changes(self) -> int:
+        """Changes of the ledger."""
+        return self._ledger.num_changes
+
+    @property
     def place(self) -> tuple[int, int]:
         """This worker's (rank, number of workers)."""
         return self._site.rank, self._site.membership.num_workers
@@ -158,13 +163,14 @@ class SyncSchedule:
         members = self._site.membership.worker_ids
         if not set(members) & set(self._ledger.claimants):
             return
-        state = self._ledger.state_dict(with_claims=True)
         counts = torch.zeros(len(members), device=self._weights.device)
-        counts[self._site.rank] = self._trained.num_claimed(state, self._site.worker_id)
+        counts[self._site.rank] = self._trained.num_claimed(
+            self._ledger.claims_of(self._site.worker_id)
+        )
         with self._site.time_parts.measure("device_device_parameters"):
             self._group.start_allreduce(counts, round=self._round).wait()
-        kept = dict(zip(members, map(int, counts.tolist()), strict=True))
-        self._ledger = Ledger.from_state_dict(with_first_claims(state, kept))
+        for worker_id, count in zip(members, counts.tolist(), strict=True):
+            self._ledger.give_back(worker_id, keep=int(count))
 
     def _claim(self) -> Round:
         members, site = self._site.membership.worker_ids, self._site
@@ -286,7 +292,8 @@ class SyncSchedule:
         """
         sends, trained = self._site.method.rule.sends, self._trained
         num_open = len(trained)
-        num_kept = trained.num_claimed(snapshot.ledger, self._site.worker_id)
+        ledger = Ledger.from_state_dict(snapshot.ledger)
+        num_kept = trained.num_claimed(ledger.claims_of(self._site.worker_id))
         if sends is Sends.WEIGHTS:
             trained.keep_first(num_kept)
             return None
