@@ -56,7 +56,7 @@ class CenterActor:
         self._store = open_store(self._host)
         self._service: CenterService | None = None
         self._others: list[ActorHandle] = []
-        self._faults: list[int] = []
+        self._faults: list[tuple[int, str]] = []
 
     def open(self, job: Job, snapshot: Snapshot, others: list[ActorHandle]) -> tuple[str, int, int]:
         """Take in a snapshot; return (host, port) of the store, and the process id.
@@ -91,9 +91,9 @@ class CenterActor:
             self._shelf.rounds(), dispatcher.take_records(), faults, dispatcher.is_complete()
         )
 
-    def note_fault(self, number: int) -> None:
+    def note_fault(self, number: int, worker_id: str) -> None:
         """Note that a worker is about to inflict a fault on itself."""
-        self._faults.append(number)
+        self._faults.append((number, worker_id))
 
     def inflict(self, fault: Fault) -> None:
         """Inflict a fault on this process."""
@@ -238,7 +238,8 @@ class WorkerActor:
     def _announce(self, fault: Fault) -> None:
         """Tell of a fault before it comes: a killed process tells nothing more."""
         with contextlib.suppress(RayError):
-            ray.get(self._shards[HOME].note_fault.remote(fault.number), timeout=_ANNOUNCE_S)
+            noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
+            ray.get(noted, timeout=_ANNOUNCE_S)
 
     @ray.method(concurrency_group="loop")
     def run(

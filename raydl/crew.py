@@ -110,8 +110,8 @@ class Published:
     rounds: tuple[int, ...]
     records: tuple[Record, ...] = ()
     """New points of the curves, where the center keeps the books."""
-    faults: tuple[int, ...] = ()
-    """Numbers of the faults of the plan that workers are about to inflict on themselves."""
+    faults: tuple[tuple[int, str], ...] = ()
+    """(Number in the plan, worker): the faults that workers are about to inflict on themselves."""
     is_complete: bool = True
     """Whether nothing is left to train, where the center keeps the books."""
     num_changes: int = 0

@@ -219,7 +219,7 @@ class RayCrew:
         self._events += [Draining(worker_id) for worker_id in self._notices.new(homes)]
 
     def _on_poll(self, published: Published) -> list[Event]:
-        self._fired.update(published.faults)
+        self._fired.update(number for number, _ in published.faults)
         return [published]
 
     def _is_question(self, call: Call) -> bool:

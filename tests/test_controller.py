@@ -325,6 +325,14 @@ def test_a_fault_of_the_center_fires_once(is_sync):
     assert stage.controller.chaos.fired == ["fault 1: kill center at round 3"]
 
 
+def test_a_fault_of_a_worker_is_told_with_its_name_where_the_plan_left_it_open():
+    plan = FaultPlan((Fault(0, "kill", "rank 0", "round", 3.0), Fault(1, "stop", "w1", "step", 9)))
+    stage = Stage(faults=plan).start()
+    stage.step(Published((0,), faults=((0, "w0"), (1, "w1"))))
+    told = ["fault 1: kill rank 0 at round 3 (w0)", "fault 2: stop w1 at step 9"]
+    assert stage.said[-2:] == stage.controller.chaos.fired == told
+
+
 # what comes late
 
 

@@ -29,13 +29,13 @@ class Chaos:
         self._began_at = clock()
         self._left = list(plan.for_center)
 
-    def note(self, number: int) -> str:
+    def note(self, number: int, worker_id: str) -> str:
         """Note that a worker inflicts a fault on itself; return a sentence."""
-        return self._fire(self._plan.faults[number])
+        return self._fire(self._plan.faults[number], worker_id)
 
-    def _fire(self, fault: Fault) -> str:
-        self.fired.append(fault.sentence)
-        return fault.sentence
+    def _fire(self, fault: Fault, who: str) -> str:
+        self.fired.append(fault.sentence if who == fault.target else f"{fault.sentence} ({who})")
+        return self.fired[-1]
 
     def inflict(self, record: Record | None) -> list[str]:
         """Inflict what is due on the center by the newest record; return a sentence for each."""
@@ -46,4 +46,4 @@ class Chaos:
         for fault in due:
             self._left.remove(fault)
             self._crew.inflict(fault)
-        return [self._fire(fault) for fault in due]
+        return [self._fire(fault, fault.target) for fault in due]

@@ -89,8 +89,8 @@ class Situation:
 
     def _take_published(self, published: Published) -> None:
         self.keeper.take_published(published)
-        for number in published.faults:
-            self.say(self.chaos.note(number))
+        for number, worker_id in published.faults:
+            self.say(self.chaos.note(number, worker_id))
         self._take_records(published.records)
 
     def _take_report(self, report: WorkerReport) -> None:
