@@ -23,7 +23,7 @@ from raydl.config import ScalingConfig, TrainConfig
 from raydl.errors import ConfigError, RaydlError
 
 if TYPE_CHECKING:
-    from raydl.run_desk import RunStatus
+    from raydl.runs.desk import RunStatus
 
 _STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 
@@ -123,7 +123,7 @@ def status(arguments: Sequence[str]) -> int:
     options = tyro.cli(
         _StatusOptions, args=list(arguments), prog="raydl status", description=status.__doc__
     )
-    from raydl.run_desk import read_status
+    from raydl.runs.desk import read_status
 
     seen = read_status(options.run)
     if options.json:
@@ -176,7 +176,7 @@ def remove(arguments: Sequence[str]) -> int:
     options = tyro.cli(
         _RemoveOptions, args=list(arguments), prog="raydl remove", description=remove.__doc__
     )
-    from raydl.run_desk import request_removal
+    from raydl.runs.desk import request_removal
 
     print(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
     return 0

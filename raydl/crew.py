@@ -1,7 +1,7 @@
 """What the controller commands: workers, the center and an evaluator, as one crew.
 
 The controller sees a crew through this protocol alone. ``LocalCrew`` below plays it in this
-process, for a debugger; :class:`raydl.ray_crew.RayCrew` plays it with Ray actors.
+process, for a debugger; :class:`raydl.on_ray.crew.RayCrew` plays it with Ray actors.
 """
 
 from __future__ import annotations

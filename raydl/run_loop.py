@@ -12,8 +12,8 @@ from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
 from raydl.recorder import RunRecorder
-from raydl.run_desk import RunDesk
 from raydl.run_view import RunView
+from raydl.runs.desk import RunDesk
 from raydl.storage import Storage
 
 

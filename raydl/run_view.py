@@ -16,7 +16,7 @@ from raydl.errors import RaydlError
 from raydl.progress import Progress, ProgressView
 from raydl.recorder import RunRecorder
 from raydl.reports import Outcome
-from raydl.run_status import RunStatus, WorkerStatus
+from raydl.runs.status import RunStatus, WorkerStatus
 
 _NUM_EVENTS = 8
 _NODE_DIGITS = 8

@@ -40,10 +40,10 @@ from raydl.progress import make_progress
 from raydl.recorder import RunRecorder, snapshot_of
 from raydl.reports import Outcome
 from raydl.rules import Rule
-from raydl.run_desk import RunDesk
-from raydl.run_folder import RunFolder, open_run
 from raydl.run_loop import open_desk, run_to_end
 from raydl.run_view import EventLog, RunView
+from raydl.runs.desk import RunDesk
+from raydl.runs.folder import RunFolder, open_run
 from raydl.task import Classification, DataShape, Task, evaluate
 
 
@@ -304,8 +304,8 @@ def _make_crew(job: Job, dataset: Dataset) -> Crew:
     if scaling.max_workers == 0:
         return LocalCrew(job, dataset)
     ray_session.prepare()
-    from raydl.ray_cluster import workers_that_fit  # imports Ray, as the next does
-    from raydl.ray_crew import RayCrew
+    from raydl.on_ray.cluster import workers_that_fit  # imports Ray, as the next does
+    from raydl.on_ray.crew import RayCrew
 
     is_ours = ray_session.connect()
     fit = workers_that_fit(scaling)

@@ -13,10 +13,11 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from raydl import cli, run_desk
+from raydl import cli
 from raydl.metrics import TAGS, tag_of
 from raydl.models import MODELS, LeNet
-from raydl.run_desk import RunDesk, RunStatus, WorkerStatus
+from raydl.runs import desk as run_desk
+from raydl.runs.desk import RunDesk, RunStatus, WorkerStatus
 from raydl.storage import Storage
 
 LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]

@@ -9,13 +9,13 @@ import ray
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
 
-from raydl.actors import CenterActor, ShardActor, WorkerActor
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Normalizer
 from raydl.exchange.collective import GroupAddress
 from raydl.job import Job
 from raydl.membership import Membership
 from raydl.methods import METHODS, resolve
+from raydl.on_ray.actors import CenterActor, ShardActor, WorkerActor
 from raydl.reports import Outcome
 from raydl.task import Classification
 

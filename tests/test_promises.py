@@ -22,15 +22,15 @@ ROWS = [
     },
     {
         "method", "methods", "models", "task", "data", "metrics", "progress", "storage",
-        "center", "replica", "talk", "checkpoint", "run_folder", "run_status", "run_desk",
+        "center", "replica", "talk", "checkpoint", "runs",
         "faults", "generators", "leases",
     },
     {"exchange", "reports", "schedules", "dispatcher", "job", "worker", "center_service"},
-    {"crew", "actors", "ray_calls", "ray_cluster", "ray_crew"},
+    {"crew", "on_ray"},
     {"control", "recorder", "run_view"},
     {"run_loop", "trainer", "comparison", "cli", "__main__", "__init__"},
 ]  # fmt: skip
-MAY_IMPORT_RAY = {"ray_session", "exchange", "actors", "ray_calls", "ray_cluster", "ray_crew"}
+MAY_IMPORT_RAY = {"ray_session", "exchange", "on_ray"}
 MAY_IMPORT_TORCH_FROM = 1
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raydl import run_desk
 from raydl.center import Snapshot
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.control.state import State
@@ -20,10 +19,11 @@ from raydl.errors import ConfigError, RaydlError, ResourceError
 from raydl.metrics import TIME_PARTS
 from raydl.progress import Silent
 from raydl.reports import Outcome, WorkerReport
-from raydl.run_desk import Request, read_status, request_removal
 from raydl.run_loop import open_desk, remove, run_to_end
-from raydl.run_status import WorkerStatus
 from raydl.run_view import EventLog, RunView, how_it_ended, worker_status
+from raydl.runs import desk as run_desk
+from raydl.runs.desk import Request, read_status, request_removal
+from raydl.runs.status import WorkerStatus
 from raydl.storage import Storage
 from raydl.task import Classification
 from raydl.trainer import Trainer

@@ -74,7 +74,7 @@ def take_complete(run: Run) -> Run:
     Raises:
         ConfigError: the folder holds a complete run with other settings.
     """
-    from raydl.run_folder import RunFolder
+    from raydl.runs.folder import RunFolder
 
     try:
         figures = json.loads((run.folder / "result.json").read_bytes())

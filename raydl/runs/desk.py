@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raydl.errors import ConfigError, DataError, RaydlError
-from raydl.run_folder import open_run
-from raydl.run_status import RunStatus, WorkerStatus, from_json, to_json
+from raydl.runs.folder import open_run
+from raydl.runs.status import RunStatus, WorkerStatus, from_json, to_json
 from raydl.storage import Storage
 
 __all__ = [

@@ -16,7 +16,6 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raydl.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.center import Snapshot
 from raydl.crew import (
     Changed,
@@ -39,8 +38,9 @@ from raydl.faults import Fault
 from raydl.job import Job
 from raydl.leases import Leases
 from raydl.membership import Membership
-from raydl.ray_calls import Call, Calls, Handler, first_line, original
-from raydl.ray_cluster import Notices, kill_process, listed, send_by_value, worker_options
+from raydl.on_ray.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
+from raydl.on_ray.calls import Call, Calls, Handler, first_line, original
+from raydl.on_ray.cluster import Notices, kill_process, listed, send_by_value, worker_options
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.25

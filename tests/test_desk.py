@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from raydl import run_desk
 from raydl.errors import ConfigError, DataError, RaydlError
-from raydl.run_desk import RunDesk, RunStatus, WorkerStatus, read_status, request_removal
+from raydl.runs import desk as run_desk
+from raydl.runs.desk import RunDesk, RunStatus, WorkerStatus, read_status, request_removal
 from raydl.storage import Storage
 
 WORKERS = (

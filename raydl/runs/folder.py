@@ -6,7 +6,7 @@
         checkpoints/          see raydl.checkpoint
         center.safetensors    the trained weights, once the run has finished
         result.json           its figures
-        status.json           how it stands; with requests/ and answers/, see raydl.run_desk
+        status.json           how it stands; with requests/ and answers/, see raydl.runs.desk
 
 Without ``storage_path`` this is all there is. With it, all of this is there alone but for the
 events: they are written to the local folder, and copied whenever a checkpoint is written.
