@@ -84,12 +84,12 @@ class ClusterRun:
         lines = [line.partition("] ")[2] for line in self.output.splitlines() if line[:1] == "["]
         return [line for line in lines if not line.startswith(("epoch", "step"))]
 
-    def wait(self) -> None:
+    def wait(self, bound_s: float = BOUND_S) -> None:
         """Wait for the end; one that takes too long, or fails, fails the test."""
         try:
-            assert self.process.wait(timeout=BOUND_S) == 0, self.output
+            assert self.process.wait(timeout=bound_s) == 0, self.output
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end within {BOUND_S} s:\n{self.output}") from None
+            raise AssertionError(f"no end within {bound_s} s:\n{self.output}") from None
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition holds, while the run goes on."""

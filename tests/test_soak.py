@@ -70,7 +70,7 @@ def quiet(request, tmp_path_factory):
     """A method, and the accuracy of a run that nothing disturbed."""
     path = tmp_path_factory.mktemp(request.param) / "quiet"
     with nodes(4) as cluster, ClusterRun(cluster, path, *options(request.param, "3")) as run:
-        run.wait()
+        run.wait(600)
         return request.param, run.result["center_accuracy"]
 
 
