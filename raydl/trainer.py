@@ -26,13 +26,14 @@ from raydl.config import (
     to_dict,
 )
 from raydl.control import Controller, State, kind_for
-from raydl.crew import Crew, LocalCrew
+from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Normalizer, load
 from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
 from raydl.extent import Extent
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
 from raydl.job import Job
+from raydl.local_crew import LocalCrew
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
 from raydl.metrics import TensorBoardWriter, config_as_markdown

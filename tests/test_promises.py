@@ -26,7 +26,7 @@ ROWS = [
         "faults", "generators", "leases",
     },
     {"exchange", "reports", "schedules", "dispatcher", "job", "worker", "center_service"},
-    {"crew", "on_ray"},
+    {"crew", "evaluator", "local_crew", "on_ray"},
     {"control", "recorder", "run_view"},
     {"run_loop", "trainer", "comparison", "cli", "__main__", "__init__"},
 ]  # fmt: skip

@@ -15,17 +15,11 @@ from ray.exceptions import RayError
 
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
-from raydl.crew import (
-    Evaluated,
-    Published,
-    RunEnded,
-    evaluate_snapshot,
-    evaluated_of,
-    make_evaluator_model,
-)
+from raydl.crew import Evaluated, Published, RunEnded
 from raydl.data import Batches, ImageSet, Normalizer
 from raydl.dispatcher import Due
 from raydl.errors import ExchangeError
+from raydl.evaluator import Evaluator
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
 from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
@@ -363,11 +357,8 @@ class EvaluatorActor:
 
     def __init__(self, job: Job, test: ImageSet, normalizer: Normalizer) -> None:
         torch.set_num_threads(1)
-        self._job = job
-        self._test = Batches(test, normalizer)
-        self._flat = make_evaluator_model(job)
+        self._evaluator = Evaluator(job, Batches(test, normalizer))
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""
-        metrics = evaluate_snapshot(self._job, self._flat, self._test, snapshot)
-        return evaluated_of(snapshot, metrics)
+        return self._evaluator.evaluate(snapshot)

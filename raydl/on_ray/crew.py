@@ -233,11 +233,11 @@ class RayCrew:
             return call.handle(ray.get(ref))
         except RayTaskError as error:
             return self._take_error(error, call)
-        except ActorUnavailableError as error:
+        except ActorUnavailableError:
             if self._is_question(call):
                 self._leases.ask(call.who)  # asked again, it may answer yet
                 return []
-            return self._give_up_or_lose(call, first_line(error))
+            return self._give_up_or_lose(call, "the connection to it broke")
         except RayError as error:
             return self._give_up_or_lose(call, first_line(error))
 

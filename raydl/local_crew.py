@@ -1,0 +1,144 @@
+"""One worker in this process, played to the controller as a crew: for a debugger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raydl.center import Snapshot, SnapshotShelf
+from raydl.center_service import CenterService, make_shard
+from raydl.crew import Changed, Collected, Event, Published, Reported, RunEnded, WorkerReady
+from raydl.data import Batches, Dataset, Normalizer
+from raydl.evaluator import Evaluator
+from raydl.exchange.local import LocalGroup, LocalPost
+from raydl.faults import Fault
+from raydl.job import Job
+from raydl.membership import Membership
+from raydl.reports import Outcome, Record
+from raydl.worker import Worker
+
+
+class LocalCrew:
+    """One worker in this process: every :meth:`poll` runs one round of it.
+
+    Args:
+        job: what the worker does.
+        dataset: training and test set.
+    """
+
+    def __init__(self, job: Job, dataset: Dataset) -> None:
+        normalizer = Normalizer.of(dataset.train)
+        self._job = job
+        self._train = Batches(dataset.train, normalizer)
+        self._test = Batches(dataset.test, normalizer)
+        self._shelf = SnapshotShelf()
+        self._events: list[Event] = []
+        self._running = False
+
+    def open(self, snapshot: Snapshot) -> None:
+        """Build the worker."""
+        torch.set_num_threads(self._job.config.scaling.num_threads)
+        self._shelf.put(snapshot)
+        # The evaluation model first: building it draws from the same generator.
+        self._evaluator = Evaluator(self._job, self._test)
+        self._worker = Worker(self._job, "w0", batches=self._train, publish=self._shelf.put)
+        self._service = None if self._job.method.is_sync else CenterService(self._job, snapshot)
+        self._others = [
+            make_shard(self._job, snapshot, index, None)
+            for index in range(1, self._job.config.exchange.center_shards)
+        ]
+
+    def ask(self, worker_id: str) -> None:
+        """Say that the one worker is ready."""
+        assert worker_id == "w0"
+        self._events.append(WorkerReady(worker_id))
+
+    def end(self, worker_id: str) -> None:
+        """Do nothing: the worker is this process."""
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Run one round, if the worker trains, and return what happened."""
+        if self._running:
+            self._run_round()
+        records: tuple[Record, ...] = ()
+        if self._service:
+            for due in self._service.dispatcher.take_due():
+                others = [shard.state() for shard in self._others]
+                self._shelf.put(self._service.snapshot(due, others))
+            records = self._service.dispatcher.take_records()
+        self._events.append(
+            Published(self._shelf.rounds(), records, num_changes=self._shelf.num_changes())
+        )
+        events, self._events = self._events, []
+        return events
+
+    def _run_round(self) -> None:
+        outcome = self._worker.run_round()
+        report = self._worker.report()
+        self._events.append(Reported(report))
+        if outcome is not Outcome.GO_ON:
+            self._running = False
+            self._events.append(RunEnded("w0", outcome, report.round, self._generation))
+
+    def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
+        """Start to train."""
+        road: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
+        if self._service:
+            self._service.open(membership)
+            for shard in self._others:
+                shard.open(membership)
+            road = LocalPost([self._service, *self._others], self._service.dispatcher)
+            self._events.append(Changed())
+        self._worker.join(membership, road, self._snapshot(round), own_states.get("w0"))
+        self._generation = membership.generation
+        self._running = True
+
+    def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
+        """Do nothing: nobody joins or leaves."""
+
+    def dismiss(self, worker_id: str) -> None:
+        """Do nothing: nobody leaves."""
+
+    def abandon(self, generation: int) -> None:
+        """Do nothing: no exchange can fail."""
+
+    def publish(self, worker_id: str) -> None:
+        """Put the worker's copy of the center on the shelf."""
+        self._shelf.put(self._worker.center())
+
+    def rebuild_center(self, worker_id: str | None) -> None:
+        """Do nothing: the center is this process."""
+
+    def hand_in(self, worker_id: str) -> None:
+        """Do nothing: nobody leaves."""
+
+    def inflict(self, fault: Fault) -> None:
+        """Do nothing: the center is this process."""
+
+    def vote(self, generation: int, **votes: float) -> None:
+        """Hand the votes to who decides."""
+        decider = self._service.dispatcher if self._service else self._worker
+        decider.vote(generation, **votes)
+
+    def evaluate(self, round: int) -> None:
+        """Score the center at once."""
+        snapshot = self._snapshot(round)
+        self._events.append(self._evaluator.evaluate(snapshot))
+
+    def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
+        """Take the worker's kept state."""
+        kept = self._worker.take_kept(round)
+        self._events.append(Collected(self._snapshot(round), {"w0": kept}))
+
+    def _snapshot(self, round: int) -> Snapshot:
+        snapshot = self._shelf.get(round)
+        assert snapshot is not None, "the controller asks only for what is published"
+        return snapshot
+
+    def waiting_for(self) -> str:
+        """Return nothing: the worker is this process."""
+        return ""
+
+    def close(self) -> None:
+        """Do nothing: there is no process but this one."""
