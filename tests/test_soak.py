@@ -85,7 +85,7 @@ def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
     with nodes(1, 1, 1, 1) as cluster:
         storm, sizes = Storm(cluster), []
         with ClusterRun(cluster, tmp_path / "run", *options(method, "2:4")) as run:
-            run.until_training(3)
+            run.until_training(4)
             while run.process.poll() is None:
                 storm.strike()
                 sizes.append(rss(run.process.pid))
