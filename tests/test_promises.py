@@ -127,7 +127,7 @@ def commands(text):
 )
 def test_the_commands_of_the_docs_are_understood(root, name):
     for words in commands((root / name).read_text()):
-        assert words[1] in cli._COMMANDS, words
+        assert words[1] in cli.COMMANDS, words
         if words[1] == "train":
             config = cli.parse_train(words[2:])
             assert isinstance(config, TrainConfig)

@@ -1,0 +1,62 @@
+"""The command line: ``raydl COMMAND``; each command is a function of its words.
+
+A new command is a function in a file of this folder, and a row of the table below. What a
+command needs of torch or Ray it imports when it runs: ``--help`` should not wait for them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+
+from raydl.cli.listing import list_methods, list_models
+from raydl.cli.options import STOPPED, parse_train
+from raydl.cli.runs import remove, score, status
+from raydl.cli.training import train
+from raydl.errors import RaydlError
+
+__all__ = ["COMMANDS", "main", "parse_train"]
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "status": status,
+    "remove": remove,
+    "evaluate": score,
+    "methods": list_methods,
+    "models": list_models,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 0 done, 2 a mistake in what was asked for.
+
+    Args:
+        arguments: without the program's name; None: those of this process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = COMMANDS.get(given[0]) if given else None
+    if command is None:
+        print(_usage(given))
+        return 0 if given in ([], ["-h"], ["--help"]) else 2
+    try:
+        return command(given[1:])
+    except RaydlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return STOPPED["SIGINT"]
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _usage(given: list[str]) -> str:
+    lines = ["usage: raydl COMMAND [OPTIONS]     (raydl COMMAND --help for its options)", ""]
+    lines += [f"  {name:10} {command.__doc__}" for name, command in COMMANDS.items()]
+    if given and not given[0].startswith("-"):
+        near = difflib.get_close_matches(given[0], COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        lines.insert(0, f"error: there is no command {given[0]!r}{hint}\n")
+    return "\n".join(lines)

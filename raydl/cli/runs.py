@@ -1,0 +1,107 @@
+"""What is asked of a run, by its folder: ``raydl evaluate``, ``status``, ``remove``."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from raydl.cli.options import print_table
+
+if TYPE_CHECKING:
+    from raydl.runs.desk import RunStatus
+
+
+@dataclasses.dataclass(frozen=True)
+class _EvaluateOptions:
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run's folder, a path or URI."""
+    data: str | None = None
+    """Score on the test part of other data."""
+
+
+def score(arguments: Sequence[str]) -> int:
+    """Score the newest checkpoint of a run on its test set."""
+    options = tyro.cli(
+        _EvaluateOptions, args=list(arguments), prog="raydl evaluate", description=score.__doc__
+    )
+    from raydl.trainer import score_run
+
+    print(json.dumps(score_run(options.run, data=options.data), indent=2))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _StatusOptions:
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run's folder, a path or URI."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print all that is known, as JSON."""
+
+
+def status(arguments: Sequence[str]) -> int:
+    """Show how a run stands, from any machine that sees its folder."""
+    options = tyro.cli(
+        _StatusOptions, args=list(arguments), prog="raydl status", description=status.__doc__
+    )
+    from raydl.runs.desk import read_status
+
+    seen = read_status(options.run)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(seen), indent=2))
+    else:
+        _print_status(seen)
+    return 0
+
+
+def _print_status(seen: RunStatus) -> None:
+    accuracy = "-" if seen.center_accuracy is None else f"{seen.center_accuracy:.2%}"
+    print(f"{seen.stale_sentence()}\nlast told: {seen.state}" if seen.is_stale else seen.state)
+    print(
+        f"epoch {seen.epoch:.1f}, {seen.num_samples:,} samples in {_duration(seen.seconds)}, "
+        f"center accuracy {accuracy}\n"
+        f"generation {seen.generation}, round {seen.round:,}, "
+        f"workers {seen.num_workers} of {seen.wanted}"
+    )
+    if seen.workers:
+        print()
+        rows = [
+            (
+                w.worker_id, w.state, _duration(w.since_s), w.node, f"{w.round:,}",
+                f"{w.local_step:,}", f"{w.step_s * 1e3:,.1f} ms", _duration(w.waited_s),
+            )
+            for w in seen.workers
+        ]  # fmt: skip
+        head = ("worker", "state", "for", "node", "round", "step", "a step", "waited")
+        print_table(head, rows, numbers=("for", "round", "step", "a step", "waited"))
+    if seen.events:
+        print("", *seen.events, sep="\n")
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RemoveOptions:
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run's folder, a path or URI."""
+    worker: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WORKER")]
+    """Whom, as raydl status names it: w2, say."""
+    timeout_s: float = 30.0
+    """How long to wait for the run's answer, in seconds."""
+
+
+def remove(arguments: Sequence[str]) -> int:
+    """Take one worker out of a run by name; the others train on."""
+    options = tyro.cli(
+        _RemoveOptions, args=list(arguments), prog="raydl remove", description=remove.__doc__
+    )
+    from raydl.runs.desk import request_removal
+
+    print(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
+    return 0

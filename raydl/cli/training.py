@@ -1,0 +1,30 @@
+"""``raydl train``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raydl.cli.options import STOPPED, parse_train
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train a model, with workers that come and go."""
+    config = parse_train(arguments)
+    # Imported here: --help and a wrong option should not wait for torch.
+    from raydl.trainer import Trainer
+
+    result = Trainer.from_config(config).fit()
+    metrics = result.metrics
+    if result.stopped_by:
+        print(
+            f"stopped by {result.stopped_by} after {metrics['samples']:,} samples\n"
+            f"  go on:        the same command with --run-dir {result.path} --resume"
+        )
+        return STOPPED.get(result.stopped_by, 1)
+    print(
+        f"center test accuracy {metrics['center_accuracy']:.2%}  "
+        f"({metrics['samples']:,} samples in {metrics['seconds']:.1f} s)\n"
+        f"  run:          {result.path}\n"
+        f"  curves:       tensorboard --logdir {result.path}"
+    )
+    return 0
