@@ -143,6 +143,15 @@ def test_when_the_center_is_lost_all_leave_and_it_is_rebuilt_from_the_freshest(n
     assert ("form", 2, ("w0", "w1"), 9) in stage.step()
 
 
+def test_a_checkpoint_that_is_fresher_than_every_copy_is_what_the_center_is_rebuilt_from():
+    stage = stage_of().after(Published((0, 12)), collected(12, "w0", "w1"), Lost("center", DIED))
+    told = stage.step(*stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
+    assert told == [("rebuild_center", None)]
+    assert stage.said[-1].endswith("from the newest checkpoint or where this run began")
+    stage.step(Published((12,)))
+    assert ("form", 2, ("w0", "w1"), 12) in stage.step()
+
+
 @pytest.mark.parametrize("is_changing", [True, False])
 def test_the_center_may_be_lost_while_all_are_about_to_leave(is_changing):
     stage = stage_of(2).after(Lost("w1", DIED))

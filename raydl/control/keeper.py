@@ -75,6 +75,8 @@ class CenterKeeper:
             copy: what it should start from; None: nobody has any, or one will come.
         """
         self.is_lost, self.is_new, self.published = False, True, ()
+        if copy is not None and copy.round < self._last_collected:
+            copy = None  # the newest checkpoint knows more
         self._crew.rebuild_center(copy.worker_id if copy else None)
         for task in ("publication", "checkpoint", "evaluation"):
             self.gave_up(task)
