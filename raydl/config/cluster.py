@@ -27,7 +27,7 @@ class ScalingConfig:
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Further Ray resources each worker reserves, by name."""
     start_timeout_s: float = 600.0
-    """How long the run waits for its first MIN workers, in seconds."""
+    """How long the run waits for MIN workers, at its start or after losses, in seconds."""
 
     def __post_init__(self) -> None:
         low, high = self.min_workers, self.max_workers
