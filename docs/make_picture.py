@@ -1,6 +1,7 @@
 """Take the picture of TensorBoard that the README shows.
 
-Command:   python docs/make_picture.py runs/NAME docs/tensorboard.png
+Command:   python docs/make_picture.py runs/NAME docs/tensorboard.png [PAGE]
+           PAGE: custom_scalars (unless given), scalars, images, text, hparams
 Needs:     Chromium on the PATH
 """
 
@@ -18,8 +19,8 @@ import urllib.request
 _BOUND_S = 60
 
 
-def main(run: str, picture: str) -> None:
-    """Serve a run on a free port, and photograph the page."""
+def main(run: str, picture: str, page: str = "custom_scalars") -> None:
+    """Serve a run on a free port, and photograph a page."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("error: no chromium on the PATH")
@@ -38,7 +39,7 @@ def main(run: str, picture: str) -> None:
                     chromium, "--headless", "--no-sandbox", "--disable-gpu",
                     "--disable-background-networking", f"--user-data-dir={profile}",
                     "--window-size=1600,1300", "--virtual-time-budget=20000",
-                    f"--screenshot={picture}", f"http://127.0.0.1:{port}/#scalars",
+                    f"--screenshot={picture}", f"http://127.0.0.1:{port}/#{page}",
                 ],
                 check=True,
                 timeout=_BOUND_S,
@@ -64,4 +65,4 @@ def wait_for(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

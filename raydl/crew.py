@@ -118,6 +118,8 @@ class Evaluated:
     seconds: float
     """Seconds of training when the snapshot was taken."""
     metrics: dict[str, float]
+    predicted: tuple[int, ...] = ()
+    """The class of each example; empty: the task knows no classes."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
     │   └── UnknownNameError        a name that no table holds; lists the nearest
     ├── DataError                   the input is missing, empty, truncated or mislabelled
     ├── ShapeError                  the model and the data do not fit each other
+    ├── ClusterError                no Ray cluster is there that would have us
     ├── ResourceError               the cluster can not hold what was asked for
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
     ├── NonFiniteLossError          the loss became NaN or infinite
@@ -98,6 +99,23 @@ class ShapeError(RaydlError):
 
     def __str__(self) -> str:
         return f"model {self.model}: {self.problem}"
+
+
+class ClusterError(RaydlError):
+    """The Ray cluster can not be joined.
+
+    Args:
+        address: what ``RAY_ADDRESS`` says.
+        problem: what the cluster did, and what to do.
+    """
+
+    def __init__(self, address: str, problem: str) -> None:
+        super().__init__(address, problem)
+        self.address = address
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"the Ray cluster at {self.address} (RAY_ADDRESS) {self.problem}"
 
 
 class ResourceError(RaydlError):

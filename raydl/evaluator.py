@@ -8,9 +8,10 @@ import torch
 from raydl.center import Snapshot
 from raydl.crew import Evaluated
 from raydl.data import Batches
+from raydl.examples import example_rows
 from raydl.flat import FlatModel
 from raydl.job import Job
-from raydl.task import evaluate
+from raydl.task import evaluate, predict
 
 
 class Evaluator:
@@ -27,7 +28,7 @@ class Evaluator:
         self._flat = FlatModel(job.task.build_model(job.shape), name=job.task.name)
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
-        """Return the metrics of a snapshot."""
+        """Return the metrics of a snapshot, and what it says of the examples."""
         self._flat.weights.copy_(torch.tensor(snapshot.weights))
         self._flat.buffers.copy_(torch.tensor(snapshot.buffers))
         metrics = evaluate(
@@ -37,6 +38,12 @@ class Evaluator:
             num_samples=self._test.num_samples,
             batch_size=self._job.config.evaluation.batch_size,
         )
+        pictures, _ = self._test.batch(example_rows(self._test.num_samples))
         return Evaluated(
-            snapshot.round, snapshot.epoch, snapshot.num_samples, snapshot.seconds, metrics
+            snapshot.round,
+            snapshot.epoch,
+            snapshot.num_samples,
+            snapshot.seconds,
+            metrics,
+            predict(self._job.task, self._flat.model, pictures),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,10 +34,16 @@ class ProgressView:
     samples_per_s: float | None
     train_loss: float | None
     center_accuracy: float | None
-    num_workers: int
+    workers: Mapping[str, int]
+    """How many stand where: ``{"training": 3, "starting": 1}``."""
     wanted_workers: str
     generation: int
     communication_share: float | None
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that train."""
+        return self.workers.get("training", 0)
 
     @property
     def eta_s(self) -> float | None:
@@ -103,7 +109,7 @@ class PlainLines:
             f"{_where(view)}  {view.num_samples:,} samples  {_rate(view)}  "
             f"loss {_number(view.train_loss, '.3f')}  "
             f"center {_number(view.center_accuracy, '.2%')}  "
-            f"workers {view.num_workers}  comm {_number(view.communication_share, '.0%')}  "
+            f"workers {_workers_in_short(view)}  comm {_number(view.communication_share, '.0%')}  "
             f"left {_clock_text(view.eta_s)}"
         )
 
@@ -139,9 +145,9 @@ class LivePanel:
 
     def event(self, sentence: str) -> None:
         """Print the sentence above the panel, and keep it in the last line."""
-        self._last_event = sentence
         elapsed = _clock_text(time.monotonic() - self._start)
-        self._live.console.print(f"[{elapsed}] {sentence}", markup=False, highlight=False)
+        self._last_event = f"[{elapsed}] {sentence}"
+        self._live.console.print(self._last_event, markup=False, highlight=False)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -164,20 +170,24 @@ def panel(view: ProgressView, last_event: str) -> Panel:
     facts.add_row(
         "progress", _where(view),
         "center", Text(_number(view.center_accuracy, ".2%"), style="bold green"),
-        "workers", f"{view.num_workers} of {view.wanted_workers}",
+        "comm.", _number(view.communication_share, ".1%"),
     )  # fmt: skip
     facts.add_row(
         "speed", _rate(view),
         "loss", _number(view.train_loss, ".4f"),
-        "comm.", _number(view.communication_share, ".1%"),
+        "gen.", str(view.generation),
     )  # fmt: skip
     facts.add_row(
         "samples", f"{view.num_samples:,}",
         "elapsed", _clock_text(view.elapsed_s),
-        "gen.", str(view.generation),
+        "wanted", view.wanted_workers,
     )  # fmt: skip
-    last = Text(last_event, style="dim", no_wrap=True, overflow="ellipsis")
-    return Panel(Group(bar, facts, last), title=f"raydl · {view.state}", title_align="left")
+    lines = Table.grid(expand=True, padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    lines.add_row("workers ", Text(_workers(view)))
+    lines.add_row("last", Text(last_event, style="dim"))
+    return Panel(Group(bar, facts, lines), title=f"raydl · {view.state}", title_align="left")
 
 
 def make_progress(kind: str) -> Progress:
@@ -193,7 +203,18 @@ def make_progress(kind: str) -> Progress:
 def _where(view: ProgressView) -> str:
     if view.num_steps is not None:
         return f"step {view.local_step:,}/{view.num_steps:,}"
-    return f"epoch {view.epoch:.1f}/{view.num_epochs}"
+    of_all = f"/{view.num_epochs}" if view.num_epochs is not None else ""
+    return f"epoch {view.epoch:.1f}{of_all}"
+
+
+def _workers(view: ProgressView) -> str:
+    return ", ".join(f"{number} {word}" for word, number in view.workers.items()) or _DASH
+
+
+def _workers_in_short(view: ProgressView) -> str:
+    """Return how many train, and in brackets where the others are."""
+    others = [f"{n} {word}" for word, n in view.workers.items() if word != "training"]
+    return f"{view.num_workers} ({', '.join(others)})" if others else str(view.num_workers)
 
 
 def _rate(view: ProgressView) -> str:

@@ -8,8 +8,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import sys
 import time
+from pathlib import Path
+from typing import Any
+
+from raydl.errors import ClusterError
+
+_BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
+"""Where `ray up` puts the cluster's configuration on the head."""
+_ANSWER_S = 5.0
+"""The longest wait for a cluster's first answer, in seconds. Ray by itself waits for minutes."""
+_TOKEN = "put it into RAY_AUTH_TOKEN or ~/.ray/auth_token (on its head: ray get-auth-token)"
 
 
 def prepare() -> None:
@@ -25,22 +36,145 @@ def prepare() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
+def prepare_client(address: str | None) -> None:
+    """Decide what Ray's job client reads from the environment, where the user did not.
+
+    Args:
+        address: what the user named; to Ray a name in the environment goes before it.
+    """
+    # Clusters ask for a token unless they were told not to, clients bring one only if told to.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if address is not None:
+        os.environ["RAY_API_SERVER_ADDRESS"] = address
+
+
 def connect() -> bool:
     """Connect to Ray; return whether a cluster was started on this machine for this process.
 
     A process that is connected stays as it is. Else ``RAY_ADDRESS`` (which ``ray job
     submit`` sets) names the cluster; without it a local one starts, and ends with us.
+
+    Raises:
+        ClusterError: none answers there, it wants another token, or is of another version.
     """
     import ray
 
     if ray.is_initialized():
         return False
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=logging.WARNING)
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address and address != "local":
+        _join(address)
         return False
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     atexit.register(ray.shutdown)
     return True
+
+
+def _join(address: str) -> None:
+    """Connect to a cluster, once it is known that this can succeed."""
+    import ray
+    from ray._private.authentication import authentication_token_setup
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray.exceptions import AuthenticationError
+
+    if address.startswith("ray://"):
+        problem = "is one for Ray Client, which a run can not use; give HOST:6379 from a machine "
+        raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
+    if address == "auto":  # as ray.init does for a cluster that it finds by itself
+        authentication_token_setup.maybe_enable_token_auth_if_token_available(
+            warn_if_disabled=False
+        )
+    try:
+        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+            _knock(address, canonicalize_bootstrap_address(address))
+        ray.init(logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
+        ray.shutdown()
+        raise ClusterError(address, _refusal(error)) from error
+
+
+def _knock(address: str, host_and_port: str) -> None:
+    """Ask the cluster that an address stands for its id, without a token and with it.
+
+    Ray itself tries to connect for minutes where nobody is, hides that a token is wrong, and
+    joins a cluster without tokens with one in hand, where no actor will ever start.
+
+    Raises:
+        ClusterError: nobody answers, or the two do not agree about tokens.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "disabled").lower()
+    answer, said = _ask_for_id(host_and_port, {})
+    if answer == "OK" and mode == "token":
+        raise ClusterError(
+            address,
+            "asks for no token and this process brings one (RAY_AUTH_MODE=token), so that its "
+            "actors could not start; set RAY_AUTH_MODE=disabled here, or token on all its nodes",
+        )
+    if answer == "UNAUTHENTICATED":
+        if mode != "token":
+            problem = f"asks for a token and this process brings none (RAY_AUTH_MODE is {mode}); "
+            raise ClusterError(address, f"{problem}set RAY_AUTH_MODE=token; the token: {_TOKEN}")
+        token = _token()
+        if not token:
+            raise ClusterError(address, f"asks for a token and none is found; {_TOKEN}")
+        answer, said = _ask_for_id(host_and_port, token)
+        if answer == "UNAUTHENTICATED":
+            raise ClusterError(address, f"asks for another token than the one found; {_TOKEN}")
+    if answer == "DEADLINE_EXCEEDED":
+        said = f"it said nothing for {_ANSWER_S:g} s"
+    if answer != "OK":
+        raise ClusterError(
+            address,
+            f"does not answer ({said}); start one with ray start --head, correct RAY_ADDRESS, or "
+            f"unset it to run on this machine alone",
+        )
+
+
+def _token() -> dict[str, str]:
+    """Return the header with this process's token, found as Ray finds it; empty: there is none."""
+    import ray
+
+    loader = ray._raylet.AuthenticationTokenLoader.instance()
+    if not loader.has_token(ignore_auth_mode=True):
+        return {}
+    headers: dict[str, str] = loader.get_token_for_http_header()
+    return headers
+
+
+def _ask_for_id(host_and_port: str, headers: dict[str, str]) -> tuple[str, str]:
+    """Return (gRPC's word for how it went, why it failed) of a cheap call to a cluster."""
+    import grpc
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    # As Ray's own channels: a proxy for the web is none for a cluster.
+    with grpc.insecure_channel(host_and_port, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        request = gcs_service_pb2.GetClusterIdRequest()
+        metadata = [(key.lower(), value) for key, value in headers.items()]
+        try:
+            stub.GetClusterId(request, timeout=_ANSWER_S, metadata=metadata)
+        except grpc.RpcError as error:
+            details = " ".join((error.details() or "").split())
+            return error.code().name, details.rpartition("Failed to connect to remote host: ")[2]
+    return "OK", ""
+
+
+def _refusal(error: Exception) -> str:
+    """Return in words why ``ray.init`` did not join a cluster."""
+    said = str(error)
+    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", said)
+    if "Version mismatch" in said and len(versions) == 2:
+        (its_ray, its_python), (our_ray, our_python) = versions
+        return (
+            f"runs Ray {its_ray} on Python {its_python}, this process Ray {our_ray} on Python "
+            f"{our_python}; install the cluster's versions here, or submit the run as a job, "
+            f"which uses the cluster's own"
+        )
+    if isinstance(error, ValueError):
+        return f"is no address ({said}); give HOST:PORT of its head: the port is mostly 6379"
+    # The first line of what Ray says, and of what it says was the reason.
+    lines = [str(e).strip().partition("\n")[0] for e in (error, error.__cause__) if e]
+    return f"can not be joined: {': '.join(filter(None, lines))}; start the run on one of its nodes"
 
 
 def draining_nodes() -> dict[str, int]:
@@ -52,6 +186,56 @@ def draining_nodes() -> dict[str, int]:
 
     nodes: dict[str, int] = state.get_draining_nodes()
     return nodes
+
+
+def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
+    """Return what the cluster's autoscaler may start: (name, resources, how many in all).
+
+    Ray has no public call for it. Where Kubernetes starts the nodes, Ray keeps the groups of
+    nodes; where `ray up` does, the head's home has the cluster's configuration. A number
+    below 0 is no limit. Empty if there is no autoscaler, or it can not be read.
+    """
+    import yaml
+    from ray._private.state import state
+
+    config = state.get_cluster_config()
+    if config is not None:
+        groups = config.node_group_configs
+        return [(g.name, dict(g.resources), g.max_count) for g in groups if g.max_count]
+    try:
+        return _node_types(yaml.safe_load(_BOOTSTRAP.expanduser().read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return []
+
+
+def _node_types(config: dict[str, Any]) -> list[tuple[str, dict[str, float], int]]:
+    """Return the worker nodes of a configuration that `ray up` has taken."""
+    limit = int(config.get("max_workers", 2))
+    return [
+        (name, dict(node["resources"]), min(limit, int(node.get("max_workers", limit))))
+        for name, node in config["available_node_types"].items()
+        if name != config["head_node_type"] and node.get("max_workers", limit)
+    ]
+
+
+def folder_sizes(folder: str, excludes: list[str]) -> tuple[dict[str, int], int]:
+    """Return the bytes that Ray would send of a folder, by its entries, and Ray's limit.
+
+    Counted by Ray's own walk, with .gitignore and .rayignore, before anything is compressed.
+    """
+    from ray._private.runtime_env import packaging
+
+    sizes: dict[str, int] = {}
+    root = Path(folder).absolute()
+
+    def count(path: Path) -> None:
+        if path.is_file() and path != root:
+            entry = path.relative_to(root).parts[0]
+            sizes[entry] = sizes.get(entry, 0) + path.stat().st_size
+
+    leave_out = packaging._get_excludes(root, excludes)
+    packaging._dir_travel(root, [leave_out], count, include_gitignore=True)
+    return sizes, packaging.GCS_STORAGE_MAX_SIZE
 
 
 def drain_node(node_id: str, *, deadline_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,15 +17,27 @@ from raydl.checkpoint import Checkpoint, CheckpointStore
 from raydl.config import TrainConfig
 from raydl.control.state import State
 from raydl.crew import Collected, Evaluated
+from raydl.examples import Examples
 from raydl.extent import Extent
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
-from raydl.metrics import TIME_PARTS, MetricsWriter, communication_share, mean_parts
+from raydl.membership import Membership
+from raydl.metrics import (
+    TIME_PARTS,
+    MembershipTable,
+    MetricsWriter,
+    communication_share,
+    mean_parts,
+    time_values,
+)
+from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.progress import Progress, ProgressView
 from raydl.reports import AllreduceReport, Record, WorkerReport
 
-_SPEED_OVER = 8
-"""Records that the speed in the terminal is averaged over."""
+_SPEED_OVER_S = 2.0
+"""The speed is that of the newest so many seconds, or more: records come several at once."""
+_DRAW_EVERY_S = 20.0
+"""Pictures are drawn no more often, and once more at the end."""
 
 
 def checkpoint_of(collected: Collected, flat: FlatModel, *, seconds: float) -> Checkpoint:
@@ -79,6 +91,7 @@ class RunRecorder:
         progress: for the terminal.
         store: for checkpoints.
         flat: names the weights.
+        examples: test pictures to draw with what the center says of them.
         after_checkpoint: called when one was written.
     """
 
@@ -93,6 +106,7 @@ class RunRecorder:
         progress: Progress,
         store: CheckpointStore,
         flat: FlatModel,
+        examples: Examples,
         after_checkpoint: Callable[[], None],
     ) -> None:
         self.last: Record | None = None
@@ -108,18 +122,24 @@ class RunRecorder:
         self._progress = progress
         self._store = store
         self._flat = flat
+        self._examples = examples
+        self._memberships = MembershipTable()
+        self._told_at = start.num_samples or -1
+        self._stack = StackHistory()
+        self._to_draw: Evaluated | None = None
+        self._drawn_at = -math.inf
         self._after_checkpoint = after_checkpoint
         self._opened_at = time.monotonic()
         self._began_at: float | None = None
         self._ended_at = self._opened_at
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
-        self._speeds: deque[tuple[float, int]] = deque(maxlen=_SPEED_OVER)
+        self._speeds: deque[tuple[float, int]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: list[Future[None]] = []
 
     def describe(self, markdown: str) -> None:
         """Keep the configuration beside the curves."""
-        self._writer.text("config", markdown, num_samples=self._num_samples)
+        self._writer.text("settings", markdown, num_samples=self._num_samples)
 
     def event(self, sentence: str) -> None:
         """Print the sentence and keep it beside the curves."""
@@ -127,7 +147,16 @@ class RunRecorder:
             self._began_at = time.monotonic()
             self._speeds.append((self._began_at, self._start.num_samples))
         self._progress.event(sentence)
-        self._writer.text("events", sentence, num_samples=self._num_samples)
+        # TensorBoard shows one text for each step: sentences of one moment are a sample apart.
+        self._told_at = max(self._told_at + 1, self._num_samples)
+        self._writer.text("events", sentence, num_samples=self._told_at)
+
+    def formed(self, membership: Membership, reason: str) -> None:
+        """Keep the table of memberships beside the curves."""
+        self._memberships.add(
+            membership.generation, membership.worker_ids, reason, num_samples=self._num_samples
+        )
+        self._writer.text("membership", self._memberships.markdown(), num_samples=self._told_at)
 
     @property
     def _num_samples(self) -> int:
@@ -148,12 +177,11 @@ class RunRecorder:
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
         """Write a point of every curve."""
         now = time.monotonic()
-        before_s, before = self._speeds[-1] if self._speeds else (now, record.num_samples)
         round_before = self.last.round if self.last else self._start.round
         self._staleness_sum += record.staleness * (record.round - round_before)
         self.last, self._ended_at = record, now
         self._parts = mean_parts([r.time_parts for r in reports.values()])
-        self._speeds.append((now, record.num_samples))
+        self._note_speed(now, record.num_samples)
         values = {
             "train/lr": record.lr,
             "train/epoch": record.epoch,
@@ -166,13 +194,15 @@ class RunRecorder:
             "exchange/staleness": record.staleness,
             "exchange/communication_share": communication_share(self._parts),
         }
-        if now > before_s:
-            values["throughput/samples_per_s"] = (record.num_samples - before) / (now - before_s)
+        speed = self._recent_speed()
+        if speed is not None:
+            values["throughput/samples_per_s"] = speed
         if not math.isnan(record.loss):
             values["train/loss"] = record.loss
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
-        values |= {f"time/{part}": seconds for part, seconds in self._parts.items()}
+        values |= time_values(self._parts)
+        self._stack.add(record.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.num_samples)
 
     def _worker_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
@@ -206,10 +236,24 @@ class RunRecorder:
         }
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        """Write the scores of the center."""
+        """Write the scores of the center, and now and then pictures."""
         self.scores.append(evaluated)
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
         self._writer.scalars(values, num_samples=evaluated.num_samples)
+        self._to_draw = evaluated if evaluated.predicted else None
+        if time.monotonic() - self._drawn_at >= _DRAW_EVERY_S:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draw the examples if they are news, and the time parts so far."""
+        self._drawn_at = time.monotonic()
+        scored, self._to_draw = self._to_draw, None
+        if scored is not None:
+            pixels = self._examples.draw(scored.predicted)
+            self._writer.image("center/predictions", pixels, num_samples=scored.num_samples)
+        if len(self._stack.points) > 1:
+            pixels = draw_stack(self._stack.points)
+            self._writer.image("time/stacked", pixels, num_samples=self._num_samples)
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
@@ -233,13 +277,13 @@ class RunRecorder:
             if error is not None:
                 self.event(f"{error}; training goes on, the next one may go through")
 
-    def show(self, state: State, num_workers: int) -> None:
+    def show(self, state: State, workers: Mapping[str, int]) -> None:
         """Refresh the terminal."""
         self._tell_failures()
-        self._progress.update(self._view(state, num_workers))
+        self._progress.update(self._view(state, workers))
 
-    def _view(self, state: State, num_workers: int) -> ProgressView:
-        training, last = self._config.training, self.last
+    def _view(self, state: State, workers: Mapping[str, int]) -> ProgressView:
+        training, scaling, last = self._config.training, self._config.scaling, self.last
         num_samples, local_step = self._num_samples, last.local_step if last else 0
         share_done = Extent.of(training, epoch_samples=self._num_train).share_done(
             num_samples=num_samples, num_steps=local_step, seconds=self.seconds
@@ -256,11 +300,16 @@ class RunRecorder:
             samples_per_s=self._recent_speed(),
             train_loss=last.loss if last and not math.isnan(last.loss) else None,
             center_accuracy=self.scores[-1].metrics.get("accuracy") if self.scores else None,
-            num_workers=num_workers,
-            wanted_workers=self._config.scaling.wanted(),
+            workers=workers,
+            wanted_workers=scaling.wanted() if scaling.max_workers else "1",
             generation=last.generation if last else 0,
             communication_share=communication_share(self._parts) if last else None,
         )
+
+    def _note_speed(self, now: float, num_samples: int) -> None:
+        self._speeds.append((now, num_samples))
+        while len(self._speeds) > 2 and now - self._speeds[1][0] >= _SPEED_OVER_S:
+            self._speeds.popleft()
 
     def _recent_speed(self) -> float | None:
         if len(self._speeds) < 2:
@@ -303,6 +352,7 @@ class RunRecorder:
             CheckpointError: the last checkpoint could not be written.
         """
         self._pool.shutdown(wait=True)
+        self._draw()
         self._progress.close()
         self._writer.close()
         for future in self._writing[-1:]:

@@ -3,18 +3,81 @@
 A file on a local disk is written aside, flushed and moved into place, so that a reader
 sees all of it or nothing. An object store shows an object only when it is whole, so there
 it is written in place.
+
+A store that does not answer is given up within half a minute, and what it said becomes the
+rest of one sentence: see :func:`in_words`. Endpoints and credentials: docs/storage.md.
 """
 
 from __future__ import annotations
 
 import os
 import posixpath
+import re
+import uuid
 
 from pyarrow import fs
 
 from raydl.errors import ConfigError
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
+_ATTEMPTS = 5
+"""How often S3 is asked before it is given up. PyArrow's own way can take over 100 s."""
+_ADVICE = (
+    (
+        r"NO_SUCH_BUCKET|Bucket '.*' not found",
+        "the bucket does not exist; create it, or correct the name",
+    ),
+    (
+        r"INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|ACCESS_DENIED|INVALID_CLIENT_TOKEN_ID"
+        r"|EXPIRED_TOKEN|TOKEN_REFRESH_REQUIRED",
+        "the store refuses these credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+        "or AWS_PROFILE, to some that may read and write this bucket",
+    ),
+    (
+        r"NETWORK_CONNECTION",
+        "the store does not answer; check AWS_ENDPOINT_URL, or endpoint_override in the URI, "
+        "and the network",
+    ),
+)
+
+
+def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
+    """Return the file system that serves a URI, and the path on it.
+
+    Raises:
+        OSError, ValueError: none does, or its options are wrong.
+    """
+    filesystem, path = fs.FileSystem.from_uri(uri)
+    if filesystem.type_name == "s3":
+        # What a URI can not say: its options again, with fewer attempts.
+        _, (options,) = filesystem.__reduce__()
+        retries = fs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS)
+        filesystem = fs.S3FileSystem(**{**options, "retry_strategy": retries})
+    return filesystem, path
+
+
+def in_words(error: Exception) -> str:
+    """Return what a file system said as the rest of a sentence, with what to do if it is known."""
+    said = " ".join(str(error).split())
+    for pattern, advice in _ADVICE:
+        match = re.search(pattern, said)
+        if match:
+            details = said.rpartition("Details: ")[2] if "Details: " in said else match[0]
+            return f"{advice} ({details})"
+    return said
+
+
+def below(place: str, name: str) -> str:
+    """Return the path or URI of what lies below another; the query of a URI stays last."""
+    base, mark, query = place.partition("?") if "://" in place else (place, "", "")
+    return f"{base.rstrip('/')}/{name}{mark}{query}"
+
+
+def parent_and_name(place: str) -> tuple[str, str]:
+    """Return a path or URI taken apart again, as :func:`below` would put it together."""
+    base, mark, query = place.partition("?") if "://" in place else (place, "", "")
+    parent, _, name = base.rstrip("/").rpartition("/")
+    return f"{parent}{mark}{query}", name
 
 
 class Storage:
@@ -34,10 +97,10 @@ class Storage:
             self._filesystem, self._path = filesystem, root
         elif "://" in root:
             try:
-                self._filesystem, self._path = fs.FileSystem.from_uri(root)
+                self._filesystem, self._path = open_filesystem(root)
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    "run.storage_path", f"{root} can not be opened: {error}"
+                    "run.storage_path", f"{root} can not be opened: {in_words(error)}"
                 ) from error
         else:
             self._filesystem, self._path = fs.LocalFileSystem(), os.path.abspath(root)
@@ -46,6 +109,11 @@ class Storage:
     def is_object_store(self) -> bool:
         """Whether files appear whole, and folders can not be renamed."""
         return self._filesystem.type_name in _OBJECT_STORES
+
+    @property
+    def local_path(self) -> str | None:
+        """The folder on this machine's disks, shared ones too; None: it is elsewhere."""
+        return self._path if self._filesystem.type_name == "local" else None
 
     def _at(self, name: str) -> str:
         return posixpath.join(self._path, name)
@@ -56,16 +124,19 @@ class Storage:
         Raises:
             ConfigError: the place can not be written; ``setting`` is named.
         """
+        name = f".probe-{uuid.uuid4().hex[:8]}"  # another driver may look at the same time
         try:
-            self.write_bytes(".probe", b"")
-            self._filesystem.delete_file(self._at(".probe"))
+            self.write_bytes(name, b"")
+            self._filesystem.delete_file(self._at(name))
         except OSError as error:
-            raise ConfigError(setting, f"{self.root} can not be written: {error}") from error
+            problem = f"{self.root} can not be written: {in_words(error)}"
+            raise ConfigError(setting, problem) from error
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a file, replacing an older one at once and as a whole."""
         path = self._at(name)
-        self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
+        if self._filesystem.type_name not in _OBJECT_STORES:  # they have no folders, only names
+            self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
         if self.is_object_store:
             self._write(path, data)
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,15 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class Predicts(Protocol):
+    """A task that can say which class an input belongs to; of others no examples are shown."""
+
+    def predict(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Return a class for each input, int64, shape [B]."""
+        ...
+
+
 ModelFactory = Callable[[tuple[int, int, int], int], nn.Module]
 """Builds a model from (channels, height, width) and the number of classes."""
 
@@ -83,6 +92,11 @@ class Classification:
             "accuracy": (logits.argmax(1) == labels).sum(),
         }
 
+    def predict(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Return the class with the highest logit, int64, shape [B]."""
+        logits: Tensor = model(inputs)
+        return logits.argmax(1)
+
 
 def evaluate(
     task: Task,
@@ -109,3 +123,18 @@ def evaluate(
                 sums[key] = sums.get(key, 0.0) + float(value)
     model.train(was_training)
     return {key: value / num_samples for key, value in sums.items()}
+
+
+def predict(task: Task, model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
+    """Return the class of each input, by a model in evaluation mode; empty if the task has none.
+
+    The model is put into evaluation mode and back.
+    """
+    if not isinstance(task, Predicts):
+        return ()
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        classes = task.predict(model, inputs)
+    model.train(was_training)
+    return tuple(int(number) for number in classes)

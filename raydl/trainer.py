@@ -29,6 +29,7 @@ from raydl.control import Controller, State, kind_for
 from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Normalizer, load
 from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
+from raydl.examples import Examples
 from raydl.extent import Extent
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
@@ -36,7 +37,7 @@ from raydl.job import Job
 from raydl.local_crew import LocalCrew
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
-from raydl.metrics import TensorBoardWriter, config_as_markdown
+from raydl.metrics import MetricsWriter, Tee, TensorBoardWriter, config_as_markdown
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder, snapshot_of
 from raydl.reports import Outcome
@@ -45,6 +46,7 @@ from raydl.run_loop import open_desk, run_to_end
 from raydl.run_view import EventLog, RunView
 from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder, open_run
+from raydl.storage import below
 from raydl.task import Classification, DataShape, Task, evaluate
 
 
@@ -133,15 +135,17 @@ class Trainer:
         _check_batch_size(config, dataset)
         flat = self._try_model(dataset, shape, method)
         faults = _read_faults(config)
-        start = _Start.open(config, flat, num_samples=dataset.train.num_samples)
-        job = Job(config, method, self.task, shape, faults)
-        view = RunView(config, start.snapshot, seconds_before=start.seconds)
-        with open_desk(start.folder.storage, view) as desk:
-            crew = _make_crew(job, dataset)
-            try:
-                return self._run(crew, job, flat, start, desk, view)
-            finally:
-                crew.close()
+        folder = RunFolder(config)
+        with folder.held(resume=config.run.resume):
+            start = _Start.open(folder, config, flat, num_samples=dataset.train.num_samples)
+            job = Job(config, method, self.task, shape, faults)
+            view = RunView(config, start.snapshot, seconds_before=start.seconds)
+            with open_desk(start.folder.storage, view) as desk:
+                crew = _make_crew(job, dataset)
+                try:
+                    return self._run(crew, job, flat, start, desk, view, Examples(dataset.test))
+                finally:
+                    crew.close()
 
     def _load_data(self) -> Dataset:
         if isinstance(self.data, Dataset):
@@ -180,6 +184,7 @@ class Trainer:
         start: _Start,
         desk: RunDesk,
         view: RunView,
+        examples: Examples,
     ) -> Result:
         config, folder, snapshot = self.config, start.folder, start.snapshot
         purge_after = snapshot.num_samples if config.run.resume else None
@@ -189,10 +194,11 @@ class Trainer:
             num_train=snapshot.ledger["num_samples"],
             start=snapshot,
             seconds_before=start.seconds,
-            writer=TensorBoardWriter(str(folder.path), purge_after=purge_after),
+            writer=_make_writer(config, folder, purge_after),
             progress=log,
             store=start.store,
             flat=flat,
+            examples=examples,
             after_checkpoint=folder.publish_events,
         )
         view.follow_recorder(recorder, log)
@@ -267,9 +273,10 @@ class _Start:
     sentences: list[str]
 
     @classmethod
-    def open(cls, config: TrainConfig, flat: FlatModel, *, num_samples: int) -> _Start:
-        """Open the run's folder and return the start it holds, or a new one."""
-        folder = RunFolder(config)
+    def open(
+        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, num_samples: int
+    ) -> _Start:
+        """Return the start that the run's folder holds, or a new one."""
         store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
         if not config.run.resume:
             folder.open_new()
@@ -298,6 +305,16 @@ def _is_complete(config: TrainConfig, snapshot: Snapshot) -> bool:
     return extent.is_reached(
         num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
     )
+
+
+def _make_writer(config: TrainConfig, folder: RunFolder, purge_after: int | None) -> MetricsWriter:
+    """Return what takes the measurements: event files, and Ray's metrics where Ray runs."""
+    tensorboard = TensorBoardWriter(str(folder.path), purge_after=purge_after)
+    if config.scaling.max_workers == 0:
+        return tensorboard
+    from raydl.on_ray.metrics import RayMetrics  # imports Ray
+
+    return Tee(tensorboard, RayMetrics(folder.path.name))
 
 
 def _make_crew(job: Job, dataset: Dataset) -> Crew:
@@ -336,7 +353,7 @@ def _finish(controller: Controller, recorder: RunRecorder, start: _Start) -> Res
         folder.storage.write_bytes("center.safetensors", save_tensors(center))
     folder.write_result(metrics)
     folder.publish_events()
-    newest = f"{folder.root}/checkpoints/{names[-1]}" if names else ""
+    newest = below(folder.root, f"checkpoints/{names[-1]}") if names else ""
     return Result(metrics, folder.root, newest, metrics["stopped_by"])
 
 

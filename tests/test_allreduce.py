@@ -11,16 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raydl.exchange.allreduce import (
-    ALGORITHMS,
-    Network,
-    ProcessGroupLink,
-    Reducer,
-    choose,
-    crossover_bytes,
-    measure_network,
-    predict_s,
-)
+from raydl.exchange.allreduce import ALGORITHMS, ProcessGroupLink, Reducer, measure_network
+from raydl.network import COSTS, Network, choose, crossover_bytes, predict_s
 
 SIZES = (1, 2, 3, 7, 1001, 65537)
 FLAT = Network(1e-4, 1e-9, 1e-4, 1e-9)
@@ -268,6 +260,10 @@ def test_a_second_call_uses_the_memory_of_the_first(groups):
     for tensor, filled in ok(run_ranks(num_workers, act)):
         assert torch.equal(tensor, torch.full((1001,), 3.0**9))
         assert len(filled - {tensor.data_ptr()}) == 1  # the scratch, once
+
+
+def test_every_algorithm_has_a_cost():
+    assert list(ALGORITHMS) == list(COSTS)
 
 
 def test_the_formulas_by_hand():

@@ -288,7 +288,7 @@ def test_a_longer_run_continues_its_curves_without_gaps_or_doubles(tmp_path):
         steps = [e.step for e in events.Scalars(tag)]
         assert steps == sorted(set(steps)), tag
     assert [e.step for e in events.Scalars("center/accuracy")][-1] == 4 * 96
-    assert any(tag.startswith("config") for tag in events.Tags()["tensors"])
+    assert any(tag.startswith("settings") for tag in events.Tags()["tensors"])
 
 
 def test_a_place_elsewhere_keeps_the_whole_run(tmp_path):

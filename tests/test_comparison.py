@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from raydl.comparison import Comparison, compare, pictures
 from raydl.comparison import report as reports
@@ -16,7 +18,7 @@ from raydl.comparison.settings import plan
 from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
 from raydl.methods import METHODS
-from raydl.metrics import TIME_PARTS
+from raydl.metrics import COMPARED, TIME_PARTS
 
 BASE = TrainConfig(
     training=TrainingConfig(samples=100, batch_size=10), scaling=ScalingConfig(num_workers=2)
@@ -227,6 +229,40 @@ def test_without_matplotlib_the_rest_is_written(tmp_path, capsys, monkeypatch):
     assert "pip install 'raydl[report]'" in capsys.readouterr().out
     assert "pip install 'raydl[report]'" in report(tmp_path)
     assert not list((tmp_path / "out").glob("*.png"))
+
+
+def rows_of_hparams(folder):
+    """Return (settings, figures, columns) of the one row that a run's folder holds."""
+    (path,) = folder.glob("*.compare")
+    accumulator = EventAccumulator(str(path)).Reload()
+    plugin = accumulator.summary_metadata
+    content = {
+        tag.rpartition("/")[2]: HParamsPluginData.FromString(plugin[tag].plugin_data.content)
+        for tag in plugin
+        if tag.startswith("_hparams_")
+    }
+    settings = content["session_start_info"].session_start_info.hparams
+    columns = [info.name for info in content["experiment"].experiment.hparam_infos]
+    figures = {name: accumulator.Scalars(name)[0].value for name in accumulator.Tags()["scalars"]}
+    values = {k: v.string_value or v.number_value for k, v in settings.items()}
+    return values, figures, columns
+
+
+def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
+    fit = FakeFit({("async-easgd", 0): RuntimeError("a bad day")})
+    fit.answers["sync-easgd", 1] = figures(accuracies=(0.5, 0.6))
+    assert compare(make(tmp_path), fit=fit) == 1
+    assert compare(make(tmp_path), fit=fit) == 1  # again: no second row
+    out = tmp_path / "out"
+    settings, values, columns = rows_of_hparams(out / "sync-easgd/seed-0")
+    assert (settings["method"], settings["seed"], settings["workers"]) == ("sync-easgd", 0, 2)
+    assert set(columns) == {"method", "schedule", "seed", "workers", "period", "lr"}
+    assert values["compare/seconds_to_target"] == 20
+    assert set(values) == set(COMPARED)
+    assert not list((out / "async-easgd/seed-0").glob("*.compare"))
+    _, never, _ = rows_of_hparams(out / "sync-easgd/seed-1")
+    assert "compare/seconds_to_target" not in never
+    assert never["compare/accuracy"] == pytest.approx(0.6)
 
 
 def test_methods_of_one_family_share_a_colour():

@@ -127,7 +127,10 @@ class FakeRecorder:
     def record(self, record, reports):
         self.records.append(record)
 
-    def show(self, state, num_workers):
+    def formed(self, membership, reason):
+        assert f"generation {membership.generation}: {reason}" == self.events[-1]
+
+    def show(self, state, workers):
         pass
 
 

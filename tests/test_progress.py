@@ -21,7 +21,7 @@ VIEW = ProgressView(
     samples_per_s=4200.0,
     train_loss=0.104,
     center_accuracy=0.9861,
-    num_workers=2,
+    workers={"training": 3, "starting": 1, "left out": 1},
     wanted_workers="2:8",
     generation=3,
     communication_share=0.06,
@@ -47,15 +47,17 @@ def rendered(view, width):
 def test_the_panel_fits_the_terminal(view, width):
     lines = rendered(view, width).splitlines()
     assert all(len(line) <= width for line in lines)
-    assert len(lines) == 7
+    assert len(lines) == 8
 
 
 def test_the_panel_says_all_there_is_to_know():
     text = rendered(VIEW, 80)
-    words = ["training", "epoch 1.5/5", "90,000", "4,200/s", "0.1040", "98.61%", "2 of 2:8"]
+    words = ["training", "epoch 1.5/5", "90,000", "4,200/s", "0.1040", "98.61%", "2:8"]
+    words += ["3 training, 1 starting, 1 left out", "generation 3: w1 joins"]
     for word in [*words, "6.0%", "1:15", "30%", "left 0:50"]:
         assert word in text, word
     assert "-/s" in rendered(NOTHING, 80)
+    assert "epoch 1.5 " in rendered(dataclasses.replace(VIEW, num_epochs=None), 80)
 
 
 def test_plain_lines_come_now_and_then_and_when_the_accuracy_is_new():
@@ -71,6 +73,7 @@ def test_plain_lines_come_now_and_then_and_when_the_accuracy_is_new():
     lines = console.file.getvalue().splitlines()
     assert [line.split("]")[0] for line in lines] == ["[0:00", "[0:05", "[0:10", "[0:12", "[0:12"]
     assert "center 99.00%" in lines[3]
+    assert "workers 3 (1 starting, 1 left out)" in lines[3]
     assert lines[4] == "[0:12] w1 joins"
 
 

@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
-from conftest import SHAPE, linear
+from conftest import SHAPE, linear, tiny_images
 
 from raydl.center import first_snapshot
 from raydl.config import TrainConfig, TrainingConfig
 from raydl.control import State
 from raydl.crew import Collected, Evaluated
 from raydl.errors import CheckpointError
+from raydl.examples import Examples
 from raydl.flat import FlatModel
+from raydl.membership import Membership
 from raydl.metrics import TAGS, TimeParts, tag_of
 from raydl.recorder import RunRecorder, checkpoint_of, snapshot_of
 from raydl.reports import AllreduceReport, Record, WorkerReport
@@ -20,13 +22,17 @@ class Memory:
 
     def __init__(self):
         self.points, self.sentences, self.views = [], [], []
+        self.texts, self.images = [], []
 
     def scalars(self, values, *, num_samples):
         assert {tag_of(name).name for name in values} <= set(TAGS)
         self.points.append((num_samples, dict(values)))
 
     def text(self, name, markdown, *, num_samples):
-        pass
+        self.texts.append((name, num_samples, markdown))
+
+    def image(self, name, pixels, *, num_samples):
+        self.images.append((name, num_samples))
 
     def flush(self):
         pass
@@ -68,6 +74,7 @@ def make(store):
         progress=memory,
         store=store,
         flat=flat,
+        examples=Examples(tiny_images()),
         after_checkpoint=lambda: None,
     )
     return recorder, memory
@@ -86,7 +93,7 @@ def test_a_checkpoint_that_fails_on_the_way_is_told_and_the_next_goes_through():
     recorder.checkpoint(collected(1))
     recorder.checkpoint(collected(2))
     recorder._pool.shutdown(wait=True)
-    recorder.show(State.TRAINING, 2)
+    recorder.show(State.TRAINING, {"training": 2})
     recorder.close()
     assert store.written == [2]
     assert memory.sentences == [
@@ -142,18 +149,66 @@ def test_a_record_becomes_one_point_of_every_curve():
     report = report_of("w0", local_step=2, parts=parts, allreduce=allreduce)
     recorder.record(record_at(5), {"w0": report})
     recorder.evaluated(Evaluated(2, 0, 5, 1.0, {"accuracy": 0.9, "loss": 0.3}))
-    recorder.show(State.TRAINING, 1)
+    recorder.show(State.TRAINING, {"training": 1, "starting": 1})
     recorder.close()
     names = set().union(*[values for _, values in memory.points])
     assert {tag_of(name).name for name in names} == set(TAGS)
     assert all(num_samples == 5 for num_samples, _ in memory.points)
     view = memory.views[-1]
     assert (view.share_done, view.communication_share) == (0.25, 0.25)
+    assert (view.num_workers, view.workers["starting"]) == (1, 1)
     assert (view.train_loss, view.center_accuracy) == (0.7, 0.9)
     figures = recorder.figures()
     assert figures["seconds"] > 5.0
     assert figures["samples"] == 5
     assert figures["center_accuracy"] == 0.9
+
+
+def test_sentences_of_one_moment_are_a_sample_apart_for_tensorboard_shows_one_for_each():
+    recorder, memory = make(Store())
+    recorder.event("generation 1: w0 starts")
+    recorder.formed(Membership(1, ("w0",)), "w0 starts")
+    recorder.event("w1 was asked for")
+    recorder.record(record_at(5), {})
+    recorder.event("w1 joins")
+    recorder.close()
+    assert [(name, at) for name, at, _ in memory.texts] == [
+        ("events", 0), ("membership", 0), ("events", 1), ("events", 5),
+    ]  # fmt: skip
+    assert "| 1 | 0 | 1: w0 | w0 starts |" in memory.texts[1][2]
+
+
+def test_records_that_come_at_once_do_not_look_fast(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("raydl.recorder.time.monotonic", lambda: now[0])
+    recorder, memory = make(Store())
+    recorder.event("generation 1: w0 starts")
+    for at_s, num_samples in [(1.0, 100), (1.0, 200), (2.0, 300), (3.0, 400), (3.0, 500)]:
+        now[0] = at_s
+        recorder.record(record_at(num_samples), {})
+    recorder.close()
+    speeds = [values["throughput/samples_per_s"] for _, values in memory.points]
+    assert speeds == [100.0, 200.0, 150.0, 100.0, 150.0]
+
+
+def score_at(num_samples, predicted):
+    return Evaluated(1, 0, num_samples, 1.0, {"accuracy": 0.9, "loss": 0.3}, predicted)
+
+
+def test_examples_are_drawn_now_and_then_and_always_at_the_end():
+    recorder, memory = make(Store())
+    for num_samples in (2, 4, 6):
+        recorder.evaluated(score_at(num_samples, (0,) * 16))
+    assert memory.images == [("center/predictions", 2)]
+    recorder.close()
+    assert memory.images == [("center/predictions", 2), ("center/predictions", 6)]
+
+
+def test_a_task_without_classes_shows_no_examples():
+    recorder, memory = make(Store())
+    recorder.evaluated(score_at(2, ()))
+    recorder.close()
+    assert memory.images == []
 
 
 def worker_curves(points):

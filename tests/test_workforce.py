@@ -67,6 +67,15 @@ class Floor:
 # phases
 
 
+def test_workers_are_counted_by_where_they_stand():
+    floor = Floor("w0", "w1", "w2", "w3")
+    floor.force.add("w4")
+    floor.force.leave_out(("w3",))
+    floor.force.left_loop("w2")
+    assert floor.force.counts() == {"training": 2, "ready": 1, "starting": 1, "left out": 1}
+    assert Floor().force.counts() == {}
+
+
 def test_a_worker_starts_is_ready_trains_and_stands_by():
     floor = Floor()
     floor.force.add("w0")

@@ -25,6 +25,7 @@ def train(arguments: Sequence[str]) -> int:
         f"center test accuracy {metrics['center_accuracy']:.2%}  "
         f"({metrics['samples']:,} samples in {metrics['seconds']:.1f} s)\n"
         f"  run:          {result.path}\n"
-        f"  curves:       tensorboard --logdir {result.path}"
+        f"  curves:       tensorboard --logdir {result.path}    (its page #custom_scalars)\n"
+        f"  to send:      raydl report {result.path}"
     )
     return 0

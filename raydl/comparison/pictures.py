@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from raydl.metrics import STACK
+
 PICTURES = {
     "accuracy_over_seconds.png": "Accuracy over seconds of training",
     "accuracy_over_samples.png": "Accuracy over samples of all workers together",
@@ -35,17 +37,6 @@ _STYLES: dict[str, Any] = {
     "hogwild": (0, (1.2, 1.2)),
     "round_robin": (0, (6, 1.5, 1.2, 1.5)),
 }
-_PART_COLORS = {
-    "forward_backward": "#2166ac",
-    "replica_update": "#67a9cf",
-    "center_update": "#b3d3e8",
-    "device_device_parameters": "#d6604d",
-    "host_device_parameters": "#f4a582",
-    "host_device_data": "#fddbc7",
-    "data_io": "#7fbf7b",
-    "initialization": "#e3e3e3",
-}
-"""Work in blue, communication in red; in the order they are stacked."""
 
 
 def draw(runs: Sequence[Mapping[str, Any]], order: Sequence[str], target: float, out: Path) -> None:
@@ -163,7 +154,7 @@ def _time_parts(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
     figure, axes = _figure(1.6 + 0.38 * len(groups))
     names = list(groups)
     left = np.zeros(len(names))
-    for part, color in _PART_COLORS.items():
+    for part, color in STACK.items():
         seconds = [np.mean([run["time_parts"][part] for run in groups[name]]) for name in names]
         label = part.replace("_", " ")
         axes.barh(names, seconds, left=left, color=color, label=label, height=0.7)

@@ -137,7 +137,8 @@ def markdown(
         "## Settings of the methods",
         _table(["method", "period", "lr", "momentum"], _settings(runs)),
         "Each run's `config.json` holds all of its settings. "
-        f"Curves: `tensorboard --logdir {out}`; figures of every run: `comparison.json`.",
+        f"Curves: `tensorboard --logdir {out}`, where *HParams* has a row for every run; "
+        "figures of every run: `comparison.json`.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

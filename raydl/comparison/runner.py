@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydl.comparison.figures import Run, make_rows
+from raydl.comparison.hparams import write_hparams
 from raydl.comparison.pictures import draw
 from raydl.comparison.report import describe, machine, markdown, print_table, sentence
 from raydl.comparison.settings import Comparison, plan
@@ -58,12 +59,16 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
     report = functools.partial(_write_report, comparison, runs, out, command)
     stopped_by = _run_all(runs, fit or train, report, comparison.target)
     _draw(comparison, runs, out)
+    write_hparams(runs, comparison.target)
     report()
     print_table(make_rows(runs, comparison.target), comparison.target)
     if stopped_by:
         left = sum(run.status == "not run" for run in runs)
         print(f"stopped by {stopped_by}; the same command with --out {out} does the other {left}")
-    print(f"  report:       {out}/comparison.md\n  curves:       tensorboard --logdir {out}")
+    print(
+        f"  report:       {out}/comparison.md\n"
+        f"  curves:       tensorboard --logdir {out}  (then #hparams, #custom_scalars)"
+    )
     failed = any(run.status == "failed" for run in runs)
     return _STOPPED.get(stopped_by, 1) if stopped_by else int(failed)
 

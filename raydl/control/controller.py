@@ -156,7 +156,7 @@ class Controller:
         if act:
             act()
         self._part_with_leavers()
-        self._recorder.show(self.state, self.num_workers)
+        self._recorder.show(self.state, self.workforce.counts())
         return self.state is State.DONE
 
     def _enter(self, state: State) -> None:
@@ -220,7 +220,9 @@ class Controller:
         self.generation += 1
         self.num_generations += 1
         self._say(f"generation {self.generation}: {reason}")
-        return dataclasses.replace(membership, generation=self.generation)
+        numbered = dataclasses.replace(membership, generation=self.generation)
+        self._recorder.formed(numbered, reason)
+        return numbered
 
     def _form(self, membership: Membership, reason: str) -> None:
         """Let a membership train, all of it from the same round on."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Protocol
 
 from raydl.crew import Collected, Evaluated
+from raydl.membership import Membership
 from raydl.reports import Record, WorkerReport
 
 
@@ -27,6 +29,10 @@ class Recorder(Protocol):
         """Take one line on what the cluster did."""
         ...
 
+    def formed(self, membership: Membership, reason: str) -> None:
+        """Take a new membership, and why it is."""
+        ...
+
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
         """Take a point of the curves, and the newest report of each worker."""
         ...
@@ -44,6 +50,6 @@ class Recorder(Protocol):
         """Whether a checkpoint is being written."""
         ...
 
-    def show(self, state: State, num_workers: int) -> None:
-        """Refresh what a person sees."""
+    def show(self, state: State, workers: Mapping[str, int]) -> None:
+        """Refresh what a person sees; ``workers``: how many stand where, by word."""
         ...

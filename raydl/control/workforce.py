@@ -108,6 +108,15 @@ class Workforce:
         """Return the workers in a phase."""
         return [e.worker_id for e in self._entries.values() if e.phase is phase]
 
+    def counts(self) -> dict[str, int]:
+        """Return how many workers train, are ready, start, were left out and leave, by word."""
+        phases = [
+            Phase.READY if e.phase is Phase.TRAINING and not e.in_loop else e.phase
+            for e in self._entries.values()
+        ]
+        order = (Phase.TRAINING, Phase.READY, Phase.STARTING, Phase.LEFT_OUT, Phase.LEAVING)
+        return {phase.value: phases.count(phase) for phase in order if phase in phases}
+
     @property
     def num_coming(self) -> int:
         """Workers that train or could, now or later: all but those that leave."""

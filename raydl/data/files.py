@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pyarrow import fs
 
 from raydl.errors import DataError
+from raydl.storage import below, in_words, open_filesystem, parent_and_name
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,8 @@ class Place:
 
     def __truediv__(self, child: str) -> Place:
         """Return what lies below."""
-        return Place(
-            self.filesystem, posixpath.join(self.path, child), f"{self.name.rstrip('/')}/{child}"
-        )
+        path = posixpath.join(self.path, child)
+        return Place(self.filesystem, path, below(self.name, child))
 
     @property
     def basename(self) -> str:
@@ -44,11 +44,14 @@ class Place:
         try:
             return self.filesystem.get_file_info(self.path)
         except OSError as error:
-            raise DataError(self.name, f"can not be reached: {error}") from error
+            raise DataError(self.name, f"can not be reached: {in_words(error)}") from error
 
     def children(self, pattern: str = "*") -> list[Place]:
         """Return what lies directly below a folder, by name; hidden files are left out."""
-        infos = self.filesystem.get_file_info(fs.FileSelector(self.path))
+        try:
+            infos = self.filesystem.get_file_info(fs.FileSelector(self.path))
+        except OSError as error:
+            raise DataError(self.name, f"can not be listed: {in_words(error)}") from error
         names = sorted(posixpath.basename(info.path) for info in infos)
         return [self / n for n in names if fnmatch.fnmatch(n, pattern) and not n.startswith(".")]
 
@@ -62,7 +65,7 @@ class Place:
             with self.filesystem.open_input_stream(self.path, compression=None) as stream:
                 data: bytes = stream.read()
         except OSError as error:
-            raise DataError(self.name, f"can not be read: {error}") from error
+            raise DataError(self.name, f"can not be read: {in_words(error)}") from error
         return self._unpack(data) if self.path.endswith(".gz") else data
 
     def _unpack(self, data: bytes) -> bytes:
@@ -85,14 +88,14 @@ def find(source: str) -> Place:
     if "://" not in source:
         return Place(fs.LocalFileSystem(), source, source)
     try:
-        filesystem, path = fs.FileSystem.from_uri(source)
+        filesystem, path = open_filesystem(source)
     except (OSError, ValueError) as error:
-        raise DataError(source, f"can not be opened: {error}") from error
+        raise DataError(source, f"can not be opened: {in_words(error)}") from error
     return Place(filesystem, path, source)
 
 
 def glob(source: str) -> list[Place]:
     """Return the files that a path or URI with wildcards in its last part names."""
-    folder, _, pattern = source.rpartition("/")
+    folder, pattern = parent_and_name(source)
     place = find(folder or ".")
     return place.children(pattern) if place.is_dir() else []

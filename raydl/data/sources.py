@@ -52,9 +52,9 @@ def load(source: str, *, seed: int = 0) -> Dataset:
         if re.fullmatch(r"[\w-]+", source):
             raise UnknownNameError("data", source, _BUNDLED)
         raise DataError(source, "there is no such file or folder")
-    if source.endswith(".npz"):
+    if place.path.endswith(".npz"):
         return read_npz(place, seed=seed)
-    if source.endswith(".parquet"):
+    if place.path.endswith(".parquet"):
         return _from_parquet_files([place], source=source, seed=seed)
     raise DataError(source, "a single file must be .parquet or .npz; name the folder otherwise")
 

@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from raydl.exchange.allreduce import Link, Node, Reducer, choose, measure_network, predict_s
+from raydl.exchange.allreduce import Link, Reducer, measure_network
+from raydl.network import Node, choose, predict_s
 from raydl.reports import AllreduceReport
 
 

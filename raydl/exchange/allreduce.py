@@ -2,37 +2,21 @@
 
 Our reading of Tianhe-3's *Dynamic Allreduce* (Wei et al., Sci. Rep. 11:20244, gives its name
 and purpose, not its definition): the algorithm is chosen at run time, from message size,
-number of workers and measured latency and bandwidth. A message of S bytes takes a + S b
-seconds, and a round of messages as long as its slowest one:
-
-    ring                 2(p-1) (a + (S/p) b)
-    recursive doubling   R(p) (a + S b)
-    two-level            2 ceil(log2 m) (a' + S b') + the cheaper of both above, for L and p = L
-
-    S, p    num_bytes of the tensor, num_workers (ranks)
-    a, a'   latency_s, local_latency_s: the start of a message, across nodes or inside one
-    b, b'   seconds_per_byte, local_seconds_per_byte: each byte of it, likewise
-    L, m    nodes, each with a leader (its lowest rank), and ranks on the largest node
-    q       the greatest power of two that is <= p
-    R(p)    log2 p if p = q, else log2 q + 2 = ceil(log2 p) + 1
-
-The model leaves out the additions, and that the ranks of a node share its network card. For
-CPU tensors: NCCL chooses among algorithms of its own.
+number of workers and measured latency and bandwidth. What each should cost is in
+``raydl.network``. For CPU tensors: NCCL chooses among algorithms of its own.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Node = Hashable
+from raydl.network import FLAT, Network, Node, choose, doubling_steps
 
 
 class Handle(Protocol):
@@ -97,26 +81,6 @@ class _Subset:
         return self._link.receive(tensor, self._ranks[source])
 
 
-@dataclass(frozen=True)
-class Network:
-    """What a message costs. All ranks must hold the same one, since they choose by it."""
-
-    latency_s: float
-    """Seconds before the first byte of a message between nodes: a."""
-    seconds_per_byte: float
-    """Seconds for each byte of it: b."""
-    local_latency_s: float
-    """The same inside a node: a'."""
-    local_seconds_per_byte: float
-    """The same inside a node: b'."""
-
-    def message_s(self, num_bytes: float, *, local: bool) -> float:
-        """Return a + S b, in seconds, for a message inside a node or between two."""
-        if local:
-            return self.local_latency_s + num_bytes * self.local_seconds_per_byte
-        return self.latency_s + num_bytes * self.seconds_per_byte
-
-
 def _exchange(link: Link, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
     # Both are started before either is waited for: a send may need its receiver to complete.
     # Both sides know the sizes, so that neither sends or waits for an empty message.
@@ -175,7 +139,7 @@ def recursive_doubling(
     if has_extra:
         link.receive(received, rank + q).wait()
         tensor.add_(received)
-    for step in _steps(q):
+    for step in doubling_steps(q):
         _exchange(link, tensor, rank ^ step, received, rank ^ step)
         tensor.add_(received)
     if has_extra:
@@ -195,15 +159,15 @@ def two_level(
     _tree_reduce(node, tensor, scratch[: tensor.numel()], torch.add)
     if link.rank in leaders:
         apart = range(len(leaders))  # to each leader a node of its own
-        name, _ = choose(tensor.nbytes, apart, network, among=_FLAT)
+        name, _ = choose(tensor.nbytes, apart, network, among=FLAT)
         across = _Subset(link, leaders)
-        ALGORITHMS[name].run(across, tensor, scratch, nodes=apart, network=network)
+        ALGORITHMS[name](across, tensor, scratch, nodes=apart, network=network)
     _tree_copy(node, tensor)
 
 
 def _tree_reduce(link: Link, tensor: Tensor, scratch: Tensor, combine: Callable[..., Any]) -> None:
     """Combine the tensors of all ranks into that of rank 0, spoiling those of others."""
-    for step in _steps(link.num_workers):
+    for step in doubling_steps(link.num_workers):
         if link.rank & step:
             link.send(tensor, link.rank - step).wait()
             return
@@ -214,17 +178,12 @@ def _tree_reduce(link: Link, tensor: Tensor, scratch: Tensor, combine: Callable[
 
 def _tree_copy(link: Link, tensor: Tensor) -> None:
     """Copy the tensor of rank 0 to all ranks."""
-    for step in reversed(_steps(link.num_workers)):
+    for step in reversed(doubling_steps(link.num_workers)):
         place = link.rank % (2 * step)
         if place == step:
             link.receive(tensor, link.rank - step).wait()
         elif place == 0 and link.rank + step < link.num_workers:
             link.send(tensor, link.rank + step).wait()
-
-
-def _steps(p: int) -> list[int]:
-    """Return 1, 2, 4, ... below p: ceil(log2 p) of them."""
-    return [1 << k for k in range((p - 1).bit_length())]
 
 
 def _inside(nodes: Sequence[Node], rank: int) -> list[int]:
@@ -236,74 +195,12 @@ def _leaders(nodes: Sequence[Node]) -> list[int]:
     return sorted(backwards.values())  # of a node's ranks the lowest came last
 
 
-def _rounds(p: int) -> int:
-    """Return R(p), the messages of recursive doubling that follow one another."""
-    return len(_steps(p)) + (1 if p & (p - 1) else 0)
-
-
-def _ring_s(num_bytes: float, nodes: Sequence[Node], network: Network) -> float:
-    p = len(nodes)
-    return 2 * (p - 1) * network.message_s(num_bytes / p, local=len(set(nodes)) == 1)
-
-
-def _doubling_s(num_bytes: float, nodes: Sequence[Node], network: Network) -> float:
-    return _rounds(len(nodes)) * network.message_s(num_bytes, local=len(set(nodes)) == 1)
-
-
-def _two_level_s(num_bytes: float, nodes: Sequence[Node], network: Network) -> float:
-    sizes = Counter(nodes)
-    depth = len(_steps(max(sizes.values())))
-    _, across_s = choose(num_bytes, range(len(sizes)), network, among=_FLAT)
-    return 2 * depth * network.message_s(num_bytes, local=True) + across_s
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """One row of the table: how to sum, and what it should cost."""
-
-    run: Callable[..., None]
-    """Called as :func:`ring` is."""
-    predict_s: Callable[[float, Sequence[Node], Network], float]
-    """The seconds for (num_bytes, nodes, network)."""
-
-
-_FLAT = ("ring", "recursive-doubling")
-ALGORITHMS: dict[str, Algorithm] = {
-    "ring": Algorithm(ring, _ring_s),
-    "recursive-doubling": Algorithm(recursive_doubling, _doubling_s),
-    "two-level": Algorithm(two_level, _two_level_s),
+ALGORITHMS: dict[str, Callable[..., None]] = {
+    "ring": ring,
+    "recursive-doubling": recursive_doubling,
+    "two-level": two_level,
 }
-
-
-def predict_s(algorithm: str, num_bytes: float, nodes: Sequence[Node], network: Network) -> float:
-    """Return the seconds an algorithm should take, by the formulas at the top.
-
-    The ring and doubling take a', b' for a and b where all ranks are on one node.
-    """
-    return ALGORITHMS[algorithm].predict_s(num_bytes, nodes, network)
-
-
-def choose(
-    num_bytes: float, nodes: Sequence[Node], network: Network, *, among: Sequence[str] = ()
-) -> tuple[str, float]:
-    """Return (algorithm, predicted seconds) of the cheapest; of equals, the first.
-
-    ``among`` holds the names to choose from, by default the whole table.
-    """
-    costs = {n: predict_s(n, num_bytes, nodes, network) for n in among or ALGORITHMS}
-    best = min(costs, key=lambda name: costs[name])
-    return best, costs[best]
-
-
-def crossover_bytes(num_workers: int, network: Network) -> float:
-    """Return S*, the size from which the ring is cheaper than doubling, across nodes.
-
-    S* = a (2(p-1) - R(p)) / (b (R(p) - 2(p-1)/p)), where R(p) = log2 p for powers of two.
-    Infinite for p <= 2: doubling then sends no more bytes than the ring, in fewer messages.
-    """
-    p, rounds = num_workers, _rounds(num_workers)
-    per_byte = network.seconds_per_byte * (rounds - 2 * (p - 1) / p)
-    return network.latency_s * (2 * (p - 1) - rounds) / per_byte if per_byte > 0 else math.inf
+"""How to sum, each called as :func:`ring` is; ``network.COSTS`` has their costs."""
 
 
 _PING_BYTES, _LOAD_BYTES = 8, 1 << 19
@@ -394,6 +291,5 @@ class Reducer:
         scratch = self._scratch.get(tensor.dtype)
         if scratch is None or scratch.numel() < tensor.numel():
             scratch = self._scratch[tensor.dtype] = torch.empty_like(tensor)
-        run = ALGORITHMS[name].run
-        run(self.link, tensor, scratch, nodes=self.nodes, network=self.network)
+        ALGORITHMS[name](self.link, tensor, scratch, nodes=self.nodes, network=self.network)
         return name

@@ -26,7 +26,7 @@ from typing import Any
 from raydl.errors import ConfigError, DataError, RaydlError
 from raydl.runs.folder import open_run
 from raydl.runs.status import RunStatus, WorkerStatus, from_json, to_json
-from raydl.storage import Storage
+from raydl.storage import Storage, in_words
 
 __all__ = [
     "Request",
@@ -274,7 +274,7 @@ def _read(storage: Storage) -> RunStatus:
         if "status.json" in names:
             return from_json(storage.read_bytes("status.json"))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(storage.root, f"its status can not be read: {error}") from error
+        raise DataError(storage.root, f"its status can not be read: {in_words(error)}") from error
     raise DataError(
         storage.root,
         "the run has told nothing yet; ask again a few seconds after its driver has started"
@@ -308,7 +308,7 @@ def request_removal(folder: str, worker_id: str, *, timeout_s: float = 30.0) -> 
     try:
         answer = _ask(open_run(folder).storage, asked, timeout_s)
     except OSError as error:
-        raise DataError(folder, f"its driver can not be asked: {error}") from error
+        raise DataError(folder, f"its driver can not be asked: {in_words(error)}") from error
     if answer is None:
         raise RaydlError(
             f"the driver did not answer within {timeout_s:g} s: it may be busy; see raydl "

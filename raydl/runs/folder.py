@@ -7,6 +7,7 @@
         center.safetensors    the trained weights, once the run has finished
         result.json           its figures
         status.json           how it stands; with requests/ and answers/, see raydl.runs.desk
+        driver.lock           who writes here now; drivers/ on object stores: raydl.runs.hold
 
 Without ``storage_path`` this is all there is. With it, all of this is there alone but for the
 events: they are written to the local folder, and copied whenever a checkpoint is written.
@@ -18,13 +19,16 @@ import json
 import re
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from raydl.config import RunConfig, TrainConfig, from_dict, to_dict
 from raydl.errors import CheckpointError, ConfigError
-from raydl.storage import Storage
+from raydl.runs.hold import held
+from raydl.storage import Storage, below, in_words, parent_and_name
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
@@ -45,30 +49,48 @@ class RunFolder:
         self.path = Path(config.run.run_dir or default)
         self.is_remote = config.run.storage_path is not None
         self.root = (
-            f"{config.run.storage_path.rstrip('/')}/{self.path.name}"
+            below(config.run.storage_path, self.path.name)
             if config.run.storage_path is not None
             else str(self.path)
         )
         self.storage = Storage(self.root)
 
-    def open_new(self) -> None:
-        """Make the folder for a run that begins.
+    @contextmanager
+    def held(self, *, resume: bool) -> Iterator[None]:
+        """Make the folder and keep other drivers out of it until the end of the ``with``.
 
         Raises:
-            ConfigError: it holds a run already, or can not be written.
+            CheckpointError: no run is there that could be resumed.
+            ConfigError: it can not be written, or another driver is at work there.
+        """
+        if resume:
+            self.read_config()  # first: nothing is made where somebody mistyped a name
+        setting = "run.storage_path" if self.is_remote else "run.run_dir"
+        self.storage.probe(setting)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("run.run_dir", f"{self.path} can not be made: {error}") from error
+        with held(self.storage, setting):
+            yield
+
+    def open_new(self) -> None:
+        """Begin a run in the folder, which is held.
+
+        Raises:
+            ConfigError: there is a run already.
         """
         if self.storage.exists("config.json"):
             raise ConfigError(
                 "run.run_dir", f"{self.root} already holds a run; add --resume, or name another"
             )
-        self._make()
 
     def open_again(self, config: TrainConfig) -> None:
-        """Open the folder of a run to go on with.
+        """Go on with the run in the folder, which is held.
 
         Raises:
             CheckpointError: no run is there.
-            ConfigError: a setting that must not change did, or the folder can not be written.
+            ConfigError: a setting that must not change did.
         """
         before, now = _dotted(to_dict(self.read_config())), _dotted(to_dict(config))
         for name in _MUST_STAY:
@@ -76,20 +98,10 @@ class RunFolder:
                 raise ConfigError(
                     name, f"is {now[name]} but the run began with {before[name]}; keep it to resume"
                 )
-        is_elsewhere = self.is_remote and not self.path.exists()
-        self._make()
-        if is_elsewhere:
+        if self.is_remote and not any(self.path.glob(f"{_EVENTS}*")):
             for name in self.storage.list_dir(""):
                 if name.startswith(_EVENTS):
                     (self.path / name).write_bytes(self.storage.read_bytes(name))
-
-    def _make(self) -> None:
-        setting = "run.storage_path" if self.is_remote else "run.run_dir"
-        self.storage.probe(setting)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError("run.run_dir", f"{self.path} can not be made: {error}") from error
 
     def write_config(self, config: TrainConfig) -> None:
         """Write all settings with the versions of what runs them."""
@@ -104,8 +116,10 @@ class RunFolder:
         """
         try:
             values = json.loads(self.storage.read_bytes("config.json"))
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, NotADirectoryError, ValueError) as error:
             raise CheckpointError(self.root, f"no run is there: {error}") from error
+        except OSError as error:
+            raise CheckpointError(self.root, f"can not be read: {in_words(error)}") from error
         return from_dict(TrainConfig, values["config"])
 
     def write_result(self, result: dict[str, Any]) -> None:
@@ -121,7 +135,7 @@ class RunFolder:
 
 def open_run(path: str) -> RunFolder:
     """Return the folder of a run that is there, from its path or URI."""
-    parent, _, name = path.rstrip("/").rpartition("/")
+    parent, name = parent_and_name(path)
     storage = parent if "://" in path else None
     run = RunConfig(run_dir=name if storage else path, storage_path=storage)
     return RunFolder(TrainConfig(run=run))

@@ -1,0 +1,90 @@
+"""The runs of a comparison as rows of TensorBoard's page *HParams*."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raydl.comparison.figures import Run
+from raydl.config import TrainConfig
+
+_SUFFIX = ".compare"
+"""The end of the names of the files that a comparison adds to the folders of its runs."""
+_FIGURES = {
+    "compare/accuracy": "center_accuracy",
+    "compare/seconds_to_target": "seconds_to_target",
+    "compare/samples_to_target": "samples_to_target",
+    "compare/samples_per_s": "samples_per_s",
+    "compare/communication_share": "communication_share",
+}
+"""Curves of one point, and the figures they show."""
+_ALWAYS = ("lr", "method", "period", "seed", "workers")
+"""Shown even if equal for all. The page shows the first five of the alphabet by itself."""
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return the settings that the page shows, numbers or words; what has no meaning is absent."""
+    config: TrainConfig = run.config
+    workers = config.scaling.wanted()
+    values = {
+        "method": run.method,
+        "schedule": run.schedule,
+        "seed": run.seed,
+        "workers": int(workers) if workers.isdigit() else workers,
+        "batch_size": config.training.batch_size,
+        "period": config.method.period,
+        "beta": config.method.beta,
+        "lr": config.optimizer.lr,
+        "momentum": config.optimizer.momentum,
+        "compression": config.exchange.compression,
+        "model": config.model,
+        "data": config.data,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def figures_of(run: Run, target: float) -> dict[str, float]:
+    """Return what a run came to; a target that was not reached is absent."""
+    figures = run.as_dict(target)
+    values = {name: figures.get(figure) for name, figure in _FIGURES.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def write_hparams(runs: Sequence[Run], target: float) -> None:
+    """Write a file of settings and figures into the folder of every complete run.
+
+    A file of an earlier report gives way to the new one: the target may be another.
+    """
+    done = [run for run in runs if run.figures is not None]
+    columns = _columns([settings_of(run) for run in done])
+    for run in done:
+        for old in run.folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+            old.unlink()
+        _write_one(run, columns, target)
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings worth a column, each with one of its values, which tells its kind."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    values = {name: [row.get(name) for row in rows] for name in names}
+    return {
+        name: next(value for value in found if value is not None)
+        for name, found in values.items()
+        if name in _ALWAYS or len(set(found)) > 1
+    }
+
+
+def _write_one(run: Run, columns: dict[str, Any], target: float) -> None:
+    from torch.utils.tensorboard import FileWriter
+    from torch.utils.tensorboard.summary import hparams, scalar
+
+    experiment, _, _ = hparams(columns, dict.fromkeys(_FIGURES, 0.0))
+    own = {name: value for name, value in settings_of(run).items() if name in columns}
+    _, settings, end = hparams(own, {})
+    at = int((run.figures or {}).get("samples", 0))
+    writer = FileWriter(str(run.folder), filename_suffix=_SUFFIX)
+    for summary in (experiment, settings, end):
+        writer.add_summary(summary)
+    for name, value in figures_of(run, target).items():
+        writer.add_summary(scalar(name, value), at)
+    writer.close()

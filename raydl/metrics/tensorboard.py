@@ -1,0 +1,128 @@
+"""Measurements as TensorBoard shows them: event files, and how the curves are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from raydl.metrics.tags import STACK, STACK_GROUND, STACK_GROUP, tag_of
+
+LINES: dict[str, dict[str, list[str]]] = {
+    "Accuracy and loss": {
+        "accuracy of the center": ["center/accuracy"],
+        "loss of the workers, and of the center": ["train/loss", "center/loss"],
+    },
+    "Throughput and workers": {
+        "samples per second": ["throughput/samples_per_s"],
+        "workers that train": ["workers/count"],
+    },
+    "Time in eight parts": {
+        "seconds per worker": ["time/.*"],
+        "share of communication": ["exchange/communication_share"],
+    },
+    "Exchange": {
+        "seconds: waiting for one, and the all-reduce": [
+            "exchange/seconds",
+            "exchange/allreduce_.*",
+        ],
+        "bytes of a worker in a round": ["exchange/bytes"],
+    },
+    "Staleness": {
+        "exchanges of others between two of a worker": ["exchange/staleness"],
+        "distance from replicas to the center": ["center/distance"],
+    },
+    "Speed of each worker": {
+        "seconds of a local step": ["worker_step_s/.*"],
+        "seconds of waiting in a round": ["worker_waited_s/.*"],
+    },
+}
+"""The page *Custom Scalars* from top to bottom: category, picture, patterns of its curves."""
+
+STACKED = ("Time in eight parts", "seconds per worker, stacked: one band for each part")
+"""The category and the title of the one picture that is no picture of lines."""
+
+
+def make_layout() -> Any:
+    """Return the page *Custom Scalars* as TensorBoard's own message ``Layout``."""
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    categories = []
+    for category, pictures in LINES.items():
+        charts = [
+            layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
+            for title, patterns in pictures.items()
+        ]
+        if category == STACKED[0]:
+            charts.append(layout_pb2.Chart(title=STACKED[1], margin=_bands(layout_pb2)))
+        categories.append(layout_pb2.Category(title=category, chart=charts))
+    return layout_pb2.Layout(category=categories)
+
+
+def _bands(layout_pb2: Any) -> Any:
+    """Return the stack: a band for each part, from the part below it up to its own height."""
+    content = layout_pb2.MarginChartContent
+    heights = [STACK_GROUND, *(f"{STACK_GROUP}/{part}" for part in STACK)]
+    return content(
+        series=[
+            content.Series(value=upper, lower=lower, upper=upper)
+            for lower, upper in pairwise(heights)
+        ]
+    )
+
+
+class TensorBoardWriter:
+    """Event files for TensorBoard.
+
+    Args:
+        log_dir: local folder of the event files.
+        purge_after: in a resumed run, the samples at its checkpoint; later points of the
+            interrupted run are hidden, and the curves go on from there.
+    """
+
+    def __init__(self, log_dir: str, *, purge_after: int | None = None) -> None:
+        # Imported here: it costs a second that no worker should pay.
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if purge_after is None else purge_after + 1
+        self._writer = SummaryWriter(log_dir, purge_step=purge)
+        self._write_layout()
+
+    def _write_layout(self) -> None:
+        """Write the layout; torch's own call knows no picture of more than one band."""
+        from tensorboard.compat.proto import summary_pb2, tensor_pb2
+        from tensorboard.plugins.custom_scalar import metadata
+
+        summary = summary_pb2.Summary()
+        summary.value.add(
+            tag=metadata.CONFIG_SUMMARY_TAG,
+            metadata=metadata.create_summary_metadata(),
+            tensor=tensor_pb2.TensorProto(
+                dtype="DT_STRING", string_val=[make_layout().SerializeToString()]
+            ),
+        )
+        self._writer._get_file_writer().add_summary(summary)
+
+    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
+        """Write one point for each tag."""
+        for name, value in values.items():
+            tag_of(name)  # which has a sentence
+            self._writer.add_scalar(name, value, num_samples)
+
+    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+        """Write a text in Markdown."""
+        self._writer.add_text(name, markdown, num_samples)
+
+    def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
+        """Write a picture, uint8, shape [H, W, 3]."""
+        self._writer.add_image(name, pixels, num_samples, dataformats="HWC")
+
+    def flush(self) -> None:
+        """Make what was written visible to readers."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and end."""
+        self._writer.close()

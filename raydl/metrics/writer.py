@@ -1,0 +1,82 @@
+"""Where measurements go: the protocol, and several such places at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class MetricsWriter(Protocol):
+    """Where measurements go. The x-axis is always samples seen by all workers."""
+
+    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
+        """Write one point for each tag."""
+        ...
+
+    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+        """Write a text in Markdown."""
+        ...
+
+    def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
+        """Write a picture, uint8, shape [H, W, 3]."""
+        ...
+
+    def flush(self) -> None:
+        """Make what was written visible to readers."""
+        ...
+
+    def close(self) -> None:
+        """Flush and end."""
+        ...
+
+
+class Tee:
+    """Hands all on to several writers.
+
+    Args:
+        writers: they take everything in this order.
+    """
+
+    def __init__(self, *writers: MetricsWriter) -> None:
+        self._writers = writers
+
+    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
+        """Write one point for each tag."""
+        for writer in self._writers:
+            writer.scalars(values, num_samples=num_samples)
+
+    def text(self, name: str, markdown: str, *, num_samples: int) -> None:
+        """Write a text in Markdown."""
+        for writer in self._writers:
+            writer.text(name, markdown, num_samples=num_samples)
+
+    def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
+        """Write a picture, uint8, shape [H, W, 3]."""
+        for writer in self._writers:
+            writer.image(name, pixels, num_samples=num_samples)
+
+    def flush(self) -> None:
+        """Make what was written visible to readers."""
+        for writer in self._writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """Flush and end."""
+        for writer in self._writers:
+            writer.close()
+
+
+def config_as_markdown(config: Mapping[str, Any]) -> str:
+    """Return nested settings as a Markdown table of dotted names and values."""
+    rows = [f"| `{name}` | {value} |" for name, value in _dotted("", config)]
+    return "\n".join(["| setting | value |", "|---|---|", *rows])
+
+
+def _dotted(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        rows += _dotted(f"{name}.", value) if isinstance(value, dict) and value else [(name, value)]
+    return rows

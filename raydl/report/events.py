@@ -1,0 +1,213 @@
+"""A run's curves and sentences, read back from its TensorBoard event files.
+
+Every start of a run writes a file of its own. A resumed start says from how many samples on
+the points of earlier starts no longer count. The seconds are those of training: they begin
+with the first generation of each start and go on where the checkpoint lay, so that the time
+between two starts does not count.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_HEADER = struct.Struct("<QI")
+"""Length of a record and its checksum; behind the record lies another checksum, of 4 bytes."""
+_TEXT_SUFFIX = "/text_summary"
+_SENTENCES = "events"
+_MEMBERSHIP = "membership"
+_ROW = re.compile(r"^\| (\d+) \| [\d,]+ \| \d+: ([^|]*) \|", re.MULTILINE)
+"""A row of the table of memberships: the generation, and who trains."""
+_CENTER = "center/"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The points of one tag, in the order of samples; all three of one length."""
+
+    samples: tuple[int, ...] = ()
+    """Training samples of all workers together."""
+    seconds: tuple[float, ...] = ()
+    """Seconds of training."""
+    values: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A sentence that the run said of itself."""
+
+    sentence: str
+    start: int
+    """Which start of the run said it, counted from 1."""
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class History:
+    """All that the event files hold."""
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    told: tuple[Told, ...] = ()
+    members: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    """Who trained, by start and generation, as far as the run wrote it down."""
+    num_starts: int = 0
+    damage: str = ""
+    """A sentence about files that could not be read to their end; empty: all could."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    tag: str
+    samples: int
+    wall_s: float
+    value: float
+
+
+@dataclass
+class _Start:
+    points: list[_Point] = field(default_factory=list)
+    texts: list[tuple[str, int, float]] = field(default_factory=list)
+    members: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    purge_from: int | None = None
+    is_damaged: bool = False
+
+
+def read_history(files: Sequence[bytes]) -> History:
+    """Return what the event files of a run hold.
+
+    Args:
+        files: their contents, oldest first. A last record that is cut off is left out: a run
+            that goes on is about to write the rest.
+    """
+    curves: dict[str, list[tuple[int, float, float]]] = {}
+    told: list[Told] = []
+    starts = [_read_start(data) for data in files]
+    before_s = 0.0
+    for number, start in enumerate(starts, 1):
+        if start.purge_from is not None:
+            for tag, points in curves.items():
+                curves[tag] = [p for p in points if p[0] < start.purge_from]
+        kept = [
+            p[1] for tag, points in curves.items() if not tag.startswith(_CENTER) for p in points
+        ]
+        before_s = max(kept, default=0.0)
+        clock = _Clock(start, before_s)
+        for point in start.points:
+            seconds = clock.seconds_of(point)
+            curves.setdefault(point.tag, []).append((point.samples, seconds, point.value))
+        told += [Told(text, number, n, clock.at(wall_s)) for text, n, wall_s in start.texts]
+    return History(
+        curves={tag: _curve(points) for tag, points in sorted(curves.items()) if points},
+        told=tuple(dict.fromkeys(told)),
+        members={(i, g): who for i, s in enumerate(starts, 1) for g, who in s.members.items()},
+        num_starts=len(starts),
+        damage=_damage(starts),
+    )
+
+
+def _damage(starts: Sequence[_Start]) -> str:
+    count = sum(start.is_damaged for start in starts)
+    return f"{count} of {len(starts)} event files are damaged and read in part" if count else ""
+
+
+def _curve(points: list[tuple[int, float, float]]) -> Curve:
+    samples, seconds, values = zip(*sorted(points, key=lambda p: p[:2]), strict=True)
+    return Curve(samples, seconds, values)
+
+
+class _Clock:
+    """Seconds of training for the wall clock of one start.
+
+    Args:
+        start: its points and sentences.
+        before_s: seconds of training of earlier starts.
+    """
+
+    def __init__(self, start: _Start, before_s: float) -> None:
+        walls = [wall_s for text, _, wall_s in start.texts if text.startswith("generation")]
+        walls += [point.wall_s for point in start.points]
+        self._began_at = walls[0] if walls else 0.0
+        self._before_s = before_s
+        records = {p.samples: self.at(p.wall_s) for p in start.points if not _is_late(p)}
+        self._records = sorted(records.items())
+
+    def at(self, wall_s: float) -> float:
+        """Return the seconds of training at a moment; before the first generation: none yet."""
+        return self._before_s + max(0.0, wall_s - self._began_at)
+
+    def seconds_of(self, point: _Point) -> float:
+        """Return when a point was reached, not when it was written: scores come later."""
+        if not _is_late(point) or not self._records:
+            return self.at(point.wall_s)
+        right = bisect.bisect_left(self._records, (point.samples, -math.inf))
+        if right == len(self._records):
+            return self._records[-1][1]
+        to_samples, to_s = self._records[right]
+        from_samples, from_s = self._records[right - 1] if right else (0, self._before_s)
+        share = (point.samples - from_samples) / max(1, to_samples - from_samples)
+        return from_s + share * (to_s - from_s)
+
+
+def _is_late(point: _Point) -> bool:
+    return point.tag.startswith(_CENTER) and point.tag != "center/distance"
+
+
+def _read_start(data: bytes) -> _Start:
+    # Imported here: it costs half a second that only who reads events should pay.
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto import event_pb2
+
+    start = _Start()
+    for record in _records(data):
+        try:
+            event = event_pb2.Event.FromString(record)
+        except DecodeError:
+            start.is_damaged = True
+            break
+        if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+            start.purge_from = int(event.step)
+        for value in event.summary.value:
+            _take(start, event, value)
+    return start
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file, each framed by its length and two checksums."""
+    at = 0
+    while at + _HEADER.size <= len(data):
+        length, _ = _HEADER.unpack_from(data, at)
+        at += _HEADER.size
+        if at + length > len(data):
+            return
+        yield data[at : at + length]
+        at += length + 4
+
+
+def _take(start: _Start, event: Any, value: Any) -> None:
+    """Add a scalar or a sentence; whatever else an event holds is passed over."""
+    tag = value.tag.removesuffix(_TEXT_SUFFIX)
+    if value.HasField("tensor") and value.tensor.string_val:
+        text = b" ".join(value.tensor.string_val).decode(errors="replace").strip()
+        if tag == _SENTENCES:
+            start.texts.append((text, int(event.step), event.wall_time))
+        elif tag.partition("/")[0] == _MEMBERSHIP:
+            rows = _ROW.findall(text)
+            start.members |= {int(n): tuple(who.strip().split(", ")) for n, who in rows}
+        return
+    if value.HasField("simple_value"):
+        number = value.simple_value
+    elif value.HasField("tensor") and value.tensor.float_val:
+        number = value.tensor.float_val[0]
+    else:
+        return
+    if math.isfinite(number):
+        start.points.append(_Point(tag, int(event.step), event.wall_time, float(number)))

@@ -1,0 +1,183 @@
+"""Who may write to a run's folder: one driver at a time.
+
+On a disk the driver holds a lock on ``driver.lock``, which the system takes back when the
+process ends, however it ends. Where there are no locks, on an object store, it claims:
+
+    runs/NAME/drivers/ID/driver.json     who, since when, and a number that rises
+
+The number is written anew every few seconds. A claim that stands still is one that a dead
+driver left behind. Every driver writes its claim before it looks for others, so of two that
+start at once at least one sees the other; the first by name stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from raydl.errors import ConfigError
+from raydl.storage import Storage, in_words
+
+BEAT_S = 2.0
+"""Seconds between two writes of a claim."""
+STALE_S = 10.0
+"""A claim that stands still for so long is of a driver that is gone."""
+POLL_S = 0.25
+"""Seconds between two looks at the claims of others."""
+_LOCK = "driver.lock"
+_CLAIMS = "drivers"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@contextmanager
+def held(storage: Storage, setting: str) -> Iterator[None]:
+    """Hold a run's folder, which is there, until the end of the ``with``.
+
+    Args:
+        storage: the run's folder.
+        setting: what named it, for the error.
+
+    Raises:
+        ConfigError: another driver holds it; it says which, since when, and what to do.
+    """
+    lock = None if storage.local_path is None else _lock(storage, setting)
+    if lock is not None:
+        try:
+            yield
+        finally:
+            os.close(lock)  # the file stays: to delete it would let two hold two files
+        return
+    claim = _Claim(storage)
+    try:
+        try:
+            claim.stake(setting)
+        except OSError as error:
+            problem = f"{storage.root} can not be claimed: {in_words(error)}"
+            raise ConfigError(setting, problem) from error
+        yield
+    finally:
+        claim.release()
+
+
+def _lock(storage: Storage, setting: str) -> int | None:
+    """Return the descriptor that holds the lock; None where the file system has no locks."""
+    assert storage.local_path is not None
+    path = Path(storage.local_path) / _LOCK
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(setting, f"{path} can not be opened: {error}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise _in_use(storage, setting, path.read_bytes()) from None
+        if error.errno in _NO_LOCKS:
+            return None
+        raise ConfigError(setting, f"{path} can not be locked: {error}") from error
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, json.dumps(_me()).encode())
+    return descriptor
+
+
+def _me() -> dict[str, Any]:
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"driver": f"process {os.getpid()} on {socket.gethostname()}", "since": since}
+
+
+def _in_use(storage: Storage, setting: str, data: bytes) -> ConfigError:
+    try:
+        holder = json.loads(data)
+        who = f"{holder['driver']} since {holder['since']}"
+    except (ValueError, KeyError, TypeError):
+        who = "another driver"  # it is about to write who it is
+    return ConfigError(
+        setting,
+        f"{storage.root} is in use by {who}; name another folder, or stop that run first, "
+        f"which goes on where it was with --resume",
+    )
+
+
+class _Claim:
+    """This driver's claim on a folder of an object store, kept alive by a thread.
+
+    Args:
+        storage: the run's folder.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        stamp = f"{time.time_ns():020d}"
+        self._storage, self._name = storage, f"{stamp}-{uuid.uuid4().hex[:8]}"
+        self._me = _me()
+        self._beat = 0
+        self._ended = threading.Event()
+        # A daemon: a store that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._keep, name="run-claim", daemon=True)
+
+    def stake(self, setting: str) -> None:
+        """Claim the folder, if no living driver does.
+
+        Raises:
+            ConfigError: one does.
+        """
+        for name in self._standing_still(setting):
+            self._storage.delete_dir(f"{_CLAIMS}/{name}")
+        self._write()
+        self._thread.start()
+        until = time.monotonic() + STALE_S
+        while others := self._others():
+            if min(others) < self._name or time.monotonic() > until:
+                raise _in_use(self._storage, setting, self._read(min(others)))
+            time.sleep(POLL_S)  # who came second sees this claim, and goes
+
+    def release(self, *, timeout_s: float = 5.0) -> None:
+        """Give the folder back; a store that does not answer is waited for ``timeout_s``."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _keep(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with suppress(OSError):  # the next beat tries again
+                self._write()
+        with suppress(OSError):
+            self._storage.delete_dir(f"{_CLAIMS}/{self._name}")
+
+    def _write(self) -> None:
+        self._beat += 1
+        data = json.dumps({**self._me, "beat": self._beat}).encode()
+        self._storage.write_bytes(f"{_CLAIMS}/{self._name}/driver.json", data)
+
+    def _standing_still(self, setting: str) -> list[str]:
+        """Return the claims there are, once they have been seen to stand still."""
+        first = {name: self._read(name) for name in self._others()}
+        until = time.monotonic() + STALE_S
+        while first and time.monotonic() < until:
+            time.sleep(POLL_S)
+            for name, data in first.items():
+                now = self._read(name)
+                if now not in (b"", data):
+                    raise _in_use(self._storage, setting, now)
+            first = {name: data for name, data in first.items() if name in self._others()}
+        return list(first)
+
+    def _others(self) -> list[str]:
+        return [name for name in self._storage.list_dir(_CLAIMS) if name != self._name]
+
+    def _read(self, name: str) -> bytes:
+        """Return a claim; empty if it was given back meanwhile."""
+        try:
+            return self._storage.read_bytes(f"{_CLAIMS}/{name}/driver.json")
+        except FileNotFoundError:
+            return b""

@@ -1,0 +1,226 @@
+"""What each cloud says about the end of a spot machine, and how it is asked."""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from raydl.errors import ConfigError, RaydlError, UnknownNameError
+
+_ANSWER_S = 5.0
+"""The longest wait for a metadata service."""
+_TOKEN_S = 21600
+"""How long an AWS session token is valid: the longest there is."""
+_AWS_S, _GCP_S, _AZURE_S = 120.0, 30.0, 30.0
+"""What each cloud promises between notice and end, in seconds."""
+
+
+class MetadataError(RaydlError):
+    """The metadata service did not answer, or not in the words of its cloud."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """This machine will be taken away.
+
+    Args:
+        reason: what the cloud said.
+        ends_at: when, in seconds of Unix time.
+    """
+
+    reason: str
+    ends_at: float
+
+
+class Source(Protocol):
+    """Who knows whether this machine will be taken away."""
+
+    def notice(self, now: float) -> Notice | None:
+        """Return the notice, if there is one.
+
+        Raises:
+            MetadataError: that can not be said just now.
+        """
+
+
+class Metadata:
+    """The metadata service of this machine.
+
+    Args:
+        url: where it is, without a path.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        # Never through a proxy: the address means this machine.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def ask(self, path: str, headers: dict[str, str], *, method: str = "GET") -> tuple[int, str]:
+        """Return (HTTP status, text).
+
+        Raises:
+            MetadataError: there was no answer.
+        """
+        request = urllib.request.Request(self._url + path, headers=headers, method=method)
+        try:
+            with self._opener.open(request, timeout=_ANSWER_S) as answer:
+                return answer.status, answer.read().decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, ""
+        except (OSError, http.client.HTTPException) as error:
+            raise MetadataError(f"{self._url}{path} does not answer: {error}") from None
+
+    def get(self, path: str, headers: dict[str, str], *, method: str = "GET") -> str:
+        """Return the text of an answer.
+
+        Raises:
+            MetadataError: there was none, or its status is not 200.
+        """
+        status, text = self.ask(path, headers, method=method)
+        if status != 200:
+            raise MetadataError(f"{self._url}{path} answers with status {status}")
+        return text
+
+
+class Aws:
+    """EC2: a page that is not there until the notice comes.
+
+    Args:
+        metadata: whom to ask.
+        rebalance: take a recommendation to rebalance, which may come long before, as notice too.
+    """
+
+    def __init__(self, metadata: Metadata, *, rebalance: bool = False) -> None:
+        self._metadata = metadata
+        self._pages = {"spot/instance-action": _aws_action}
+        if rebalance:
+            self._pages["events/recommendations/rebalance"] = _aws_rebalance
+        self._token = ""
+
+    def notice(self, now: float) -> Notice | None:
+        """Return the notice, if there is one; see :class:`Source`."""
+        for page, read in self._pages.items():
+            text = self._get(f"/latest/meta-data/{page}")
+            if text is not None:
+                return read(text, now)
+        return None
+
+    def _get(self, path: str) -> str | None:
+        if not self._token:
+            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
+            self._token = self._metadata.get("/latest/api/token", ttl, method="PUT")
+        status, text = self._metadata.ask(path, {"X-aws-ec2-metadata-token": self._token})
+        if status in (200, 404):
+            return text if status == 200 else None
+        self._token = ""  # 401: it is too old
+        raise MetadataError(f"{path} answers with status {status}")
+
+
+def _aws_action(text: str, now: float) -> Notice:
+    try:
+        given = json.loads(text)
+        when = datetime.fromisoformat(given["time"].replace("Z", "+00:00"))
+        return Notice(reason=f"spot {given['action']}", ends_at=when.timestamp())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # A page that is there means that the machine goes, whatever it says.
+        return Notice(reason="spot notice", ends_at=now + _AWS_S)
+
+
+def _aws_rebalance(text: str, now: float) -> Notice:
+    return Notice(reason="rebalance recommendation", ends_at=now + _AWS_S)
+
+
+class Gcp:
+    """Compute Engine: a page that says TRUE or FALSE.
+
+    Args:
+        metadata: whom to ask.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+
+    def notice(self, now: float) -> Notice | None:
+        """Return the notice, if there is one; see :class:`Source`."""
+        path = "/computeMetadata/v1/instance/preempted"
+        text = self._metadata.get(path, {"Metadata-Flavor": "Google"}).strip()
+        if text not in ("TRUE", "FALSE"):
+            raise MetadataError(f"{path} says {text[:80]!r}, neither TRUE nor FALSE")
+        return Notice(reason="preempted", ends_at=now + _GCP_S) if text == "TRUE" else None
+
+
+class Azure:
+    """Azure: a list of events, of this machine and of others of its set.
+
+    Args:
+        metadata: whom to ask.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._name = ""
+
+    def notice(self, now: float) -> Notice | None:
+        """Return the notice, if there is one; see :class:`Source`."""
+        path = "/metadata/scheduledevents?api-version=2020-07-01"
+        text = self._metadata.get(path, {"Metadata": "true"})
+        try:
+            found = [e for e in json.loads(text)["Events"] if e["EventType"] == "Preempt"]
+            found = [e for e in found if self._own_name() in e["Resources"]]
+            return (
+                Notice(reason="preempt event", ends_at=_not_before(found[0], now))
+                if found
+                else None
+            )
+        except (ValueError, KeyError, TypeError):
+            raise MetadataError(f"{path} says {text[:80]!r}, no list of events") from None
+
+    def _own_name(self) -> str:
+        path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+        self._name = self._name or self._metadata.get(path, {"Metadata": "true"}).strip()
+        return self._name
+
+
+def _not_before(event: dict[str, Any], now: float) -> float:
+    """Return when an event begins, in seconds of Unix time; it is empty once it has begun."""
+    if not event.get("NotBefore"):
+        return now + _AZURE_S
+    return email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
+
+
+URLS = {
+    "aws": "http://169.254.169.254",
+    "gcp": "http://metadata.google.internal",
+    "azure": "http://169.254.169.254",
+}
+"""Where the metadata service of each cloud is."""
+
+
+def make_source(provider: str, url: str | None = None, *, rebalance: bool = False) -> Source:
+    """Return who knows about this machine.
+
+    Args:
+        provider: ``aws``, ``gcp`` or ``azure``.
+        url: where its metadata service is; None: where the cloud has it.
+        rebalance: on AWS, take a recommendation to rebalance as notice too.
+
+    Raises:
+        ConfigError: there is no such provider, or what is asked of it does not fit.
+    """
+    if provider not in URLS:
+        raise UnknownNameError("--provider", provider, URLS)
+    if rebalance and provider != "aws":
+        raise ConfigError("--rebalance", f"is a word of aws alone, got --provider {provider}")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError("--metadata-url", f"must begin with http:// or https://, got {url}")
+    metadata = Metadata(url or URLS[provider])
+    if provider == "aws":
+        return Aws(metadata, rebalance=rebalance)
+    return Gcp(metadata) if provider == "gcp" else Azure(metadata)

@@ -1,0 +1,263 @@
+"""Whoever comes to a cluster that will not have them hears why in one sentence, and soon."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import ray
+from ray._private import services, utils
+from ray._raylet import AuthenticationTokenLoader
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+from raydl import ray_session
+from raydl.errors import ClusterError
+
+TOKEN = "a" * 64
+BOUND_S = 20
+
+
+class Gcs(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
+    """What a cluster answers first, over the same protocol: its id, to who has its token."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def GetClusterId(self, request, context):
+        given = dict(context.invocation_metadata()).get("authorization")
+        if self.token is not None and given != f"Bearer {self.token}":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return gcs_service_pb2.GetClusterIdReply(cluster_id=b"c")
+
+
+@contextlib.contextmanager
+def gcs(token):
+    server = grpc.server(ThreadPoolExecutor(1))
+    gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(Gcs(token), server)
+    port = server.add_insecure_port("0.0.0.0:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    """No connection, no token; what ``ray.init`` was called with is no concern here."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **how: None)
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    AuthenticationTokenLoader.instance().reset_cache()
+    yield
+    monkeypatch.undo()
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def refused(monkeypatch, address, *, mode="token", token=None):
+    """Return the sentence with which a cluster can not be joined."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    if token is not None:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    began = time.monotonic()
+    with pytest.raises(ClusterError) as caught:
+        ray_session.connect()
+    assert time.monotonic() - began < BOUND_S
+    sentence = str(caught.value)
+    assert sentence.startswith(f"the Ray cluster at {address} (RAY_ADDRESS) ")
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_nobody_at_the_address_is_told_within_seconds(monkeypatch):
+    sentence = refused(monkeypatch, "127.0.0.1:1")
+    assert "127.0.0.1:1 (RAY_ADDRESS) does not answer (Connection refused)" in sentence
+    assert "start one with ray start --head" in sentence
+
+
+def test_a_name_that_nobody_has_is_told(monkeypatch):
+    assert "does not answer (" in refused(monkeypatch, "cluster.invalid:6379")
+
+
+def test_somebody_who_listens_and_says_nothing_is_no_cluster(monkeypatch):
+    monkeypatch.setattr(ray_session, "_ANSWER_S", 0.2)
+    with socket.create_server(("0.0.0.0", 0)) as silent:
+        sentence = refused(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")
+    assert "does not answer (it said nothing for 0.2 s)" in sentence
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1"])
+def test_what_is_no_address_is_told_with_what_one_looks_like(monkeypatch, address):
+    assert "give HOST:PORT" in refused(monkeypatch, address)
+
+
+def test_ray_clients_address_is_refused(monkeypatch):
+    assert "Ray Client" in refused(monkeypatch, "ray://127.0.0.1:10001")
+
+
+def test_a_client_that_brings_no_token_hears_how_to_bring_one(monkeypatch):
+    with gcs(TOKEN) as address:
+        sentence = refused(monkeypatch, address, mode="disabled", token=TOKEN)
+    assert "asks for a token and this process brings none (RAY_AUTH_MODE is disabled)" in sentence
+    assert "set RAY_AUTH_MODE=token" in sentence
+
+
+def test_a_client_that_finds_no_token_hears_where_it_is_looked_for(monkeypatch):
+    with gcs(TOKEN) as address:
+        sentence = refused(monkeypatch, address)
+    assert "asks for a token and none is found; put it into RAY_AUTH_TOKEN or" in sentence
+
+
+def test_a_wrong_token_is_called_wrong_and_is_not_shown(monkeypatch):
+    with gcs(TOKEN) as address:
+        sentence = refused(monkeypatch, address, token="b" * 64)
+    assert "asks for another token than the one found" in sentence
+    assert "bbb" not in sentence
+
+
+def test_a_token_for_a_cluster_without_tokens_is_refused_before_its_actors_fail(monkeypatch):
+    with gcs(None) as address:
+        sentence = refused(monkeypatch, address, token=TOKEN)
+    assert "asks for no token and this process brings one (RAY_AUTH_MODE=token)" in sentence
+    assert "set RAY_AUTH_MODE=disabled" in sentence
+
+
+@pytest.mark.parametrize(("mode", "token"), [("token", TOKEN), ("disabled", None)])
+def test_who_agrees_about_tokens_comes_in(monkeypatch, mode, token):
+    with gcs(token) as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        assert ray_session.connect() is False
+
+
+def test_a_cluster_that_ray_finds_by_itself_gets_the_token_that_is_there(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # so that it is restored
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with gcs(TOKEN) as address:
+        monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda auto: address)
+        assert ray_session.connect() is False
+
+
+def test_other_versions_are_told_side_by_side(monkeypatch):
+    cluster = {"ray_version": "2.9.1", "python_version": "3.9.2"}
+    monkeypatch.setattr(ray, "init", lambda **how: utils.check_version_info(cluster, "here"))
+    with gcs(None) as address:
+        sentence = refused(monkeypatch, address, mode="disabled")
+    ours = f"this process Ray {ray.__version__} on Python {sys.version.split()[0]}"
+    assert f"runs Ray 2.9.1 on Python 3.9.2, {ours}; install the cluster's versions" in sentence
+
+
+def test_another_refusal_of_ray_keeps_its_reason(monkeypatch):
+    def init(**how):
+        try:
+            raise RuntimeError("no node of the cluster runs here\nand much more")
+        except RuntimeError as error:
+            raise ConnectionError("Failed to connect to Ray cluster") from error
+
+    monkeypatch.setattr(ray, "init", init)
+    with gcs(None) as address:
+        sentence = refused(monkeypatch, address, mode="disabled")
+    assert "joined: Failed to connect to Ray cluster: no node of the cluster runs here;" in sentence
+
+
+# a real cluster
+
+
+def free_port():
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        return server.getsockname()[1]
+
+
+def free_ports(count):
+    """Return free ports outside of those that Ray gives to its workers by itself."""
+    found = set()
+    while len(found) < count:
+        port = free_port()
+        if not 10002 <= port <= 19999:
+            found.add(port)
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def head(folder, *, mode):
+    """A cluster of one node, with a token in a home of its own; yield its address."""
+    home = folder / "home"
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray/auth_token").write_text(TOKEN)
+    port, *others = free_ports(7)
+    names = (
+        "ray-client-server-port", "node-manager-port", "object-manager-port",
+        "dashboard-agent-listen-port", "metrics-export-port", "runtime-env-agent-port",
+    )  # fmt: skip
+    words = [
+        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=1",
+        f"--port={port}", "--include-dashboard=false", "--disable-usage-stats",
+        "--object-store-memory=100000000", f"--temp-dir={folder / 'r'}",
+        *[f"--{name}={other}" for name, other in zip(names, others, strict=True)],
+    ]  # fmt: skip
+    environment = {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": mode}
+    log = folder / "head.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            words, stdout=out, stderr=out, env=environment, start_new_session=True
+        )
+    try:
+        until = time.monotonic() + 40
+        while "Ray runtime started" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()  # ends what it has started, too
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=5)
+
+
+def train(folder, name, address, **environment):
+    """Start a run on a cluster; return its exit status and what it said at last."""
+    words = [
+        sys.executable, "-m", "raydl", "train", "--data", "synthetic:64", "--model", "mlp",
+        "--workers", "1", "--batch-size", "8", "--run.progress", "plain",
+        "--run-dir", str(folder / name),
+    ]  # fmt: skip
+    mine = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    mine |= {"HOME": str(folder), "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(words, env=mine, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.cluster
+def test_a_real_cluster_with_tokens_turns_away_who_has_none_or_another(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("c")  # short: the paths of Ray's sockets are limited
+    cases = {
+        "is disabled": {"RAY_AUTH_MODE": "disabled"},
+        "none is found": {"RAY_AUTH_MODE": "token"},
+        "another token": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64},
+    }
+    with head(folder, mode="token") as address, ThreadPoolExecutor(3) as pool:
+        runs = {
+            words: pool.submit(train, folder, str(number), address, **environment)
+            for number, (words, environment) in enumerate(cases.items())
+        }
+        for words, run in runs.items():
+            status, said = run.result()
+            assert status == 2, said
+            assert said.startswith(f"error: the Ray cluster at {address} (RAY_ADDRESS)"), said
+            assert words in said

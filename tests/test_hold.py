@@ -1,0 +1,178 @@
+"""One driver at a time writes to a run's folder."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pyarrow.fs as fs
+import pytest
+
+from raydl import cli
+from raydl.errors import ConfigError
+from raydl.runs import hold
+from raydl.storage import Storage
+
+HOLDER = """
+import sys
+from raydl.runs.hold import held
+from raydl.storage import Storage
+with held(Storage(sys.argv[1]), "run.run_dir"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+TRAIN = [
+    "train", "--data", "synthetic:64", "--model", "mlp", "--workers", "0",
+    "--batch-size", "8", "--epochs", "1",
+]  # fmt: skip
+
+
+class Objects(Storage):
+    """A folder that has no locks, as an object store has none."""
+
+    local_path = None
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr(hold, "BEAT_S", 0.05)
+    monkeypatch.setattr(hold, "STALE_S", 1.0)
+    monkeypatch.setattr(hold, "POLL_S", 0.02)
+
+
+@pytest.fixture
+def other_driver(tmp_path):
+    """Another process that holds a folder until it ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate(timeout=10)
+
+
+def take(storage):
+    with hold.held(storage, "run.run_dir"):
+        pass
+
+
+@pytest.mark.parametrize("kind", [Storage, Objects])
+def test_a_folder_is_held_by_one_and_given_back(tmp_path, kind):
+    with hold.held(kind(str(tmp_path)), "run.run_dir"), pytest.raises(ConfigError) as caught:
+        take(kind(str(tmp_path)))
+    sentence = str(caught.value)
+    assert sentence.startswith(f"run.run_dir {tmp_path} is in use by process ")
+    assert " since 20" in sentence
+    assert sentence.endswith("name another folder, or stop that run first, which goes on where "
+                             "it was with --resume")  # fmt: skip
+    take(kind(str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", [Storage, Objects])
+def test_an_error_of_the_run_gives_the_folder_back(tmp_path, kind):
+    with pytest.raises(ZeroDivisionError), hold.held(kind(str(tmp_path)), "run.run_dir"):
+        raise ZeroDivisionError
+    take(kind(str(tmp_path)))
+
+
+def test_a_driver_that_is_killed_gives_the_folder_back_at_once(tmp_path, other_driver):
+    with pytest.raises(ConfigError, match=f"in use by process {other_driver.pid} on "):
+        take(Storage(str(tmp_path)))
+    other_driver.kill()
+    other_driver.wait(timeout=10)
+    take(Storage(str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", [Storage, Objects])
+def test_of_many_who_come_at_once_one_holds_the_folder(tmp_path, kind):
+    start, end = threading.Barrier(4), threading.Event()
+    outcomes = []
+
+    def come():
+        start.wait(timeout=10)
+        try:
+            with hold.held(kind(str(tmp_path)), "run.run_dir"):
+                outcomes.append("held")
+                end.wait(timeout=30)
+        except ConfigError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=come) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 20
+    while len(outcomes) < 4 and time.monotonic() < until:
+        time.sleep(0.02)
+    end.set()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert sorted(outcomes) == ["held", "refused", "refused", "refused"]
+
+
+def test_a_claim_that_stands_still_is_taken_over(tmp_path):
+    dead = tmp_path / "drivers/0000-dead"
+    dead.mkdir(parents=True)
+    claim = {"driver": "process 1 on gone", "since": "2026-01-01 00:00:00", "beat": 7}
+    (dead / "driver.json").write_text(json.dumps(claim))
+    with hold.held(Objects(str(tmp_path)), "run.run_dir"):
+        assert not dead.exists()
+        assert len(list((tmp_path / "drivers").iterdir())) == 1
+    assert list((tmp_path / "drivers").iterdir()) == []
+
+
+def test_a_holder_that_has_not_said_who_it_is_still_holds(tmp_path, other_driver):
+    (tmp_path / "driver.lock").write_text("")
+    with pytest.raises(ConfigError, match="in use by another driver; name another"):
+        take(Storage(str(tmp_path)))
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"]])
+def test_a_second_run_in_the_folder_of_a_live_one_is_refused(tmp_path, capsys, words):
+    folder = str(tmp_path / "run")
+    assert cli.main([*TRAIN, "--run-dir", folder]) == 0
+    capsys.readouterr()
+    with hold.held(Storage(folder), "run.run_dir"):
+        assert cli.main([*TRAIN, "--epochs", "2", "--run-dir", folder, *words]) == 2
+    assert f"error: run.run_dir {folder} is in use by process" in capsys.readouterr().err
+    status = 0 if words else 2  # without --resume there is a run, though a dead one
+    assert cli.main([*TRAIN, "--epochs", "2", "--run-dir", folder, *words]) == status
+
+
+def test_a_mistyped_folder_is_not_made_by_resume(tmp_path, capsys):
+    assert cli.main([*TRAIN, "--run-dir", str(tmp_path / "typo"), "--resume"]) == 2
+    assert "no run is there" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_place_that_can_not_be_written_is_told_before_anything_starts(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    words = ["--run-dir", str(tmp_path / "r"), "--storage-path", str(tmp_path / "file")]
+    assert cli.main([*TRAIN, *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"error: run.storage_path {tmp_path}/file/r can not be written: ")
+    assert "\n" not in error
+
+
+def test_the_query_of_a_uri_stays_last():
+    from raydl.storage import below, parent_and_name
+
+    place = below("s3://b/runs/?region=eu", "a")
+    assert place == "s3://b/runs/a?region=eu"
+    assert parent_and_name(place) == ("s3://b/runs?region=eu", "a")
+    assert parent_and_name("runs/a/") == ("runs", "a")
+
+
+def test_two_who_probe_a_place_at_once_do_not_disturb_each_other(tmp_path):
+    class Slow(Storage):
+        def write_bytes(self, name, data):
+            super().write_bytes(name, data)
+            if len(list(tmp_path.glob(".probe*"))) == 1:
+                Storage(str(tmp_path)).probe("run.run_dir")
+
+    Slow(str(tmp_path), filesystem=fs.LocalFileSystem()).probe("run.run_dir")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,125 @@
+"""A run grows as the autoscaler brings nodes, and the nodes go when it has ended: local.yaml."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from clusters import ClusterRun
+from ray.util import get_node_ip_address
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+BOUND_S = 100
+RAY_S_WORKER_PORTS = range(10002, 20000)
+
+
+def free_port():
+    """A port of the head that no worker of any cluster on this machine will be given."""
+    while True:
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            port = sock.getsockname()[1]
+        if port not in RAY_S_WORKER_PORTS:
+            return port
+
+
+def start_command(path):
+    """The command of a config's header that starts the cluster: (environment, words)."""
+    [line] = [x for x in path.read_text().splitlines() if "ray start --head" in x]
+    words = shlex.split(line.removeprefix("#   $ "))
+    settings = list(words[: words.index("ray")])
+    return dict(s.split("=", 1) for s in settings), words[words.index("ray") + 1 :]
+
+
+class LocalCluster:
+    """What local.yaml's own command starts, on free ports and in a folder of its own."""
+
+    def __init__(self, config):
+        # Not tmp_path: the sockets below it would have names that are too long.
+        self.folder = Path(tempfile.mkdtemp(prefix="raydl-"))
+        self.address = f"{get_node_ip_address()}:{free_port()}"
+        settings = yaml.safe_load(config.read_text())
+        settings["provider"]["gcs_address"] = self.address
+        self.config = self.folder / "local.yaml"
+        self.config.write_text(yaml.safe_dump(settings))
+        self.source = config
+
+    def __enter__(self):
+        environment, words = start_command(self.source)
+        words = [w if not w.startswith("--autoscaling") else self._option() for w in words]
+        host, port = self.address.split(":")
+        words += [
+            "--node-ip-address", host, "--port", port, "--temp-dir", str(self.folder),
+            "--ray-client-server-port", str(free_port()), "--include-dashboard", "false",
+            "--dashboard-agent-listen-port", str(free_port()),
+            "--min-worker-port", "0", "--max-worker-port", "0",
+        ]  # fmt: skip
+        ray = Path(sys.executable).with_name("ray")
+        subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
+        try:
+            with (self.folder / "start.log").open("w") as log:
+                subprocess.run(
+                    [ray, *words], check=True, timeout=BOUND_S, stdout=log, stderr=log,
+                    env={**os.environ, **environment},
+                )  # fmt: skip
+        except BaseException:
+            print((self.folder / "start.log").read_text())
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error):
+        deadline = time.monotonic() + 30
+        while pids := self.processes():  # again: the autoscaler may just have started one
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            assert time.monotonic() < deadline, f"they stay: {pids}"
+            time.sleep(0.1)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _option(self):
+        return f"--autoscaling-config={self.config}"
+
+    def processes(self, program=""):
+        """The processes whose command names the cluster's folder, of one program or all."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit():
+                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    if any(str(self.folder) in w for w in words) and words[0].endswith(program):
+                        found.append(int(entry.name))
+        return found
+
+    def nodes(self):
+        """The processes of its nodes, one each."""
+        return self.processes("/raylet")
+
+
+def test_a_run_grows_from_one_node_to_four_and_the_nodes_go_after_it(root, tmp_path):
+    with LocalCluster(root / "cluster_configs/local.yaml") as local:
+        assert len(local.nodes()) == 1
+        options = ["--data", "digits", "--epochs", "100000", "--period", "4", "--workers", "1:4"]
+        with ClusterRun(SimpleNamespace(address=local.address), tmp_path / "run", *options) as run:
+            run.until_training(1)
+            run.until_training(4)
+            assert len(local.nodes()) == 4
+            run.process.terminate()
+            assert run.process.wait(timeout=BOUND_S) == 143, run.output
+        deadline = time.monotonic() + BOUND_S
+        while len(local.nodes()) > 1:
+            assert time.monotonic() < deadline, f"these nodes stay: {local.nodes()}"
+            time.sleep(0.2)
+    assert local.processes() == []

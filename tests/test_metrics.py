@@ -1,0 +1,240 @@
+"""Where measurements go: TensorBoard's pages, Ray's metrics, Grafana."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from raydl import cli
+from raydl.metrics import COMPARED, STACK, TAGS, TIME_PARTS, MembershipTable, Tee, time_values
+from raydl.metrics.stack_picture import StackHistory, draw_stack
+from raydl.metrics.tensorboard import make_layout
+from raydl.on_ray import metrics as ray_metrics
+from raydl.on_ray.metrics import EXPORTED, RayMetrics, exported_name
+
+LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]
+
+
+def test_the_page_has_its_categories_in_the_order_a_person_asks():
+    assert [category.title for category in make_layout().category] == [
+        "Accuracy and loss",
+        "Throughput and workers",
+        "Time in eight parts",
+        "Exchange",
+        "Staleness",
+        "Speed of each worker",
+    ]
+
+
+def test_every_curve_of_the_page_is_one_that_is_written():
+    charts = [chart for category in make_layout().category for chart in category.chart]
+    for pattern in [tag for chart in charts for tag in chart.multiline.tag]:
+        assert any(re.fullmatch(pattern, name) for name in TAGS), pattern
+    for series in [series for chart in charts for series in chart.margin.series]:
+        assert {series.lower, series.value, series.upper} <= set(TAGS)
+
+
+def test_the_stack_has_a_band_for_each_of_the_eight_parts_on_top_of_the_one_before():
+    charts = [chart for category in make_layout().category for chart in category.chart]
+    (bands,) = [chart.margin.series for chart in charts if chart.margin.series]
+    assert [band.upper for band in bands] == [f"time_stacked/{part}" for part in STACK]
+    assert [band.lower for band in bands[1:]] == [band.upper for band in bands[:-1]]
+    assert set(STACK) == set(TIME_PARTS)
+
+
+def test_the_heights_of_the_stack_by_hand():
+    parts = {**dict.fromkeys(TIME_PARTS, 0.0), "forward_backward": 4.0, "replica_update": 1.0}
+    values = time_values({**parts, "initialization": 2.0})
+    assert values["time/initialization"] == 2.0
+    assert values["time_stacked/ground"] == 0.0
+    assert values["time_stacked/forward_backward"] == 4.0
+    assert values["time_stacked/replica_update"] == 5.0
+    assert values["time_stacked/data_io"] == 5.0
+    assert values["time_stacked/initialization"] == 7.0
+
+
+def test_the_picture_of_the_stack_has_each_colour_as_high_as_its_seconds():
+    parts = {**dict.fromkeys(TIME_PARTS, 0.0), "forward_backward": 3.0, "data_io": 1.0}
+    pixels = draw_stack([(0, parts), (1000, parts)])
+    assert (pixels.dtype, pixels.shape) == (np.uint8, (348, 440, 3))
+
+    def height(part):
+        color = [int(STACK[part][i : i + 2], 16) for i in (1, 3, 5)]
+        return int((pixels[:, 240] == color).all(axis=1)[:236].sum())
+
+    # Of 210 pixels; edges are smoothed over some of them.
+    assert height("forward_backward") == pytest.approx(210 * 3 / 4, abs=6)
+    assert height("data_io") == pytest.approx(210 * 1 / 4, abs=6)
+
+
+def test_a_history_of_any_length_stays_bounded_and_keeps_its_newest_point():
+    history = StackHistory()
+    for number in range(5000):
+        history.add(number, dict.fromkeys(TIME_PARTS, float(number)))
+    samples = [count for count, _ in history.points]
+    assert len(samples) <= 512
+    assert samples == sorted(samples)
+    assert samples[-1] == 4999
+
+
+def test_memberships_are_told_newest_first_and_who_trains():
+    table = MembershipTable()
+    table.add(1, ("w0", "w1"), "w0, w1 start", num_samples=0)
+    table.add(2, ("w0",), "w1 was lost: a | b", num_samples=12_000)
+    lines = table.markdown().splitlines()
+    assert lines[0] == "| generation | from sample | workers | why |"
+    assert lines[2] == "| 2 | 12,000 | 1: w0 | w1 was lost: a \\| b |"
+    assert lines[3] == "| 1 | 0 | 2: w0, w1 | w0, w1 start |"
+
+
+class Spy:
+    """A writer that remembers what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args, **settings: self.calls.append((name, *args))
+
+
+def test_all_writers_get_all():
+    spies = Spy(), Spy()
+    tee = Tee(*spies)
+    tee.scalars({"train/lr": 0.1}, num_samples=1)
+    tee.text("events", "w0 starts", num_samples=1)
+    tee.image("time/stacked", np.zeros((1, 1, 3), np.uint8), num_samples=1)
+    tee.flush()
+    tee.close()
+    names = [call[0] for call in spies[0].calls]
+    assert names == ["scalars", "text", "image", "flush", "close"]
+    assert [call[0] for call in spies[1].calls] == names
+
+
+class FakeMetric:
+    """What Ray's gauges and counters are asked for."""
+
+    made: dict[str, "FakeMetric"]
+
+    def __init__(self, name, description="", tag_keys=None):
+        self.name, self.description, self.tag_keys = name, description, tag_keys
+        self.values = []
+        FakeMetric.made[name] = self
+
+    def set(self, value, tags):
+        assert set(tags) == set(self.tag_keys)
+        self.values.append((value, tags))
+
+    inc = set
+
+
+def on_fake_ray(monkeypatch, clock=lambda: 0.0):
+    FakeMetric.made = {}
+    monkeypatch.setattr(ray_metrics, "Gauge", FakeMetric)
+    monkeypatch.setattr(ray_metrics, "Counter", FakeMetric)
+    return RayMetrics("my-run", clock=clock), FakeMetric.made
+
+
+def test_ray_gets_every_curve_under_its_own_name_with_its_sentence(monkeypatch):
+    writer, made = on_fake_ray(monkeypatch)
+    values = {"center/accuracy": 0.5, "worker_step_s/w3": 0.25, "time_stacked/ground": 0.0}
+    writer.scalars(values, num_samples=10)
+    assert set(made) == {"raydl_samples", "raydl_center_accuracy", "raydl_worker_step_s"}
+    accuracy, step = made["raydl_center_accuracy"], made["raydl_worker_step_s"]
+    assert accuracy.values == [(0.5, {"run": "my-run"})]
+    assert accuracy.description == TAGS["center/accuracy"].sentence
+    assert step.values == [(0.25, {"run": "my-run", "worker": "w3"})]
+
+
+def test_the_counter_of_samples_never_goes_back(monkeypatch):
+    writer, made = on_fake_ray(monkeypatch)
+    for num_samples in (100, 160, 120, 200):  # a resumed run; a score that comes late
+        writer.scalars({"train/lr": 0.1}, num_samples=num_samples)
+    assert [value for value, _ in made["raydl_samples"].values] == [60, 40]
+
+
+def test_the_gauges_of_a_worker_end_a_minute_after_its_last_news(monkeypatch):
+    now = [0.0]
+    writer, made = on_fake_ray(monkeypatch, clock=lambda: now[0])
+    for now[0] in (0.0, 50.0, 70.0):
+        writer.scalars({"worker_step_s/w1": 0.5}, num_samples=1)
+    writer.scalars({"worker_step_s/w0": 0.5}, num_samples=1)
+    now[0] = 131.0
+    writer.scalars({"worker_step_s/w0": 0.5}, num_samples=1)
+    last, tags = made["raydl_worker_step_s"].values[-1]
+    assert math.isnan(last)
+    assert tags["worker"] == "w1"
+
+
+def test_the_names_that_ray_exports_are_all_different():
+    names = [exported_name(tag) for tag in EXPORTED]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"ray_raydl_[a-z_]+", name) for name in names)
+
+
+def test_the_dashboard_asks_only_for_what_is_exported(root):
+    text = (root / "cluster_configs/grafana/raydl.json").read_text()
+    names = {exported_name(tag) for tag in EXPORTED}
+    assert set(re.findall(r"\bray_\w+", text)) <= names
+    dashboard = json.loads(text)
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        assert panel["targets"], panel["title"]
+        assert all('{run=~"$run"}' in target["expr"] for target in panel["targets"])
+    places = [
+        {(x, y) for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])}
+        for p in (panel["gridPos"] for panel in panels)
+    ]
+    assert sum(map(len, places)) == len(set.union(*places)), "panels overlap"
+
+
+def test_what_a_comparison_adds_is_in_the_docs(root):
+    text = (root / "docs/metrics.md").read_text()
+    assert all(f"`{name}`" in text for name in COMPARED)
+
+
+def train(run, *options):
+    assert cli.main(["train", *LOCAL, "--run-dir", str(run), *options]) == 0
+
+
+def read(run):
+    accumulator = EventAccumulator(str(run), size_guidance={"tensors": 0, "images": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def texts(accumulator, name):
+    return [
+        (event.step, event.tensor_proto.string_val[0].decode())
+        for event in accumulator.Tensors(f"{name}/text_summary")
+    ]
+
+
+def test_two_starts_in_one_folder_show_as_one_run(tmp_path):
+    run = tmp_path / "run"
+    train(run, "--epochs", "2")
+    train(run, "--epochs", "4", "--resume")
+    events = read(run)
+    memberships = [text for _, text in texts(events, "membership")]
+    assert [len(text.splitlines()) for text in memberships] == [3, 3]
+    assert "| 2 | 192 | 1: w0 | w0 starts |" in memberships[1]
+    steps, sentences = zip(*texts(events, "events"), strict=True)
+    assert [s.partition(" from")[0] for s in sentences] == [
+        "generation 1: w0 starts",
+        "resuming",
+        "generation 2: w0 starts",
+    ]
+    assert list(steps) == sorted(set(steps)), "TensorBoard shows one text for each step"
+    for name in ("center/predictions", "time/stacked"):
+        pictures = [event.step for event in events.Images(name)]
+        assert pictures == sorted(pictures)
+        assert (pictures[0] <= 192, pictures[-1]) == (True, 384)
+    layouts = events.Tensors("custom_scalars__config__")
+    assert {event.tensor_proto.string_val[0] for event in layouts} == {
+        make_layout().SerializeToString()
+    }
+    curve = [event.step for event in events.Scalars("center/accuracy")]
+    assert curve == sorted(set(curve))

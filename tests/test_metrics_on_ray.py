@@ -1,0 +1,41 @@
+"""Ray exports a run's curves where Prometheus looks for them."""
+
+import time
+import urllib.request
+
+import pytest
+import ray
+
+from raydl.on_ray.metrics import RayMetrics
+
+BOUND_S = 90
+
+pytestmark = pytest.mark.cluster
+
+
+def exported():
+    """Return the lines that the nodes of the cluster export of raydl."""
+    lines = []
+    for node in ray.nodes():
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            lines += answer.read().decode().splitlines()
+    return [line for line in lines if line.startswith("ray_raydl_") and 'run="exported"' in line]
+
+
+def test_the_nodes_export_what_the_driver_measures(cluster):
+    metrics = RayMetrics("exported")
+    metrics.scalars({"center/accuracy": 0.5, "worker_step_s/w3": 0.25}, num_samples=10)
+    metrics.scalars({"center/accuracy": 0.75}, num_samples=30)
+    expected = {
+        "ray_raydl_center_accuracy": "0.75",
+        "ray_raydl_worker_step_s": "0.25",
+        "ray_raydl_samples_total": "20.0",
+    }
+    deadline, lines = time.monotonic() + BOUND_S, []
+    while len(lines) < len(expected) and time.monotonic() < deadline:
+        time.sleep(0.5)  # the nodes collect every few seconds
+        lines = exported()
+    found = {line.partition("{")[0]: line.rpartition(" ")[2] for line in lines}
+    assert found == expected
+    assert any('worker="w3"' in line for line in lines)

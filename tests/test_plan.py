@@ -1,0 +1,529 @@
+"""The cost model: worked by hand, at its limits, against SC17, and against measured runs."""
+
+import dataclasses
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raydl import cli
+from raydl.errors import ConfigError, UnknownNameError
+from raydl.exchange.adaptive import AdaptiveAllreduce
+from raydl.exchange.allreduce import ProcessGroupLink, Reducer, measure_network
+from raydl.network import FLAT, choose, predict_s
+from raydl.plan import (
+    NETWORKS,
+    Plan,
+    best_period,
+    doublings,
+    flat_network,
+    parse_network,
+    predict,
+)
+
+SLOW = flat_network(2.0, 0.5)  # 2 s for a message, half a second for a byte
+INSTANT = flat_network(0.0, 0.0)
+FDR = parse_network("fdr")
+LENET_BYTES = 4 * 431_080
+SCHEDULES = ("sync", "async", "hogwild", "round_robin")
+
+
+def make_plan(schedule="sync", **settings):
+    defaults = {"period": 4, "overlaps": False, "step_s": 3.0, "num_bytes": 8, "batch_size": 10}
+    return Plan(schedule=schedule, **{**defaults, **settings})
+
+
+# worked by hand
+
+
+def test_a_synchronous_round_by_hand():
+    # Doubling among 4: 2 (2 + 8/2) = 12 s; the ring: 6 (2 + 8/4/2) = 18 s. A round: 4 * 3 + 12.
+    found = predict(make_plan(), SLOW, 4)
+    assert found.algorithm == "recursive-doubling"
+    assert (found.exchange_s, found.hidden_s, found.step_s) == (12.0, 0.0, 24 / 4)
+    assert (found.communication_share, found.efficiency) == (0.5, 0.5)
+    assert found.samples_per_s == 4 * 4 * 10 / 24
+
+
+def test_overlap_hides_an_exchange_behind_one_gradient_and_no_more():
+    found = predict(make_plan(overlaps=True), SLOW, 4)
+    assert (found.exchange_s, found.hidden_s, found.step_s) == (12.0, 3.0, 21 / 4)
+    short = predict(make_plan(overlaps=True, step_s=50.0), SLOW, 4)
+    assert (short.hidden_s, short.step_s, short.efficiency) == (12.0, 50.0, 1.0)
+
+
+def test_a_worker_alone_with_the_center_pays_the_way_there_and_back():
+    found = predict(make_plan("async"), SLOW, 1)
+    assert (found.algorithm, found.exchange_s) == ("center", 12.0)  # 2 (2 + 8/2)
+    assert found.step_s == 24 / 4
+
+
+def test_the_links_of_the_center_bound_the_messages_of_all_workers():
+    # 10 workers bring 8 bytes each, half a second a byte: no round is below 40 s.
+    found = predict(make_plan("async"), SLOW, 10)
+    assert found.step_s == 40 / 4
+    assert found.samples_per_s == 10 * 4 * 10 / 40
+    assert predict(make_plan("async"), SLOW, 20).samples_per_s == found.samples_per_s
+
+
+def test_shards_divide_the_links_but_not_the_way_of_one_worker():
+    halved = make_plan("async", center_shards=2)
+    assert predict(halved, SLOW, 20).step_s == 40 / 4
+    assert predict(halved, SLOW, 1) == predict(make_plan("async"), SLOW, 1)
+
+
+def test_full_links_leave_only_one_gradient_to_hide_behind():
+    found = predict(make_plan("async", overlaps=True), SLOW, 10)
+    assert found.hidden_s == 3.0
+    assert found.step_s == 40 / 4  # the links set the pace, hidden or not
+
+
+def test_in_round_robin_a_worker_waits_for_all_others():
+    # A turn is 4 * 3 s of steps and 12 s of messages; the round of a worker is 5 turns.
+    found = predict(make_plan("round_robin"), SLOW, 5)
+    assert found.step_s == 5 * 24 / 4
+    assert found.communication_share == pytest.approx(1 - 12 / 120)
+    alone = predict(make_plan("round_robin"), SLOW, 1)
+    assert found.samples_per_s == pytest.approx(alone.samples_per_s)  # more workers, no faster
+
+
+def test_the_best_period_by_hand():
+    # 12 s of exchange are 20% of a round from 48 s of steps on: 16 steps of 3 s.
+    assert best_period(make_plan(), SLOW, 4, target=0.2) == 16
+    # Behind one gradient 3 s of them are hidden: 9 s are 20% of a round with 36 s of steps.
+    assert best_period(make_plan(overlaps=True), SLOW, 4, target=0.2) == 12
+    # 5 workers: 20 s of links fill a round, which is 20% more than its steps from 16 s on;
+    # 12 s of one worker's messages need 48 s of steps.
+    assert best_period(make_plan("async"), SLOW, 5, target=0.2) == 16
+
+
+def test_round_robin_has_no_best_period():
+    assert best_period(make_plan("round_robin"), SLOW, 4, target=0.5) is None
+    assert best_period(make_plan("round_robin"), INSTANT, 1) == 1
+
+
+def test_numbers_of_workers_double_up_to_the_last():
+    assert doublings(4, 4096) == [4 << k for k in range(11)]
+    assert doublings(3, 20) == [3, 6, 12, 20]
+    assert doublings(5, 5) == [5]
+    assert doublings(1, 2) == [1, 2]
+
+
+# limits and monotony
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async", "hogwild"])
+@pytest.mark.parametrize("num_workers", [1, 7, 4096])
+def test_a_network_that_costs_nothing_scales_perfectly(schedule, num_workers):
+    found = predict(make_plan(schedule), INSTANT, num_workers)
+    assert (found.efficiency, found.communication_share, found.exchange_s) == (1.0, 0.0, 0.0)
+    assert best_period(make_plan(schedule), INSTANT, num_workers) == 1
+
+
+def test_one_worker_of_a_synchronous_method_does_not_communicate():
+    found = predict(make_plan(), SLOW, 1)
+    assert (found.exchange_s, found.communication_share, found.efficiency) == (0.0, 0.0, 1.0)
+    assert found.samples_per_s == 10 / 3
+
+
+def test_in_round_robin_even_a_network_that_costs_nothing_leaves_one_worker_active():
+    assert predict(make_plan("round_robin"), INSTANT, 8).efficiency == 1 / 8
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_worse_network_and_more_workers_never_help(schedule, overlaps):
+    plan = make_plan(schedule, overlaps=overlaps, step_s=1e-3, num_bytes=LENET_BYTES)
+    networks = [parse_network(name) for name in ("fdr", "qdr", "10gbe-iwarp", "1gbe")]
+    for count in (1, 2, 3, 4, 8, 31, 64, 1000):
+        shares = [predict(plan, network, count).communication_share for network in networks]
+        assert shares == sorted(shares)
+    scaling = [predict(plan, FDR, 1 << k).efficiency for k in range(13)]
+    assert scaling == sorted(scaling, reverse=True)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_longer_period_and_a_longer_step_never_raise_the_share_of_communication(schedule):
+    plan = make_plan(schedule, step_s=1e-3, num_bytes=LENET_BYTES)
+    by_period = [
+        predict(dataclasses.replace(plan, period=t), FDR, 64).communication_share
+        for t in (1, 2, 5, 100)
+    ]
+    by_step = [
+        predict(dataclasses.replace(plan, step_s=t), FDR, 64).communication_share
+        for t in (1e-4, 1e-3, 1e-2, 1.0)
+    ]
+    assert by_period == sorted(by_period, reverse=True)
+    assert by_step == sorted(by_step, reverse=True)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+@pytest.mark.parametrize("num_workers", [2, 8, 100])
+def test_the_best_period_keeps_the_target_and_one_less_does_not(schedule, num_workers):
+    plan = make_plan(schedule, step_s=1e-3, num_bytes=LENET_BYTES)
+    gigabit = parse_network("1gbe")
+    best = best_period(plan, gigabit, num_workers, target=0.05)
+    shares = [
+        predict(dataclasses.replace(plan, period=t), gigabit, num_workers).communication_share
+        for t in (best - 1, best)
+    ]
+    assert shares[0] > 0.05 >= shares[1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_a_worker_does_not_wait_it_computes(schedule, overlaps):
+    for count in (1, 3, 50):
+        found = predict(make_plan(schedule, overlaps=overlaps), SLOW, count)
+        assert found.communication_share + found.efficiency == pytest.approx(1)
+        assert 0 <= found.hidden_s <= found.exchange_s
+
+
+# SC17. Theirs: the figures of FDR InfiniBand, LeNet, 8 workers, period 1, and the shares of 87% and
+# 14%. Derived here: the seconds of a step, which they do not give, from their 14%.
+
+
+def sc17_step_s():
+    """Return the step with which the sum of LeNet among 8, not hidden, is 14% of the time."""
+    sum_s = choose(LENET_BYTES, range(8), FDR)[1]
+    return sum_s * (1 - 0.14) / 0.14
+
+
+def test_from_original_to_sync_easgd_communication_falls_as_sc17_saw_it():
+    settings = {"period": 1, "step_s": sc17_step_s(), "num_bytes": LENET_BYTES}
+    original = predict(make_plan("round_robin", **settings), FDR, 8)
+    sync = predict(make_plan("sync", **settings), FDR, 8)
+    hidden = predict(make_plan("sync", overlaps=True, **settings), FDR, 8)
+    assert original.communication_share == pytest.approx(0.87, abs=0.03)  # it says 89%
+    assert sync.communication_share == pytest.approx(0.14)  # which was put in
+    assert hidden.communication_share == 0.0
+    # They saw 5.3 times the speed; the model knows nothing of what else a step costs.
+    assert 5.3 < sync.samples_per_s / original.samples_per_s < 9
+
+
+def test_original_easgd_is_near_87_percent_whatever_a_step_takes():
+    for step_s in (2e-3, 1e-2, 1.0):
+        plan = make_plan("round_robin", period=1, step_s=step_s, num_bytes=LENET_BYTES)
+        assert 0.87 < predict(plan, FDR, 8).communication_share < 0.91
+
+
+def test_weak_scaling_to_64_nodes_is_beyond_what_sc17_measured():
+    # GoogLeNet has some 7 million parameters. From 0.12 s a step on the sum of all, not hidden,
+    # leaves 91.5%; a step of it takes seconds on a node of Knights Landing.
+    googlenet = make_plan(period=1, step_s=0.12, num_bytes=28_000_000)
+    assert predict(googlenet, FDR, 64).efficiency > 0.915
+    assert predict(dataclasses.replace(googlenet, step_s=0.11), FDR, 64).efficiency < 0.915
+    hidden = dataclasses.replace(googlenet, overlaps=True)
+    assert predict(hidden, FDR, 64).efficiency == 1.0
+
+
+# against measured runs
+
+
+class Wire:
+    """A link whose messages take a + S b seconds at least, as over a slow line."""
+
+    def __init__(self, link, latency_s, seconds_per_byte):
+        self.rank, self.num_workers, self.link = link.rank, link.num_workers, link
+        self.latency_s, self.seconds_per_byte = latency_s, seconds_per_byte
+
+    def send(self, tensor, to):
+        ready = time.perf_counter() + self.latency_s + tensor.nbytes * self.seconds_per_byte
+        return Delayed(self.link.send(tensor, to), ready)
+
+    def receive(self, tensor, source):
+        return self.link.receive(tensor, source)
+
+
+class Delayed:
+    """A message that is done when it has arrived and its time is over."""
+
+    def __init__(self, handle, ready):
+        self.handle, self.ready = handle, ready
+
+    def wait(self):
+        self.handle.wait()
+        time.sleep(max(0.0, self.ready - time.perf_counter()))
+
+
+def gloo(store, rank, num_workers):
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=30)
+    return dist.ProcessGroupGloo(store, rank, num_workers, options)
+
+
+def in_threads(num_workers, act):
+    """Return act(link of the rank) for each rank of a gloo group over loopback."""
+    store, results = dist.HashStore(), [None] * num_workers
+
+    def run(rank):
+        link = ProcessGroupLink(gloo(store, rank, num_workers), rank, num_workers)
+        results[rank] = act(link)
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert None not in results, "a rank failed or hangs"
+    return results
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_measured_rounds_take_what_was_predicted(num_workers):
+    """The network is the one raydl measures; the line is slow, so that it counts and not the CPU.
+
+    Steps sleep, for the same reason. A message takes 4 ms and 10 ns a byte (100 MB/s), a step
+    25 ms, a round 2 steps and the sum of 1.7 MB. The shortest of some rounds counts: the others
+    were disturbed. It was within 20% beside a load of 20 on two cores, and may be half as long
+    again, or, if the probe was disturbed, three tenths shorter.
+    """
+    step_s, period = 0.025, 2
+
+    def act(link):
+        wire = Wire(link, 4e-3, 1e-8)
+        network = measure_network(wire, range(num_workers))
+        reducer = AdaptiveAllreduce(wire, range(num_workers), "auto")
+        weights, times = torch.zeros(LENET_BYTES // 4), {False: [], True: []}
+        for overlaps in (False, True) * 8:
+            start = time.perf_counter()
+            time.sleep((period - 1) * step_s)
+            if overlaps:
+                work = reducer.start(weights)
+                time.sleep(step_s)
+            else:
+                time.sleep(step_s)
+                work = reducer.start(weights)
+            work.wait()
+            times[overlaps].append(time.perf_counter() - start)
+        reducer.close()
+        return network, {overlaps: min(found) for overlaps, found in times.items()}
+
+    network, measured = in_threads(num_workers, act)[0]
+    assert network.latency_s > 4e-3
+    for overlaps, round_s in measured.items():
+        plan = make_plan(period=period, overlaps=overlaps, step_s=step_s, num_bytes=LENET_BYTES)
+        predicted = predict(plan, network, num_workers)
+        assert 0.7 < round_s / (period * predicted.step_s) < 1.5
+    assert measured[True] < measured[False]
+
+
+def measure_sums(rank, folder):
+    """Measure as one of 4 processes; rank 0 writes (network, best seconds) by p and algorithm."""
+    torch.set_num_threads(1)
+    found = {}
+    for p in (2, 4):
+        if rank >= p:
+            continue
+        link = ProcessGroupLink(gloo(dist.FileStore(f"{folder}/{p}", p), rank, p), rank, p)
+        networks, times = [], {name: [] for name in FLAT}
+        tensor = torch.zeros(LENET_BYTES // 4)
+        for _ in range(3):  # measured between the sums, so that both see the same machine
+            networks.append(measure_network(link, range(p)))
+            reducer = Reducer(link, range(p), networks[-1])
+            for _ in range(10):
+                for name in FLAT:
+                    start = time.perf_counter()
+                    reducer.allreduce(tensor, algorithm=name)
+                    times[name].append(time.perf_counter() - start)
+        latency_s = min(n.latency_s for n in networks)
+        network = flat_network(latency_s, min(n.seconds_per_byte for n in networks))
+        found[p] = {
+            name: (predict_s(name, LENET_BYTES, range(p), network), min(times[name]))
+            for name in FLAT
+        }
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_sums_among_processes_take_what_was_predicted(tmp_path):
+    """Four processes over loopback, where the CPU is the wire: predicted within a factor of 8.
+
+    The formulas know of no CPU. On two cores four ranks do not send at once, so a sum may take as
+    much longer as ranks share a core, and the additions come on top; a probe that was disturbed
+    makes it look shorter. So this holds the order of magnitude, and the best of 30 sums counts.
+    """
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=measure_sums, args=(r, str(tmp_path))) for r in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=200)
+    assert [process.exitcode for process in ranks] == [0] * 4
+    found = json.loads((tmp_path / "found.json").read_text())
+    for p in ("2", "4"):
+        for name, (predicted_s, measured_s) in found[p].items():
+            print(f"p {p}, {name}: {predicted_s:.2e} s predicted, {measured_s:.2e} s measured")
+            assert 1 / 8 < measured_s / predicted_s < 8, (p, name)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"step_s": 0.0}, "step_s must be a positive number of seconds, got 0.0"),
+        ({"step_s": float("nan")}, "step_s must be a positive number of seconds, got nan"),
+        ({"period": 0}, "period must be 1 or more, got 0"),
+        ({"num_bytes": 0}, "num_bytes must be 1 or more, got 0"),
+        ({"schedule": "rounds"}, "schedule has no 'rounds'; did you mean round_robin?"),
+        ({"center_shards": 2}, "center_shards has no meaning where all exchange at once"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(settings, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        make_plan(**settings)
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "a,b", "1e-6,-1", "inf,1", "nan,1", ","])
+def test_a_network_is_a_name_or_two_numbers(text):
+    assert parse_network("1e-6,2e-10") == flat_network(1e-6, 2e-10)
+    with pytest.raises(ConfigError, match="network must be a name or LATENCY_S,SECONDS_PER_BYTE"):
+        parse_network(text)
+
+
+def test_a_network_nobody_knows_is_named_with_those_that_are_known():
+    with pytest.raises(UnknownNameError, match="network has no '11gbe'; did you mean 1gbe"):
+        parse_network("11gbe")
+
+
+# the command
+
+
+def run_plan(*options):
+    return cli.main(["plan", "--step-s", "0.004", *options])
+
+
+def test_the_command_prints_a_table_and_a_picture(capsys):
+    assert run_plan("--workers", "4:4096", "--method", "sync-sgd,original-easgd") == 0
+    text = capsys.readouterr().out
+    assert "lenet: 431,080 parameters, 1.72 MB a message" in text
+    assert "sync-sgd, period 1; summed by ring from 4 workers" in text
+    assert re.search(r"^ *4,096 .* [\d.]+% +[\d,]+ +[\d.]+% +[\d,]+$", text, flags=re.M)
+    assert re.search(r"^ *4 #+\.+ +[\d.]+%$", text, flags=re.M)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_command_prints_json(capsys):
+    options = ("--method", "sync-easgd,async-sgd", "--workers", "2:4", "--network", "1e-5,1e-9")
+    assert run_plan(*options, "--center-shards", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["network"] == {
+        "name": "1e-5,1e-9", "latency_s": 1e-5, "seconds_per_byte": 1e-9
+    }  # fmt: skip
+    sync, by_messages = found["methods"]
+    assert (sync["schedule"], sync["overlaps"], sync["center_shards"]) == ("sync", True, 1)
+    assert (by_messages["schedule"], by_messages["overlaps"]) == ("async", False)
+    assert by_messages["center_shards"] == 2
+    plan = make_plan(
+        period=10, overlaps=True, step_s=0.004, num_bytes=LENET_BYTES, batch_size=64
+    )  # fmt: skip
+    for row, count in zip(sync["predictions"], (2, 4), strict=True):
+        expected = predict(plan, flat_network(1e-5, 1e-9), count)
+        assert row == {**dataclasses.asdict(expected), "best_period": 1}
+
+
+def test_without_a_given_time_a_step_is_timed_here(capsys):
+    options = ["--model", "mlp", "--data-shape", "1x4x4", "--classes", "3", "--batch-size", "2"]
+    assert cli.main(["plan", "--workers", "2", "--json", *options]) == 0
+    workload = json.loads(capsys.readouterr().out)["workload"]
+    assert workload["is_step_measured"]
+    assert 0 < workload["step_s"] < 1
+    assert workload["parameters"] == 16 * 256 + 256 + 256 * 256 + 256 + 256 * 3 + 3
+
+
+def test_a_network_of_ones_own_needs_only_its_size_and_time(capsys):
+    assert run_plan("--parameters", "7000000", "--workers", "64", "--json") == 0
+    workload = json.loads(capsys.readouterr().out)["workload"]
+    assert (workload["num_bytes"], workload["step_s"]) == (28_000_000, 0.004)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--workers", "many"], "workers must be N or FROM:TO, got many"),
+        (["--workers", "8:4"], "workers must be FROM:TO with 1 <= FROM <= TO, got 8:4"),
+        (["--workers", "0"], "workers must be 1 or more, got 0"),
+        (["--network", "token-ring"], "network has no 'token-ring';"),
+        (["--method", "sync-egsd"], "method.name has no 'sync-egsd'; did you mean sync-easgd"),
+        (["--model", "lnet"], "model has no 'lnet'; did you mean lenet?"),
+        (["--model", "lenet", "--data-shape", "1x2x2"], "model lenet: needs pictures of 4x4"),
+        (["--data-shape", "28x28"], "data_shape must be CHANNELSxHEIGHTxWIDTH as in 1x28x28"),
+        (["--parameters", "1000"], "step_s must be given with --parameters"),
+        (["--step-s", "-1"], "step_s must be a positive number of seconds, got -1.0"),
+        (["--target", "1"], "target must be in (0, 1), got 1.0"),
+        (["--batch-size", "0"], "batch_size must be 1 or more, got 0"),
+        (["--period", "0"], "method.period must be 1 or more, got 0"),
+        (["--out", "plan.txt"], "out must end in .png, .svg, .pdf, got plan.txt"),
+        (["--out", "no/such/plan.png"], "out is in a folder that does not exist: no/such"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_mistake_is_told_in_one_sentence(capsys, options, sentence):
+    has_step = "--step-s" in options or "--parameters" in options
+    given = options if has_step else [*options, "--step-s", "0.01"]
+    assert cli.main(["plan", *given]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {sentence}")
+    assert text.count("\n") == 1
+
+
+def test_a_picture_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "plan.png"
+    assert run_plan("--workers", "2:8", "--method", "sync-sgd,async-sgd", "--out", str(out)) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert f"picture: {out}" in capsys.readouterr().out
+
+
+def test_without_matplotlib_the_picture_is_refused_before_anything_is_timed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["plan", "--out", "plan.png"]) == 2
+    assert "out needs matplotlib, which is not installed; pip install" in capsys.readouterr().err
+
+
+def test_planning_needs_no_ray_and_the_formulas_no_torch():
+    code = (
+        "import raydl.plan, sys; assert not {'ray', 'torch'} & set(sys.modules); import raydl.cli;"
+        "assert raydl.cli.main(['plan', '--step-s', '1', '--workers', '2']) == 0;"
+        "assert 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+
+
+def test_every_network_is_in_the_docs_with_its_figures(root):
+    text = (root / "docs/planning.md").read_text()
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| ([\d.]+) us \| ([\d.]+) ns \| (.+?) \| .+ \|$", text, re.M
+    )
+    documented = {name: (latency, byte, what) for name, latency, byte, what in rows}
+    assert documented == {
+        name: (f"{n.latency_s * 1e6:.3g}", f"{n.seconds_per_byte * 1e9:.3g}", n.sentence)
+        for name, n in NETWORKS.items()
+    }
+
+
+def test_the_commands_of_the_planning_page_are_understood(root, capsys):
+    blocks = re.findall(
+        r"^```bash\n(.*?)^```", (root / "docs/planning.md").read_text(), re.M | re.S
+    )
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [line.split() for line in lines if line.startswith("raydl plan")]
+    assert commands
+    for words in commands:
+        step = [] if "--step-s" in words else ["--step-s", "0.01"]
+        out = words.index("--out") if "--out" in words else len(words)
+        assert cli.main([*words[1:out], *step]) == 0
+    capsys.readouterr()

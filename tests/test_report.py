@@ -1,0 +1,504 @@
+"""The page of a run says what its folder holds, is one file, and fetches nothing."""
+
+import dataclasses
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+
+from raydl import cli
+from raydl.errors import ConfigError, DataError
+from raydl.metrics import TIME_PARTS, TensorBoardWriter
+from raydl.report import make_page, read_run, scales, with_names_apart, write_report
+from raydl.report.charts import Line, bars, chart, path_of, thinned
+from raydl.report.curves import samples_at
+from raydl.report.events import Curve, History, Told, read_history
+from raydl.report.facts import RunFacts
+from raydl.report.html import element, table
+from raydl.report.sections import byte_size, duration
+from raydl.runs.status import RunStatus, to_json
+
+# a page, as a browser takes it
+
+
+class Walk(HTMLParser):
+    """Follows the tags of a page; keeps what it would fetch and what it shows."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.fetched, self.tags, self.words = [], [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.fetched += [v for name, v in attributes if name in ("src", "href", "xlink:href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def test_the_walk_notices_a_tag_that_is_not_closed():
+    with pytest.raises(AssertionError):
+        Walk("<p><b>words</p>")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A tiny run without Ray."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    words = f"train --data digits --workers 0 --model mlp --epochs 3 --run-dir {folder}"
+    assert cli.main([*words.split(), "--run.progress", "none"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return make_page([read_run(str(run))])
+
+
+def test_the_page_of_a_run_is_well_formed_and_fetches_nothing(page):
+    walk = Walk(page)
+    assert walk.fetched == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(walk.tags)
+    assert not re.search(r"url\(|@import|https?://", page)
+    assert "default-src 'none'" in unescape(page)
+
+
+def test_the_page_of_a_run_has_its_headline(run, page):
+    result = json.loads((run / "result.json").read_text())
+    text = Walk(page).text
+    assert text.startswith("tiny tiny sync-easgd · mlp · digits")
+    assert f"Center accuracy {result['center_accuracy']:.2%}" in text
+    assert f"Samples {result['samples']:,} 3.0 epochs" in text
+    assert f"Training time {result['seconds']:.1f} s" in text
+    assert "Ended finished" in text
+
+
+def test_the_page_of_a_run_has_every_section_and_every_curve(page):
+    text = Walk(page).text
+    for title in (
+        "Test accuracy of the center, over samples", "Test accuracy of the center, over time",
+        "Training loss, over samples", "Training loss, over time", "Samples per second, over time",
+        "Workers that train, over time", "Where the time went", "Exchange", "Workers",
+        "Seconds of a local step, over time", "Membership", "Faults that fired", "Checkpoints",
+        "Configuration", "All settings", "Versions",
+    ):  # fmt: skip
+        assert title in text, title
+    for part, sentence in TIME_PARTS.items():
+        assert part.replace("_", " ") in text
+        assert sentence in text
+    assert "w0 starts" in text
+
+
+def test_the_page_of_a_run_has_all_its_settings_and_versions(run, page):
+    written = json.loads((run / "config.json").read_text())
+    text = Walk(page).text
+    assert f"training.seed {written['config']['training']['seed']}" in text
+    assert "method.name sync-easgd" in text
+    assert f"torch {written['versions']['torch']}" in text
+    if written["commit"]:
+        assert written["commit"] in text
+
+
+def test_the_command_writes_into_the_folder_of_the_run(run, capsys):
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == f"{run}/report.html"
+    Walk((run / "report.html").read_text())
+
+
+# what a person may give
+
+
+def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
+    error = capsys.readouterr().err
+    assert "no run is there: it has no config.json" in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_of_runs_names_those_below(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    with pytest.raises(DataError, match="below it are a, b: name one or several of them"):
+        read_run(str(tmp_path))
+
+
+def test_no_run_at_all_is_one_sentence(capsys):
+    assert cli.main(["report"]) == 2
+    assert "needs a run" in capsys.readouterr().err
+
+
+def test_a_damaged_configuration_is_one_sentence(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json is damaged"):
+        read_run(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(DataError, match="holds no settings"):
+        read_run(str(tmp_path))
+
+
+def test_a_page_that_can_not_be_written_is_one_sentence(tmp_path):
+    write_run(tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can not be written"):
+        write_report([str(tmp_path / "a")], out=str(tmp_path / "file/report.html"))
+    with pytest.raises(ConfigError, match="must be a file"):
+        write_report([str(tmp_path / "a")], out=f"{tmp_path}/")
+
+
+# made by hand
+
+CONFIG = {"method": {"name": "sync-easgd"}, "model": "lenet", "data": "digits", "run": {}}
+
+
+def write_run(folder, *, state="finished", result=None, config=CONFIG):
+    """Write the folder of a run that has no events."""
+    folder.mkdir(parents=True)
+    values = {"config": config, "versions": {"torch": "2"}, "commit": None}
+    (folder / "config.json").write_text(json.dumps(values))
+    status = RunStatus(
+        state=state, generation=1, num_workers=2, wanted="2", round=9, epoch=0.5,
+        num_samples=1234, seconds=6.0, center_accuracy=0.75, workers=(), events=(), told_at=0.0,
+    )  # fmt: skip
+    (folder / "status.json").write_bytes(to_json(status))
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def facts_of(name="a", **changes):
+    return dataclasses.replace(RunFacts(name=name, root=f"runs/{name}", config={}), **changes)
+
+
+def test_a_run_without_events_is_a_page_that_says_so(tmp_path):
+    text = Walk(make_page([read_run(str(write_run(tmp_path / "a")))])).text
+    assert "no event files, so there are no curves" in text
+    assert "Center accuracy 75.00%" in text
+    assert "No membership was recorded" in text
+
+
+def test_a_run_that_has_not_ended_says_how_it_stands(tmp_path):
+    folder = write_run(tmp_path / "a", state="training", result={"samples": 7})
+    text = Walk(make_page([read_run(str(folder))])).text
+    assert "not ended: training, as told at 1970-01-01 00:00:00 UTC" in text
+    assert "written no result yet" in text
+    assert "1,234" in text, "the result is of an earlier start"
+
+
+def test_a_failed_run_says_why(tmp_path):
+    folder = write_run(tmp_path / "a", state="failed: the loss became NaN")
+    assert "failed: the loss became NaN" in Walk(make_page([read_run(str(folder))])).text
+
+
+def test_damaged_files_are_told_and_the_rest_is_shown(tmp_path):
+    folder = write_run(tmp_path / "a")
+    (folder / "result.json").write_text("{")
+    (folder / "status.json").write_text("[]")
+    (folder / "events.out.tfevents.1").write_bytes(b"\xff" * 64)
+    (folder / "checkpoints/round-1").mkdir(parents=True)
+    (folder / "checkpoints/round-1/manifest.json").write_text("[]")
+    text = Walk(make_page([read_run(str(folder))])).text
+    assert "Its result.json can not be read" in text
+    assert "Its status.json can not be read" in text
+    assert "round-1" in text
+
+
+def test_figures_that_are_no_numbers_are_dashes(tmp_path):
+    result = {"center_accuracy": float("nan"), "samples": "many", "time_parts": 3, "allreduce": 1}
+    folder = write_run(tmp_path / "a", result=result)
+    assert "Center accuracy -" in Walk(make_page([read_run(str(folder))])).text
+
+
+def test_without_events_the_scores_of_the_result_are_the_curve(tmp_path):
+    scores = [{"samples": n, "seconds": n / 10, "accuracy": n / 100} for n in (10, 20)]
+    folder = write_run(tmp_path / "a", result={"evaluations": [*scores, {"samples": 30}, 7]})
+    curve = read_run(str(folder)).curve("center/accuracy")
+    assert curve == Curve((10, 20), (1.0, 2.0), (0.1, 0.2))
+
+
+def test_a_hostile_name_does_nothing():
+    hostile = "<script>alert('x')</script>\"&"
+    told = (Told(f"generation 1: {hostile}", 1, 0, 0.0),)
+    curves = {
+        "center/accuracy": Curve((1, 2), (1.0, 2.0), (0.1, 0.2)),
+        f"worker_step_s/{hostile}": Curve((1,), (1.0,), (0.1,)),
+        "workers/count": Curve((1,), (1.0,), (2.0,)),
+        "workers/generation": Curve((1,), (1.0,), (1.0,)),
+    }
+    run = facts_of(
+        hostile,
+        config={hostile: hostile, "method.name": hostile},
+        versions={hostile: hostile},
+        commit=hostile,
+        result={"faults_fired": [hostile], "allreduce": {"algorithm": hostile}},
+        history=History(curves, told, num_starts=1),
+        checkpoints=({"name": hostile, "workers": [hostile]},),
+        notes=(hostile,),
+    )
+    for page in (make_page([run]), make_page([run, facts_of("b")])):
+        walk = Walk(page)
+        assert "script" not in walk.tags
+        assert hostile in walk.text
+        assert "<script" not in page
+
+
+# several runs
+
+
+def test_several_runs_lie_over_each_other_with_a_table_on_top(tmp_path, run):
+    other = write_run(tmp_path / "other", config={**CONFIG, "model": "mlp:Deep"})
+    out = write_report([str(run), str(other)], out=str(tmp_path / "both.html"))
+    page = (tmp_path / "both.html").read_text()
+    assert out == str(tmp_path / "both.html")
+    walk = Walk(page)
+    assert walk.text.startswith("2 runs compared 2 runs compared run method center accuracy")
+    assert "Settings that differ" in walk.text
+    assert "mlp:Deep" in walk.text
+    assert walk.tags.count("section") == 2
+
+
+def test_each_run_has_a_line_and_a_colour_of_its_own():
+    curves = {"center/accuracy": Curve((1, 2), (1.0, 2.0), (0.1, 0.2))}
+    runs = [facts_of(f"run-{i}", history=History(curves)) for i in range(10)]
+    page = make_page(runs)
+    assert page.count('<g class="c0">') == page.count('<g class="c0 dashed">') == 2
+    assert "run-9: 20% at 2" in page
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folder():
+    runs = [facts_of(root="x/a"), facts_of(root="y/a"), facts_of("b")]
+    assert [run.name for run in with_names_apart(runs)] == ["x/a", "y/a", "b"]
+
+
+def test_a_run_may_lie_behind_a_uri(tmp_path):
+    folder = write_run(tmp_path / "a")
+    assert write_report([f"file://{folder}"]) == f"file://{folder}/report.html"
+    assert "<h1>a</h1>" in (folder / "report.html").read_text()
+
+
+def test_a_run_is_called_by_its_folder_even_from_inside(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path / "a"))
+    assert read_run(".").name == "a"
+
+
+def test_a_run_named_twice_is_one_run(tmp_path):
+    folder = write_run(tmp_path / "a")
+    assert write_report([str(folder), f"{folder}/"]) == f"{folder}/report.html"
+
+
+# events
+
+
+def event_files(folder):
+    return [path.read_bytes() for path in sorted(folder.glob("events*"))]
+
+
+def write_start(folder, points, *, sentences=(), purge_after=None, table=""):
+    """Write the event file of one start; a fresh folder each, so that names do not matter."""
+    writer = TensorBoardWriter(str(folder), purge_after=purge_after)
+    for sentence in sentences:
+        writer.text("events", sentence, num_samples=0)
+    if table:
+        writer.text("membership", table, num_samples=0)
+    for samples, values in points:
+        writer.scalars(values, num_samples=samples)
+    writer.close()
+    return event_files(folder)[0]
+
+
+def test_curves_and_sentences_come_back_from_the_event_files(tmp_path):
+    points = [(10, {"train/loss": 2.0}), (20, {"train/loss": 1.5})]
+    sentences = ["1 of 2 workers are ready", "generation 1: w0 starts"]
+    history = read_history([write_start(tmp_path, points, sentences=sentences)])
+    assert history.curves["train/loss"].samples == (10, 20)
+    assert history.curves["train/loss"].values == (2.0, 1.5)
+    assert [told.sentence for told in history.told] == sentences
+    assert history.told[0].seconds == 0.0
+    assert history.damage == ""
+
+
+def test_a_resumed_start_takes_the_place_of_what_came_after_its_checkpoint(tmp_path):
+    first = write_start(tmp_path / "1", [(n, {"train/loss": 1.0}) for n in (10, 20, 30)])
+    again = write_start(tmp_path / "2", [(25, {"train/loss": 2.0})], purge_after=20)
+    history = read_history([first, again])
+    curve = history.curves["train/loss"]
+    assert curve.samples == (10, 20, 25)
+    assert curve.values == (1.0, 1.0, 2.0)
+    assert list(curve.seconds) == sorted(curve.seconds)
+    assert history.num_starts == 2
+
+
+def test_the_memberships_table_says_who_trained(tmp_path):
+    rows = "| 2 | 1,280 | 1: w1 | w0 was lost |\n| 1 | 0 | 2: w0, w1 | w0, w1 start |"
+    table = f"| generation | from sample | workers | why |\n|---|---|---|---|\n{rows}"
+    sentences = ["generation 1: w0, w1 start", "generation 2: w0 was lost"]
+    history = read_history([write_start(tmp_path, [], sentences=sentences, table=table)])
+    found = facts_of(history=history).generations
+    assert [(g.number, g.worker_ids, g.num_workers, g.reason) for g in found] == [
+        (1, ("w0", "w1"), 2, "w0, w1 start"),
+        (2, ("w1",), 1, "w0 was lost"),
+    ]
+
+
+def test_a_score_counts_when_its_samples_were_trained_not_when_it_was_written(tmp_path):
+    points = [
+        (10, {"train/epoch": 1.0}), (30, {"train/epoch": 3.0}), (20, {"center/accuracy": 0.5})
+    ]  # fmt: skip
+    curves = read_history([write_start(tmp_path, points)]).curves
+    first_s, last_s = curves["train/epoch"].seconds
+    assert curves["center/accuracy"].seconds[0] == pytest.approx((first_s + last_s) / 2)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 20])
+def test_a_record_that_is_still_being_written_is_left_out(tmp_path, cut):
+    data = write_start(tmp_path, [(10, {"train/loss": 1.0}), (20, {"train/loss": 1.0})])
+    samples = read_history([data[:-cut]]).curves["train/loss"].samples
+    assert samples in ((10,), (10, 20))
+
+
+def test_no_number_that_is_none_reaches_a_curve(tmp_path):
+    points = [(10, {"train/loss": float("nan")}), (20, {"train/loss": 1.0})]
+    assert read_history([write_start(tmp_path, points)]).curves["train/loss"].samples == (20,)
+
+
+def test_faults_of_all_starts_are_listed(tmp_path):
+    told = tuple(Told(f"fault {i}: kill w{i} at step 4", i, 0, 0.0) for i in (1, 2))
+    run = facts_of(history=History({}, told, num_starts=2), result={"faults_fired": ["fault 2"]})
+    assert run.faults == [t.sentence for t in told]
+
+
+# geometry, worked by hand
+
+
+def test_nice_steps_are_one_two_or_five_times_a_power_of_ten():
+    assert scales.nice_step(100, 5) == 20
+    assert scales.nice_step(0.7, 5) == pytest.approx(0.2)
+    assert scales.nice_step(9, 5) == 2
+    assert scales.nice_ticks(0, 1) == (0, 0.2, 0.4, 0.6, 0.8, 1)
+    assert scales.nice_ticks(0.13, 0.31) == (0.15, 0.2, 0.25, 0.3)
+    assert scales.nice_ticks(-50, 50) == (-40, -20, 0, 20, 40)
+
+
+def test_values_go_to_pixels():
+    scale = scales.linear([0, 100], 218, 12)
+    assert (scale.at(0), scale.at(100), scale.at(50)) == (218, 12, 115)
+    assert scales.linear([3, 97], 0, 100).at(100) == 100, "the axis ends at a tick"
+    assert scales.linear([3, 97], 0, 94, tight=True).at(97) == 94
+
+
+def test_one_value_alone_gets_room_around_it():
+    assert scales.linear([4], 0, 100).at(4) == pytest.approx(50)
+    for value in (0, -3, 1e-12, 1e12):
+        for from_zero in (True, False):
+            scale = scales.linear([value], 0, 100, from_zero=from_zero)
+            assert 0 <= scale.at(value) <= 100
+            assert len(scale.ticks) >= 2
+
+
+def test_a_logarithmic_axis_gives_each_decade_the_same_room():
+    scale = scales.logarithmic([0.01, 1], 0, 100)
+    assert scale.at(0.1) == pytest.approx(50)
+    assert scale.ticks == (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+    assert scales.logarithmic([1, 2], 0, 100).at(1.5) == 50, "too short for a logarithm"
+    assert scales.logarithmic([0, 2], 0, 100).at(1) == 50, "0 has none"
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.99], [0.985, 0.987], [1, 1], [0, 0], [0.3, 0.5]])
+def test_the_axis_of_accuracies_holds_them_all_and_stays_below_one(values):
+    scale = scales.accuracies(values, 200, 0)
+    assert all(-1e-9 <= scale.at(v) <= 200 + 1e-9 for v in values)
+    assert scale.high <= 1
+    assert len(scale.ticks) >= 2
+    assert list(map(scale.at, scale.ticks)) == sorted(map(scale.at, scale.ticks), reverse=True)
+
+
+def test_a_score_that_is_no_share_still_has_an_axis():
+    assert scales.accuracies([-3, 70], 0, 100).at(-3) >= 0
+
+
+def test_numbers_on_axes_are_short():
+    assert [scales.short(v) for v in (0, 0.05, 250, 12000, 1.5e6, 2e9)] == [
+        "0", "0.05", "250", "12k", "1.5M", "2G"
+    ]  # fmt: skip
+
+
+def test_a_line_is_straight_and_a_step_holds_its_value():
+    x, y = scales.linear([0, 10], 0, 100), scales.linear([0, 10], 100, 0)
+    points = [(0, 0), (5, 10)]
+    assert path_of(points, x, y) == "M0.0,100.0L50.0,0.0"
+    assert path_of(points, x, y, is_step=True) == "M0.0,100.0H50.0V0.0"
+
+
+def test_a_thinned_line_keeps_its_ends_and_its_spikes():
+    points = [(float(i), 100.0 if i == 777 else float(i % 2)) for i in range(5000)]
+    kept = thinned(points, most=100)
+    assert len(kept) <= 102
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    assert (777.0, 100.0) in kept
+    assert kept == sorted(kept)
+
+
+def test_long_runs_have_minutes_or_hours_on_their_axis():
+    assert "minutes of training" in chart("t", [Line("a", 0, [0, 3000], [1, 2])], x_label="seconds")
+    assert "hours of training" in chart("t", [Line("a", 0, [0, 9e4], [1, 2])], x_label="seconds")
+    assert chart("t", [Line("a", 0, [], [])], x_label="seconds") is None
+
+
+def test_workers_are_counted_in_whole_numbers():
+    drawn = chart("t", [Line("a", 0, [0, 1], [1, 2])], x_label="samples", kind="count")
+    assert ">0.5<" not in drawn
+    assert ">2<" in drawn
+
+
+def test_stacked_bars_share_one_axis():
+    drawn = bars([("a", {"x": 1.0, "y": 3.0}), ("b", {"x": 8.0})], {"x": "ex", "y": "why"})
+    rectangles = re.findall(r'<rect x="([\d.]+)" y="0" width="([\d.]+)"', drawn)
+    assert rectangles == [("0", "125"), ("125", "375"), ("0", "1000")]
+    assert "why: 3.00 s" in drawn
+    assert bars([("a", {"x": 0.0})], {"x": "ex"}) is None
+
+
+def test_samples_at_a_moment_lie_between_two_points():
+    curve = Curve((100, 300), (1.0, 3.0), (0, 0))
+    assert [samples_at(curve, s) for s in (0, 0.5, 1, 2, 3, 9)] == [0, 50, 100, 200, 300, 300]
+
+
+# words
+
+
+def test_a_timeline_of_very_many_generations_is_folded():
+    told = tuple(Told(f"generation {i}: w{i} joins", 1, 0, 0.0) for i in range(100))
+    text = Walk(make_page([facts_of(history=History({}, told, num_starts=1))])).text
+    assert "All 100 generations" in text
+    assert "w99 joins" in text
+
+
+def test_what_is_no_element_is_escaped():
+    assert element("p", "<b>", element("i", 3), None) == "<p>&lt;b&gt;<i>3</i></p>"
+    assert element("a", class_='"', stroke_width=1.26, x=None) == (
+        '<a class="&quot;" stroke-width="1.3"></a>'
+    )
+    assert "<td>&lt;x&gt;</td>" in table(["a"], [["<x>"]])
+
+
+def test_times_and_sizes_are_as_a_person_reads_them():
+    assert [duration(s) for s in (None, 4.94, 123, 605, 3723)] == [
+        "-", "4.9 s", "2:03 min", "10:05 min", "1:02:03 h"
+    ]  # fmt: skip
+    assert [byte_size(n) for n in (None, 12, 1048, 3.45e6, 2e9)] == [
+        "-", "12 bytes", "1.05 kB", "3.45 MB", "2 GB"
+    ]  # fmt: skip

@@ -1,0 +1,301 @@
+"""Data in, checkpoints and events out, through a server that speaks S3's own protocol."""
+
+import json
+import socket
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from urllib.parse import quote
+
+import boto3
+import pytest
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from test_checkpoint import make
+
+import raydl.data
+from raydl import cli, ray_session
+from raydl.checkpoint import CheckpointStore
+from raydl.data import load
+from raydl.errors import CheckpointError, RaydlError
+from raydl.runs import hold
+from raydl.runs.desk import RunDesk, request_removal
+from raydl.runs.status import RunStatus, WorkerStatus
+from raydl.storage import Storage
+
+BOUND_S = 40
+TRAIN = [
+    "train", "--model", "mlp", "--workers", "0", "--batch-size", "32",
+    "--checkpoint.every-epochs", "1", "--run.progress", "plain",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server on this machine with the bundled digits in s3://data and an empty s3://kept."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
+    url = f"http://{host}:{port}"
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+    for bucket in ("data", "kept"):
+        client.create_bucket(Bucket=bucket)
+    for path in (Path(raydl.data.__file__).parent / "digits").glob("*.parquet"):
+        client.put_object(Bucket="data", Key=f"digits/{path.name}", Body=path.read_bytes())
+    client.close()
+    yield url
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def environment(server, monkeypatch, tmp_path):
+    """What a user sets: where the server is, and who asks."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+
+def train(path, *words, place="s3://kept/runs", data="s3://data/digits"):
+    where = ["--run-dir", str(path), *(["--storage-path", place] if place else [])]
+    return cli.main([*TRAIN, "--data", data, *where, *words])
+
+
+@pytest.fixture(scope="module")
+def finished(server, tmp_path_factory):
+    """A run of two epochs that is kept on S3: (its URI, its local folder)."""
+    path = tmp_path_factory.mktemp("local") / "finished"
+    with pytest.MonkeyPatch.context() as patch:
+        environment.__wrapped__(server, patch, path.parent)
+        assert train(path, "--epochs", "2") == 0
+    return "s3://kept/runs/finished", path
+
+
+def test_all_of_a_run_is_on_s3_and_nothing_is_left_over(finished):
+    uri, path = finished
+    storage = Storage(uri)
+    names = {name for name in storage.list_dir("") if storage.list_dir(name) or "." in name}
+    events = {name for name in names if name.startswith("events.out.tfevents")}
+    assert names - events == {
+        "center.safetensors", "checkpoints", "config.json", "result.json", "status.json",
+    }  # fmt: skip
+    assert len(CheckpointStore(storage).names()) == 2
+    assert json.loads(storage.read_bytes("result.json"))["samples"] == 2 * 1438
+    assert [p.name for p in path.iterdir() if not p.name.startswith("events")] == []
+
+
+def test_the_events_on_s3_are_whole(finished, tmp_path):
+    uri, path = finished
+    storage = Storage(uri)
+    (name,) = [n for n in storage.list_dir("") if n.startswith("events.out.tfevents")]
+    assert storage.read_bytes(name) == (path / name).read_bytes()
+    (tmp_path / name).write_bytes(storage.read_bytes(name))
+    steps = [event.step for event in EventFileLoader(str(tmp_path / name)).Load()]
+    assert max(steps) == 2 * 1438
+
+
+def test_status_and_evaluate_take_the_uri(finished, capsys):
+    uri, _ = finished
+    assert cli.main(["status", uri]) == 0
+    assert capsys.readouterr().out.startswith("finished\n")
+    assert cli.main(["evaluate", uri]) == 0
+    accuracy = json.loads(Storage(uri).read_bytes("result.json"))["center_accuracy"]
+    assert accuracy in json.loads(capsys.readouterr().out).values()
+
+
+def test_a_run_that_goes_on_elsewhere_ends_with_the_same_bits(finished, tmp_path, monkeypatch):
+    write, whole_ones = Storage.write_bytes, []
+
+    def write_one_checkpoint(storage, name, data):
+        if whole_ones and name.startswith(("checkpoints/", "center")):
+            raise OSError("the network went away")
+        write(storage, name, data)
+        if name.endswith("manifest.json"):
+            whole_ones.append(name)
+
+    monkeypatch.setattr(Storage, "write_bytes", write_one_checkpoint)
+    assert train(tmp_path / "a/parts", "--epochs", "2") == 2
+    monkeypatch.setattr(Storage, "write_bytes", write)
+    assert train(tmp_path / "b/parts", "--epochs", "2", "--resume") == 0
+    whole, parts = (Storage(uri) for uri in (finished[0], "s3://kept/runs/parts"))
+    assert parts.read_bytes("center.safetensors") == whole.read_bytes("center.safetensors")
+    kept = [name for name in parts.list_dir("") if name.startswith("events.out.tfevents")]
+    assert len(kept) == 2, "one of each start"
+    assert all((tmp_path / "b/parts" / name).exists() for name in kept), "the first came along"
+
+
+def test_a_second_run_of_that_name_is_refused(finished, tmp_path, capsys):
+    assert train(tmp_path / "finished", "--epochs", "2") == 2
+    assert "s3://kept/runs/finished already holds a run" in capsys.readouterr().err
+    with hold.held(Storage(finished[0]), "run.storage_path"):
+        assert train(tmp_path / "finished", "--epochs", "3", "--resume") == 2
+    assert "s3://kept/runs/finished is in use by process" in capsys.readouterr().err
+
+
+def test_a_folder_a_glob_and_a_file_of_data_are_read():
+    folder, some = load("s3://data/digits"), load("s3://data/digits/*.parquet")
+    assert folder.train.num_samples == some.train.num_samples == 1438
+    assert (folder.test.images == some.test.images).all()
+    one = load("s3://data/digits/test-00000-of-00001.parquet")
+    assert one.train.num_samples + one.test.num_samples == 359
+
+
+def test_the_uri_itself_may_say_where_the_server_is(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    host = quote(server.removeprefix("http://"), safe="")
+    query = f"?endpoint_override={host}&scheme=http&region=us-east-1"
+    place, data = f"s3://kept/asked{query}", f"s3://data/digits{query}"
+    assert train(tmp_path / "run", "--epochs", "1", place=place, data=data) == 0
+    uri = f"s3://kept/asked/run{query}"
+    assert uri in capsys.readouterr().out
+    assert cli.main(["status", uri]) == 0
+    assert cli.main(["evaluate", uri]) == 0
+    assert load(f"s3://data/digits/*.parquet{query}").train.num_samples == 1438
+
+
+def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
+    uri = "s3://kept/runs/asked-for"
+    worker = WorkerStatus("w0", "training", "a", 9, 3, 0.01, 0.0, 1.0)
+    status = RunStatus("training", 1, 1, "1", 3, 0.5, 90, 1.0, None, (worker,), ())
+    desk, ended = RunDesk(Storage(uri), clock=time.monotonic), threading.Event()
+
+    def drive():
+        while not ended.wait(0.02):
+            desk.tell(status)
+            for request in desk.take_requests():
+                desk.answer(request, f"{request.worker_id} leaves", ok=True)
+
+    driver = threading.Thread(target=drive)
+    driver.start()
+    try:
+        storage, until = Storage(uri), time.monotonic() + 10
+        while not storage.exists("status.json") and time.monotonic() < until:
+            time.sleep(0.02)
+        assert request_removal(uri, "w0", timeout_s=20) == "w0 leaves"
+    finally:
+        ended.set()
+        driver.join(timeout=10)
+        desk.close(status)
+
+
+class Cut(Storage):
+    """A storage that fails at the manifest, which comes last."""
+
+    def write_bytes(self, name, data):
+        if name.endswith("manifest.json"):
+            raise OSError("the network went away")
+        super().write_bytes(name, data)
+
+
+def test_a_checkpoint_that_was_cut_off_is_none_and_the_one_before_stays():
+    uri = "s3://kept/runs/cut"
+    CheckpointStore(Storage(uri)).write(make(1))
+    with pytest.raises(CheckpointError, match="could not be written: the network went away"):
+        CheckpointStore(Cut(uri)).write(make(2))
+    store = CheckpointStore(Storage(uri))
+    assert store.names() == ["round-00000001"]
+    assert store.read()[0].round == 1
+    store.write(make(2))
+    assert store.names() == ["round-00000001", "round-00000002"]
+
+
+# what goes wrong, before any actor starts
+
+
+@pytest.fixture
+def wrong_keys(server):
+    """The server asks who comes, and knows nobody."""
+    require_keys(server, b"0")
+    yield
+    require_keys(server, b"inf")
+
+
+def require_keys(server, after):
+    request = urllib.request.Request(
+        f"{server}/moto-api/reset-auth", data=after, headers={"Content-Type": "text/plain"}
+    )
+    urllib.request.urlopen(request, timeout=10).close()
+
+
+@pytest.fixture
+def no_server(monkeypatch):
+    """Nobody listens where the environment says."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{address}")
+
+
+def told(capsys, act):
+    """Return the one sentence with which a command ends, and soon."""
+    began = time.monotonic()
+    try:
+        status = act()
+    except RaydlError as error:
+        status, sentence = 2, f"error: {error}"
+    else:
+        sentence = capsys.readouterr().err.strip()
+    assert time.monotonic() - began < BOUND_S
+    assert status == 2
+    assert sentence.startswith("error: ")
+    assert "\n" not in sentence
+    return sentence
+
+
+def doors(tmp_path, bucket):
+    """Return the ways to come to a bucket: to keep a run, for its data, to see a run."""
+    return {
+        "storage": lambda: train(
+            tmp_path / "r", "--workers", "2", place=f"s3://{bucket}/runs", data="digits"
+        ),
+        "data": lambda: train(
+            tmp_path / "r", "--workers", "2", place=None, data=f"s3://{bucket}/digits"
+        ),
+        "status": lambda: cli.main(["status", f"s3://{bucket}/runs/finished"]),
+        "evaluate": lambda: cli.main(["evaluate", f"s3://{bucket}/runs/finished"]),
+        "resume": lambda: train(tmp_path / "r", "--resume", place=f"s3://{bucket}/runs"),
+    }
+
+
+@pytest.fixture
+def no_actors(monkeypatch):
+    def connect():
+        raise AssertionError("Ray was asked for")
+
+    monkeypatch.setattr(ray_session, "connect", connect)
+
+
+@pytest.mark.usefixtures("no_actors")
+@pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate"])
+def test_a_bucket_that_is_not_there_is_told(tmp_path, capsys, door):
+    sentence = told(capsys, doors(tmp_path, "nobucket")[door])
+    assert "nobucket" in sentence
+    if door == "storage":
+        assert sentence.startswith(
+            "error: run.storage_path s3://nobucket/runs/r can not be written"
+        )
+    assert {
+        "storage": "the bucket does not exist; create it",
+        "data": "there is no such file or folder",
+        "status": "no run is there",
+        "evaluate": "no run is there",
+    }[door] in sentence
+
+
+@pytest.mark.usefixtures("no_actors", "wrong_keys")
+@pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate", "resume"])
+def test_credentials_that_are_refused_are_told_with_what_to_set(tmp_path, capsys, door):
+    sentence = told(capsys, doors(tmp_path, "kept" if door != "data" else "data")[door])
+    assert "the store refuses these credentials; set AWS_ACCESS_KEY_ID" in sentence
+
+
+@pytest.mark.usefixtures("no_actors", "no_server")
+@pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate", "resume"])
+def test_a_server_that_is_not_there_is_told_within_seconds(tmp_path, capsys, door):
+    sentence = told(capsys, doors(tmp_path, "kept")[door])
+    assert "the store does not answer; check AWS_ENDPOINT_URL" in sentence

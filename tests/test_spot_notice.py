@@ -1,0 +1,309 @@
+"""The cloud's notice becomes a drain of the Ray node."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from clusters import nodes
+
+from raydl.errors import ConfigError
+from raydl.spot_notice.__main__ import main
+from raydl.spot_notice.clouds import MetadataError, make_source
+from raydl.spot_notice.watch import DrainError, watch
+
+NOW = 1767225600.0  # 2026-01-01 00:00:00 UTC
+TOKEN_TTL = "X-aws-ec2-metadata-token-ttl-seconds"
+TOKEN = "X-aws-ec2-metadata-token"
+AWS_ACTION = "/latest/meta-data/spot/instance-action"
+AWS_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+AWS_NOTICE = json.dumps({"action": "terminate", "time": "2026-01-01T00:02:00Z"})
+GCP = "/computeMetadata/v1/instance/preempted"
+AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+
+
+class StandIn:
+    """A metadata service on loopback: pages, and which header each cloud insists on."""
+
+    def __init__(self, provider, pages):
+        self.provider, self.pages = provider, pages
+        self.tokens, self.asked, self.failures = ["first", "second"], [], 0
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.reply(*stand_in.answer("GET", self.path, self.headers))
+
+            def do_PUT(self):
+                self.reply(*stand_in.answer("PUT", self.path, self.headers))
+
+            def reply(self, status, text):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *words):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def answer(self, method, path, headers):
+        self.asked.append((method, path))
+        if self.failures:
+            self.failures -= 1
+            return 503, ""
+        if self.provider == "aws" and method == "PUT":
+            ok = path == "/latest/api/token" and headers[TOKEN_TTL]
+            return (200, self.tokens[0]) if ok else (400, "")
+        allowed = {
+            "aws": headers[TOKEN] == self.tokens[0],
+            "gcp": headers["Metadata-Flavor"] == "Google",
+            "azure": headers["Metadata"] == "true",
+        }
+        if not allowed[self.provider]:
+            return 401 if self.provider == "aws" else 403, ""
+        return (200, self.pages[path]) if path in self.pages else (404, "")
+
+
+@contextlib.contextmanager
+def stand_in(provider, pages=()):
+    service = StandIn(provider, dict(pages))
+    thread = threading.Thread(target=service.server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.server.shutdown()
+        service.server.server_close()
+        thread.join(timeout=10)
+
+
+def azure_events(*resources, kind="Preempt", when="Thu, 01 Jan 2026 00:00:45 GMT"):
+    event = {"EventType": kind, "Resources": list(resources), "NotBefore": when}
+    return json.dumps({"DocumentIncarnation": 1, "Events": [event]})
+
+
+BEFORE = {
+    "aws": {},
+    "gcp": {GCP: "FALSE"},
+    "azure": {AZURE_EVENTS: json.dumps({"Events": []}), AZURE_NAME: "worker_3"},
+}
+NOTICE = {
+    "aws": {AWS_ACTION: AWS_NOTICE},
+    "gcp": {GCP: "TRUE"},
+    "azure": {AZURE_EVENTS: azure_events("worker_2", "worker_3")},
+}
+LEFT_S = {"aws": 120, "gcp": 30, "azure": 45}
+
+
+class Run:
+    """One watch whose clock is moved by its waits, with a plan of what happens in which."""
+
+    def __init__(self, source, waits=(), *, drains_refused=0):
+        self.waits, self.drains, self.lines = iter(waits), [], []
+        self.now, self.refused = NOW, drains_refused
+        self.status = watch(
+            source, self.drain, poll_s=1.0, clock=lambda: self.now, sleep=self.wait,
+            log=self.lines.append,
+        )  # fmt: skip
+
+    def drain(self, reason, left_s):
+        self.drains.append((reason, left_s))
+        if self.refused:
+            self.refused -= 1
+            raise DrainError("ray drain-node failed: no answer")
+
+    def wait(self, seconds):
+        self.now += seconds
+        next(self.waits)()
+
+
+@pytest.mark.parametrize("provider", LEFT_S)
+def test_the_node_drains_when_its_cloud_gives_notice_with_the_time_that_is_left(provider):
+    with stand_in(provider, BEFORE[provider]) as service:
+        come = [lambda: None, lambda: None, lambda: service.pages.update(NOTICE[provider])]
+        run = Run(make_source(provider, service.url), come)
+    waited = 0 if provider == "gcp" else 3  # gcp tells no time: what it promises counts from now
+    assert run.status == 0
+    assert [left for _, left in run.drains] == [LEFT_S[provider] - waited]
+    assert run.lines == [
+        f"{run.drains[0][0]}: this machine ends in {LEFT_S[provider] - waited} s",
+        f"the node drains, with {LEFT_S[provider] - waited} s left",
+    ]
+
+
+def test_aws_is_asked_with_one_session_token_until_it_is_too_old():
+    with stand_in("aws") as service:
+        source = make_source("aws", service.url)
+        assert source.notice(NOW) is None
+        assert source.notice(NOW) is None
+        assert [method for method, _ in service.asked] == ["PUT", "GET", "GET"]
+        service.tokens.pop(0)
+        with pytest.raises(MetadataError, match="status 401"):
+            source.notice(NOW)
+        assert source.notice(NOW) is None
+
+
+def test_an_aws_notice_in_unknown_words_is_a_notice_of_two_minutes():
+    with stand_in("aws", {AWS_ACTION: "soon"}) as service:
+        assert make_source("aws", service.url).notice(NOW).ends_at == NOW + 120
+
+
+def test_a_rebalance_recommendation_counts_only_where_it_was_asked_for():
+    page = json.dumps({"noticeTime": "2026-01-01T00:00:00Z"})
+    with stand_in("aws", {AWS_REBALANCE: page}) as service:
+        assert make_source("aws", service.url).notice(NOW) is None
+        notice = make_source("aws", service.url, rebalance=True).notice(NOW)
+        assert (notice.reason, notice.ends_at) == ("rebalance recommendation", NOW + 120)
+
+
+@pytest.mark.parametrize(
+    "events", [azure_events("worker_2"), azure_events("worker_3", kind="Reboot")]
+)
+def test_azure_events_of_other_machines_and_of_other_kinds_are_none(events):
+    with stand_in("azure", {**BEFORE["azure"], AZURE_EVENTS: events}) as service:
+        assert make_source("azure", service.url).notice(NOW) is None
+
+
+def test_an_azure_event_that_has_begun_has_no_time_and_gets_the_shortest():
+    with stand_in("azure", BEFORE["azure"]) as service:
+        service.pages[AZURE_EVENTS] = azure_events("worker_3", when="")
+        assert make_source("azure", service.url).notice(NOW).ends_at == NOW + 30
+
+
+@pytest.mark.parametrize("provider", LEFT_S)
+def test_hiccups_of_the_metadata_service_are_told_once_and_survived(provider):
+    with stand_in(provider, BEFORE[provider]) as service:
+        service.failures = 3
+        come = [lambda: None] * 4 + [lambda: service.pages.update(NOTICE[provider])]
+        run = Run(make_source(provider, service.url), come)
+    assert run.status == 0
+    assert "answers with status 503; asking again every 1 s" in run.lines[0]
+    assert run.lines[1] == "the metadata service answers again"
+    assert len(run.lines) == 4
+
+
+@pytest.mark.parametrize(("provider", "page"), [("gcp", GCP), ("azure", AZURE_EVENTS)])
+def test_an_answer_in_other_words_is_no_notice(provider, page):
+    with stand_in(provider, {page: "<html>welcome</html>"}) as service:
+        source = make_source(provider, service.url)
+        with pytest.raises(MetadataError, match="says '<html>"):
+            source.notice(NOW)
+
+
+def test_nobody_at_the_address_is_a_hiccup():
+    with stand_in("gcp") as service:
+        pass
+    with pytest.raises(MetadataError, match="does not answer"):
+        make_source("gcp", service.url).notice(NOW)
+
+
+def test_a_drain_that_fails_is_tried_again_with_what_is_left():
+    with stand_in("gcp", NOTICE["gcp"]) as service:
+        run = Run(make_source("gcp", service.url), [lambda: None] * 2, drains_refused=2)
+    assert run.status == 0
+    assert [left for _, left in run.drains] == [30, 29, 28]
+
+
+def test_a_drain_that_never_succeeds_ends_with_the_machine():
+    with stand_in("gcp", NOTICE["gcp"]) as service:
+        run = Run(make_source("gcp", service.url), [lambda: None] * 40, drains_refused=40)
+    assert run.status == 1
+    assert run.now == NOW + 29
+    assert run.lines[-1] == "ray drain-node failed: no answer; no time is left"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--provider", "asw"],
+            "--provider has no 'asw'; did you mean aws? known: aws, gcp, azure",
+        ),
+        (["--provider", "aws", "--poll-s", "0"], "--poll-s must be in [0.1, 10], got 0"),
+        (
+            ["--provider", "gcp", "--rebalance"],
+            "--rebalance is a word of aws alone, got --provider gcp",
+        ),
+        (
+            ["--provider", "gcp", "--metadata-url", "here"],
+            "--metadata-url must begin with http:// or https://, got here",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(options, sentence, capsys):
+    assert main(options) == 2
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_a_wrong_provider_is_an_error_of_the_configuration():
+    with pytest.raises(ConfigError):
+        make_source("ibm")
+
+
+def test_the_watch_holds_neither_ray_nor_torch_in_memory():
+    code = (
+        "import sys; from raydl.spot_notice.__main__ import main; main(['--provider', 'x']);"
+        "sys.exit(bool({'ray', 'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0
+
+
+# A node without work would be gone at once, so somebody works there, and tells when it drains.
+AT_WORK = """
+import json, ray, time
+from raydl import ray_session
+ray.init(logging_level="ERROR")
+@ray.remote(num_cpus=1)
+class Worker:
+    def begin(self):
+        return "working"
+worker = Worker.remote()
+print(ray.get(worker.begin.remote(), timeout=100), flush=True)
+end = time.monotonic() + 100
+while not (nodes := ray_session.draining_nodes()) and time.monotonic() < end:
+    time.sleep(0.05)
+print(json.dumps(nodes), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def at_work():
+    process = subprocess.Popen([sys.executable, "-c", AT_WORK], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "working\n"
+        yield process.stdout
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("names_its_node", [True, False])
+def test_the_notice_drains_the_node_of_a_real_cluster(names_its_node, monkeypatch):
+    # With one node on this machine, as on a cloud's, it finds its own.
+    cpus = (0, 1) if names_its_node else (1,)
+    with nodes(*cpus) as cluster, stand_in("gcp", NOTICE["gcp"]) as service:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        [node] = cluster.worker_nodes or [cluster.head_node]
+        command = [
+            sys.executable, "-m", "raydl.spot_notice", "--provider", "gcp",
+            "--metadata-url", service.url, *(["--node-id", node.node_id] if names_its_node else []),
+        ]  # fmt: skip
+        with at_work() as told:
+            begin = time.time()
+            done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "the node drains, with 30 s left" in done.stdout
+            [(drained, ends_at_ms)] = json.loads(told.readline()).items()
+        assert drained == node.node_id
+        assert begin + 28 <= ends_at_ms / 1000 <= time.time() + 30
