@@ -1,11 +1,14 @@
-"""Train a model: what ``ray job submit -- python jobs/train.py …`` starts.
+r"""Train a model: what ``ray job submit -- python jobs/train.py …`` starts.
 
-Command:   ray job submit --working-dir . -- python jobs/train.py --data digits --workers 2
-Expected:  about 98% center test accuracy on the bundled digits
-Time:      under a minute on two CPU cores
-Keep:      a job works in a temporary folder; add --storage-path to keep the run
+Command:   ray job submit --working-dir . -- python jobs/train.py --data digits --workers 2 \
+               --storage-path /a/shared/folder --run-dir runs/digits
+Expected:  97.8% center test accuracy on the bundled digits; the run in /a/shared/folder/digits
+Time:      37 s from submission to end, of which 3 s are training
+Hardware:  two shared CPU cores, busy with other work
 
-The options are those of ``raydl train``; ``--workers 0`` runs in this process without Ray.
+The options are those of ``raydl train``; ``--workers 0`` runs in this process without Ray. A job
+works in a temporary folder that goes with it, so say where the run is kept. ``raydl submit`` does
+the same with a place that stays, a log that is followed, and retries: docs/jobs.md.
 """
 
 import sys

@@ -15,20 +15,20 @@ from raydl.metrics import TAGS, TIME_PARTS
 from raydl.models import MODELS
 
 ROWS = [
-    {"errors", "config", "ray_session"},
+    {"errors", "config", "ray_session", "spot_notice"},
     {
         "rules", "flat", "membership", "pace", "ledger", "extent", "compression",
-        "optimizers", "trust",
+        "optimizers", "trust", "network",
     },
     {
         "method", "methods", "models", "task", "data", "metrics", "progress", "storage",
-        "center", "replica", "talk", "checkpoint", "runs",
-        "faults", "generators", "leases",
+        "center", "replica", "talk", "checkpoint", "runs", "examples",
+        "faults", "generators", "leases", "plan",
     },
     {"exchange", "reports", "schedules", "dispatcher", "job", "worker", "center_service"},
-    {"crew", "evaluator", "local_crew", "on_ray"},
+    {"crew", "evaluator", "local_crew", "submission", "on_ray"},
     {"control", "recorder", "run_view"},
-    {"run_loop", "trainer", "comparison", "cli", "__main__", "__init__"},
+    {"run_loop", "trainer", "comparison", "report", "cli", "__main__", "__init__"},
 ]  # fmt: skip
 MAY_IMPORT_RAY = {"ray_session", "exchange", "on_ray"}
 MAY_IMPORT_TORCH_FROM = 1
@@ -123,7 +123,8 @@ def commands(text):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/algorithms.md", "docs/architecture.md", "docs/faults.md"]
+    "name",
+    ["README.md", "docs/algorithms.md", "docs/architecture.md", "docs/faults.md", "docs/jobs.md"],
 )
 def test_the_commands_of_the_docs_are_understood(root, name):
     for words in commands((root / name).read_text()):
@@ -133,6 +134,8 @@ def test_the_commands_of_the_docs_are_understood(root, name):
             assert isinstance(config, TrainConfig)
             assert config.method.name in METHODS
             assert config.model in MODELS
+        if words[1] == "submit":
+            cli.parse_train(words[words.index("--") + 1 :])
 
 
 def test_the_make_targets_of_the_readme_exist(root):

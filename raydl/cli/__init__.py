@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 
 from raydl.cli.listing import list_methods, list_models
 from raydl.cli.options import STOPPED, parse_train
+from raydl.cli.planning import plan
+from raydl.cli.reporting import report
 from raydl.cli.runs import remove, score, status
+from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
 
@@ -20,9 +23,12 @@ __all__ = ["COMMANDS", "main", "parse_train"]
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
+    "submit": submit,
     "status": status,
     "remove": remove,
     "evaluate": score,
+    "report": report,
+    "plan": plan,
     "methods": list_methods,
     "models": list_models,
 }

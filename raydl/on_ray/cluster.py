@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.config import ScalingConfig
-from raydl.ray_session import draining_nodes
+from raydl.ray_session import draining_nodes, nodes_to_add
 
 _LOOK_EVERY_S = 1.0
 
@@ -78,6 +79,49 @@ def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dic
 def listed(resources: dict[str, float]) -> str:
     """Return resources as a person reads them."""
     return "{" + ", ".join(f"{k}: {v:g}" for k, v in resources.items()) + "}"
+
+
+def awaited(num_missing: int, need: Mapping[str, float]) -> str:
+    """Return what pending workers of this cluster wait for, in one sentence."""
+    return what_is_missing(num_missing, need, ray.cluster_resources(), _nodes_to_add())
+
+
+@functools.cache  # what there is to start changes rarely, and this is asked often
+def _nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
+    return nodes_to_add()
+
+
+def what_is_missing(
+    num_missing: int,
+    need: Mapping[str, float],
+    have: Mapping[str, float],
+    to_add: Iterable[tuple[str, Mapping[str, float], int]] = (),
+) -> str:
+    """Return what pending workers need, what there is, and what an autoscaler may still start.
+
+    Args:
+        num_missing: workers that wait for room.
+        need: what each of them reserves.
+        have: what all nodes of the cluster hold together, used or not.
+        to_add: the nodes that an autoscaler may start: (name, resources, how many there
+            may be, below 0: any number).
+    """
+    names = sorted({*need, "CPU", "GPU"})
+    there = {n: have.get(n, 0.0) for n in names if n in need or n in have}
+    sentence = (
+        f"{num_missing} more worker{'s' if num_missing > 1 else ''}: needs {listed(dict(need))} "
+        f"each; the cluster has {listed(there)}"
+    )
+    to_add = list(to_add)
+    fitting = [t for t in to_add if all(t[1].get(n, 0) >= v for n, v in need.items())]
+    nodes = [
+        f"{name} nodes with {listed({k: resources[k] for k in names if k in resources})}"
+        f"{f', {n} in all' if n > 0 else ''}"
+        for name, resources, n in fitting
+    ]
+    if nodes:
+        return f"{sentence}; the autoscaler can add {'; or '.join(nodes)}"
+    return f"{sentence}; no node the autoscaler can add is large enough" if to_add else sentence
 
 
 def workers_that_fit(scaling: ScalingConfig) -> int:

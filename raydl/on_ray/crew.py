@@ -40,7 +40,7 @@ from raydl.leases import Leases
 from raydl.membership import Membership
 from raydl.on_ray.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.on_ray.calls import Call, Calls, Handler, first_line, original
-from raydl.on_ray.cluster import Notices, kill_process, listed, send_by_value, worker_options
+from raydl.on_ray.cluster import Notices, awaited, kill_process, send_by_value, worker_options
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.25
@@ -382,9 +382,7 @@ class RayCrew:
     def waiting_for(self) -> str:
         """Return what pending workers need, and what the cluster has."""
         missing = len(self._workers.keys() - self._places.keys())
-        need = listed(self._job.config.scaling.resources())
-        have = listed({k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")})
-        return f"{missing} more worker(s), each needs {need}; the cluster has {have}"
+        return awaited(missing, self._job.config.scaling.resources())
 
 
 def _on_change(_: int) -> list[Event]:

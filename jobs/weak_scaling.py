@@ -1,0 +1,180 @@
+"""Weak scaling: every worker gets the same work, and there are more and more workers.
+
+Command:   python jobs/weak_scaling.py --workers 1,2 --data digits --steps 300 --out runs/weak
+Expected:  a table with samples/s, efficiency and where a step's time went, and the same figures
+           in runs/weak/weak_scaling.json; 100% for the first row, less below
+Time:      36 s, of which 7 s are training: every run starts its own workers
+Hardware:  two shared CPU cores, busy with other work; there 9,319 samples/s with one worker and
+           8,449 with two, an efficiency of 45%: each worker had less than a core of its own
+
+    --workers P,P,P   --out DIR    and every option of `raydl train`; --steps are each worker's
+
+Efficiency is samples/s by p times those of the first row, per worker: 100% if a worker among many
+is as fast as the first row's. The batch of one worker stays, so that of all together grows. As a
+Ray job, give --out on a disk that stays.
+"""
+
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no install
+
+import tyro
+
+from raydl.cli import parse_train
+from raydl.cli.options import STOPPED, print_table
+from raydl.comparison.report import machine
+from raydl.comparison.runner import train
+from raydl.config import RunConfig, TrainConfig, to_dict
+from raydl.errors import ConfigError, RaydlError
+
+_STEPS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeakScaling:
+    """Train with more and more workers, each with the same work, and report the efficiency.
+
+    Every option of `raydl train` may be given, too, and holds for all runs.
+    """
+
+    workers: str = "1,2"
+    """Numbers of workers, separated by commas; the first is what the others are measured by."""
+    out: str | None = None
+    """Folder of all runs and of the figures; unset: runs/weak-scaling-DATE."""
+    base: Annotated[TrainConfig, tyro.conf.Fixed, tyro.conf.Suppress] = TrainConfig()  # noqa: RUF009
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of workers, each once; 0 trains in this process, as one worker."""
+        try:
+            counts = [int(word) for word in self.workers.split(",")]
+        except ValueError:
+            counts = []
+        if not counts or min(counts) < 0:
+            raise ConfigError("workers", f"must be like 1,2,4, got {self.workers}")
+        return list(dict.fromkeys(counts))
+
+
+def parse(arguments: Sequence[str]) -> WeakScaling:
+    """Return what the options describe: its own, and those of `raydl train`."""
+    own, others = tyro.cli(
+        WeakScaling, args=list(arguments), prog="weak_scaling.py", return_unknown_args=True
+    )
+    return dataclasses.replace(own, base=parse_train(others))
+
+
+def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
+    """Return the settings of all runs."""
+    base, run = scaling.base, scaling.base.run
+    if run.resume or run.run_dir is not None or run.storage_path is not None:
+        raise ConfigError("run.run_dir", "and the like give way to --out in a measurement")
+    ends = (base.training.epochs, base.training.samples, base.training.seconds)
+    if any(end is not None for end in ends):
+        raise ConfigError("training.steps", "of each worker are what stays the same; give --steps")
+    progress = "none" if run.progress == "auto" else run.progress
+    return [
+        dataclasses.replace(
+            base,
+            training=dataclasses.replace(base.training, steps=base.training.steps or _STEPS),
+            scaling=dataclasses.replace(base.scaling, num_workers=count),
+            run=RunConfig(run_dir=str(out / f"workers-{count}"), progress=progress),
+        )
+        for count in scaling.counts
+    ]
+
+
+def row(
+    config: TrainConfig, figures: Mapping[str, Any], first: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what is reported of one run.
+
+    Args:
+        config: its settings.
+        figures: those of its ``result.json``.
+        first: the first row, or nothing if this is it.
+    """
+    num_workers = max(1, config.scaling.max_workers)
+    speed = figures["samples_per_s"] / num_workers
+    steps = config.training.steps or _STEPS
+    return {
+        "workers": num_workers,
+        "samples_per_s": figures["samples_per_s"],
+        "samples_per_s_and_worker": speed,
+        "efficiency": speed / first.get("samples_per_s_and_worker", speed),
+        "seconds": figures["seconds"],
+        "samples": figures["samples"],
+        "communication_share": figures["communication_share"],
+        "center_loss": figures["center_loss"],
+        "center_accuracy": figures["center_accuracy"],
+        "ms_per_step": {
+            part: 1e3 * seconds / steps
+            for part, seconds in figures["time_parts"].items()
+            if part != "initialization"
+        },
+    }
+
+
+def measure(scaling: WeakScaling, *, command: str) -> int:
+    """Do the runs one after another, report, and return the exit status."""
+    out = Path(scaling.out or time.strftime("runs/weak-scaling-%Y%m%d-%H%M%S"))
+    rows: list[dict[str, Any]] = []
+    for config in plan(scaling, out):
+        figures = train(config)
+        if figures["stopped_by"]:
+            return STOPPED.get(figures["stopped_by"], 1)
+        rows.append(row(config, figures, rows[0] if rows else {}))
+        print(f"{rows[-1]['workers']} worker(s): {rows[-1]['samples_per_s']:,.0f} samples/s")
+        values = {
+            "command": command,
+            "machine": machine(),
+            "settings": to_dict(scaling.base),
+            "rows": rows,
+        }
+        (out / "weak_scaling.json").write_text(json.dumps(values, indent=2))
+    _print(rows)
+    print(f"  figures:      {out}/weak_scaling.json")
+    return 0
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    parts = [part for part in rows[0]["ms_per_step"] if any(r["ms_per_step"][part] for r in rows)]
+    head = ["workers", "samples/s", "efficiency", "communication"]
+    table = [
+        [
+            str(r["workers"]),
+            f"{r['samples_per_s']:,.0f}",
+            f"{r['efficiency']:.0%}",
+            f"{r['communication_share'] or 0:.0%}",
+        ]
+        for r in rows
+    ]
+    print_table(head, table, numbers=head)
+    print("\nmilliseconds of a worker per local step")
+    head = ["workers", *(part.replace("_", " ") for part in parts)]
+    times = [[str(r["workers"]), *(f"{r['ms_per_step'][p]:.2f}" for p in parts)] for r in rows]
+    print_table(head, times, numbers=head)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit status: 0 done, 2 a mistake in what was asked for."""
+    command = f"python jobs/weak_scaling.py {shlex.join(arguments)}"
+    try:
+        return measure(parse(arguments), command=command)
+    except RaydlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return STOPPED["SIGINT"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""The jobs of a Ray cluster, over its REST interface: what :class:`raydl.submission.Jobs` asks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import requests
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobSubmissionClient
+
+from raydl.errors import RaydlError
+from raydl.submission import SILENT, UNKNOWN, JobState
+
+_TIMEOUT_S = (10.0, 120.0)
+"""To connect; and to answer, which takes long when a package was sent."""
+_NO_ANSWER = (requests.exceptions.RequestException, ConnectionError)
+_NO_TOKEN = (
+    "the cluster at {} asks for a token, and {}: copy ~/.ray/auth_token from its head to this "
+    "machine, or put the token into RAY_AUTH_TOKEN; for a cluster without tokens set "
+    "RAY_AUTH_MODE=disabled"
+)
+
+
+class _Client(JobSubmissionClient):  # type: ignore[misc]  # Ray has no types here
+    """Ray's client, with a bound to every request: its own may wait for ever."""
+
+    def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+        return super()._do_request(method, endpoint, timeout=_TIMEOUT_S, **options)
+
+
+class RayJobs:
+    """The jobs of one cluster, all of the same runtime environment.
+
+    Args:
+        address: the cluster's dashboard, or None for the one that Ray finds.
+        runtime_env: of the jobs that are submitted here.
+
+    Raises:
+        RaydlError: no cluster answers there, or it asks for another token.
+    """
+
+    def __init__(self, address: str | None, runtime_env: dict[str, Any] | None = None) -> None:
+        for talkative in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env"):
+            logging.getLogger(talkative).setLevel(logging.WARNING)
+        self._runtime_env = runtime_env or {}
+        where = address or "the address that Ray finds"
+        try:
+            self._client = _Client(address)
+        except AuthenticationError as error:
+            raise RaydlError(_NO_TOKEN.format(where, _first_line(error))) from error
+        except (*_NO_ANSWER, ValueError, RuntimeError) as error:
+            raise RaydlError(
+                f"no Ray cluster answers at {where}: {_first_line(error)}; give --address "
+                f"http://HEAD:8265, the cluster's dashboard"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """The URL of the cluster's dashboard."""
+        return str(self._client.get_address())
+
+    def submit(self, job_id: str, command: str) -> bool:
+        """Submit a job, unless it is there; return whether the cluster has taken it."""
+        status = self.look(job_id).status  # an answer to an earlier try may have been lost
+        if status != UNKNOWN:
+            return status != SILENT
+        try:
+            self._client.submit_job(
+                entrypoint=command, submission_id=job_id, runtime_env=self._runtime_env
+            )
+        except _NO_ANSWER:
+            return False
+        except AuthenticationError as error:
+            raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
+        except (RuntimeError, ValueError) as error:
+            raise RaydlError(f"the cluster did not take the job: {_first_line(error)}") from error
+        return True
+
+    def look(self, job_id: str) -> JobState:
+        """Return how a job stands."""
+        try:
+            job = self._client.get_job_info(job_id)
+        except _NO_ANSWER:
+            return JobState(SILENT)
+        except AuthenticationError as error:
+            raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
+        except RuntimeError as error:  # Ray's client has no other for an answer that is no job
+            return JobState(UNKNOWN if "status code 404" in str(error) else SILENT)
+        return JobState(
+            str(job.status), job.driver_exit_code, job.error_type or "", job.message or ""
+        )
+
+    def log(self, job_id: str) -> str | None:
+        """Return all that a job has printed; None: it can not be read now."""
+        try:
+            return str(self._client.get_job_logs(job_id))
+        except (*_NO_ANSWER, AuthenticationError, RuntimeError):
+            return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
