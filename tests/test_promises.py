@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 
 import raydl
 from raydl import cli
@@ -124,7 +125,7 @@ def commands(text):
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", "docs/algorithms.md", "docs/architecture.md", "docs/faults.md", "docs/jobs.md"],
+    ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))],
 )
 def test_the_commands_of_the_docs_are_understood(root, name):
     for words in commands((root / name).read_text()):
@@ -136,6 +137,16 @@ def test_the_commands_of_the_docs_are_understood(root, name):
             assert config.model in MODELS
         if words[1] == "submit":
             cli.parse_train(words[words.index("--") + 1 :])
+
+
+def test_every_module_has_its_place_on_the_map(root):
+    text = (root / "docs/architecture.md").read_text()
+    (block,) = [b for b in re.findall(r"^```text\n(.*?)^```", text, re.M | re.S) if "rules.py" in b]
+    for path in (root / "raydl").iterdir():
+        if path.suffix == ".py" and not path.name.startswith("__"):
+            assert path.name in block, path.name
+        elif (path / "__init__.py").exists():
+            assert f"{path.name}/" in block, path.name
 
 
 def test_the_make_targets_of_the_readme_exist(root):
