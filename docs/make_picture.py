@@ -1,12 +1,14 @@
-"""Take the picture of TensorBoard that the README shows.
+"""Take the pictures that the README shows: a page of TensorBoard, or a report.
 
 Command:   python docs/make_picture.py runs/NAME docs/tensorboard.png [PAGE]
+           python docs/make_picture.py runs/NAME/report.html docs/report.png
            PAGE: custom_scalars (unless given), scalars, images, text, hparams
 Needs:     Chromium on the PATH
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -15,15 +17,43 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 _BOUND_S = 60
 
 
 def main(run: str, picture: str, page: str = "custom_scalars") -> None:
-    """Serve a run on a free port, and photograph a page."""
+    """Photograph a report, or a page of TensorBoard on a run."""
+    if run.endswith(".html"):
+        photograph(Path(run).resolve().as_uri(), picture, size="1200,1500")
+        return
+    with tensorboard(run) as address:
+        photograph(f"{address}/#{page}", picture, size="1600,1300")
+
+
+def photograph(address: str, picture: str, *, size: str) -> None:
+    """Write what Chromium shows at an address, in a window of WIDTH,HEIGHT pixels."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("error: no chromium on the PATH")
+    with tempfile.TemporaryDirectory() as profile:
+        subprocess.run(
+            [
+                chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                "--disable-background-networking", f"--user-data-dir={profile}",
+                f"--window-size={size}", "--virtual-time-budget=20000",
+                f"--screenshot={picture}", address,
+            ],
+            check=True,
+            timeout=_BOUND_S,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def tensorboard(run: str) -> Iterator[str]:
+    """Serve a run on a free port; yield the address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -33,18 +63,7 @@ def main(run: str, picture: str, page: str = "custom_scalars") -> None:
     )
     try:
         wait_for(f"http://127.0.0.1:{port}/data/runs")
-        with tempfile.TemporaryDirectory() as profile:
-            subprocess.run(
-                [
-                    chromium, "--headless", "--no-sandbox", "--disable-gpu",
-                    "--disable-background-networking", f"--user-data-dir={profile}",
-                    "--window-size=1600,1300", "--virtual-time-budget=20000",
-                    f"--screenshot={picture}", f"http://127.0.0.1:{port}/#{page}",
-                ],
-                check=True,
-                timeout=_BOUND_S,
-                stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(timeout=10)

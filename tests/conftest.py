@@ -182,9 +182,12 @@ def images() -> ImageSet:
     return tiny_images()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A Ray cluster of this test session, on free ports, with a folder of its own."""
+    """A Ray cluster of one module's tests, on free ports, with a folder of its own.
+
+    No longer: it ends this process when it is let down, by a token taken away in a test, say.
+    """
     import ray
 
     ray.init(
