@@ -190,9 +190,17 @@ def panel(view: ProgressView, last_event: str) -> Panel:
     return Panel(Group(bar, facts, lines), title=f"raydl · {view.state}", title_align="left")
 
 
+class _LastingConsole(Console):
+    """Raises where its reader has gone; rich's own ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Let who shows something decide: the error is being handled."""
+        raise BrokenPipeError("nobody reads the output any more")
+
+
 def make_progress(kind: str) -> Progress:
     """Return the progress display: ``auto`` (a panel on a terminal), panel, plain or none."""
-    console = Console(stderr=False)
+    console = _LastingConsole(stderr=False)
     if kind == "none":
         return Silent()
     if kind == "panel" or (kind == "auto" and console.is_terminal):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -136,6 +137,7 @@ class RunRecorder:
         self._speeds: deque[tuple[float, int]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: list[Future[None]] = []
+        self._troubles: deque[str] = deque()
 
     def describe(self, markdown: str) -> None:
         """Keep the configuration beside the curves."""
@@ -251,9 +253,9 @@ class RunRecorder:
         if scored is not None:
             pixels = self._examples.draw(scored.predicted)
             self._writer.image("center/predictions", pixels, num_samples=scored.num_samples)
-        if len(self._stack.points) > 1:
-            pixels = draw_stack(self._stack.points)
-            self._writer.image("time/stacked", pixels, num_samples=self._num_samples)
+        points = self._stack.points
+        if len(points) > 1:
+            self._writer.image("time/stacked", draw_stack(points), num_samples=self._num_samples)
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
@@ -267,10 +269,15 @@ class RunRecorder:
     def _write(self, collected: Collected, seconds: float) -> None:
         self._store.write(checkpoint_of(collected, self._flat, seconds=seconds))
         self._writer.flush()
-        self._after_checkpoint()
+        try:
+            self._after_checkpoint()
+        except OSError as error:  # the checkpoint itself is whole
+            self._troubles.append(f"the curves could not be copied: {error}")
 
     def _tell_failures(self) -> None:
-        """Say which checkpoints could not be written; later ones may go through."""
+        """Say what could not be written; the next time it may go through."""
+        while self._troubles:
+            self.event(f"{self._troubles.popleft()}; they come with the next checkpoint")
         for future in [f for f in self._writing[:-1] if f.done()]:
             self._writing.remove(future)
             error = future.exception()
@@ -307,6 +314,8 @@ class RunRecorder:
         )
 
     def _note_speed(self, now: float, num_samples: int) -> None:
+        if self._speeds and num_samples < self._speeds[-1][1]:
+            self._speeds.clear()  # the center went back
         self._speeds.append((now, num_samples))
         while len(self._speeds) > 2 and now - self._speeds[1][0] >= _SPEED_OVER_S:
             self._speeds.popleft()
@@ -351,9 +360,10 @@ class RunRecorder:
         Raises:
             CheckpointError: the last checkpoint could not be written.
         """
-        self._pool.shutdown(wait=True)
-        self._draw()
-        self._progress.close()
-        self._writer.close()
-        for future in self._writing[-1:]:
-            future.result()
+        with contextlib.ExitStack() as stack:  # each, whatever becomes of the others
+            stack.callback(self._writer.close)
+            stack.callback(self._progress.close)
+            stack.callback(self._draw)
+            self._pool.shutdown(wait=True)
+            for future in self._writing[-1:]:
+                future.result()

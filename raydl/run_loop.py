@@ -1,19 +1,21 @@
-"""The loop of a run: the controller's steps, its desk between them, and the signals that end it."""
+"""Around a run: where it is recorded, the controller's steps, its desk, the signals that end it."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
+from raydl.metrics import Forgiving, MetricsWriter, Tee, TensorBoardWriter
 from raydl.recorder import RunRecorder
 from raydl.run_view import RunView
 from raydl.runs.desk import RunDesk
+from raydl.runs.folder import RunFolder
 from raydl.storage import Storage
 
 
@@ -85,3 +87,20 @@ def _stop_on_signal(controller: Controller) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def make_writer(
+    config: TrainConfig,
+    folder: RunFolder,
+    purge_after: int | None,
+    tell: Callable[[str], None],
+) -> MetricsWriter:
+    """Return what takes the measurements: event files, and Ray's metrics where Ray runs."""
+    events = TensorBoardWriter(str(folder.path), purge_after=purge_after)
+    tensorboard = Forgiving(events, f"the curves in {folder.path}", tell)
+    if config.scaling.max_workers == 0:
+        return tensorboard
+    from raydl.on_ray.metrics import RayMetrics  # imports Ray
+
+    gauges = RayMetrics(folder.path.name, first_sample=purge_after or 0)
+    return Tee(tensorboard, Forgiving(gauges, "Ray's metrics", tell))

@@ -13,7 +13,7 @@ from raydl.control import Controller
 from raydl.control.state import State
 from raydl.control.workforce import Phase, WorkerEntry
 from raydl.errors import RaydlError
-from raydl.progress import Progress, ProgressView
+from raydl.progress import Progress, ProgressView, Silent
 from raydl.recorder import RunRecorder
 from raydl.reports import Outcome
 from raydl.runs.status import RunStatus, WorkerStatus
@@ -33,7 +33,8 @@ class EventLog:
     """
 
     def __init__(self, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._progress, self._clock = progress, clock
+        self._progress: Progress = progress
+        self._clock = clock
         self._began_at = clock()
         self._lines: deque[str] = deque(maxlen=_NUM_EVENTS)
 
@@ -44,17 +45,24 @@ class EventLog:
 
     def update(self, view: ProgressView) -> None:
         """Show the state."""
-        self._progress.update(view)
+        self._show(lambda progress: progress.update(view))
 
     def event(self, sentence: str) -> None:
         """Keep the sentence, and say it."""
         minutes, seconds = divmod(round(self._clock() - self._began_at), 60)
         self._lines.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02} {sentence}")
-        self._progress.event(sentence)
+        self._show(lambda progress: progress.event(sentence))
 
     def close(self) -> None:
         """Leave the terminal as it should stay."""
-        self._progress.close()
+        self._show(lambda progress: progress.close())
+
+    def _show(self, act: Callable[[Progress], None]) -> None:
+        """Show something; an output that fails, on a full disk say, ends no run."""
+        try:
+            act(self._progress)
+        except OSError:
+            self._progress = Silent()
 
 
 class RunView:

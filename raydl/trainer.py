@@ -37,12 +37,12 @@ from raydl.job import Job
 from raydl.local_crew import LocalCrew
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
-from raydl.metrics import MetricsWriter, Tee, TensorBoardWriter, config_as_markdown
+from raydl.metrics import config_as_markdown
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder, snapshot_of
 from raydl.reports import Outcome
 from raydl.rules import Rule
-from raydl.run_loop import open_desk, run_to_end
+from raydl.run_loop import make_writer, open_desk, run_to_end
 from raydl.run_view import EventLog, RunView
 from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder, open_run
@@ -194,7 +194,7 @@ class Trainer:
             num_train=snapshot.ledger["num_samples"],
             start=snapshot,
             seconds_before=start.seconds,
-            writer=_make_writer(config, folder, purge_after),
+            writer=make_writer(config, folder, purge_after, tell=log.event),
             progress=log,
             store=start.store,
             flat=flat,
@@ -305,16 +305,6 @@ def _is_complete(config: TrainConfig, snapshot: Snapshot) -> bool:
     return extent.is_reached(
         num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
     )
-
-
-def _make_writer(config: TrainConfig, folder: RunFolder, purge_after: int | None) -> MetricsWriter:
-    """Return what takes the measurements: event files, and Ray's metrics where Ray runs."""
-    tensorboard = TensorBoardWriter(str(folder.path), purge_after=purge_after)
-    if config.scaling.max_workers == 0:
-        return tensorboard
-    from raydl.on_ray.metrics import RayMetrics  # imports Ray
-
-    return Tee(tensorboard, RayMetrics(folder.path.name))
 
 
 def _make_crew(job: Job, dataset: Dataset) -> Crew:

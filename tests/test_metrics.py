@@ -3,13 +3,24 @@
 import json
 import math
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raydl import cli
-from raydl.metrics import COMPARED, STACK, TAGS, TIME_PARTS, MembershipTable, Tee, time_values
+from raydl.metrics import (
+    COMPARED,
+    STACK,
+    TAGS,
+    TIME_PARTS,
+    Forgiving,
+    MembershipTable,
+    Tee,
+    tag_of,
+    time_values,
+)
 from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.metrics.tensorboard import make_layout
 from raydl.on_ray import metrics as ray_metrics
@@ -134,7 +145,7 @@ def on_fake_ray(monkeypatch, clock=lambda: 0.0):
     FakeMetric.made = {}
     monkeypatch.setattr(ray_metrics, "Gauge", FakeMetric)
     monkeypatch.setattr(ray_metrics, "Counter", FakeMetric)
-    return RayMetrics("my-run", clock=clock), FakeMetric.made
+    return RayMetrics("my-run", first_sample=40, clock=clock), FakeMetric.made
 
 
 def test_ray_gets_every_curve_under_its_own_name_with_its_sentence(monkeypatch):
@@ -150,9 +161,53 @@ def test_ray_gets_every_curve_under_its_own_name_with_its_sentence(monkeypatch):
 
 def test_the_counter_of_samples_never_goes_back(monkeypatch):
     writer, made = on_fake_ray(monkeypatch)
-    for num_samples in (100, 160, 120, 200):  # a resumed run; a score that comes late
+    for num_samples in (100, 160, 120, 200):  # a run resumed at 40; a score that comes late
         writer.scalars({"train/lr": 0.1}, num_samples=num_samples)
-    assert [value for value, _ in made["raydl_samples"].values] == [60, 40]
+    assert [value for value, _ in made["raydl_samples"].values] == [60, 60, 40]
+
+
+def test_a_metric_that_only_the_task_names_is_a_curve_but_not_given_to_ray(monkeypatch):
+    assert tag_of("center/top5").name == "center/NAME"
+    writer, made = on_fake_ray(monkeypatch)
+    writer.scalars({"center/top5": 0.9}, num_samples=10)
+    assert set(made) == {"raydl_samples"}
+
+
+class Disk:
+    """A writer that has room for so many points."""
+
+    def __init__(self, room):
+        self.room, self.written = room, []
+
+    def scalars(self, values, *, num_samples):
+        if len(self.written) == self.room:
+            raise OSError(28, "No space left on device")
+        self.written.append(num_samples)
+
+    def close(self):
+        self.written.append("closed")
+
+
+def test_a_writer_that_fails_is_told_once_and_the_others_go_on():
+    told, full, other = [], Disk(room=1), Disk(room=9)
+    both = Tee(Forgiving(full, "the curves", told.append), Forgiving(other, "Ray", told.append))
+    for num_samples in (1, 2, 3):
+        both.scalars({"train/lr": 0.1}, num_samples=num_samples)
+    both.close()
+    assert (full.written, other.written) == ([1], [1, 2, 3, "closed"])
+    reason = "[Errno 28] No space left on device"
+    assert told == [f"the curves can not be written ({reason}); training goes on without"]
+
+
+def test_the_history_of_the_stack_covers_the_whole_run_in_a_bounded_number_of_points():
+    history = StackHistory()
+    for number in range(50_000):
+        history.add(number, {})
+    samples = [count for count, _ in history.points]
+    assert samples == sorted(samples)
+    assert (samples[0], samples[-1]) == (0, 49_999)
+    assert len(samples) <= 513
+    assert max(b - a for a, b in pairwise(samples)) <= 50_000 / 250
 
 
 def test_the_gauges_of_a_worker_end_a_minute_after_its_last_news(monkeypatch):

@@ -148,7 +148,7 @@ def test_a_record_becomes_one_point_of_every_curve():
     allreduce = AllreduceReport(1, "ring", 1000, 0.001, 0.002)
     report = report_of("w0", local_step=2, parts=parts, allreduce=allreduce)
     recorder.record(record_at(5), {"w0": report})
-    recorder.evaluated(Evaluated(2, 0, 5, 1.0, {"accuracy": 0.9, "loss": 0.3}))
+    recorder.evaluated(Evaluated(2, 0, 5, 1.0, {"accuracy": 0.9, "loss": 0.3, "top5": 1.0}))
     recorder.show(State.TRAINING, {"training": 1, "starting": 1})
     recorder.close()
     names = set().union(*[values for _, values in memory.points])

@@ -12,13 +12,14 @@ from raydl.metrics.memberships import MembershipTable
 from raydl.metrics.tags import COMPARED, STACK, TAGS, Tag, tag_of, time_values
 from raydl.metrics.tensorboard import TensorBoardWriter
 from raydl.metrics.time_parts import TIME_PARTS, TimeParts, communication_share, mean_parts
-from raydl.metrics.writer import MetricsWriter, Tee, config_as_markdown
+from raydl.metrics.writer import Forgiving, MetricsWriter, Tee, config_as_markdown
 
 __all__ = [
     "COMPARED",
     "STACK",
     "TAGS",
     "TIME_PARTS",
+    "Forgiving",
     "MembershipTable",
     "MetricsWriter",
     "Tag",

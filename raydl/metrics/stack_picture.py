@@ -36,17 +36,26 @@ class StackHistory:
 
     def __init__(self) -> None:
         self._points: list[Point] = []
+        self._newest: Point | None = None
+        self._count = 0
+        self._stride = 1
 
     def add(self, num_samples: int, parts: Mapping[str, float]) -> None:
-        """Add a point; of too many, every other one is forgotten."""
-        self._points.append((num_samples, dict(parts)))
+        """Add a point; of too many, every other one is forgotten, and of those to come."""
+        self._newest = (num_samples, dict(parts))
+        if self._count % self._stride == 0:
+            self._points.append(self._newest)
+        self._count += 1
         if len(self._points) > _MOST_POINTS:
-            self._points = self._points[::-2][::-1]
+            self._points, self._stride = self._points[::2], 2 * self._stride
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The points in the order of samples."""
-        return tuple(self._points)
+        """The points in the order in which they came, the newest among them."""
+        newest = self._newest
+        if newest is None or newest is self._points[-1]:
+            return tuple(self._points)
+        return (*self._points, newest)
 
 
 def draw_stack(points: Sequence[Point]) -> np.ndarray:

@@ -46,12 +46,16 @@ STACK_GROUP = "time_stacked"
 STACK_GROUND = f"{STACK_GROUP}/ground"
 """The line that the stack stands on."""
 
+OWN_METRIC = "center/NAME"
+"""Stands for every metric of a user's task beside loss and accuracy."""
+
 _TAGS = (
     Tag("train/loss", "Mean training loss of all workers since the point before."),
     Tag("train/lr", "Learning rate of the local step."),
     Tag("train/epoch", "Passes over the training set so far, by all workers together."),
     Tag("center/accuracy", "Share of the test set that the center classifies rightly, 0 to 1."),
     Tag("center/loss", "Mean loss of the center on the test set."),
+    Tag(OWN_METRIC, "Another metric that the task names, of the center, mean over the test set."),
     Tag(
         "center/distance",
         "Root mean square distance from the replicas to the center, over workers.",
@@ -122,8 +126,15 @@ COMPARED: dict[str, Tag] = {
 
 
 def tag_of(name: str) -> Tag:
-    """Return what explains a written name: for ``worker_step_s/w0``, ``worker_step_s/ID``."""
-    tag = TAGS.get(name) or COMPARED.get(name) or TAGS.get(f"{name.partition('/')[0]}/ID")
+    """Return what explains a written name.
+
+    For ``worker_step_s/w0`` that is ``worker_step_s/ID``; for a user's own metric of the test
+    set, ``center/top5`` say, ``center/NAME``.
+    """
+    group = name.partition("/")[0]
+    tag = (
+        TAGS.get(name) or COMPARED.get(name) or TAGS.get(f"{group}/ID") or TAGS.get(f"{group}/NAME")
+    )
     assert tag is not None, f"{name} has no sentence in metrics.TAGS"
     return tag
 

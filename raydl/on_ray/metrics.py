@@ -13,13 +13,15 @@ import numpy as np
 from ray.util.metrics import Counter, Gauge
 
 from raydl.metrics import TAGS, Tag, tag_of
-from raydl.metrics.tags import STACK_GROUP
+from raydl.metrics.tags import OWN_METRIC, STACK_GROUP
 
 SAMPLES = Tag("samples", "Training samples that all workers together have seen in this start.")
 """The one number that is no curve but the x-axis of all; a counter."""
 
-EXPORTED = (*(tag for tag in TAGS.values() if tag.group != STACK_GROUP), SAMPLES)
-"""What Ray is given: all but the edges of the stack, since Grafana stacks by itself."""
+_NOT_EXPORTED = {tag.name for tag in TAGS.values() if tag.group == STACK_GROUP} | {OWN_METRIC}
+EXPORTED = (*(tag for tag in TAGS.values() if tag.name not in _NOT_EXPORTED), SAMPLES)
+"""What Ray is given: no edges of the stack, since Grafana stacks by itself, and no metric whose
+name only the task knows."""
 _FORGET_AFTER_S = 60.0
 """A worker without news for so long has left, or hangs: its gauges end."""
 
@@ -39,16 +41,19 @@ class RayMetrics:
 
     Args:
         run: the value of the label ``run``.
+        first_sample: samples of all workers before this start.
         clock: seconds, rising.
     """
 
-    def __init__(self, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: str, *, first_sample: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._labels = {"run": run}
         self._clock = clock
         self._heard: dict[str, float] = {}
         self._gauges: dict[str, Gauge] = {}
         self._samples = Counter(metric_name(SAMPLES), SAMPLES.sentence, tag_keys=("run",))
-        self._num_samples: int | None = None
+        self._num_samples = first_sample
 
     def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
         """Show these values from now on."""
@@ -79,10 +84,9 @@ class RayMetrics:
 
     def _count(self, num_samples: int) -> None:
         # A score comes later than the samples it belongs to: a counter never goes back.
-        before = num_samples if self._num_samples is None else self._num_samples
-        if num_samples > before:
-            self._samples.inc(num_samples - before, self._labels)
-        self._num_samples = max(before, num_samples)
+        if num_samples > self._num_samples:
+            self._samples.inc(num_samples - self._num_samples, self._labels)
+            self._num_samples = num_samples
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:
         """Do nothing: Ray's metrics are numbers."""
