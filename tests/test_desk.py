@@ -1,6 +1,7 @@
 """A run's desk: what is told, asked and answered through the run's folder."""
 
 import json
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -447,6 +448,25 @@ def test_an_answer_that_could_not_be_written_is_written_later(tmp_path, clock):
     wait_for(lambda: _pass(clock) and desk.take_requests() == [] and answer_to(tmp_path, "r1"))
     assert answer_to(tmp_path, "r1") == {"ok": True, "sentence": "w1 leaves"}
     desk.close(replace(TRAINING, state="finished"))
+
+
+class ReadAtOnce(Storage):
+    """A folder where an answer is read, and its folder deleted, as soon as it lies there."""
+
+    def _flush_to_disk(self, path):
+        if path.endswith("answers/r1"):
+            shutil.rmtree(path)
+        super()._flush_to_disk(path)
+
+
+def test_an_answer_that_is_read_at_once_is_no_failure_and_not_written_again(tmp_path, clock):
+    desk = RunDesk(ReadAtOnce(str(tmp_path)), clock=clock)
+    ask(tmp_path, "r1", driver=desk.driver)
+    (request,) = wait_for(lambda: _pass(clock) and desk.take_requests())
+    desk.answer(request, "w1 leaves", ok=True)
+    desk.close(replace(TRAINING, state="finished"))
+    assert desk.num_failures == 0
+    assert list((tmp_path / "answers").iterdir()) == []
 
 
 def test_the_last_status_is_tried_again(tmp_path, clock):

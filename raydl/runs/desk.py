@@ -206,7 +206,9 @@ class RunDesk:
             # First, for who reads the answer deletes both; or gave up and deletes this now.
             with suppress(FileNotFoundError):
                 self._storage.delete_dir(f"requests/{request_id}")
-            self._storage.write_bytes(_ANSWER.format(request_id), json.dumps(answer).encode())
+            # It may be read, and its folder deleted, before that folder is flushed.
+            with suppress(FileNotFoundError):
+                self._storage.write_bytes(_ANSWER.format(request_id), json.dumps(answer).encode())
             self._answered.add(request_id)
             with self._changed:
                 del self._to_answer[request_id]
