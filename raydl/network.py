@@ -19,7 +19,6 @@ algorithms themselves are in ``exchange/allreduce.py``.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -102,14 +101,3 @@ def choose(
     costs = {n: predict_s(n, num_bytes, nodes, network) for n in among or COSTS}
     best = min(costs, key=lambda name: costs[name])
     return best, costs[best]
-
-
-def crossover_bytes(num_workers: int, network: Network) -> float:
-    """Return S*, the size from which the ring is cheaper than doubling, across nodes.
-
-    S* = a (2(p-1) - R(p)) / (b (R(p) - 2(p-1)/p)), where R(p) = log2 p for powers of two.
-    Infinite for p <= 2: doubling then sends no more bytes than the ring, in fewer messages.
-    """
-    p, rounds = num_workers, _rounds(num_workers)
-    per_byte = network.seconds_per_byte * (rounds - 2 * (p - 1) / p)
-    return network.latency_s * (2 * (p - 1) - rounds) / per_byte if per_byte > 0 else math.inf

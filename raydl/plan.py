@@ -158,6 +158,11 @@ class Plan:
                 "center_shards", "has no meaning where all exchange at once: every rank keeps "
                 f"the center; it must be 1, got {self.center_shards}"
             )  # fmt: skip
+        if self.schedule == "round_robin" and self.overlaps:
+            raise ConfigError(
+                "overlaps", "has no meaning in round_robin: an exchange of the one worker that is "
+                "active has no gradient to pass behind; it must be False"
+            )  # fmt: skip
 
     @property
     def compute_s(self) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raydl import models
+from raydl.models import ModelFactory
 
 Batch = tuple[Tensor, Tensor]
 """Inputs, shape [B, ...], and labels, int64, shape [B]."""
@@ -58,16 +59,13 @@ class Predicts(Protocol):
         ...
 
 
-ModelFactory = Callable[[tuple[int, int, int], int], nn.Module]
-"""Builds a model from (channels, height, width) and the number of classes."""
-
-
 class Classification:
     """Pictures into classes, by cross entropy.
 
     Args:
-        model: a name in ``raydl models``, or a function of (image shape, number of classes)
-            that returns a module with logits of shape [B, num_classes].
+        model: a name in ``raydl models``, ``torchvision:NAME``, ``module:function``, or a
+            function of (image shape, number of classes) that returns a module with logits of
+            shape [B, num_classes].
     """
 
     def __init__(self, model: str | ModelFactory = "lenet") -> None:

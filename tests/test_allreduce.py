@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raydl.exchange.allreduce import ALGORITHMS, ProcessGroupLink, Reducer, measure_network
-from raydl.network import COSTS, Network, choose, crossover_bytes, predict_s
+from raydl.network import COSTS, Network, choose, predict_s
 
 SIZES = (1, 2, 3, 7, 1001, 65537)
 FLAT = Network(1e-4, 1e-9, 1e-4, 1e-9)
@@ -289,20 +289,17 @@ def test_doubling_takes_one_fold_step_more_than_the_logarithm(num_workers, round
     assert rounds == math.ceil(math.log2(num_workers)) + (not is_power_of_two)
 
 
-@pytest.mark.parametrize("num_workers", [3, 4, 5, 6, 7, 8, 16, 33])
-def test_doubling_is_chosen_below_the_crossover_and_the_ring_above(num_workers):
-    crossover, nodes = crossover_bytes(num_workers, FLAT), range(num_workers)
+# Of R rounds among p: S* = a (2(p-1) - R) / (b (R - 2(p-1)/p)), here with a/b = 1e5 bytes.
+@pytest.mark.parametrize(("num_workers", "bytes_1e5"), [(3, 0.6), (4, 8), (8, 8.8), (16, 208 / 17)])
+def test_doubling_is_chosen_below_the_crossover_and_the_ring_above(num_workers, bytes_1e5):
+    crossover, nodes = 1e5 * bytes_1e5, range(num_workers)
     assert choose(0.99 * crossover, nodes, FLAT)[0] == "recursive-doubling"
     assert choose(1.01 * crossover, nodes, FLAT)[0] == "ring"
     ring, doubling = (predict_s(n, crossover, nodes, FLAT) for n in ("ring", "recursive-doubling"))
     assert ring == pytest.approx(doubling)
 
 
-def test_the_crossover_by_hand():
-    # p = 8: S* = a (14 - 3) / (b (3 - 14/8)) = 8.8 a/b
-    assert crossover_bytes(8, FLAT) == pytest.approx(8.8 * 1e-4 / 1e-9)
-    assert crossover_bytes(2, FLAT) == math.inf
-    assert crossover_bytes(1, FLAT) == math.inf
+def test_among_two_doubling_is_chosen_for_any_size():
     assert choose(1e12, [0, 1], FLAT)[0] == "recursive-doubling"
 
 
@@ -318,7 +315,7 @@ def test_two_levels_are_chosen_where_the_inside_of_a_node_is_much_faster():
 
 def test_the_predicted_choice_is_what_runs():
     links, nodes = queue_links(4), [0, 1, 2, 3]
-    sizes = [1, int(crossover_bytes(4, FLAT) / 4) + 1]
+    sizes = [1, 200_001]  # of 4 bytes: below and above the 8e5 from which on the ring is cheaper
 
     def act(rank):
         reducer = Reducer(links[rank], nodes, FLAT)

@@ -152,9 +152,11 @@ def test_every_worker_listens_for_the_notice_of_its_own_cloud(cloud, monkeypatch
     *_, start, listen = config["worker_start_ray_commands"]
     assert start.startswith("ray start --address=$RAY_HEAD_IP:6379")
     words = listen.split()
-    assert words[:4] == ["nohup", "python", "-m", "raydl.spot_notice"]
+    # The launcher may run this again where one listens already.
+    assert words[:4] == ["nohup", "flock", "--nonblock", "/tmp/spot_notice.lock"]
+    assert words[4:7] == ["python", "-m", "raydl.spot_notice"]
     assert words[-1] == "&"
-    options = words[4 : words.index(">>")]
+    options = words[7 : words.index(">>")]
     assert options == ["--provider", cloud]
     monkeypatch.setattr("raydl.spot_notice.__main__.watch", lambda *_, **__: 0)
     assert spot_notice(options) == 0
@@ -193,6 +195,13 @@ def test_the_image_for_kubernetes_holds_what_is_needed_to_install_and_to_run_a_j
     workdir = re.search(r"^WORKDIR (\S+)", dockerfile, re.M)[1]
     entrypoint = config_documents("kuberay-rayjob")["RayJob"]["spec"]["entrypoint"]
     assert entrypoint.split()[1] == f"{workdir}/jobs/train.py"
+
+
+def test_the_folder_of_the_image_is_made_by_the_user_who_builds_in_it():
+    dockerfile = (FOLDER / "Dockerfile").read_text()
+    workdir = re.search(r"^WORKDIR (\S+)", dockerfile, re.M)[1]
+    assert f"RUN mkdir -p {workdir}\nWORKDIR {workdir}\n" in dockerfile
+    assert not re.search(r"^USER ", dockerfile, re.M)
 
 
 def test_all_files_name_one_version_of_ray_and_one_of_raydl():

@@ -291,7 +291,10 @@ def test_options_of_train_hold_for_all_runs(root):
         ("--samples 9 --seconds 9", "training.samples and training.seconds exclude each other"),
         ("--methods sync-egsd --samples 9", "method.name has no 'sync-egsd'; did you mean"),
         ("--methods diloco", "training.samples or seconds or epochs must be set, equal for all"),
-        ("--model lnet --samples 9", "model has no 'lnet'; did you mean lenet?"),
+        (
+            "--model lnet --samples 9",
+            "model has no 'lnet'; did you mean lenet or lenet5 or alexnet?",
+        ),
     ],
 )
 def test_wrong_options_are_told_in_one_sentence(root, capsys, options, sentence):

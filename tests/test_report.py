@@ -7,17 +7,19 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
+from pyarrow import fs
 
-from raydl import cli
+from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
-from raydl.metrics import TIME_PARTS, TensorBoardWriter
+from raydl.metrics import STACK, TIME_PARTS, TensorBoardWriter
 from raydl.report import make_page, read_run, scales, with_names_apart, write_report
 from raydl.report.charts import Line, bars, chart, path_of, thinned
-from raydl.report.curves import samples_at
+from raydl.report.curves import charts_of, samples_at
 from raydl.report.events import Curve, History, Told, read_history
 from raydl.report.facts import RunFacts
 from raydl.report.html import element, table
 from raydl.report.sections import byte_size, duration
+from raydl.report.style import CSS
 from raydl.runs.status import RunStatus, to_json
 
 # a page, as a browser takes it
@@ -204,6 +206,24 @@ def test_a_failed_run_says_why(tmp_path):
     assert "failed: the loss became NaN" in Walk(make_page([read_run(str(folder))])).text
 
 
+@pytest.mark.parametrize(
+    ("state", "samples"), [("failed: the loss became NaN", 1234), ("finished", 640)]
+)
+def test_the_result_of_an_earlier_ending_is_not_the_run_s(tmp_path, state, samples):
+    result = {"samples": samples, "center_accuracy": 0.99}
+    folder = write_run(tmp_path / "a", state=state, result=result)
+    text = Walk(make_page([read_run(str(folder))])).text
+    assert "Samples 1,234" in text
+    assert "Center accuracy 75.00%" in text
+    assert "written no result yet" in text
+
+
+def test_the_result_of_this_ending_is_the_run_s(tmp_path):
+    result = {"samples": 1234, "center_accuracy": 0.99}
+    run = read_run(str(write_run(tmp_path / "a", state="stopped by raydl stop", result=result)))
+    assert run.figure("center_accuracy") == 0.99
+
+
 def test_damaged_files_are_told_and_the_rest_is_shown(tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "result.json").write_text("{")
@@ -290,6 +310,42 @@ def test_a_run_may_lie_behind_a_uri(tmp_path):
     assert "<h1>a</h1>" in (folder / "report.html").read_text()
 
 
+def test_the_query_of_a_uri_stays_at_its_end_and_out_of_the_title(tmp_path, monkeypatch):
+    query = "?endpoint_override=localhost%3A9000&scheme=http"
+
+    def open_here(uri):
+        base, _, asked = uri.partition("?")
+        assert f"?{asked}" == query
+        return fs.LocalFileSystem(), base.replace("s3://bucket", str(tmp_path))
+
+    monkeypatch.setattr(storage, "open_filesystem", open_here)
+    folder = write_run(tmp_path / "runs/first")
+    run = f"s3://bucket/runs/first{query}"
+    assert write_report([run]) == f"s3://bucket/runs/first/report.html{query}"
+    assert "<h1>first</h1>" in (folder / "report.html").read_text()
+    out = f"s3://bucket/pages/one.html{query}"
+    assert write_report([run, f"s3://bucket/runs/first/{query}"], out=out) == out
+    assert "<h1>first</h1>" in (tmp_path / "pages/one.html").read_text()
+    with pytest.raises(ConfigError, match="must be a file"):
+        write_report([run], out=f"s3://bucket/pages/{query}")
+
+
+def test_no_key_of_a_uri_reaches_the_page():
+    uri = "s3://KEY:SE'C@RET@bucket/runs"
+    told = (Told(f"the checkpoint is at {uri}/a", 1, 0, 0.0),)
+    run = facts_of(
+        f"{uri}/a",
+        config={"run.storage_path": uri, "data": f"{uri}?mail=me@here"},
+        history=History({}, told, num_starts=1),
+        notes=(f"{uri} does not answer.",),
+    )
+    for page in (make_page([run]), make_page([run, facts_of("b")])):
+        assert "KEY" not in page
+        assert "RET" not in page
+        assert "s3://bucket/runs/a" in page
+        assert "s3://bucket/runs?mail=me@here" in page
+
+
 def test_a_run_is_called_by_its_folder_even_from_inside(tmp_path, monkeypatch):
     monkeypatch.chdir(write_run(tmp_path / "a"))
     assert read_run(".").name == "a"
@@ -340,6 +396,33 @@ def test_a_resumed_start_takes_the_place_of_what_came_after_its_checkpoint(tmp_p
     assert curve.values == (1.0, 1.0, 2.0)
     assert list(curve.seconds) == sorted(curve.seconds)
     assert history.num_starts == 2
+
+
+def test_the_files_of_a_comparison_are_no_starts(tmp_path):
+    folder = write_run(tmp_path / "a")
+    start = write_start(tmp_path / "1", [(10, {"train/loss": 1.0})])
+    added = write_start(tmp_path / "2", [(10, {"compare/accuracy": 1.0})])
+    (folder / "events.out.tfevents.1.host").write_bytes(start)
+    (folder / "events.out.tfevents.2.host.compare").write_bytes(added)
+    run = read_run(str(folder))
+    assert run.history.num_starts == 1
+    assert "resumed" not in Walk(make_page([run])).text
+
+
+def test_the_line_of_workers_leaves_out_what_a_resumed_start_took_back():
+    told = [(1, 0.0), (2, 91.0), (3, 60.0), (4, 100.0)]
+    counts = (2.0, 3.0, 1.0, 1.0)
+    curves = {
+        "workers/count": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), counts),
+        "workers/generation": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), (1.0, 2.0, 3.0, 4.0)),
+    }
+    sentences = tuple(Told(f"generation {n}: why", 1 + n // 3, n - 1, s) for n, s in told)
+    run = facts_of(history=History(curves, sentences, num_starts=2))
+    [figure] = [f for f in charts_of([run]) if "Workers that train" in f]
+    path = re.search(r'<path d="M([\d.]+),[\d.]+([^"]*)"', figure)
+    xs = [float(x) for x in (path[1], *re.findall(r"H([\d.]+)", path[2]))]
+    assert xs == sorted(xs)
+    assert re.findall(r"<title>generation (\d)", figure) == ["1", "3", "4"]
 
 
 def test_the_memberships_table_says_who_trained(tmp_path):
@@ -477,6 +560,13 @@ def test_samples_at_a_moment_lie_between_two_points():
     assert [samples_at(curve, s) for s in (0, 0.5, 1, 2, 3, 9)] == [0, 50, 100, 200, 300, 300]
 
 
+def test_a_time_part_has_the_colour_that_it_has_in_all_pictures():
+    for part, color in STACK.items():
+        assert f"  --{part}: {color};" in CSS
+        assert f".part-{part} {{ fill: var(--{part}); }}" in CSS
+    assert CSS.index("--initialization") < CSS.index("prefers-color-scheme: dark")
+
+
 # words
 
 
@@ -496,8 +586,8 @@ def test_what_is_no_element_is_escaped():
 
 
 def test_times_and_sizes_are_as_a_person_reads_them():
-    assert [duration(s) for s in (None, 4.94, 123, 605, 3723)] == [
-        "-", "4.9 s", "2:03 min", "10:05 min", "1:02:03 h"
+    assert [duration(s) for s in (None, 4.94, 99.96, 123, 605, 3599.4, 3599.6, 3723)] == [
+        "-", "4.9 s", "1:40 min", "2:03 min", "10:05 min", "59:59 min", "1:00:00 h", "1:02:03 h"
     ]  # fmt: skip
     assert [byte_size(n) for n in (None, 12, 1048, 3.45e6, 2e9)] == [
         "-", "12 bytes", "1.05 kB", "3.45 MB", "2 GB"

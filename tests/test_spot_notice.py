@@ -14,7 +14,7 @@ from clusters import nodes
 from raydl.errors import ConfigError
 from raydl.spot_notice.__main__ import main
 from raydl.spot_notice.clouds import MetadataError, make_source
-from raydl.spot_notice.watch import DrainError, watch
+from raydl.spot_notice.watch import DrainError, drain_by_command, longest_try_s, watch
 
 NOW = 1767225600.0  # 2026-01-01 00:00:00 UTC
 TOKEN_TTL = "X-aws-ec2-metadata-token-ttl-seconds"
@@ -178,6 +178,13 @@ def test_an_azure_event_that_has_begun_has_no_time_and_gets_the_shortest():
         assert make_source("azure", service.url).notice(NOW).ends_at == NOW + 30
 
 
+@pytest.mark.parametrize("when", ["soon", "45", 45, ["now"], "2026-01-01T00:00:45Z"])
+def test_an_azure_event_whose_time_can_not_be_read_gets_the_shortest(when):
+    with stand_in("azure", BEFORE["azure"]) as service:
+        service.pages[AZURE_EVENTS] = azure_events("worker_3", when=when)
+        assert make_source("azure", service.url).notice(NOW).ends_at == NOW + 30
+
+
 @pytest.mark.parametrize("provider", LEFT_S)
 def test_hiccups_of_the_metadata_service_are_told_once_and_survived(provider):
     with stand_in(provider, BEFORE[provider]) as service:
@@ -212,12 +219,43 @@ def test_a_drain_that_fails_is_tried_again_with_what_is_left():
     assert [left for _, left in run.drains] == [30, 29, 28]
 
 
-def test_a_drain_that_never_succeeds_ends_with_the_machine():
+def test_a_drain_that_never_succeeds_is_tried_until_a_minute_past_the_end():
     with stand_in("gcp", NOTICE["gcp"]) as service:
-        run = Run(make_source("gcp", service.url), [lambda: None] * 40, drains_refused=40)
+        run = Run(make_source("gcp", service.url), [lambda: None] * 100, drains_refused=100)
     assert run.status == 1
-    assert run.now == NOW + 29
+    assert run.now == NOW + 30 + 59
+    assert run.drains[-1] == ("preempted", 1.0)
     assert run.lines[-1] == "ray drain-node failed: no answer; no time is left"
+
+
+def test_a_machine_whose_clock_is_late_drains_all_the_same():
+    past = json.dumps({"action": "terminate", "time": "2025-12-31T23:59:30Z"})
+    with stand_in("aws", {AWS_ACTION: past}) as service:
+        run = Run(make_source("aws", service.url), [lambda: None], drains_refused=1)
+    assert run.status == 0
+    assert [left for _, left in run.drains] == [1.0, 1.0]
+
+
+def test_a_try_leaves_time_for_another():
+    assert [longest_try_s(left_s) for left_s in (120, 40, 30, 16, 1)] == [25, 20, 15, 8, 8]
+
+
+def test_a_drain_that_can_not_be_started_or_takes_too_long_is_an_error_that_is_tried_again(
+    monkeypatch,
+):
+    def no_memory(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "run", no_memory)
+    with pytest.raises(DrainError, match=r"can not be started: .* Cannot allocate memory"):
+        drain_by_command("preempted", 30.0)
+
+    def too_long(command, *, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", too_long)
+    with pytest.raises(DrainError, match="did not end within 15 s"):
+        drain_by_command("preempted", 30.0)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,9 @@ def _outlook(
     plan = Plan(
         schedule=method.schedule,
         period=method.period,
-        overlaps=method.overlap and method.rule.sends is Sends.WEIGHTS,
+        overlaps=method.overlap
+        and method.rule.sends is Sends.WEIGHTS
+        and method.schedule != "round_robin",  # a rule of one's own; the model hides nothing there
         step_s=workload.step_s,
         num_bytes=workload.num_bytes,
         batch_size=options.batch_size,
@@ -311,9 +313,9 @@ def _sums(outlook: _Outlook) -> str:
 
 def _seconds(seconds: float) -> str:
     """Return seconds in the unit that suits them."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return (
-                f"{seconds / size:,.3g} {unit}" if seconds < 999.5 * size else f"{seconds:,.0f} s"
-            )
-    return f"{seconds * 1e6:.3g} us"
+    rounded = float(f"{seconds:.3g}")  # before the unit is chosen: 999.9 us are 1 ms
+    if rounded >= 1000:
+        return f"{seconds:,.0f} s"
+    units = (("s", 1.0), ("ms", 1e-3))
+    unit, size = next((u for u in units if rounded >= u[1]), ("us", 1e-6))
+    return f"{rounded / size:.3g} {unit}"

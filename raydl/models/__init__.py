@@ -1,34 +1,174 @@
 """The models raydl knows by name: plain PyTorch, one file per family.
 
-Each is built from (channels, height, width) and the number of classes.
+Each is built from (channels, height, width) and the number of classes. A form for CIFAR takes
+the small pictures of other data sets too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import nn
 
 from raydl.errors import UnknownNameError
-from raydl.models.lenet import LeNet
+from raydl.models.alexnet import AlexNet, CifarAlexNet
+from raydl.models.googlenet import CifarGoogLeNet, GoogLeNet
+from raydl.models.lenet import LeNet, LeNet5
 from raydl.models.mlp import MLP
+from raydl.models.own import load
+from raydl.models.resnet import CifarResNet, ResNet
+from raydl.models.vgg import VGG, CifarVGG
 
-MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
-    "lenet": LeNet,
-    "mlp": MLP,
+ModelFactory = Callable[[tuple[int, int, int], int], nn.Module]
+"""Builds a model from (channels, height, width) and the number of classes."""
+
+_DIGITS = ((1, 28, 28), 10)
+_CIFAR = ((3, 32, 32), 10)
+_IMAGENET = ((3, 224, 224), 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """A model of the table."""
+
+    build: ModelFactory
+    """Builds it for any number of channels and classes."""
+    made_for: tuple[tuple[int, int, int], int]
+    """The pictures (channels, height, width) and classes it was published with."""
+    sentence: str
+    """What it is, short enough for a line of a table."""
+    source: str
+    """Where it was published."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters for the pictures it was made for; no memory is taken for them."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.build(*self.made_for).parameters())
+
+
+def _vgg(depth: int, *, has_batch_norm: bool = False, is_small: bool = False) -> ModelRow:
+    norm = ", batch norm" if has_batch_norm else ""
+    end = "1 linear" if is_small else "3 linear"
+    return ModelRow(
+        build=partial(CifarVGG if is_small else VGG, depth=depth, has_batch_norm=has_batch_norm),
+        made_for=_CIFAR if is_small else _IMAGENET,
+        sentence=f"{depth - 3} convolutions, {end}{norm}",
+        source="Simonyan and Zisserman 2015",
+    )
+
+
+def _resnet(depth: int) -> ModelRow:
+    block = "three" if depth >= 50 else "two"
+    return ModelRow(
+        build=partial(ResNet, depth=depth),
+        made_for=_IMAGENET,
+        sentence=f"residual blocks of {block} convolutions",
+        source="He et al. 2016, table 1",
+    )
+
+
+def _small_resnet(depth: int) -> ModelRow:
+    return ModelRow(
+        build=partial(CifarResNet, depth=depth),
+        made_for=_CIFAR,
+        sentence="residual blocks, plain shortcuts",
+        source="He et al. 2016, section 4.2",
+    )
+
+
+MODELS: dict[str, ModelRow] = {
+    "lenet": ModelRow(
+        build=LeNet,
+        made_for=_DIGITS,
+        sentence="Caffe's LeNet, of its MNIST example",
+        source="Caffe, examples/mnist/lenet.prototxt",
+    ),
+    "lenet5": ModelRow(
+        build=LeNet5,
+        made_for=_DIGITS,
+        sentence="LeNet-5 of 1998, with tanh",
+        source="LeCun et al. 1998, figure 2",
+    ),
+    "mlp": ModelRow(
+        build=MLP,
+        made_for=_DIGITS,
+        sentence="two hidden layers of 256 units",
+        source="raydl",
+    ),
+    "alexnet": ModelRow(
+        build=AlexNet,
+        made_for=_IMAGENET,
+        sentence="AlexNet in one tower",
+        source="Krizhevsky 2014",
+    ),
+    "alexnet-cifar": ModelRow(
+        build=CifarAlexNet,
+        made_for=_CIFAR,
+        sentence="Krizhevsky's net for CIFAR-10",
+        source="Krizhevsky's cuda-convnet; Caffe, cifar10_full",
+    ),
+    "vgg11": _vgg(11),
+    "vgg11-bn": _vgg(11, has_batch_norm=True),
+    "vgg11-cifar": _vgg(11, is_small=True),
+    "vgg11-bn-cifar": _vgg(11, has_batch_norm=True, is_small=True),
+    "vgg16": _vgg(16),
+    "vgg16-bn": _vgg(16, has_batch_norm=True),
+    "vgg16-cifar": _vgg(16, is_small=True),
+    "vgg16-bn-cifar": _vgg(16, has_batch_norm=True, is_small=True),
+    "vgg19": _vgg(19),
+    "vgg19-bn": _vgg(19, has_batch_norm=True),
+    "vgg19-cifar": _vgg(19, is_small=True),
+    "vgg19-bn-cifar": _vgg(19, has_batch_norm=True, is_small=True),
+    "resnet18": _resnet(18),
+    "resnet34": _resnet(34),
+    "resnet50": _resnet(50),
+    "resnet20": _small_resnet(20),
+    "resnet32": _small_resnet(32),
+    "resnet56": _small_resnet(56),
+    "googlenet": ModelRow(
+        build=GoogLeNet,
+        made_for=_IMAGENET,
+        sentence="Inception v1 as published",
+        source="Szegedy et al. 2015, table 1",
+    ),
+    "googlenet-bn": ModelRow(
+        build=partial(GoogLeNet, has_batch_norm=True),
+        made_for=_IMAGENET,
+        sentence="Inception v1, batch norm",
+        source="Szegedy et al. 2015; torchvision",
+    ),
+    "googlenet-cifar": ModelRow(
+        build=CifarGoogLeNet,
+        made_for=_CIFAR,
+        sentence="Inception v1, batch norm, a short stem",
+        source="Szegedy et al. 2015, a smaller stem",
+    ),
 }
 """Every named model."""
 
 
-def find(name: str) -> Callable[[tuple[int, int, int], int], nn.Module]:
-    """Return the factory of a named model.
+def find(name: str) -> ModelFactory:
+    """Return the factory of a model.
+
+    Args:
+        name: a name of the table, ``torchvision:NAME``, or your own ``module:function``.
 
     Raises:
         UnknownNameError: no model has that name.
+        ConfigError: what the name says can not be imported.
     """
+    if ":" in name:
+        return load(name)
     if name not in MODELS:
         raise UnknownNameError("model", name, MODELS)
-    return MODELS[name]
+    return MODELS[name].build
 
 
-__all__ = ["MLP", "MODELS", "LeNet", "find"]
+__all__ = [
+    "MLP", "MODELS", "VGG", "AlexNet", "CifarAlexNet", "CifarGoogLeNet", "CifarResNet",
+    "CifarVGG", "GoogLeNet", "LeNet", "LeNet5", "ModelFactory", "ModelRow", "ResNet", "find",
+]  # fmt: skip

@@ -1,13 +1,14 @@
-"""LeNet in the form of Caffe's MNIST example: 431,080 parameters at 28x28, one channel."""
+"""LeNet: the form of Caffe's MNIST example, and LeNet-5 as it was published."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from raydl.errors import ShapeError
+from raydl.models.parts import require_size
 
 _SMALLEST_UNPADDED = 16
 _SMALLEST = 4
+_FIELD = 32
 
 
 class LeNet(nn.Module):
@@ -27,11 +28,7 @@ class LeNet(nn.Module):
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
         super().__init__()
         channels, height, width = image_shape
-        if min(height, width) < _SMALLEST:
-            raise ShapeError(
-                "lenet",
-                f"needs pictures of {_SMALLEST}x{_SMALLEST} or more, got {height}x{width}",
-            )
+        require_size("lenet", image_shape, _SMALLEST)
         padding = 0 if min(height, width) >= _SMALLEST_UNPADDED else 2
         self.features = nn.Sequential(
             nn.Conv2d(channels, 20, 5, padding=padding),
@@ -51,6 +48,53 @@ class LeNet(nn.Module):
         """Return logits, shape [B, num_classes], for images [B, C, H, W]."""
         logits: Tensor = self.classifier(self.features(images))
         return logits
+
+
+class LeNet5(nn.Module):
+    """LeNet-5: two 5x5 convolutions, layers of 120 and 84 units, tanh; 61,706 parameters at 28x28.
+
+    Smaller pictures are set into a field of 32x32, as the paper does with digits of 28x28. The
+    second convolution sees all six maps, the pooling is a plain average and the output is
+    linear, where the paper has a table of connections, trained pooling and radial units.
+    (LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition, figure 2.)
+
+    Args:
+        image_shape: channels, height, width; any size.
+        num_classes: logits per picture.
+    """
+
+    def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        self.features = nn.Sequential(
+            nn.ZeroPad2d((*_margins(width), *_margins(height))),
+            nn.Conv2d(channels, 6, 5),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+        )
+        sides = [((max(side, _FIELD) - 4) // 2 - 4) // 2 for side in (height, width)]
+        self.classifier = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(16 * sides[0] * sides[1], 120),
+            nn.Tanh(),
+            nn.Linear(120, 84),
+            nn.Tanh(),
+            nn.Linear(84, num_classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits, shape [B, num_classes], for images [B, C, H, W]."""
+        logits: Tensor = self.classifier(self.features(images))
+        return logits
+
+
+def _margins(side: int) -> tuple[int, int]:
+    """Return what to add before and after a side to make it 32."""
+    missing = max(0, _FIELD - side)
+    return missing // 2, missing - missing // 2
 
 
 def _after_features(side: int, padding: int) -> int:

@@ -15,13 +15,14 @@ and pictures are in it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 from raydl.errors import ConfigError
 from raydl.report.facts import RunFacts, read_run
 from raydl.report.page import make_page
-from raydl.storage import Storage
+from raydl.storage import Storage, below, parent_and_name
 
 __all__ = ["RunFacts", "make_page", "read_run", "write_report"]
 
@@ -39,10 +40,10 @@ def write_report(runs: Sequence[str], *, out: str | None = None) -> str:
         DataError: one of them is no run.
         ConfigError: the page can not be written.
     """
-    folders = list(dict.fromkeys(run.rstrip("/") or "/" for run in runs))
-    facts = with_names_apart([read_run(folder) for folder in folders])
+    folders = {below(run, NAME): run for run in runs}  # one named twice is there once
+    facts = with_names_apart([read_run(folder) for folder in folders.values()])
     if out is None:
-        out = f"{folders[0]}/{NAME}" if len(folders) == 1 else NAME
+        out = next(iter(folders)) if len(folders) == 1 else NAME
     _write(out, make_page(facts).encode())
     return out
 
@@ -54,10 +55,17 @@ def with_names_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
 
 
 def _write(out: str, page: bytes) -> None:
-    parent, _, name = out.rpartition("/")
+    parent, name = _taken_apart(out)
     if not name:
         raise ConfigError("out", f"must be a file, got the folder {out}")
     try:
-        Storage(parent or ("/" if out.startswith("/") else ".")).write_bytes(name, page)
+        Storage(parent or ".").write_bytes(name, page)
     except OSError as error:
         raise ConfigError("out", f"{out} can not be written: {error}; name another") from error
+
+
+def _taken_apart(out: str) -> tuple[str, str]:
+    """Return (folder, name) of a file, a path or URI; the name of a folder is empty."""
+    if "://" not in out:
+        return os.path.split(out)
+    return (out, "") if out.partition("?")[0].endswith("/") else parent_and_name(out)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from raydl.report.charts import Line, Mark, chart, legend
 from raydl.report.events import Curve
-from raydl.report.facts import RunFacts
+from raydl.report.facts import Generation, RunFacts
 from raydl.report.html import Html, element
 
 _MOST_WORKERS = 16
@@ -85,7 +85,7 @@ def samples_at(curve: Curve, seconds: float) -> float:
 def _workers(run: RunFacts, color: int) -> Line:
     """Return the workers that trained: a step where each generation was decided."""
     curve = run.curve("workers/count")
-    known = [g for g in run.generations if g.num_workers is not None]
+    known = _that_counts([g for g in run.generations if g.num_workers is not None])
     if not known or not curve:
         return Line(run.name, color, curve.seconds, curve.values, is_step=True)
     xs, ys = [g.seconds for g in known], [float(g.num_workers or 0) for g in known]
@@ -95,6 +95,15 @@ def _workers(run: RunFacts, color: int) -> Line:
     )
     end = max(curve.seconds[-1], xs[-1])
     return Line(run.name, color, [*xs, end], [*ys, ys[-1]], is_step=True, marks=marks)
+
+
+def _that_counts(generations: Sequence[Generation]) -> list[Generation]:
+    """Return those that no resumed start took back: time never runs backwards over them."""
+    kept: list[Generation] = []
+    for generation in reversed(generations):
+        if not kept or generation.seconds <= kept[-1].seconds:
+            kept.append(generation)
+    return kept[::-1]
 
 
 def worker_ids(run: RunFacts) -> list[str]:

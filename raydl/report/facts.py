@@ -15,7 +15,7 @@ from raydl.errors import DataError
 from raydl.report.events import Curve, History, Told, read_history
 from raydl.runs.folder import open_run
 from raydl.runs.status import RunStatus, from_json
-from raydl.storage import Storage
+from raydl.storage import Storage, parent_and_name
 
 _EVENTS = "events.out.tfevents"
 _GENERATION = re.compile(r"generation (\d+): (.*)", re.DOTALL)
@@ -155,11 +155,7 @@ def read_run(run: str) -> RunFacts:
     config = _read_config(storage)
     notes: list[str] = []
     status = _read_status(storage, notes)
-    result = _read_json(storage, "result.json", notes)
-    if result and status is not None and not status.is_final:
-        result = {}  # of an earlier start, which this one goes on from
-    if not result:
-        notes.append("It has written no result yet: the figures are the newest it has recorded.")
+    result = _read_result(storage, status, notes)
     history = _read_events(storage, notes)
     if not history.curves and isinstance(result.get("evaluations"), list):
         history = History({"center/accuracy": _scores(result["evaluations"])})
@@ -179,8 +175,7 @@ def read_run(run: str) -> RunFacts:
 
 
 def _name_of(root: str) -> str:
-    path = root if "://" in root else os.path.abspath(root)
-    return path.rstrip("/").rpartition("/")[2] or root
+    return parent_and_name(root if "://" in root else os.path.abspath(root))[1] or root
 
 
 def _read_config(storage: Storage) -> dict[str, Any]:
@@ -218,6 +213,24 @@ def _read_json(storage: Storage, name: str, notes: list[str]) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _read_result(storage: Storage, status: RunStatus | None, notes: list[str]) -> dict[str, Any]:
+    """Return what the newest start wrote at its end; nothing if it wrote none."""
+    result = _read_json(storage, "result.json", notes)
+    if status is not None and result and _is_of_an_earlier_start(result, status):
+        result = {}
+    if not result:
+        notes.append("It has written no result yet: the figures are the newest it has recorded.")
+    return result
+
+
+def _is_of_an_earlier_start(result: Mapping[str, Any], status: RunStatus) -> bool:
+    """Whether a run that had written its result went on from there."""
+    if not status.is_final or status.state.startswith("failed"):
+        return True
+    samples = number(result.get("samples"))
+    return samples is not None and samples != status.num_samples
+
+
 def _read_status(storage: Storage, notes: list[str]) -> RunStatus | None:
     try:
         return from_json(storage.read_bytes("status.json"))
@@ -229,8 +242,13 @@ def _read_status(storage: Storage, notes: list[str]) -> RunStatus | None:
 
 
 def _read_events(storage: Storage, notes: list[str]) -> History:
+    # Imported here: it costs half a second that only who reads events should pay.
+    from raydl.comparison.hparams import _SUFFIX as OF_COMPARISON
+
     try:
         names = [name for name in storage.list_dir("") if name.startswith(_EVENTS)]
+        # A comparison adds files of its own, which are no starts of the run.
+        names = [name for name in names if not name.endswith(OF_COMPARISON)]
         history = read_history([storage.read_bytes(name) for name in names])
     except OSError as error:
         notes.append(f"Its event files can not be read: {error}.")

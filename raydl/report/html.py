@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 _VOID = ("meta",)
+_USER_INFO = re.compile(r"(://)[^\s/?#]*@")
+"""Who asks, and with which secret, in a URI: ``s3://KEY:SECRET@bucket``."""
 
 
 class Html(str):
@@ -23,7 +26,7 @@ def element(name: str, /, *children: object, **attributes: object) -> Html:
             whose value is None is left out.
     """
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_plain(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_escaped(_plain(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -36,7 +39,7 @@ def join(parts: object) -> Html:
     """Return elements and texts one after the other, the texts escaped."""
     assert isinstance(parts, (list, tuple))
     return Html(
-        "".join(p if isinstance(p, Html) else escape(str(p)) for p in parts if p is not None)
+        "".join(p if isinstance(p, Html) else _escaped(str(p)) for p in parts if p is not None)
     )
 
 
@@ -69,6 +72,11 @@ def table(
 def folded(summary: str, *children: object) -> Html:
     """Return something that a click unfolds."""
     return element("details", element("summary", summary), *children)
+
+
+def _escaped(text: str) -> str:
+    """Return text as it may stand in a page, keys and passwords of URIs cut out."""
+    return escape(_USER_INFO.sub(r"\1", text))
 
 
 def _plain(value: object) -> str:

@@ -36,10 +36,11 @@ def duration(value: object) -> str:
     seconds = number(value)
     if seconds is None:
         return _NONE
-    if seconds < 100:
+    if round(seconds, 1) < 100:
         return f"{seconds:.1f} s"
-    text = str(datetime.timedelta(seconds=round(seconds)))
-    return f"{text} h" if seconds >= 3600 else f"{text.partition(':')[2].lstrip('0')} min"
+    whole = round(seconds)  # before the unit is chosen: 3599.6 s are an hour
+    text = str(datetime.timedelta(seconds=whole))
+    return f"{text} h" if whole >= 3600 else f"{text.partition(':')[2].lstrip('0')} min"
 
 
 def byte_size(value: object) -> str:

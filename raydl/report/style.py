@@ -1,14 +1,21 @@
 """The style sheet of the page: light and dark, on paper, and as narrow as a phone."""
 
-CSS = """
+from raydl.metrics import STACK
+
+_PARTS = (
+    ":root {",
+    *(f"  --{part}: {color};" for part, color in STACK.items()),
+    "}",
+    *(f".part-{part} {{ fill: var(--{part}); }}" for part in STACK),
+)
+"""The time parts have the colours that they have in all pictures; the dark page mends some."""
+
+_PAGE = """
 :root {
   color-scheme: light dark;
   --paper: #ffffff; --ink: #1c2024; --soft: #5c6670; --rule: #e3e6e9; --panel: #f6f7f8;
   --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #b3478f; --c4: #8a6d00; --c5: #3aa0d8;
   --c6: #7b4fb5; --c7: #59636d;
-  --forward_backward: #2166ac; --replica_update: #67a9cf; --center_update: #b3d3e8;
-  --device_device_parameters: #d6604d; --host_device_parameters: #f4a582;
-  --host_device_data: #fbd0b8; --data_io: #7fbf7b; --initialization: #cfd4d9;
 }
 @media screen and (prefers-color-scheme: dark) {
   :root {
@@ -70,14 +77,6 @@ svg .grid { stroke: var(--rule); stroke-width: 1; }
 .swatch.dashed rect { opacity: .5; }
 .bar { display: block; width: 100%; height: 26px; margin-bottom: 10px; border-radius: 4px; }
 .over { font-size: 14px; margin: 0 0 2px; overflow-wrap: anywhere; }
-.part-forward_backward { fill: var(--forward_backward); }
-.part-replica_update { fill: var(--replica_update); }
-.part-center_update { fill: var(--center_update); }
-.part-device_device_parameters { fill: var(--device_device_parameters); }
-.part-host_device_parameters { fill: var(--host_device_parameters); }
-.part-host_device_data { fill: var(--host_device_data); }
-.part-data_io { fill: var(--data_io); }
-.part-initialization { fill: var(--initialization); }
 .wide { overflow-x: auto; margin: 10px 0; }
 table { border-collapse: collapse; font-size: 14px; width: 100%; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 13px; }
@@ -110,4 +109,6 @@ footer { margin-top: 48px; color: var(--soft); font-size: 13px; }
   details::details-content { content-visibility: visible; block-size: auto; }
 }
 """
+
+CSS = "\n".join(_PARTS) + _PAGE
 """It names no file and no font that would have to be fetched."""

@@ -10,7 +10,8 @@ replicas. It asks the metadata service of the machine, in the words of its cloud
     azure   /metadata/scheduledevents, a Preempt event of this machine: at least 30 seconds
 
 A service that does not answer is asked again, a drain that fails is tried again as long as the
-machine is there. Exit status: 0 drained, 1 not drained in time, 2 a mistake in what was asked for.
+machine is there, a minute past its end at most. Exit status: 0 drained, 1 not drained in time,
+2 a mistake in what was asked for.
 
 Only the standard library is used: a process that waits for weeks should not hold Ray in memory.
 The drain itself is the command ``ray drain-node``.

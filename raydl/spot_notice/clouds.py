@@ -190,9 +190,11 @@ class Azure:
 
 def _not_before(event: dict[str, Any], now: float) -> float:
     """Return when an event begins, in seconds of Unix time; it is empty once it has begun."""
-    if not event.get("NotBefore"):
+    try:
+        return email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        # An event that is there means that the machine goes, whatever it says of the time.
         return now + _AZURE_S
-    return email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
 
 
 URLS = {

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from raydl.errors import RaydlError
 from raydl.spot_notice.clouds import MetadataError, Notice, Source
 
-_DRAIN_S = 25.0
-"""The longest try to drain: it imports Ray, on a machine that is busy training."""
+_TRY_S = (8.0, 25.0)
+"""The least and the most time of one try to drain: it imports Ray, on a machine that is busy
+training. In between, half of what is left, so that there is a second try."""
+_PAST_S = 60.0
+"""So long past its end, by a clock that may be wrong, a machine that is still there tries on."""
 
 
 class DrainError(RaydlError):
@@ -70,11 +73,21 @@ def _drain_in_time(
             log(f"the node drains, with {left_s:.0f} s left")
             return 0
         except DrainError as error:
-            if clock() + poll_s >= notice.ends_at:
+            if clock() + poll_s >= notice.ends_at + _PAST_S:
                 log(f"{error}; no time is left")
                 return 1
             log(f"{error}; trying again")
             sleep(poll_s)
+
+
+def longest_try_s(left_s: float) -> float:
+    """Return how long one try to drain may take, in seconds, if so many are left.
+
+    >>> longest_try_s(120), longest_try_s(30), longest_try_s(1)
+    (25.0, 15.0, 8.0)
+    """
+    least, most = _TRY_S
+    return min(most, max(least, left_s / 2))
 
 
 def drain_by_command(
@@ -89,7 +102,7 @@ def drain_by_command(
         address: of the cluster; None: the one that this machine belongs to.
 
     Raises:
-        DrainError: it was refused, or took too long.
+        DrainError: it was refused, could not be started, or took too long.
     """
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "drain-node",
@@ -103,12 +116,15 @@ def drain_by_command(
     environment = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": "auto", **os.environ}
     if address:
         environment["RAY_ADDRESS"] = address
+    try_s = longest_try_s(deadline_s)
     try:
         subprocess.run(
-            command, check=True, timeout=_DRAIN_S, env=environment, capture_output=True, text=True
+            command, check=True, timeout=try_s, env=environment, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired:
-        raise DrainError(f"ray drain-node did not end within {_DRAIN_S:.0f} s") from None
+        raise DrainError(f"ray drain-node did not end within {try_s:.0f} s") from None
+    except OSError as error:  # no memory for one more process, say
+        raise DrainError(f"ray drain-node can not be started: {error}") from None
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip() or error.stdout.strip() or "nothing").splitlines()[-1]
         raise DrainError(f"ray drain-node failed: {last}") from None

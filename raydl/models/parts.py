@@ -1,0 +1,44 @@
+"""What several families share: the check of the pictures' size, and He's first weights."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from raydl.errors import ShapeError
+
+
+def require_size(model: str, image_shape: tuple[int, int, int], smallest: int) -> None:
+    """Refuse pictures with a side below ``smallest``.
+
+    Args:
+        model: the name for the message.
+        image_shape: channels, height, width.
+
+    Raises:
+        ShapeError: the pictures are too small.
+    """
+    _, height, width = image_shape
+    if min(height, width) < smallest:
+        raise ShapeError(
+            model, f"needs pictures of {smallest}x{smallest} or more, got {height}x{width}"
+        )
+
+
+def he_convolutions_(model: nn.Module) -> None:
+    """Draw every convolution anew: normal with variance 2 / fan-out, biases 0.
+
+    (He et al. 2015, Delving Deep into Rectifiers, eq. 14.) Random by torch's generator.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def small_linears_(model: nn.Module) -> None:
+    """Draw every linear layer anew: normal with standard deviation 0.01, biases 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, 0.0, 0.01)
+            nn.init.zeros_(module.bias)
