@@ -8,13 +8,11 @@ from there.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
+from raydl.config.own_code import load_own
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.method import Method, check
 from raydl.rules import DelayedOuter, Elastic, MeanGradient, Outer, Rule
@@ -246,13 +244,7 @@ def _own_rule(config: MethodConfig) -> Rule | None:
     """Return the rule that ``module:Class`` names, or None for a name of the table."""
     if ":" not in config.name:
         return None
-    module_name, _, class_name = config.name.partition(":")
-    if os.getcwd() not in sys.path:  # a command finds what lies where it is given
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("method.name", f"{config.name} can not be imported: {error}") from error
+    found = load_own("method.name", config.name)
     if not (isinstance(found, type) and issubclass(found, Rule)):
         raise ConfigError("method.name", f"{config.name} is no subclass of raydl.rules.Rule")
     return found.from_config(config)

@@ -58,7 +58,7 @@ class TrainConfig:
     data: str = "digits"
     """Training data: digits, synthetic, a path or a URI (Parquet, IDX, CIFAR-10, npz, folders)."""
     model: str = "lenet"
-    """The network; `raydl models` lists them."""
+    """The network (`raydl models` lists them), torchvision:NAME, or module:function, your own."""
     training: TrainingConfig = TrainingConfig()
     """How long, how large, from which seed."""
     method: MethodConfig = MethodConfig()

@@ -28,6 +28,11 @@ class RunConfig:
         require(
             self.progress in choices, "run.progress", f"one of {', '.join(choices)}", self.progress
         )
+        require(self.run_dir != "", "run.run_dir", "the name of a folder", "an empty one")
+        if "://" in str(self.run_dir):
+            raise ConfigError(
+                "run.run_dir", f"names a folder; a URI goes into --storage-path: {self.run_dir}"
+            )
         if self.resume and self.run_dir is None:
             raise ConfigError("run.resume", "needs run.run_dir: the run to go on with")
 

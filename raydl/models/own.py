@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 from torch import nn
 
+from raydl.config.own_code import load_own
 from raydl.errors import ConfigError, UnknownNameError
 
 _WITHOUT_AUXILIARY = {
@@ -31,12 +29,7 @@ def load(name: str) -> Callable[[tuple[int, int, int], int], nn.Module]:
     module_name, _, attribute = name.partition(":")
     if module_name == "torchvision":
         return _from_torchvision(attribute)
-    if os.getcwd() not in sys.path:  # a command finds what lies where it is given
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("model", f"{name} can not be imported: {error}") from error
+    found = load_own("model", name)
     if not callable(found):
         raise ConfigError(
             "model", f"{name} is no function of (image shape, number of classes), nor a class"

@@ -1,0 +1,29 @@
+"""What a setting names by ``module:name``: code of your own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from raydl.errors import ConfigError
+
+
+def load_own(setting: str, name: str) -> Any:
+    """Return what ``module:name`` names; the module may lie in the current folder.
+
+    Args:
+        setting: the dotted name of the setting, for the message.
+        name: ``module:name``.
+
+    Raises:
+        ConfigError: it can not be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:  # a command finds what lies where it is given
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(setting, f"{name} can not be imported: {error}") from error
