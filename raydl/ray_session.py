@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from raydl.errors import ClusterError
+from raydl.errors import ClusterError, ConfigError
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """Where `ray up` puts the cluster's configuration on the head."""
@@ -36,16 +36,43 @@ def prepare() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-def prepare_client(address: str | None) -> None:
+def prepare_client(address: str | None) -> str | None:
     """Decide what Ray's job client reads from the environment, where the user did not.
 
     Args:
         address: what the user named; to Ray a name in the environment goes before it.
+
+    Returns:
+        The address as Ray's client takes it.
+
+    Raises:
+        ConfigError: it is none of a dashboard.
     """
     # Clusters ask for a token unless they were told not to, clients bring one only if told to.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if address is not None:
-        os.environ["RAY_API_SERVER_ADDRESS"] = address
+    address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
+    if address:
+        address = os.environ["RAY_API_SERVER_ADDRESS"] = dashboard_url(address)
+    return address or None
+
+
+def dashboard_url(address: str) -> str:
+    """Return the URL of a cluster's dashboard, from what a user wrote.
+
+    Raises:
+        ConfigError: it is an address of Ray Client or of the head's own port.
+    """
+    if address == "auto":  # Ray looks for the cluster of this machine
+        return address
+    scheme, mark, rest = address.rpartition("://")
+    port = re.search(r":(\d+)/?$", rest)
+    host = rest[: port.start()] if port else rest
+    if scheme == "ray" or (port is not None and port[1] == "6379"):
+        raise ConfigError(
+            "submit.address",
+            f"must be the cluster's dashboard, http://{host or 'HEAD'}:8265, got {address}",
+        )
+    return address if mark else f"http://{address}"
 
 
 def connect() -> bool:
@@ -221,8 +248,10 @@ def _node_types(config: dict[str, Any]) -> list[tuple[str, dict[str, float], int
 def folder_sizes(folder: str, excludes: list[str]) -> tuple[dict[str, int], int]:
     """Return the bytes that Ray would send of a folder, by its entries, and Ray's limit.
 
-    Counted by Ray's own walk, with .gitignore and .rayignore, before anything is compressed.
+    Counted by Ray's own walk, with .gitignore and .rayignore; Ray packs without compressing.
+    The limit is the smaller of two: what the dashboard takes at once, and what Ray keeps.
     """
+    from ray._private import ray_constants
     from ray._private.runtime_env import packaging
 
     sizes: dict[str, int] = {}
@@ -235,7 +264,7 @@ def folder_sizes(folder: str, excludes: list[str]) -> tuple[dict[str, int], int]
 
     leave_out = packaging._get_excludes(root, excludes)
     packaging._dir_travel(root, [leave_out], count, include_gitignore=True)
-    return sizes, packaging.GCS_STORAGE_MAX_SIZE
+    return sizes, min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
 
 
 def drain_node(node_id: str, *, deadline_s: float) -> None:

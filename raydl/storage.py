@@ -14,6 +14,7 @@ import os
 import posixpath
 import re
 import uuid
+from contextlib import suppress
 
 from pyarrow import fs
 
@@ -69,15 +70,24 @@ def in_words(error: Exception) -> str:
 
 def below(place: str, name: str) -> str:
     """Return the path or URI of what lies below another; the query of a URI stays last."""
-    base, mark, query = place.partition("?") if "://" in place else (place, "", "")
-    return f"{base.rstrip('/')}/{name}{mark}{query}"
+    scheme, base, query = _split(place)
+    return f"{scheme}{base.rstrip('/')}/{name}{query}" if base else f"{scheme}{name}{query}"
 
 
 def parent_and_name(place: str) -> tuple[str, str]:
     """Return a path or URI taken apart again, as :func:`below` would put it together."""
-    base, mark, query = place.partition("?") if "://" in place else (place, "", "")
-    parent, _, name = base.rstrip("/").rpartition("/")
-    return f"{parent}{mark}{query}", name
+    scheme, base, query = _split(place)
+    parent, slash, name = base.rstrip("/").rpartition("/")
+    return f"{scheme}{parent or slash}{query}", name
+
+
+def _split(place: str) -> tuple[str, str, str]:
+    """Return (scheme with ``://``, path, query with ``?``); only a URI has the outer two."""
+    if "://" not in place:
+        return "", place, ""
+    scheme, colon, rest = place.partition("://")
+    base, mark, query = rest.partition("?")
+    return scheme + colon, base, mark + query
 
 
 class Storage:
@@ -129,6 +139,10 @@ class Storage:
             self.write_bytes(name, b"")
             self._filesystem.delete_file(self._at(name))
         except OSError as error:
+            if self.local_path is not None:  # a full disk keeps what could not be filled
+                for left in (name, f"{name}.tmp"):
+                    with suppress(OSError):
+                        os.unlink(self._at(left))
             problem = f"{self.root} can not be written: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 

@@ -1,4 +1,4 @@
-"""A run as a Ray job, without Ray: its command, what its end means, whether it is sent again.
+"""A run as a Ray job, without Ray: its command, and whether it is sent again.
 
 Ray starts the driver of a job once. If the head's machine goes, or the driver is killed, the
 actors go with it; who submitted the job has to submit it again, and ``--resume`` goes on from
@@ -8,10 +8,8 @@ talking, behind the protocol :class:`Jobs`.
 
 from __future__ import annotations
 
-import enum
 import re
 import shlex
-import signal
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,7 +18,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from raydl.config import TrainConfig
+from raydl.config.checks import require
 from raydl.errors import ConfigError, RaydlError
+from raydl.runs.job_end import RUNNING, SILENT, UNKNOWN, Fate, JobState, judge
 
 EXCLUDES = (
     "/.git", "/.ci", "/.venv", "/venv", "/runs/*/*", "/tests", "/docs", "/benchmarks", "/build",
@@ -32,24 +32,9 @@ Ray applies them to raydl's own folder as well: no file of it may be among them.
 """
 HOME_RUNS = "raydl-runs"
 """The folder in the head's home that keeps runs for which no other place was named."""
-RUNNING = ("PENDING", "RUNNING")
-SILENT = "SILENT"
-"""The cluster does not answer."""
-UNKNOWN = "UNKNOWN"
-"""The cluster answers, and knows no such job: it was started anew."""
-
 _EVERY_S = 1.0
 _LOG_CHARS_PER_S = 1_000_000
 _PAUSE_S = 5.0
-_STOPPED_EXITS = (130, 143, -signal.SIGINT, -signal.SIGTERM, signal.SIGTERM)
-"""How a driver ends that was asked to; Ray's own handler exits with the number of the signal."""
-_LOST_ERRORS = (
-    "JOB_SUPERVISOR_ACTOR_DIED",
-    "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE",
-    "JOB_SUPERVISOR_ACTOR_START_FAILURE",
-    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT",
-    "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE",
-)
 
 
 # the command
@@ -72,7 +57,7 @@ class Plan:
         """Return the entrypoint; ``again``: that of one sent after a lost one."""
         module = "raydl.cli.again" if again else "raydl train"
         # exec: the driver's end is the job's own, with no shell between them.
-        return f"exec {self.python} -m {module} {self.options}"
+        return f"exec {shlex.quote(self.python)} -m {module} {self.options}"
 
     @property
     def how_to_go_on(self) -> str:
@@ -93,7 +78,7 @@ def plan_run(
         python: the Python of the cluster.
 
     Raises:
-        ConfigError: the run would be kept in the job's own folder, which goes with the job.
+        ConfigError: the run has no usable name, or the place would not stay.
     """
     from raydl.storage import below  # imports PyArrow, for which --help should not wait
 
@@ -101,11 +86,12 @@ def plan_run(
     if run.storage_path is not None and not _stays(run.storage_path):
         raise ConfigError(
             "run.storage_path",
-            f"must be an absolute path or a URI in a job, whose own folder is a temporary one, "
-            f"got {run.storage_path}",
+            f"must be an absolute path or a URI: no later job finds {run.storage_path} again",
         )
-    default = re.sub(r"[^\w.-]+", ".", f"{config.method.name}-{config.model}-{stamp}")
-    name = PurePosixPath(run.run_dir).name if run.run_dir else default
+    name = _ascii(f"{config.method.name}-{config.model}-{stamp}")
+    if run.run_dir is not None:
+        name = PurePosixPath(run.run_dir).name
+        check_name("the last part of run.run_dir", name)
     if run.storage_path is not None:
         place, folder = below(run.storage_path, name), shlex.quote(f"runs/{name}")
     elif run.run_dir is not None and _stays(run.run_dir):
@@ -114,6 +100,20 @@ def plan_run(
         place, folder = f"~/{HOME_RUNS}/{name}", f'"$HOME"/{shlex.quote(f"{HOME_RUNS}/{name}")}'
     options = f"{shlex.join(words)} --run-dir {folder}".lstrip()
     return Plan(name, place, options, run.run_dir is not None, python)
+
+
+def check_name(setting: str, name: str) -> None:
+    """Refuse a name that is none for a run: it becomes a folder's and a part of the job's id.
+
+    Raises:
+        ConfigError: naming what a name may hold.
+    """
+    wanted = "a name of letters, digits, _ . and -, the first of them no . or -"
+    require(re.fullmatch(r"\w[\w.-]*", name) is not None, setting, wanted, repr(name))
+
+
+def _ascii(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", ".", name)
 
 
 def _stays(place: str) -> bool:
@@ -150,7 +150,12 @@ def check_what_travels(config: TrainConfig, *, here: Path) -> None:
 
 
 def make_runtime_env(
-    *, package: Path, working_dir: str | None, requirements: Sequence[str], stop_grace_s: int
+    *,
+    package: Path,
+    working_dir: str | None,
+    requirements: Sequence[str],
+    stop_grace_s: int,
+    submission: str,
 ) -> dict[str, Any]:
     """Return the runtime environment of a run's job, in Ray's words.
 
@@ -159,12 +164,15 @@ def make_runtime_env(
         working_dir: a folder of the user's to send along.
         requirements: what Ray installs on every node before the job; none: nothing.
         stop_grace_s: how long ``ray job stop`` waits for the last checkpoint.
+        submission: an id that all attempts of the run have in common, and no other job has.
     """
+    from raydl.runs.folder import SUBMISSION  # imports PyArrow
+
     env: dict[str, Any] = {
         "py_modules": [str(package)],
         "excludes": list(EXCLUDES),
         # Read by the job's supervisor, which runs in this environment. Ray's default is 3 s.
-        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_grace_s)},
+        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_grace_s), SUBMISSION: submission},
     }
     if working_dir is not None:
         env["working_dir"] = working_dir
@@ -177,60 +185,6 @@ def without_ray(requirements: Sequence[str]) -> list[str]:
     """Return a package's requirements as Ray may install them: no extras, and not Ray itself."""
     plain = [r for r in requirements if "extra ==" not in r]
     return [r for r in plain if re.split(r"[^\w-]", r, maxsplit=1)[0].lower() != "ray"]
-
-
-# what an end means
-
-
-@dataclass(frozen=True)
-class JobState:
-    """A job as its cluster tells of it."""
-
-    status: str
-    """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED, as Ray says; or SILENT, or UNKNOWN."""
-    exit_code: int | None = None
-    """Of the driver; below 0: the signal that ended it."""
-    error: str = ""
-    """Ray's name of what went wrong."""
-    message: str = ""
-
-
-class Fate(enum.Enum):
-    """What the end of a job means for who submitted it."""
-
-    DONE = "done"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    """On its own account: it would fail again."""
-    LOST = "lost"
-    """Its driver was taken away: the run can go on."""
-
-
-def judge(state: JobState) -> tuple[Fate, int, str]:
-    """Return (what a job's end means, the exit status for it, why in a few words)."""
-    code = state.exit_code
-    if state.status == "SUCCEEDED":
-        return Fate.DONE, 0, "done"
-    if state.status == "STOPPED":
-        return Fate.STOPPED, 143, "it was stopped"
-    if state.status == UNKNOWN:
-        return Fate.LOST, 1, "the cluster was started anew and does not know the job"
-    if code in _STOPPED_EXITS:
-        return Fate.STOPPED, 130 if code in (130, -signal.SIGINT) else 143, "it was stopped"
-    if code is not None and (code < 0 or code > 128):
-        return Fate.LOST, 1, f"the driver was killed ({_signal_name(code)})"
-    if code is not None:
-        return Fate.FAILED, code, f"the driver ended with exit status {code}"
-    if state.error in _LOST_ERRORS:
-        return Fate.LOST, 1, f"the driver's node or its supervisor was lost ({state.error})"
-    return Fate.FAILED, 1, f"it could not start: {' '.join(state.message.split())[-600:]}"
-
-
-def _signal_name(code: int) -> str:
-    try:
-        return signal.Signals(-code if code < 0 else code - 128).name
-    except ValueError:
-        return f"exit status {code}"
 
 
 # doing it
@@ -280,7 +234,9 @@ class Submitter:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     job_id: str = ""
-    """Of the newest job that the cluster has taken."""
+    """Of the newest job that the cluster has taken; empty while none is under way."""
+    sending: str = ""
+    """Of a job that the cluster may have taken or not."""
 
     def run(self) -> int:
         """Submit, follow to the end, and return the exit status.
@@ -297,6 +253,7 @@ class Submitter:
                 f"{self.job_id}: {why}; sending it again, to go on from its newest checkpoint "
                 f"(retries left: {left})"
             )
+            self.job_id = ""  # until the next is taken, Ctrl-C leaves nothing behind
             self.sleep(_PAUSE_S)
             self.send(again=True)
         return self._end(self.follow(self.job_id))
@@ -319,12 +276,13 @@ class Submitter:
         Raises:
             RaydlError: the cluster turned the job down, or did not answer for too long.
         """
-        job_id = f"{self.plan.name}-{uuid.uuid4().hex[:6]}"
-        silence = _Silence(self)
+        job_id = f"{_ascii(self.plan.name)}-{uuid.uuid4().hex[:6]}"
+        silence = _Silence(self, self.plan.how_to_go_on if again else "the same command")
+        self.sending = job_id
         while not self.jobs.submit(job_id, self.plan.command(again=again)):
             silence.go_on()
             self.sleep(_EVERY_S)
-        self.job_id = job_id  # from now on Ctrl-C leaves something behind
+        self.job_id, self.sending = job_id, ""
         self.say(f"{job_id}: submitted; the run is kept in {self.plan.place}")
 
     def follow(self, job_id: str) -> JobState:
@@ -333,7 +291,7 @@ class Submitter:
         Raises:
             RaydlError: the cluster did not answer for too long.
         """
-        num_shown, silence = 0, _Silence(self)
+        num_shown, silence = 0, _Silence(self, f"raydl submit --follow {job_id}")
         while True:
             state = self.jobs.look(job_id)  # before its log, so that the last one is whole
             log = None if state.status in (SILENT, UNKNOWN) else self.jobs.log(job_id)
@@ -361,8 +319,8 @@ class Submitter:
 class _Silence:
     """The time for which a cluster has not answered; bounded."""
 
-    def __init__(self, submitter: Submitter) -> None:
-        self._submitter = submitter
+    def __init__(self, submitter: Submitter, how_to_go_on: str) -> None:
+        self._submitter, self._how_to_go_on = submitter, how_to_go_on
         self._since: float | None = None
 
     def go_on(self) -> None:
@@ -374,7 +332,7 @@ class _Silence:
         if who.clock() - self._since > who.wait_s:
             raise RaydlError(
                 f"the cluster did not answer for {who.wait_s:.0f} s; raise --wait-s, or go on "
-                f"once it is back: {who.plan.how_to_go_on}"
+                f"once it is back: {self._how_to_go_on}"
             )
 
     def end(self) -> None:

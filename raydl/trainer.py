@@ -282,6 +282,9 @@ class _Start:
             folder.open_new()
             return cls(folder, store, first_snapshot(flat, num_samples), {}, 0.0, [])
         folder.open_again(config)
+        if not store.names() and not folder.storage.exists("result.json"):
+            sentences = [f"no checkpoint yet: the run begins anew in {folder.root}"]
+            return cls(folder, store, first_snapshot(flat, num_samples), {}, 0.0, sentences)
         checkpoint, sentences = store.read()
         snapshot = snapshot_of(checkpoint, flat)
         if snapshot.ledger["num_samples"] != num_samples:

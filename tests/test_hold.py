@@ -1,10 +1,13 @@
 """One driver at a time writes to a run's folder."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pyarrow.fs as fs
 import pytest
@@ -88,6 +91,66 @@ def test_a_driver_that_is_killed_gives_the_folder_back_at_once(tmp_path, other_d
     take(Storage(str(tmp_path)))
 
 
+def test_a_lock_that_is_given_back_late_is_waited_for_and_told_once(tmp_path, other_driver):
+    said, waits = [], []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            other_driver.kill()
+            other_driver.wait(timeout=10)
+
+    storage = Storage(str(tmp_path))
+    hold.wait_until_free(
+        storage, wait_s=180.0, say=said.append, clock=lambda: sum(waits), sleep=sleep
+    )
+    assert said == [f"{tmp_path} is still in use; waiting up to 180 s for its driver to go"]
+    assert len(waits) == 2
+    take(storage)
+
+
+def test_a_lock_that_is_not_given_back_is_waited_for_within_bounds(tmp_path, other_driver):
+    waits = []
+    hold.wait_until_free(
+        Storage(str(tmp_path)),
+        wait_s=10.0,
+        say=lambda sentence: None,
+        clock=lambda: sum(waits),
+        sleep=waits.append,
+    )
+    assert 10 <= sum(waits) < 20
+
+
+def test_waiting_for_a_folder_makes_none(tmp_path):
+    hold.wait_until_free(Storage(str(tmp_path / "none")), wait_s=10.0)
+    hold.wait_until_free(Objects(str(tmp_path)), wait_s=10.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_no_descriptor(tmp_path, monkeypatch):
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(hold.os, "write", full)
+        with pytest.raises(ConfigError, match=r"driver\.lock can not be written: .*No space left"):
+            take(Storage(str(tmp_path)))
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    take(Storage(str(tmp_path)))
+
+
+def test_a_probe_that_finds_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(self, path, data):
+        Path(path).touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Storage, "_write", full)
+    with pytest.raises(ConfigError, match=r"can not be written: .*No space left"):
+        Storage(str(tmp_path)).probe("run.run_dir")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", [Storage, Objects])
 def test_of_many_who_come_at_once_one_holds_the_folder(tmp_path, kind):
     start, end = threading.Barrier(4), threading.Event()
@@ -165,6 +228,25 @@ def test_the_query_of_a_uri_stays_last():
     assert place == "s3://b/runs/a?region=eu"
     assert parent_and_name(place) == ("s3://b/runs?region=eu", "a")
     assert parent_and_name("runs/a/") == ("runs", "a")
+
+
+@pytest.mark.parametrize(
+    ("place", "parts"),
+    [
+        ("/data", ("/", "data")),
+        ("data", ("", "data")),
+        ("/a/data", ("/a", "data")),
+        ("file:///data", ("file:///", "data")),
+        ("file:///a/data", ("file:///a", "data")),
+        ("s3://bucket", ("s3://", "bucket")),
+        ("s3://bucket/a?region=eu", ("s3://bucket?region=eu", "a")),
+    ],
+)
+def test_a_place_that_is_taken_apart_is_put_together_again(place, parts):
+    from raydl.storage import below, parent_and_name
+
+    assert parent_and_name(place) == parts
+    assert below(*parts) == place
 
 
 def test_two_who_probe_a_place_at_once_do_not_disturb_each_other(tmp_path):

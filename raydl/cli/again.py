@@ -1,32 +1,57 @@
 """What ``raydl submit`` starts on the cluster after a driver was lost; no command for people.
 
-Only there, where the run's folder can be seen, is it known how far the lost one came.
+Only there, where the run's folder can be seen, is it known how far the lost one came. It reads
+the folder and decides; what it then starts is ``raydl train``, which checks and writes.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from raydl.cli import main
 from raydl.cli.options import parse_train
+from raydl.errors import CheckpointError, RaydlError
+
+HOLD_WAIT_S = 180.0
+"""How long a lock is waited for: a file server keeps that of a machine that went for a while."""
 
 
 def again(arguments: Sequence[str]) -> int:
-    """Go on from the newest checkpoint of a run, or begin it anew if there is none yet."""
-    from raydl.checkpoint import CheckpointStore
-    from raydl.runs.folder import RunFolder
-    from raydl.storage import Storage, parent_and_name
-
-    words = [word for word in arguments if word != "--resume"]
-    folder = RunFolder(parse_train(words))
-    if CheckpointStore(folder.storage).names():
-        return main(["train", *words, "--resume"])
-    if folder.storage.exists("config.json"):
-        print(f"no checkpoint in {folder.root} yet: the run begins anew", flush=True)
-        parent, name = parent_and_name(folder.root)
-        Storage(parent).delete_dir(name)
+    """Go on with the run that this submission began, or begin it if it never did."""
+    words = list(arguments)
+    try:
+        if _is_ours(words):
+            words.append("--resume")
+    except RaydlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return main(["train", *words])
+
+
+def _is_ours(words: Sequence[str]) -> bool:
+    """Whether an earlier attempt of this submission began the run in the folder.
+
+    Waits, within bounds, until the driver of that attempt has given the folder back.
+
+    Raises:
+        RaydlError: the options are wrong, or the folder can not be read.
+    """
+    from raydl.runs.folder import RunFolder, this_submission
+    from raydl.runs.hold import wait_until_free
+    from raydl.storage import in_words
+
+    config = parse_train(words)
+    folder = RunFolder(config)
+    wait_until_free(folder.storage, wait_s=HOLD_WAIT_S, say=partial(print, flush=True))
+    mine = this_submission()
+    if config.run.resume or mine is None:
+        return False  # the words say it already, or nobody knows who began
+    try:
+        return folder.begun_by() == mine
+    except OSError as error:
+        raise CheckpointError(folder.root, f"can not be read: {in_words(error)}") from error
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -75,11 +78,17 @@ def submit(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "submit", f"has no option {unknown[0]}; options of raydl train come after a --"
         )
+    # Ray's own commands do not do for themselves what prepare_client does for us.
+    ray = "ray" if "RAY_AUTH_MODE" in os.environ else "RAY_AUTH_MODE=token ray"
     if options.follow:
+        if words:
+            raise ConfigError("submit.follow", "submits nothing; leave out the -- and what follows")
         plan = submission.Plan(options.follow, "the place that it names", "", True)
-        return _watch(options, submission.Submitter(_connect(options), plan), options.follow)
+        submitter = submission.Submitter(_connect(options), plan)
+        return _watch(options, submitter, options.follow, ray=ray)
     plan = _plan(options, words)
-    return _watch(options, submission.Submitter(_connect(options), plan, options.retries))
+    submitter = submission.Submitter(_connect(options), plan, options.retries)
+    return _watch(options, submitter, ray=ray)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -93,7 +102,7 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
     """Return what is to be run; every mistake that can be seen from here is told now."""
     name = options.run_name
     if name is not None:
-        require(Path(name).name == name, "submit.run_name", "a name without slashes", name)
+        submission.check_name("submit.run_name", name)
     config = parse_train(words if name is None else ["--run-dir", name, *words])
     if name is not None and config.run.run_dir != name:
         raise ConfigError("submit.run_name", "and run.run_dir exclude each other; give one")
@@ -113,7 +122,8 @@ def _check(config: TrainConfig) -> None:
     from raydl.methods import resolve  # imports torch
     from raydl.task import Classification
 
-    Classification(config.model)
+    if ":" not in config.model:
+        Classification(config.model)
     if ":" not in config.method.name:
         resolve(config)
     faults = config.run.fault_plan
@@ -144,7 +154,7 @@ def _check_size(folder: str) -> None:
 
 
 def _connect(options: _SubmitOptions) -> RayJobs:
-    ray_session.prepare_client(options.address)
+    address = ray_session.prepare_client(options.address)
     from raydl.on_ray.job_client import RayJobs  # imports Ray
 
     environment = submission.make_runtime_env(
@@ -152,8 +162,9 @@ def _connect(options: _SubmitOptions) -> RayJobs:
         working_dir=options.working_dir,
         requirements=_requirements() if options.pip else (),
         stop_grace_s=options.stop_grace_s,
+        submission=uuid.uuid4().hex,
     )
-    return RayJobs(options.address, environment)
+    return RayJobs(address, environment)
 
 
 def _requirements() -> list[str]:
@@ -166,7 +177,9 @@ def _requirements() -> list[str]:
         ) from None
 
 
-def _watch(options: _SubmitOptions, submitter: submission.Submitter, job_id: str = "") -> int:
+def _watch(
+    options: _SubmitOptions, submitter: submission.Submitter, job_id: str = "", *, ray: str = "ray"
+) -> int:
     """Submit and follow, or follow only; Ctrl-C ends the following, not the job."""
     submitter.wait_s = options.wait_s
     submitter.say = lambda sentence: print(f"raydl submit: {sentence}", flush=True)
@@ -176,15 +189,19 @@ def _watch(options: _SubmitOptions, submitter: submission.Submitter, job_id: str
             return submitter.follow_only(job_id)
         if options.no_follow:
             submitter.send()
-            print(_hints(submitter, options))
+            print(_hints(submitter.job_id, options, ray))
             return 0
         return submitter.run()
     except KeyboardInterrupt:
-        if not submitter.job_id:
+        left = submitter.job_id or submitter.sending
+        if not left:
             raise
-        nobody = "; nobody sends it again now if it is lost" if options.retries else ""
-        print(f"\nraydl submit: follows no longer, the job goes on{nobody}")
-        print(_hints(submitter, options))
+        if submitter.sending:
+            sentence = f"interrupted, and the cluster may have {left} already; {ray} job list tells"
+        else:
+            nobody = "; nobody sends it again now if it is lost" if options.retries else ""
+            sentence = f"follows no longer, the job goes on{nobody}"
+        print(f"\nraydl submit: {sentence}\n{_hints(left, options, ray)}")
         return STOPPED["SIGINT"]
 
 
@@ -193,9 +210,10 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _hints(submitter: submission.Submitter, options: _SubmitOptions) -> str:
-    where = f"--address {options.address} " if options.address else ""
+def _hints(job_id: str, options: _SubmitOptions, ray: str) -> str:
+    address = options.address and shlex.quote(ray_session.dashboard_url(options.address))
+    where = f"--address {address} " if address else ""
     return (
-        f"  watch:        raydl submit {where}--follow {submitter.job_id}\n"
-        f"  stop:         ray job stop {where}{submitter.job_id}"
+        f"  watch:        raydl submit {where}--follow {shlex.quote(job_id)}\n"
+        f"  stop:         {ray} job stop {where}{shlex.quote(job_id)}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import signal
@@ -13,12 +12,15 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.config import ScalingConfig
 from raydl.ray_session import draining_nodes, nodes_to_add
 
 _LOOK_EVERY_S = 1.0
+_RAY_FAILS = (RayError, RuntimeError, OSError, ValueError, AttributeError)
+_known_to_add: list[tuple[str, dict[str, float], int]] = []
 
 
 class Notices:
@@ -83,12 +85,19 @@ def listed(resources: dict[str, float]) -> str:
 
 def awaited(num_missing: int, need: Mapping[str, float]) -> str:
     """Return what pending workers of this cluster wait for, in one sentence."""
-    return what_is_missing(num_missing, need, ray.cluster_resources(), _nodes_to_add())
+    try:
+        have, free = ray.cluster_resources(), ray.available_resources()
+    except _RAY_FAILS:  # a sentence is not worth a run
+        return f"{num_missing} more, {listed(dict(need))} each; Ray does not say what there is"
+    return what_is_missing(num_missing, need, have, _nodes_to_add(), free=free)
 
 
-@functools.cache  # what there is to start changes rarely, and this is asked often
 def _nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
-    return nodes_to_add()
+    """Return what an autoscaler may start; once known it stays, since this is asked often."""
+    if not _known_to_add:
+        with suppress(*_RAY_FAILS):
+            _known_to_add.extend(nodes_to_add())
+    return _known_to_add
 
 
 def what_is_missing(
@@ -96,6 +105,8 @@ def what_is_missing(
     need: Mapping[str, float],
     have: Mapping[str, float],
     to_add: Iterable[tuple[str, Mapping[str, float], int]] = (),
+    *,
+    free: Mapping[str, float] | None = None,
 ) -> str:
     """Return what pending workers need, what there is, and what an autoscaler may still start.
 
@@ -105,6 +116,7 @@ def what_is_missing(
         have: what all nodes of the cluster hold together, used or not.
         to_add: the nodes that an autoscaler may start: (name, resources, how many there
             may be, below 0: any number).
+        free: what of ``have`` nobody uses now; None: not known.
     """
     names = sorted({*need, "CPU", "GPU"})
     there = {n: have.get(n, 0.0) for n in names if n in need or n in have}
@@ -112,6 +124,8 @@ def what_is_missing(
         f"{num_missing} more worker{'s' if num_missing > 1 else ''}: needs {listed(dict(need))} "
         f"each; the cluster has {listed(there)}"
     )
+    if free is not None:
+        sentence += f", free {listed({n: free.get(n, 0.0) for n in there})}"
     to_add = list(to_add)
     fitting = [t for t in to_add if all(t[1].get(n, 0) >= v for n, v in need.items())]
     nodes = [

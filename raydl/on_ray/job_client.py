@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import requests
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobSubmissionClient
 
 from raydl.errors import RaydlError
-from raydl.submission import SILENT, UNKNOWN, JobState
+from raydl.runs.job_end import SILENT, UNKNOWN, JobState
 
 _TIMEOUT_S = (10.0, 120.0)
 """To connect; and to answer, which takes long when a package was sent."""
@@ -20,6 +21,12 @@ _NO_TOKEN = (
     "machine, or put the token into RAY_AUTH_TOKEN; for a cluster without tokens set "
     "RAY_AUTH_MODE=disabled"
 )
+
+
+_ADDRESS = "give --address http://HEAD:8265, the cluster's dashboard"
+_NOT_READY = ("502", "503", "504")
+"""What a proxy says for a dashboard that is about to come."""
+_TOO_LARGE = "413"
 
 
 class _Client(JobSubmissionClient):  # type: ignore[misc]  # Ray has no types here
@@ -49,10 +56,11 @@ class RayJobs:
             self._client = _Client(address)
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(where, _first_line(error))) from error
-        except (*_NO_ANSWER, ValueError, RuntimeError) as error:
+        except (KeyError, AttributeError, TypeError) as error:  # JSON, but of something else
+            raise RaydlError(f"what answers at {where} is no Ray dashboard; {_ADDRESS}") from error
+        except (*_NO_ANSWER, ValueError, RuntimeError, RayError) as error:
             raise RaydlError(
-                f"no Ray cluster answers at {where}: {_first_line(error)}; give --address "
-                f"http://HEAD:8265, the cluster's dashboard"
+                f"no Ray cluster answers at {where}: {_first_line(error)}; {_ADDRESS}"
             ) from error
 
     @property
@@ -73,8 +81,10 @@ class RayJobs:
             return False
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
-        except (RuntimeError, ValueError) as error:
-            raise RaydlError(f"the cluster did not take the job: {_first_line(error)}") from error
+        except (RuntimeError, ValueError, OSError) as error:
+            if _is_not_ready(error):
+                return False
+            raise RaydlError(f"the cluster did not take the job: {_refusal(error)}") from error
         return True
 
     def look(self, job_id: str) -> JobState:
@@ -85,8 +95,9 @@ class RayJobs:
             return JobState(SILENT)
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
-        except RuntimeError as error:  # Ray's client has no other for an answer that is no job
-            return JobState(UNKNOWN if "status code 404" in str(error) else SILENT)
+        except (RuntimeError, ValueError, TypeError) as error:  # an answer that is no job
+            is_ray = _code(error) == "404" and f"Job {job_id} does not exist" in str(error)
+            return JobState(UNKNOWN if is_ray else SILENT)
         return JobState(
             str(job.status), job.driver_exit_code, job.error_type or "", job.message or ""
         )
@@ -95,8 +106,29 @@ class RayJobs:
         """Return all that a job has printed; None: it can not be read now."""
         try:
             return str(self._client.get_job_logs(job_id))
-        except (*_NO_ANSWER, AuthenticationError, RuntimeError):
+        except (*_NO_ANSWER, AuthenticationError, RuntimeError, ValueError, TypeError):
             return None
+
+
+def _code(error: Exception) -> str:
+    """Return the status of HTTP that Ray's client, which has no better way, puts into its text."""
+    match = re.match(r"Request failed with status code (\d+)", str(error))
+    return match[1] if match else ""
+
+
+def _is_not_ready(error: Exception) -> bool:
+    return _code(error) in _NOT_READY or "No available agent to submit job" in str(error)
+
+
+def _refusal(error: Exception) -> str:
+    """Return in one line why a job was turned down: of a traceback its last line, the error."""
+    if _code(error) == _TOO_LARGE:
+        return (
+            "what it would send is larger than the cluster takes at once (413); name what should "
+            "stay here in .rayignore, or keep data where all nodes see them"
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
+    return lines[-1].rstrip(".") if "Traceback (" in str(error) else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

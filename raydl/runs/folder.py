@@ -16,6 +16,7 @@ events: they are written to the local folder, and copied whenever a checkpoint i
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import time
@@ -32,6 +33,8 @@ from raydl.storage import Storage, below, in_words, parent_and_name
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
+SUBMISSION = "RAYDL_SUBMISSION"
+"""The variable that carries the id of a submission to the drivers of all its attempts."""
 _MUST_STAY = ("data", "model", "training.seed", "training.batch_size", "method.name")
 
 
@@ -104,8 +107,13 @@ class RunFolder:
                     (self.path / name).write_bytes(self.storage.read_bytes(name))
 
     def write_config(self, config: TrainConfig) -> None:
-        """Write all settings with the versions of what runs them."""
-        values = {"config": to_dict(config), "versions": _versions(), "commit": _commit()}
+        """Write all settings with the versions of what runs them, and who submitted it."""
+        values = {
+            "config": to_dict(config),
+            "versions": _versions(),
+            "commit": _commit(),
+            "submission": this_submission(),
+        }
         self.storage.write_bytes("config.json", json.dumps(values, indent=2).encode())
 
     def read_config(self) -> TrainConfig:
@@ -120,7 +128,21 @@ class RunFolder:
             raise CheckpointError(self.root, f"no run is there: {error}") from error
         except OSError as error:
             raise CheckpointError(self.root, f"can not be read: {in_words(error)}") from error
+        if not _is_of_raydl(values):
+            raise CheckpointError(self.root, "no run is there: its config.json is not of raydl")
         return from_dict(TrainConfig, values["config"])
+
+    def begun_by(self) -> str | None:
+        """Return the id of the submission that wrote ``config.json``; None: none did.
+
+        Raises:
+            OSError: the storage does not answer.
+        """
+        try:
+            values = json.loads(self.storage.read_bytes("config.json"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        return values.get("submission") if _is_of_raydl(values) else None
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the figures of the run."""
@@ -133,12 +155,24 @@ class RunFolder:
                 self.storage.write_bytes(path.name, path.read_bytes())
 
 
+def this_submission() -> str | None:
+    """Return the id of the submission that this process is an attempt of; None: of none."""
+    return os.environ.get(SUBMISSION)
+
+
 def open_run(path: str) -> RunFolder:
     """Return the folder of a run that is there, from its path or URI."""
     parent, name = parent_and_name(path)
     storage = parent if "://" in path else None
     run = RunConfig(run_dir=name if storage else path, storage_path=storage)
     return RunFolder(TrainConfig(run=run))
+
+
+def _is_of_raydl(values: Any) -> bool:
+    """Whether the content of a ``config.json`` is what :meth:`RunFolder.write_config` writes."""
+    return (
+        isinstance(values, dict) and "versions" in values and isinstance(values.get("config"), dict)
+    )
 
 
 def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ STALE_S = 10.0
 """A claim that stands still for so long is of a driver that is gone."""
 POLL_S = 0.25
 """Seconds between two looks at the claims of others."""
+LOCK_POLL_S = 3.0
+"""Seconds between two tries of a lock that is waited for."""
 _LOCK = "driver.lock"
 _CLAIMS = "drivers"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -86,9 +88,54 @@ def _lock(storage: Storage, setting: str) -> int | None:
         if error.errno in _NO_LOCKS:
             return None
         raise ConfigError(setting, f"{path} can not be locked: {error}") from error
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps(_me()).encode())
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps(_me()).encode())
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(setting, f"{path} can not be written: {error}") from error
     return descriptor
+
+
+def wait_until_free(
+    storage: Storage,
+    *,
+    wait_s: float,
+    say: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait while another driver, or what a file server still takes for one, holds the lock.
+
+    Returns after ``wait_s`` seconds at the latest: :func:`held` then says who holds it. Makes
+    nothing, and waits for no claim on an object store, since :func:`held` does that.
+    """
+    if storage.local_path is None:
+        return
+    path, until = Path(storage.local_path) / _LOCK, clock() + wait_s
+    is_told = False
+    while _is_locked(path) and clock() < until:
+        if not is_told:
+            say(
+                f"{storage.root} is still in use; waiting up to {wait_s:.0f} s for its driver to go"
+            )
+            is_told = True
+        sleep(LOCK_POLL_S)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody holds a lock file; one that is not there, or tells nothing, is free."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _me() -> dict[str, Any]:

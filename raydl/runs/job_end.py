@@ -1,0 +1,75 @@
+"""What the end of a Ray job means for who submitted it: done, stopped, failed, or lost."""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass
+
+RUNNING = ("PENDING", "RUNNING")
+SILENT = "SILENT"
+"""The cluster does not answer."""
+UNKNOWN = "UNKNOWN"
+"""The cluster answers, and knows no such job: it was started anew."""
+
+_STOPPED_EXITS = (130, 143, -signal.SIGINT, -signal.SIGTERM, signal.SIGTERM)
+"""How a driver ends that was asked to; Ray's own handler exits with the number of the signal."""
+_LOST_ERRORS = (
+    "JOB_SUPERVISOR_ACTOR_DIED",
+    "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE",
+    "JOB_SUPERVISOR_ACTOR_START_FAILURE",
+    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT",
+    "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE",
+)
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job as its cluster tells of it."""
+
+    status: str
+    """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED, as Ray says; or SILENT, or UNKNOWN."""
+    exit_code: int | None = None
+    """Of the driver; below 0: the signal that ended it."""
+    error: str = ""
+    """Ray's name of what went wrong."""
+    message: str = ""
+
+
+class Fate(enum.Enum):
+    """What the end of a job means for who submitted it."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    """On its own account: it would fail again."""
+    LOST = "lost"
+    """Its driver was taken away: the run can go on."""
+
+
+def judge(state: JobState) -> tuple[Fate, int, str]:
+    """Return (what a job's end means, the exit status for it, why in a few words)."""
+    code, message = state.exit_code, " ".join(state.message.split())[-600:]
+    if state.status == "SUCCEEDED":
+        return Fate.DONE, 0, "done"
+    if state.status == "STOPPED":
+        return Fate.STOPPED, 143, "it was stopped"
+    if state.status == UNKNOWN:
+        return Fate.LOST, 1, "the cluster was started anew and does not know the job"
+    if code in _STOPPED_EXITS:
+        return Fate.STOPPED, 130 if code in (130, -signal.SIGINT) else 143, "it was stopped"
+    if code is not None and (code < 0 or code > 128):
+        return Fate.LOST, 1, f"the driver was killed ({_signal_name(code)})"
+    if code is not None:
+        return Fate.FAILED, code, f"the driver ended with exit status {code}"
+    if state.error in _LOST_ERRORS:
+        why = f"{state.error}: {message}" if message else state.error
+        return Fate.LOST, 1, f"the driver's node or its supervisor was lost ({why})"
+    return Fate.FAILED, 1, f"it could not start: {message}"
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return signal.Signals(-code if code < 0 else code - 128).name
+    except ValueError:
+        return f"exit status {code}"
