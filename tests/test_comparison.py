@@ -63,7 +63,7 @@ class FakeFit:
         answer = self.answers.get(key, self.answers.get(key[0], figures()))
         folder = Path(config.run.run_dir)
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({"config": to_dict(config)}))
+        (folder / "config.json").write_text(json.dumps({"config": to_dict(config), "versions": {}}))
         if isinstance(answer, BaseException):
             raise answer
         (folder / "result.json").write_text(json.dumps(answer))

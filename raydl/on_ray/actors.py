@@ -27,6 +27,7 @@ from raydl.exchange.shard import ShardState
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.job import Job
 from raydl.membership import Membership
+from raydl.on_ray.cluster import Place
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
 from raydl.worker import Worker
@@ -52,8 +53,8 @@ class CenterActor:
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
 
-    def open(self, job: Job, snapshot: Snapshot, others: list[ActorHandle]) -> tuple[str, int, int]:
-        """Take in a snapshot; return (host, port) of the store, and the process id.
+    def open(self, job: Job, snapshot: Snapshot, others: list[ActorHandle]) -> tuple[Place, Place]:
+        """Take in a snapshot; return (host, port) of the store, and (node, process id).
 
         Args:
             job: what the workers do.
@@ -65,7 +66,9 @@ class CenterActor:
         self._others = others
         if not job.method.is_sync:
             self._service = CenterService(job, snapshot)
-        return self._host, self._store.port, os.getpid()
+        # Not always the node that was asked for: of a full one Ray makes another.
+        node: str = ray.get_runtime_context().get_node_id()
+        return (self._host, self._store.port), (node, os.getpid())
 
     def put(self, snapshot: Snapshot) -> None:
         """Take in a snapshot."""
@@ -199,7 +202,7 @@ class WorkerActor:
         worker_id: str,
         train: ImageSet,
         normalizer: Normalizer,
-    ) -> tuple[str, int]:
+    ) -> Place:
         """Build the worker; return its node and process id.
 
         Not in ``__init__``: errors arrive as they are.

@@ -22,6 +22,9 @@ _LOOK_EVERY_S = 1.0
 _RAY_FAILS = (RayError, RuntimeError, OSError, ValueError, AttributeError)
 _known_to_add: list[tuple[str, dict[str, float], int]] = []
 
+Place = tuple[str, int]
+"""Where something is: (node by hex id, process id), or (host, port)."""
+
 
 class Notices:
     """The notices that nodes have got; Ray is asked once a second at most."""
@@ -43,7 +46,7 @@ class Notices:
         return new
 
 
-def kill_process(place: tuple[str, int], *, home: str) -> None:
+def kill_process(place: Place, *, home: str) -> None:
     """End a process that hears no call, on whatever node it is."""
     node, pid = place
     if node == home:

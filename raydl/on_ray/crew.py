@@ -40,7 +40,14 @@ from raydl.leases import Leases
 from raydl.membership import Membership
 from raydl.on_ray.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.on_ray.calls import Call, Calls, Handler, first_line, original
-from raydl.on_ray.cluster import Notices, awaited, kill_process, send_by_value, worker_options
+from raydl.on_ray.cluster import (
+    Notices,
+    Place,
+    awaited,
+    kill_process,
+    send_by_value,
+    worker_options,
+)
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.25
@@ -70,7 +77,7 @@ class RayCrew:
         self._test = ray.put(dataset.test)
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._workers: dict[str, ActorHandle] = {}
-        self._places: dict[str, tuple[str, int]] = {}
+        self._places: dict[str, Place] = {}
         self._calls = Calls()
         self._leases = Leases(job.config.elastic.lease_s)
         self._notices = Notices()
@@ -119,10 +126,8 @@ class RayCrew:
         self._is_open = False
         return center.open.remote(self._job, snapshot, others)
 
-    def _take_address(self, opened: tuple[str, int, int]) -> list[Event]:
-        host, port, pid = opened
-        self._address = (host, port)
-        self._places["center"] = (self._home, pid)
+    def _take_address(self, opened: tuple[Place, Place]) -> list[Event]:
+        self._address, self._places["center"] = opened
         self._is_open = True
         return []
 
@@ -148,7 +153,7 @@ class RayCrew:
         self._calls.expect(ref, worker_id, self._on_ready(worker_id))
 
     def _on_ready(self, worker_id: str) -> Handler:
-        def handle(place: tuple[str, int]) -> list[Event]:
+        def handle(place: Place) -> list[Event]:
             self._places[worker_id] = place
             return [WorkerReady(worker_id, place[0])]
 
@@ -338,12 +343,8 @@ class RayCrew:
     def hand_in(self, worker_id: str) -> None:
         """Gather the state of a worker that has left its loop."""
         ref = self._workers[worker_id].take_kept.remote(-1)
-        self._calls.expect(
-            ref,
-            worker_id,
-            lambda state: [HandedIn(worker_id, state)],
-            task=f"state of {worker_id}",
-        )
+        task = f"state of {worker_id}"
+        self._calls.expect(ref, worker_id, lambda state: [HandedIn(worker_id, state)], task=task)
 
     def inflict(self, fault: Fault) -> None:
         """Inflict a fault on the center, or on a shard of it."""
