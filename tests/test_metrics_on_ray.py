@@ -24,7 +24,7 @@ def exported():
 
 
 def test_the_nodes_export_what_the_driver_measures(cluster):
-    metrics = RayMetrics("exported")
+    metrics = RayMetrics("exported", first_sample=10)
     metrics.scalars({"center/accuracy": 0.5, "worker_step_s/w3": 0.25}, num_samples=10)
     metrics.scalars({"center/accuracy": 0.75}, num_samples=30)
     expected = {
