@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 BOUND_S = 200
+RAY_S_WORKER_PORTS = range(10002, 20000)
 
 
 @contextlib.contextmanager
@@ -36,6 +38,16 @@ def nodes(*cpus: int) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+def free_port() -> int:
+    """Return a port that no worker of any cluster on this machine will be given."""
+    while True:
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            port: int = sock.getsockname()[1]
+        if port not in RAY_S_WORKER_PORTS:
+            return port
 
 
 class ClusterRun:

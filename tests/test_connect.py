@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 import ray
+from clusters import free_port
 from ray._private import services, utils
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -176,18 +177,11 @@ def test_another_refusal_of_ray_keeps_its_reason(monkeypatch):
 # a real cluster
 
 
-def free_port():
-    with socket.create_server(("0.0.0.0", 0)) as server:
-        return server.getsockname()[1]
-
-
 def free_ports(count):
-    """Return free ports outside of those that Ray gives to its workers by itself."""
+    """Return so many free ports, all of them others."""
     found = set()
     while len(found) < count:
-        port = free_port()
-        if not 10002 <= port <= 19999:
-            found.add(port)
+        found.add(free_port())
     return sorted(found)
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clusters import free_port
 
 from raydl.checkpoint import CheckpointStore
 from raydl.storage import Storage
@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 BOUND_S = 200
 TINY = ["--model", "mlp", "--data", "synthetic:256", "--run.progress", "none"]
 UNTRAINED_LOSS = math.log(10)
-RAY_S_WORKER_PORTS = range(10002, 20000)
 
 
 def run_job(name, *options):
@@ -80,16 +79,6 @@ def test_a_mistake_in_weak_scaling_is_told_in_one_sentence(options, sentence):
 
 
 # real jobs
-
-
-def free_port():
-    """A port that no worker of any cluster on this machine will be given."""
-    while True:
-        with socket.socket() as sock:
-            sock.bind(("", 0))
-            port = sock.getsockname()[1]
-        if port not in RAY_S_WORKER_PORTS:
-            return port
 
 
 def processes_naming(text):

@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,23 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from clusters import ClusterRun
+from clusters import ClusterRun, free_port
 from ray.util import get_node_ip_address
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 BOUND_S = 100
-RAY_S_WORKER_PORTS = range(10002, 20000)
-
-
-def free_port():
-    """A port of the head that no worker of any cluster on this machine will be given."""
-    while True:
-        with socket.socket() as sock:
-            sock.bind(("", 0))
-            port = sock.getsockname()[1]
-        if port not in RAY_S_WORKER_PORTS:
-            return port
 
 
 def start_command(path):

@@ -7,9 +7,8 @@ from typing import Any
 
 from raydl.comparison.figures import Run
 from raydl.config import TrainConfig
+from raydl.metrics.tags import OF_COMPARISON
 
-_SUFFIX = ".compare"
-"""The end of the names of the files that a comparison adds to the folders of its runs."""
 _FIGURES = {
     "compare/accuracy": "center_accuracy",
     "compare/seconds_to_target": "seconds_to_target",
@@ -58,7 +57,7 @@ def write_hparams(runs: Sequence[Run], target: float) -> None:
     done = [run for run in runs if run.figures is not None]
     columns = _columns([settings_of(run) for run in done])
     for run in done:
-        for old in run.folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+        for old in run.folder.glob(f"events.out.tfevents.*{OF_COMPARISON}"):
             old.unlink()
         _write_one(run, columns, target)
 
@@ -82,7 +81,7 @@ def _write_one(run: Run, columns: dict[str, Any], target: float) -> None:
     own = {name: value for name, value in settings_of(run).items() if name in columns}
     _, settings, end = hparams(own, {})
     at = int((run.figures or {}).get("samples", 0))
-    writer = FileWriter(str(run.folder), filename_suffix=_SUFFIX)
+    writer = FileWriter(str(run.folder), filename_suffix=OF_COMPARISON)
     for summary in (experiment, settings, end):
         writer.add_summary(summary)
     for name, value in figures_of(run, target).items():

@@ -16,6 +16,7 @@ checks.py     what the checks are made of
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
@@ -84,6 +85,17 @@ def to_dict(config: object) -> dict[str, Any]:
     assert dataclasses.is_dataclass(config)
     assert not isinstance(config, type)
     return dataclasses.asdict(config)
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name: ``{"training.seed": 0, ...}``; an empty dict stays."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= dotted(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:

@@ -5,6 +5,7 @@ tags.py         the names of all curves, each with its sentence
 memberships.py  who trained when, as a table
 writer.py       where measurements go; several such places at once
 stack_picture.py  the time parts, stacked, as a picture
+ticks.py        round steps for the axes of pictures
 tensorboard.py  event files, and the layout of TensorBoard's page *Custom Scalars*
 """
 

@@ -6,7 +6,6 @@ lies beside it under *Images*. Not imported by the package itself: workers need 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -14,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from raydl.metrics.tags import STACK
+from raydl.metrics.ticks import nice_step
 
 Point = tuple[int, Mapping[str, float]]
 """Samples, and the seconds of each part."""
@@ -93,7 +93,7 @@ def _bands(samples: np.ndarray, tops: np.ndarray) -> Image.Image:
 
 def _draw_axes(pen: ImageDraw.ImageDraw, font: _Font, highest: float, samples: np.ndarray) -> None:
     pen.text((_LEFT, 5), "seconds per worker, by part", _INK, font)
-    step = _nice_step(highest / 4)
+    step = nice_step(highest, 4)
     for number in range(int(highest / step + 1e-9) + 1):
         y = round(_BOTTOM - number * step / highest * (_BOTTOM - _TOP))
         pen.line((_LEFT - 4, y, _LEFT, y), _INK)
@@ -112,9 +112,3 @@ def _draw_legend(pen: ImageDraw.ImageDraw, font: _Font, seconds: Mapping[str, fl
         pen.rectangle((x, y + 2, x + _SQUARE, y + 2 + _SQUARE), color, _GRID)
         text = f"{part.replace('_', ' ')} {seconds[part]:.2g} s"
         pen.text((x + _SQUARE + 5, y), text, _INK, font)
-
-
-def _nice_step(rough: float) -> float:
-    """Return the least of 1, 2 or 5 times a power of ten that is not below ``rough``."""
-    power: float = 10.0 ** math.floor(math.log10(rough))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))

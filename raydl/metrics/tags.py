@@ -125,6 +125,10 @@ COMPARED: dict[str, Tag] = {
 """What a comparison adds to each of its runs, one point at the run's last sample."""
 
 
+OF_COMPARISON = ".compare"
+"""The end of the names of the event files that a comparison adds to the folders of its runs."""
+
+
 def tag_of(name: str) -> Tag:
     """Return what explains a written name.
 

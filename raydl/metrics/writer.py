@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from raydl.config import dotted
+
 
 class MetricsWriter(Protocol):
     """Where measurements go. The x-axis is always samples seen by all workers."""
@@ -114,13 +116,5 @@ class Forgiving:
 
 def config_as_markdown(config: Mapping[str, Any]) -> str:
     """Return nested settings as a Markdown table of dotted names and values."""
-    rows = [f"| `{name}` | {value} |" for name, value in _dotted("", config)]
+    rows = [f"| `{name}` | {value} |" for name, value in dotted(config).items()]
     return "\n".join(["| setting | value |", "|---|---|", *rows])
-
-
-def _dotted(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        rows += _dotted(f"{name}.", value) if isinstance(value, dict) and value else [(name, value)]
-    return rows

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raydl.config import dotted
 from raydl.errors import DataError
+from raydl.metrics.tags import OF_COMPARISON
 from raydl.report.events import Curve, History, Told, read_history
 from raydl.runs.folder import open_run
 from raydl.runs.status import RunStatus, from_json
@@ -242,9 +244,6 @@ def _read_status(storage: Storage, notes: list[str]) -> RunStatus | None:
 
 
 def _read_events(storage: Storage, notes: list[str]) -> History:
-    # Imported here: it costs half a second that only who reads events should pay.
-    from raydl.comparison.hparams import _SUFFIX as OF_COMPARISON
-
     try:
         names = [name for name in storage.list_dir("") if name.startswith(_EVENTS)]
         # A comparison adds files of its own, which are no starts of the run.
@@ -283,17 +282,6 @@ def _read_checkpoints(storage: Storage, notes: list[str]) -> tuple[Mapping[str, 
     except OSError as error:
         notes.append(f"Its checkpoints can not be listed: {error}.")
     return tuple(sorted(found, key=lambda manifest: number(manifest.get("round")) or 0))
-
-
-def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= dotted(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def number(value: object) -> float | None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from raydl.metrics.ticks import nice_step
+
 _ROOM = 0.002
 """Where 100% lies on an axis stretched towards it; a logarithm alone never gets there."""
 _ACCURACY_TICKS = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1)
@@ -50,17 +52,6 @@ class Scale:
         low, high = self.warp(self.low), self.warp(self.high)
         share = (self.warp(value) - low) / (high - low)
         return self.first_px + share * (self.last_px - self.first_px)
-
-
-def nice_step(span: float, most: int) -> float:
-    """Return the least of 1, 2 or 5 times a power of ten that parts ``span`` into at most ``most``.
-
-    >>> nice_step(100, 6), nice_step(0.7, 5)
-    (20.0, 0.2)
-    """
-    rough = span / most
-    power: float = 10.0 ** math.floor(math.log10(rough))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> tuple[float, ...]:

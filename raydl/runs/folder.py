@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from raydl.config import RunConfig, TrainConfig, from_dict, to_dict
+from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.errors import CheckpointError, ConfigError
 from raydl.runs.hold import held
 from raydl.storage import Storage, below, in_words, parent_and_name
@@ -95,7 +95,7 @@ class RunFolder:
             CheckpointError: no run is there.
             ConfigError: a setting that must not change did.
         """
-        before, now = _dotted(to_dict(self.read_config())), _dotted(to_dict(config))
+        before, now = dotted(to_dict(self.read_config())), dotted(to_dict(config))
         for name in _MUST_STAY:
             if before[name] != now[name]:
                 raise ConfigError(
@@ -173,16 +173,6 @@ def _is_of_raydl(values: Any) -> bool:
     return (
         isinstance(values, dict) and "versions" in values and isinstance(values.get("config"), dict)
     )
-
-
-def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _dotted(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _versions() -> dict[str, str]:
