@@ -57,6 +57,7 @@ class RunFolder:
             else str(self.path)
         )
         self.storage = Storage(self.root)
+        self._copied: dict[str, int] = {}
 
     @contextmanager
     def held(self, *, resume: bool) -> Iterator[None]:
@@ -149,10 +150,16 @@ class RunFolder:
         self.storage.write_bytes("result.json", json.dumps(result, indent=2).encode())
 
     def publish_events(self) -> None:
-        """Copy the local event files to where the run is kept, if that is elsewhere."""
-        if self.is_remote:
-            for path in sorted(self.path.glob(f"{_EVENTS}*")):
+        """Copy the local event files that have grown to where the run is kept, if elsewhere."""
+        if not self.is_remote:
+            return
+        for path in sorted(self.path.glob(f"{_EVENTS}*")):
+            size = (
+                path.stat().st_size
+            )  # before it is read: what comes meanwhile is copied next time
+            if self._copied.get(path.name) != size:
                 self.storage.write_bytes(path.name, path.read_bytes())
+                self._copied[path.name] = size
 
 
 def this_submission() -> str | None:
