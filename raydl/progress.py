@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from raydl.texts import clock_text
+
 _PLAIN_EVERY_S = 5.0
 _DASH = "-"
 
@@ -47,8 +49,8 @@ class ProgressView:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end at this pace."""
-        if not self.samples_per_s or self.share_done <= 0:
+        """Seconds to the end at this pace; None: there is none, or it is not known."""
+        if self.samples_per_s is None or self.samples_per_s <= 0 or self.share_done <= 0:
             return None
         left = self.num_samples * (1 - self.share_done) / self.share_done
         return left / self.samples_per_s
@@ -110,7 +112,7 @@ class PlainLines:
             f"loss {_number(view.train_loss, '.3f')}  "
             f"center {_number(view.center_accuracy, '.2%')}  "
             f"workers {_workers_in_short(view)}  comm {_number(view.communication_share, '.0%')}  "
-            f"left {_clock_text(view.eta_s)}"
+            f"left {_left(view)}"
         )
 
     def event(self, sentence: str) -> None:
@@ -118,7 +120,7 @@ class PlainLines:
         self._print(sentence)
 
     def _print(self, line: str) -> None:
-        elapsed = _clock_text(self._clock() - self._start)
+        elapsed = clock_text(self._clock() - self._start, is_short=True)
         self._console.print(f"[{elapsed}] {line}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class LivePanel:
 
     def event(self, sentence: str) -> None:
         """Print the sentence above the panel, and keep it in the last line."""
-        elapsed = _clock_text(time.monotonic() - self._start)
+        elapsed = clock_text(time.monotonic() - self._start, is_short=True)
         self._last_event = f"[{elapsed}] {sentence}"
         self._live.console.print(self._last_event, markup=False, highlight=False)
 
@@ -161,7 +163,7 @@ def panel(view: ProgressView, last_event: str) -> Panel:
     bar.add_column(justify="right", min_width=18)
     bar.add_row(
         ProgressBar(total=1.0, completed=view.share_done),
-        Text(f" {view.share_done:.0%}  left {_clock_text(view.eta_s)}"),
+        Text(f" {view.share_done:.0%}  left {_left(view)}"),
     )
     facts = Table.grid(expand=True, padding=(0, 2))
     for _ in range(3):
@@ -179,7 +181,7 @@ def panel(view: ProgressView, last_event: str) -> Panel:
     )  # fmt: skip
     facts.add_row(
         "samples", f"{view.num_samples:,}",
-        "elapsed", _clock_text(view.elapsed_s),
+        "elapsed", clock_text(view.elapsed_s, is_short=True),
         "wanted", view.wanted_workers,
     )  # fmt: skip
     lines = Table.grid(expand=True, padding=(0, 2))
@@ -233,9 +235,5 @@ def _number(value: float | None, form: str) -> str:
     return _DASH if value is None else format(value, form)
 
 
-def _clock_text(seconds: float | None) -> str:
-    if seconds is None:
-        return _DASH
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def _left(view: ProgressView) -> str:
+    return _DASH if view.eta_s is None else clock_text(view.eta_s, is_short=True)

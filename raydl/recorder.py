@@ -27,6 +27,7 @@ from raydl.metrics import (
     TIME_PARTS,
     MembershipTable,
     MetricsWriter,
+    RecentSpeed,
     communication_share,
     mean_parts,
     time_values,
@@ -35,8 +36,6 @@ from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.progress import Progress, ProgressView
 from raydl.reports import AllreduceReport, Record, WorkerReport
 
-_SPEED_OVER_S = 2.0
-"""The speed is that of the newest so many seconds, or more: records come several at once."""
 _DRAW_EVERY_S = 20.0
 """Pictures are drawn no more often, and once more at the end."""
 
@@ -93,7 +92,8 @@ class RunRecorder:
         store: for checkpoints.
         flat: names the weights.
         examples: test pictures to draw with what the center says of them.
-        after_checkpoint: called when one was written.
+        after_checkpoint: called when one was written, and at the end: copies the curves. An
+            ``OSError`` that it raises is told, and ends nothing.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RunRecorder:
         self._began_at: float | None = None
         self._ended_at = self._opened_at
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
-        self._speeds: deque[tuple[float, int]] = deque()
+        self._speed = RecentSpeed()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: list[Future[None]] = []
         self._troubles: deque[str] = deque()
@@ -147,10 +147,13 @@ class RunRecorder:
         """Print the sentence and keep it beside the curves."""
         if self._began_at is None and sentence.startswith("generation"):
             self._began_at = time.monotonic()
-            self._speeds.append((self._began_at, self._start.num_samples))
+            self._speed.note(self._began_at, self._start.num_samples)
+        self._tell(sentence, num_samples=self._num_samples)
+
+    def _tell(self, sentence: str, *, num_samples: int) -> None:
         self._progress.event(sentence)
         # TensorBoard shows one text for each step: sentences of one moment are a sample apart.
-        self._told_at = max(self._told_at + 1, self._num_samples)
+        self._told_at = max(self._told_at + 1, num_samples)
         self._writer.text("events", sentence, num_samples=self._told_at)
 
     def formed(self, membership: Membership, reason: str) -> None:
@@ -179,11 +182,13 @@ class RunRecorder:
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
         """Write a point of every curve."""
         now = time.monotonic()
+        if self.last is not None and record.num_samples < self.last.num_samples:
+            self._go_back(record.num_samples, self.last.num_samples)
         round_before = self.last.round if self.last else self._start.round
         self._staleness_sum += record.staleness * (record.round - round_before)
         self.last, self._ended_at = record, now
         self._parts = mean_parts([r.time_parts for r in reports.values()])
-        self._note_speed(now, record.num_samples)
+        self._speed.note(now, record.num_samples)
         values = {
             "train/lr": record.lr,
             "train/epoch": record.epoch,
@@ -196,7 +201,7 @@ class RunRecorder:
             "exchange/staleness": record.staleness,
             "exchange/communication_share": communication_share(self._parts),
         }
-        speed = self._recent_speed()
+        speed = self._speed.samples_per_s
         if speed is not None:
             values["throughput/samples_per_s"] = speed
         if not math.isnan(record.loss):
@@ -206,6 +211,20 @@ class RunRecorder:
         values |= time_values(self._parts)
         self._stack.add(record.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.num_samples)
+
+    def _go_back(self, num_samples: int, num_before: int) -> None:
+        """Drop what lies beyond: the center is one of before, and its curves go on from there."""
+        self._writer.go_back(num_samples=num_samples)
+        self._stack.go_back(num_samples=num_samples)
+        self.scores = [score for score in self.scores if score.num_samples < num_samples]
+        self._to_draw = None
+        self._told_at = num_samples - 1
+        self._tell(
+            f"the center went back from {num_before:,} samples: the curves go on from "
+            f"{num_samples:,}",
+            num_samples=num_samples,
+        )
+        self._writer.text("membership", self._memberships.markdown(), num_samples=num_samples)
 
     def _worker_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
         """Return the curves of each worker with news: those of one that hangs or left stop."""
@@ -272,7 +291,7 @@ class RunRecorder:
         try:
             self._after_checkpoint()
         except OSError as error:  # the checkpoint itself is whole
-            self._troubles.append(f"the curves could not be copied: {error}")
+            self._troubles.append(str(error))
 
     def _tell_failures(self) -> None:
         """Say what could not be written; the next time it may go through."""
@@ -304,7 +323,7 @@ class RunRecorder:
             local_step=local_step,
             num_samples=num_samples,
             share_done=share_done,
-            samples_per_s=self._recent_speed(),
+            samples_per_s=self._speed.samples_per_s,
             train_loss=last.loss if last and not math.isnan(last.loss) else None,
             center_accuracy=self.scores[-1].metrics.get("accuracy") if self.scores else None,
             workers=workers,
@@ -312,19 +331,6 @@ class RunRecorder:
             generation=last.generation if last else 0,
             communication_share=communication_share(self._parts) if last else None,
         )
-
-    def _note_speed(self, now: float, num_samples: int) -> None:
-        if self._speeds and num_samples < self._speeds[-1][1]:
-            self._speeds.clear()  # the center went back
-        self._speeds.append((now, num_samples))
-        while len(self._speeds) > 2 and now - self._speeds[1][0] >= _SPEED_OVER_S:
-            self._speeds.popleft()
-
-    def _recent_speed(self) -> float | None:
-        if len(self._speeds) < 2:
-            return None
-        (first_s, first), (last_s, last) = self._speeds[0], self._speeds[-1]
-        return (last - first) / (last_s - first_s) if last_s > first_s else None
 
     def figures(self) -> dict[str, Any]:
         """Return what ``result.json`` says of the training."""
@@ -354,6 +360,13 @@ class RunRecorder:
             "allreduce": vars(self._allreduce) if self._allreduce else None,
         }
 
+    def _copy_last(self) -> None:
+        """Copy the curves to their end; if that fails, the run is whole all the same."""
+        try:
+            self._after_checkpoint()
+        except OSError as error:
+            self._progress.event(f"{error}; all else of the run is where it should be")
+
     def close(self) -> None:
         """Finish what is being written.
 
@@ -361,8 +374,9 @@ class RunRecorder:
             CheckpointError: the last checkpoint could not be written.
         """
         with contextlib.ExitStack() as stack:  # each, whatever becomes of the others
-            stack.callback(self._writer.close)
             stack.callback(self._progress.close)
+            stack.callback(self._copy_last)
+            stack.callback(self._writer.close)
             stack.callback(self._draw)
             self._pool.shutdown(wait=True)
             for future in self._writing[-1:]:

@@ -11,7 +11,7 @@ from types import FrameType
 from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
-from raydl.metrics import Forgiving, MetricsWriter, Tee, TensorBoardWriter
+from raydl.metrics import Forgiving, MetricsWriter, Tee, TensorBoardWriter, Thinned
 from raydl.recorder import RunRecorder
 from raydl.run_view import RunView
 from raydl.runs.desk import RunDesk
@@ -94,10 +94,21 @@ def make_writer(
     folder: RunFolder,
     purge_after: int | None,
     tell: Callable[[str], None],
+    *,
+    seconds_before: float = 0.0,
 ) -> MetricsWriter:
-    """Return what takes the measurements: event files, and Ray's metrics where Ray runs."""
+    """Return what takes the measurements: event files, and Ray's metrics where Ray runs.
+
+    Args:
+        config: the settings.
+        folder: of the event files.
+        purge_after: in a resumed run, the samples at its checkpoint.
+        tell: takes a sentence of what can not be written.
+        seconds_before: seconds of training in earlier starts; an old run writes fewer points.
+    """
     events = TensorBoardWriter(str(folder.path), purge_after=purge_after)
-    tensorboard = Forgiving(events, f"the curves in {folder.path}", tell)
+    thinned = Thinned(events, seconds_before=seconds_before)
+    tensorboard = Forgiving(thinned, f"the curves in {folder.path}", tell)
     if config.scaling.max_workers == 0:
         return tensorboard
     from raydl.on_ray.metrics import RayMetrics  # imports Ray

@@ -17,6 +17,7 @@ from raydl.progress import Progress, ProgressView, Silent
 from raydl.recorder import RunRecorder
 from raydl.reports import Outcome
 from raydl.runs.status import RunStatus, WorkerStatus
+from raydl.texts import clock_text
 
 _NUM_EVENTS = 8
 _NODE_DIGITS = 8
@@ -49,8 +50,7 @@ class EventLog:
 
     def event(self, sentence: str) -> None:
         """Keep the sentence, and say it."""
-        minutes, seconds = divmod(round(self._clock() - self._began_at), 60)
-        self._lines.append(f"{minutes // 60}:{minutes % 60:02}:{seconds:02} {sentence}")
+        self._lines.append(f"{clock_text(self._clock() - self._began_at)} {sentence}")
         self._show(lambda progress: progress.event(sentence))
 
     def close(self) -> None:

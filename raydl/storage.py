@@ -13,8 +13,11 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import shutil
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from pyarrow import fs
 
@@ -23,6 +26,8 @@ from raydl.errors import ConfigError
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _ATTEMPTS = 5
 """How often S3 is asked before it is given up. PyArrow's own way can take over 100 s."""
+_CHUNK_BYTES = 4 << 20
+"""Files that may be large pass through memory in pieces of this size."""
 _ADVICE = (
     (
         r"NO_SUCH_BUCKET|Bucket '.*' not found",
@@ -148,21 +153,43 @@ class Storage:
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a file, replacing an older one at once and as a whole."""
+        self._put(name, lambda stream: stream.write(data))
+
+    def copy_in(self, local: str, name: str) -> None:
+        """Write a file that lies on this machine, piece by piece; like :meth:`write_bytes` else."""
+        with open(local, "rb") as source:
+            self._put(name, lambda stream: shutil.copyfileobj(source, stream, _CHUNK_BYTES))
+
+    def copy_out(self, name: str, local: str) -> None:
+        """Copy a file to this machine, piece by piece; it appears there as a whole.
+
+        Raises:
+            OSError: it is not there or can not be read, or ``local`` can not be written.
+        """
+        aside = os.path.join(os.path.dirname(local), f".{os.path.basename(local)}.tmp")
+        with (
+            self._filesystem.open_input_stream(self._at(name), compression=None) as stream,
+            open(aside, "wb") as target,
+        ):
+            shutil.copyfileobj(stream, target, _CHUNK_BYTES)
+        os.replace(aside, local)
+
+    def _put(self, name: str, fill: Callable[[Any], object]) -> None:
         path = self._at(name)
         if self._filesystem.type_name not in _OBJECT_STORES:  # they have no folders, only names
             self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
         if self.is_object_store:
-            self._write(path, data)
+            self._write(path, fill)
             return
         aside = f"{path}.tmp"
-        self._write(aside, data)
+        self._write(aside, fill)
         self._flush_to_disk(aside)
         self._filesystem.move(aside, path)
         self._flush_to_disk(posixpath.dirname(path))
 
-    def _write(self, path: str, data: bytes) -> None:
+    def _write(self, path: str, fill: Callable[[Any], object]) -> None:
         with self._filesystem.open_output_stream(path) as stream:
-            stream.write(data)
+            fill(stream)
 
     def _flush_to_disk(self, path: str) -> None:
         """Make a local file or folder survive a power failure; PyArrow does not."""

@@ -37,7 +37,6 @@ from raydl.job import Job
 from raydl.local_crew import LocalCrew
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
-from raydl.metrics import config_as_markdown
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder, snapshot_of
 from raydl.reports import Outcome
@@ -48,6 +47,7 @@ from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder, open_run
 from raydl.storage import below
 from raydl.task import Classification, DataShape, Task, evaluate
+from raydl.texts import config_as_markdown
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,9 @@ class Trainer:
             num_train=snapshot.ledger["num_samples"],
             start=snapshot,
             seconds_before=start.seconds,
-            writer=make_writer(config, folder, purge_after, tell=log.event),
+            writer=make_writer(
+                config, folder, purge_after, tell=log.event, seconds_before=start.seconds
+            ),
             progress=log,
             store=start.store,
             flat=flat,
@@ -345,7 +347,6 @@ def _finish(controller: Controller, recorder: RunRecorder, start: _Start) -> Res
         center, _ = store.read_center()
         folder.storage.write_bytes("center.safetensors", save_tensors(center))
     folder.write_result(metrics)
-    folder.publish_events()
     newest = below(folder.root, f"checkpoints/{names[-1]}") if names else ""
     return Result(metrics, folder.root, newest, metrics["stopped_by"])
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from processes import command_of, parent_of, processes_that
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
@@ -137,33 +138,12 @@ class ClusterRun:
         return result
 
 
-def stopped_processes() -> set[int]:
-    """Return the ids of all processes on this machine that are halted by a signal."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if state == "T":
-                    found.add(int(entry.name))
-    return found
-
-
-def children(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield (pid, title) of the processes that a process has started."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                status = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(status[1]) == pid:
-                    title = (entry / "cmdline").read_bytes().decode(errors="replace")
-                    yield int(entry.name), title
-
-
 def actors_on(node: Any, name: str) -> list[int]:
     """Return the processes of all actors of a class on a node."""
     raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
-    return [pid for pid, title in children(raylet) if title.startswith(f"ray::{name}")]
+    return processes_that(
+        lambda pid: parent_of(pid) == raylet and command_of(pid)[0].startswith(f"ray::{name}")
+    )
 
 
 def actors(cluster: Cluster, name: str) -> list[int]:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, expendable, nodes, stopped_processes
+from clusters import ClusterRun, expendable, nodes
+from processes import stopped_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import ray
 import torch
-from conftest import resident_bytes
+from processes import resident_bytes
 
 from raydl.center import Center
 from raydl.compression import ErrorFeedback, parse_codec

@@ -1,24 +1,101 @@
 """A run's folder: what is copied to where the run is kept."""
 
+import tracemalloc
+
+import pytest
+
+from raydl import cli
 from raydl.config import RunConfig, TrainConfig
 from raydl.runs.folder import RunFolder
+from raydl.storage import Storage
+
+
+def make(tmp_path, name="run"):
+    """Return a run's folder that is kept elsewhere, with a local folder of its own."""
+    run = RunConfig(run_dir=str(tmp_path / name / "run"), storage_path=str(tmp_path / "kept"))
+    folder = RunFolder(TrainConfig(run=run))
+    folder.path.mkdir(parents=True)
+    return folder
 
 
 def test_event_files_that_have_not_grown_are_not_copied_again(tmp_path, monkeypatch):
-    run = RunConfig(run_dir=str(tmp_path / "run"), storage_path=str(tmp_path / "kept"))
-    folder = RunFolder(TrainConfig(run=run))
-    folder.path.mkdir()
+    folder = make(tmp_path)
     old, new = (folder.path / f"events.out.tfevents.{n}" for n in (1, 2))
     old.write_bytes(b"an earlier start")
     new.write_bytes(b"this one")
     folder.publish_events()
     copied = []
-    write = folder.storage.write_bytes
+    copy = folder.storage.copy_in
     monkeypatch.setattr(
-        folder.storage, "write_bytes", lambda name, data: (copied.append(name), write(name, data))
+        folder.storage, "copy_in", lambda local, name: (copied.append(name), copy(local, name))
     )
     new.write_bytes(b"this one, grown")
     folder.publish_events()
     assert copied == [new.name]
     assert folder.storage.read_bytes(new.name) == b"this one, grown"
     assert folder.storage.read_bytes(old.name) == b"an earlier start"
+
+
+def test_a_large_event_file_is_copied_both_ways_without_being_held_in_memory(tmp_path):
+    here, there = make(tmp_path, "here"), make(tmp_path, "there")
+    event_file = here.path / "events.out.tfevents.1"
+    with open(event_file, "wb") as stream:
+        for number in range(64):
+            stream.write(bytes([number]) * (1 << 20))
+    here.write_config(TrainConfig())
+    tracemalloc.start()
+    here.publish_events()
+    there.open_again(TrainConfig())
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+    assert (there.path / event_file.name).read_bytes() == event_file.read_bytes()
+    assert here.storage.read_bytes(event_file.name) == event_file.read_bytes()
+    assert [path.name for path in there.path.iterdir()] == [event_file.name]
+
+
+def test_a_run_that_goes_on_elsewhere_fetches_all_event_files_and_sends_none_of_them_back(
+    tmp_path, monkeypatch
+):
+    here, there = make(tmp_path, "here"), make(tmp_path, "there")
+    here.write_config(TrainConfig())
+    for number in (1, 2):
+        (here.path / f"events.out.tfevents.{number}").write_bytes(b"a start")
+    here.publish_events()
+    (there.path / "events.out.tfevents.1").write_bytes(b"a start")  # it came as far as this
+    there.open_again(TrainConfig())
+    assert sorted(path.name for path in there.path.iterdir()) == [
+        "events.out.tfevents.1",
+        "events.out.tfevents.2",
+    ]
+    sent = []
+    monkeypatch.setattr(there.storage, "copy_in", lambda local, name: sent.append(name))
+    there.publish_events()
+    assert "events.out.tfevents.2" not in sent
+
+
+def fails(self, local, name):
+    raise OSError(28, "No space left on device")
+
+
+def test_what_could_not_be_copied_is_said_in_a_sentence(tmp_path, monkeypatch):
+    folder = make(tmp_path)
+    (folder.path / "events.out.tfevents.1").write_bytes(b"a start")
+    monkeypatch.setattr(Storage, "copy_in", fails)
+    with pytest.raises(OSError, match=r"^the curves in .*run could not be copied: .*No space"):
+        folder.publish_events()
+
+
+def test_a_run_whose_curves_can_not_be_copied_is_whole_all_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Storage, "copy_in", fails)
+    where = ["--run-dir", str(tmp_path / "run"), "--storage-path", str(tmp_path / "kept")]
+    what = ["--workers", "0", "--model", "mlp", "--data", "synthetic:96", "--epochs", "2"]
+    assert cli.main(["train", *what, *where, "--run.progress", "plain"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("could not be copied") >= 1
+    assert "; all else of the run is where it should be" in told
+    kept = tmp_path / "kept/run"
+    assert (kept / "center.safetensors").exists()
+    assert (kept / "result.json").exists()
+    assert '"finished"' in (kept / "status.json").read_text()
+    assert list((tmp_path / "run").glob("events.out.tfevents*")), "they are still here"

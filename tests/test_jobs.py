@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from clusters import free_port
+from processes import command_of, environment_of, processes_that
 
 from raydl.checkpoint import CheckpointStore
 from raydl.storage import Storage
@@ -83,14 +84,10 @@ def test_a_mistake_in_weak_scaling_is_told_in_one_sentence(options, sentence):
 
 def processes_naming(text):
     """Return the ids of all processes with a text in their command line or environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                seen = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-                if text.encode() in seen:
-                    found.append(int(entry.name))
-    return found
+    others = processes_that(
+        lambda pid: any(text in words for words in command_of(pid) + environment_of(pid))
+    )
+    return [pid for pid in others if pid != os.getpid()]
 
 
 def until(condition, what=lambda: ""):
@@ -234,7 +231,7 @@ class TestRealJobs:
             [driver] = [
                 pid
                 for pid in processes_naming("raydl-runs/killed")
-                if b"raydl\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                if "raydl\0train" in "\0".join(command_of(pid))
             ]
             os.kill(driver, signal.SIGKILL)
             assert process.wait(BOUND_S) == 0, log.read_text()

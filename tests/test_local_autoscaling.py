@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from clusters import ClusterRun, free_port
+from processes import command_of, processes_that
 from ray.util import get_node_ip_address
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -82,14 +83,12 @@ class LocalCluster:
 
     def processes(self, program=""):
         """The processes whose command names the cluster's folder, of one program or all."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit():
-                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                    if any(str(self.folder) in w for w in words) and words[0].endswith(program):
-                        found.append(int(entry.name))
-        return found
+
+        def fits(pid):
+            words = command_of(pid)
+            return any(str(self.folder) in w for w in words) and words[0].endswith(program)
+
+        return processes_that(fits)
 
     def nodes(self):
         """The processes of its nodes, one each."""

@@ -1,25 +1,17 @@
 """Workers join and leave methods by messages; those who stay do not notice."""
 
 import pickle
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
-from conftest import Ensemble, tiny_images
 from hypothesis import given
 from hypothesis import strategies as st
 from test_messages import Add, enter, make_dispatcher, make_shard, push, settle, values_of
 
 from raydl.compression import parse_codec
-from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.dispatcher import Due
-from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange import remote
+from raydl.errors import ExchangeError
 from raydl.exchange.messages import Settlement, Stamp
-from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.reports import Outcome
 from raydl.rules import Elastic
@@ -46,12 +38,6 @@ def waiting(pool, call, *args):
     with pytest.raises(TimeoutError):
         future.result(timeout=0.05)
     return future
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(4) as threads:
-        yield threads
 
 
 # claims and orders
@@ -204,89 +190,6 @@ def test_a_worker_removed_while_its_message_is_applied_is_refused(codec):
     assert "no longer a member" in shard.exchange(message).refusal
     assert (shard.num_refused, dispatcher.num_refused) == (1, 1)
     assert enter(dispatcher, "w0").spans == [(0, 10)]  # they are trained again
-
-
-# turns
-
-
-def turns(dispatcher, *worker_ids, start=10, generations=None):
-    """Let workers take a turn each, in this order; each must be free at once."""
-    for sequence, worker_id in enumerate(worker_ids, start):
-        generation = (generations or {}).get(worker_id, 1)
-        dispatcher.take_turn(Stamp(worker_id, generation, 0, 2 * sequence))
-        dispatcher.end_turn(Stamp(worker_id, generation, 0, 2 * sequence + 1))
-
-
-def in_turns(*workers, timeout_s=5.0):
-    dispatcher = make_dispatcher("original-easgd", timeout_s=timeout_s, workers=workers)
-    for worker_id in workers:
-        enter(dispatcher, worker_id)
-    return dispatcher
-
-
-def test_who_waits_for_the_turn_of_a_lost_worker_gets_it_at_once(pool):
-    dispatcher = in_turns("w0", "w1", "w2")
-    dispatcher.take_turn(Stamp("w0", 1, 0, 1))
-    third = waiting(pool, dispatcher.take_turn, Stamp("w2", 1, 0, 1))
-    second = waiting(pool, dispatcher.take_turn, Stamp("w1", 1, 0, 1))
-    change(dispatcher, 2, "w1", "w2")
-    second.result(timeout=5)
-    assert not third.done()
-    dispatcher.end_turn(Stamp("w1", 1, 0, 2))
-    third.result(timeout=5)
-
-
-def test_a_removed_worker_that_waits_for_its_turn_is_told_so(pool):
-    dispatcher = in_turns("w0", "w1")
-    dispatcher.take_turn(Stamp("w0", 1, 0, 1))
-    call = waiting(pool, dispatcher.take_turn, Stamp("w1", 1, 0, 1))
-    change(dispatcher, 2, "w0")
-    with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
-        call.result(timeout=5)
-    dispatcher.end_turn(Stamp("w0", 1, 0, 2))
-    turns(dispatcher, "w0", "w0")
-
-
-def test_who_waits_to_enter_behind_a_lost_worker_enters(pool):
-    dispatcher = make_dispatcher("original-easgd", workers=("w0", "w1", "w2"))
-    second = waiting(pool, enter, dispatcher, "w1")
-    third = waiting(pool, enter, dispatcher, "w2")
-    change(dispatcher, 2, "w2")
-    assert third.result(timeout=5).spans == [(0, 10)]
-    with pytest.raises(ExchangeError, match="no longer a member"):
-        second.result(timeout=5)
-
-
-def test_a_removed_worker_that_waits_for_an_answer_is_told_so(pool):
-    dispatcher = make_dispatcher()
-    enter(dispatcher, "w1")
-    call = waiting(pool, dispatcher.repeat, settling("w1", 1, []))
-    change(dispatcher, 2, "w0")
-    with pytest.raises(ExchangeError, match="no longer a member"):
-        call.result(timeout=5)
-
-
-def test_turns_go_on_in_rank_order_after_joins_and_losses():
-    dispatcher = in_turns("w0", "w1", "w2")
-    turns(dispatcher, "w0")  # w1 is next
-    change(dispatcher, 2, "w1", "w2", "w3")
-    since = {"w3": 2, "w4": 3}
-    turns(dispatcher, "w1", "w2", "w1", "w2", start=20)  # nobody waits for w3 to come
-    enter(dispatcher, "w3", generation=2)
-    turns(dispatcher, "w3", "w1", "w2", "w3", "w1", start=30, generations=since)
-    change(dispatcher, 3, "w1", "w3", "w4")  # w2 is lost, whose turn it was
-    enter(dispatcher, "w4", generation=3)
-    turns(dispatcher, "w3", "w4", "w1", "w3", start=40, generations=since)
-
-
-def test_a_worker_that_joins_first_of_all_gets_the_turn():
-    dispatcher = in_turns("w0", timeout_s=0.05)
-    change(dispatcher, 2)
-    change(dispatcher, 3, "w1")
-    with pytest.raises(ExchangeTimeoutError, match="nobody"):
-        dispatcher.take_turn(Stamp("w1", 3, 0, 0))  # it has not entered
-    enter(dispatcher, "w1", generation=3)
-    turns(dispatcher, "w1", "w1", generations={"w1": 3})
 
 
 # the same bits at both ends
@@ -560,153 +463,6 @@ class Crowd:
                 self.settle(worker_id)
 
 
-# whole workers
-
-
-def job(method, *, compression="none", center_shards=1, period=2, **training):
-    training = training or {"epochs": 2}
-    return TrainConfig(
-        method=MethodConfig(name=method, period=period),
-        training=TrainingConfig(batch_size=3, **training),
-        optimizer=OptimizerConfig(lr=0.05),
-        exchange=ExchangeConfig(
-            compression=compression, center_shards=center_shards, timeout_s=10.0
-        ),
-    )
-
-
-class Open:
-    """Workers that join a center in this process, one after another."""
-
-    def __init__(self, config, *, num_workers, num_first):
-        self.ensemble = Ensemble(config, num_workers=num_workers, images=tiny_images(96))
-        self.workers = {w.worker_id: w for w in self.ensemble.workers}
-        self.membership = Membership(1, tuple(self.workers)[:num_first])
-        self.post = self.ensemble._open_center(self.ensemble.first, self.membership)
-        for worker_id in self.membership.worker_ids:
-            self.workers[worker_id].join(self.membership, self.post, self.ensemble.first)
-
-    @property
-    def dispatcher(self):
-        return self.ensemble.service.dispatcher
-
-    def change(self, *worker_ids):
-        before = self.membership.worker_ids
-        self.membership = Membership(self.membership.generation + 1, worker_ids)
-        states = [shard.change(self.membership) for shard in self.ensemble.others]
-        snapshot = self.ensemble.service.change(self.membership, states)
-        for worker_id in worker_ids:
-            if worker_id not in before:
-                self.workers[worker_id].join(self.membership, self.post, snapshot)
-        return snapshot
-
-    def run(self, worker_id):
-        outcome = Outcome.GO_ON
-        while outcome is Outcome.GO_ON:
-            outcome = self.workers[worker_id].run_round()
-            time.sleep(0)
-        return outcome
-
-
-CHURN = [
-    ("async-easgd", "none", 1),
-    ("async-easgd", "int8", 2),
-    ("async-sgd", "topk:0.5", 2),
-    ("hogwild-easgd", "int8", 1),
-    ("original-easgd", "none", 1),
-    ("original-easgd", "none", 2),
-]
-
-
-@pytest.mark.parametrize(("method", "compression", "center_shards"), CHURN)
-def test_workers_come_and_go_while_the_others_train(pool, method, compression, center_shards):
-    config = job(method, compression=compression, center_shards=center_shards, epochs=20)
-    run = Open(config, num_workers=4, num_first=3)
-    staying = pool.submit(run.run, "w0")
-    lost = pool.submit(run.run, "w2")
-    dismissed = pool.submit(run.run, "w1")
-    wait_for(lambda: run.dispatcher.version > 20)
-    run.change("w0", "w1")
-    with pytest.raises(ExchangeError, match="the center refused w2"):
-        lost.result(timeout=10)
-    run.change("w0", "w1", "w3")
-    joined = pool.submit(run.run, "w3")
-    run.dispatcher.dismiss("w1")
-    assert dismissed.result(timeout=10) is Outcome.LEFT
-    run.change("w0", "w3")
-    assert staying.result(timeout=30) is Outcome.FINISHED
-    assert joined.result(timeout=30) is Outcome.FINISHED
-    assert run.dispatcher.is_complete()
-    state = run.dispatcher.state()
-    assert (state["num_samples"], state["generation"]) == (20 * 96, 4)
-    assert [due.is_kept for due in run.dispatcher.take_due()][-1]
-    assert np.isfinite(run.ensemble.center().weights).all()
-
-
-def wait_for(is_true, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
-def test_with_a_lossless_codec_a_newcomer_sees_the_center_itself(method):
-    run = Open(job(method, compression="topk:1", center_shards=2), num_workers=2, num_first=1)
-    for _ in range(3):
-        run.workers["w0"].run_round()
-    run.change("w0", "w1")
-    for _ in range(2):
-        run.workers["w0"].run_round()
-        before = run.ensemble.center().weights
-        run.workers["w1"].run_round()
-        after = run.ensemble.center().weights
-        seen = run.workers["w1"]._schedule.snapshot(is_kept=False, local_step=0).weights
-        expected = after if method == "async-sgd" else before
-        np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-6)
-        assert not np.array_equal(before, after)
-
-
-# a lost center
-
-
-def test_a_worker_that_sends_progress_holds_the_center_as_its_message_left_it():
-    run = Open(job("async-sgd"), num_workers=1, num_first=1)
-    for _ in range(3):
-        run.workers["w0"].run_round()
-    center = run.ensemble.center()
-    copy = run.workers["w0"]._schedule.snapshot(is_kept=False, local_step=6)
-    assert np.array_equal(copy.weights, center.weights)
-    assert np.array_equal(copy.buffers, center.buffers)
-    assert (copy.round, copy.num_samples) == (run.dispatcher.version, center.num_samples)
-    assert (copy.epoch, copy.local_step, copy.optimizer) == (center.epoch, 6, {})
-
-
-def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
-    run = Open(job("async-easgd", center_shards=2), num_workers=1, num_first=1)
-    for _ in range(3):
-        before = run.ensemble.center()
-        run.workers["w0"].run_round()
-    copy = run.workers["w0"]._schedule.snapshot(is_kept=True, local_step=6)
-    assert np.array_equal(copy.weights, before.weights)
-    assert copy.num_samples == run.dispatcher.state()["num_samples"]
-    assert copy.is_kept
-
-
-def test_a_center_made_again_from_a_worker_trains_what_was_claimed():
-    run = Open(job("async-easgd", epochs=1), num_workers=2, num_first=2)
-    for worker_id in ("w0", "w1", "w0"):
-        run.workers[worker_id].run_round()
-    copy = run.workers["w0"]._schedule.snapshot(is_kept=False, local_step=4)
-    assert sorted(Ledger.from_state_dict(copy.ledger).claimants) == ["w0", "w1"]
-    again = Open(job("async-easgd", epochs=1), num_workers=2, num_first=0)
-    again.post = again.ensemble._open_center(copy, Membership(5, ("w1",)))
-    assert again.dispatcher.version == copy.round
-    again.workers["w1"].join(Membership(5, ("w1",)), again.post, copy)
-    assert again.run("w1") is Outcome.FINISHED
-    assert again.dispatcher.state()["num_samples"] == 96
-
-
 def test_orders_are_small():
     """They travel with every exchange, with the ledger in them."""
     workers = tuple(f"w{i}" for i in range(8))
@@ -716,22 +472,3 @@ def test_orders_are_small():
     orders = settle(dispatcher, "w3")
     assert len(orders.ledger["claimed"]) == 8
     assert len(pickle.dumps(orders)) < 1000
-
-
-def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
-    abandoned = threading.Event()
-    looks = []
-
-    def wait(refs, timeout):
-        looks.append(timeout)
-        if len(looks) == 3:
-            abandoned.set()
-        return [], refs
-
-    monkeypatch.setattr(remote.ray, "wait", wait)
-    stamp = Stamp("w0", 4, 0, 12)
-    delivery = remote.RayDelivery(lambda: "ref", 1, stamp, 60.0, abandoned)
-    with pytest.raises(ExchangeError, match="center shard 1 did not answer; it was abandoned: "):
-        delivery.wait()
-    assert len(looks) == 3
-    assert max(looks) <= 0.1

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import resident_bytes
+from processes import resident_bytes
 from ray.exceptions import ActorUnavailableError
 
 from raydl.compression import parse_codec

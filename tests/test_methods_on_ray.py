@@ -8,6 +8,7 @@ import pytest
 import ray
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
+from processes import resident_bytes
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Normalizer
@@ -129,7 +130,7 @@ def test_ten_thousand_exchanges_leave_every_process_as_large_as_it_was(actors, m
             training=TrainingConfig(steps=count // NUM_WORKERS, batch_size=1),
         )
         train(actors, config)
-        return [bytes_of(ray.get(a.__ray_call__.remote(pid_of))) for a in (center, *workers)]
+        return [resident_bytes(ray.get(a.__ray_call__.remote(pid_of))) for a in (center, *workers)]
 
     before = exchanges(1000)
     after = exchanges(10_000)
@@ -139,8 +140,3 @@ def test_ten_thousand_exchanges_leave_every_process_as_large_as_it_was(actors, m
 
 def pid_of(actor):
     return os.getpid()
-
-
-def bytes_of(pid):
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

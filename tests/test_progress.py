@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from raydl.metrics import TimeParts, communication_share, config_as_markdown, mean_parts
+from raydl.metrics import TimeParts, communication_share, mean_parts
 from raydl.progress import PlainLines, ProgressView, panel
 
 VIEW = ProgressView(
@@ -89,9 +89,3 @@ def test_the_communication_share_by_hand():
     assert communication_share(parts) == 0.4
     assert communication_share(TimeParts().as_dict()) == 0.0
     assert mean_parts([parts, TimeParts().as_dict()])["forward_backward"] == 3.0
-
-
-def test_settings_become_a_table_of_dotted_names():
-    text = config_as_markdown({"data": "digits", "method": {"beta": 0.9}, "empty": {}})
-    assert "| `method.beta` | 0.9 |" in text
-    assert "| `empty` | {} |" in text

@@ -16,7 +16,7 @@ from raydl.metrics import TAGS, TIME_PARTS
 from raydl.models import MODELS
 
 ROWS = [
-    {"errors", "config", "ray_session", "spot_notice"},
+    {"errors", "config", "ray_session", "spot_notice", "texts"},
     {
         "rules", "flat", "membership", "pace", "ledger", "extent", "compression",
         "optimizers", "trust", "network",

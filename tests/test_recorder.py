@@ -34,6 +34,9 @@ class Memory:
     def image(self, name, pixels, *, num_samples):
         self.images.append((name, num_samples))
 
+    def go_back(self, *, num_samples):
+        self.points = [point for point in self.points if point[0] < num_samples]
+
     def flush(self):
         pass
 
@@ -63,19 +66,19 @@ def flat_model():
     return FlatModel(linear(SHAPE.image_shape, SHAPE.num_classes))
 
 
-def make(store):
+def make(store, *, writer=None, after_checkpoint=lambda: None):
     memory, flat = Memory(), flat_model()
     recorder = RunRecorder(
         TrainConfig(training=TrainingConfig(epochs=2)),
         num_train=10,
         start=first_snapshot(flat, 10),
         seconds_before=5.0,
-        writer=memory,
+        writer=writer or memory,
         progress=memory,
         store=store,
         flat=flat,
         examples=Examples(tiny_images()),
-        after_checkpoint=lambda: None,
+        after_checkpoint=after_checkpoint,
     )
     return recorder, memory
 
@@ -107,6 +110,23 @@ def test_a_last_checkpoint_that_fails_is_an_error():
     recorder.checkpoint(collected(7))
     with pytest.raises(CheckpointError, match="disk full"):
         recorder.close()
+
+
+def fails_to_copy():
+    raise OSError("the curves in runs/x could not be copied: the bucket does not exist")
+
+
+def test_curves_that_can_not_be_copied_are_told_and_end_no_run():
+    recorder, memory = make(Store(), after_checkpoint=fails_to_copy)
+    recorder.checkpoint(collected(1))
+    recorder._pool.shutdown(wait=True)
+    recorder.show(State.TRAINING, {"training": 2})
+    recorder.close()
+    reason = "the curves in runs/x could not be copied: the bucket does not exist"
+    assert memory.sentences == [
+        f"{reason}; they come with the next checkpoint",
+        f"{reason}; all else of the run is where it should be",
+    ]
 
 
 def record_at(num_samples):

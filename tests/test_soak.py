@@ -10,17 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, actors, expendable, nodes, stopped_processes
+from clusters import ClusterRun, actors, expendable, nodes
+from processes import resident_bytes, stopped_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EPOCHS = 1500
 SEED = int(os.environ.get("RAYDL_SOAK_SEED", "0"))
-
-
-def rss(pid):
-    """Return the resident bytes of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Storm:
@@ -88,7 +84,7 @@ def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
             run.until_training(4)
             while run.process.poll() is None:
                 storm.strike()
-                sizes.append(rss(run.process.pid))
+                sizes.append(resident_bytes(run.process.pid))
                 deadline = time.monotonic() + storm.random.uniform(5, 15)
                 while time.monotonic() < deadline and run.process.poll() is None:
                     time.sleep(0.2)

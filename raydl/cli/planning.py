@@ -19,6 +19,7 @@ from raydl.config.checks import require
 from raydl.errors import ConfigError
 from raydl.network import Network
 from raydl.plan import Plan, Prediction, best_period, doublings, parse_network, predict
+from raydl.texts import seconds_text
 
 if TYPE_CHECKING:
     from raydl.method import Method
@@ -272,8 +273,9 @@ def _print(
     print(
         f"{workload.name}: {workload.parameters:,} parameters, "
         f"{workload.num_bytes / 1e6:,.2f} MB a message\n"
-        f"a local step of {options.batch_size} samples: {_seconds(workload.step_s)} ({origin})\n"
-        f"network {options.network}: {_seconds(network.latency_s)} a message, and "
+        f"a local step of {options.batch_size} samples: "
+        f"{seconds_text(workload.step_s)} ({origin})\n"
+        f"network {options.network}: {seconds_text(network.latency_s)} a message, and "
         f"{network.seconds_per_byte * 1e9:.3g} ns a byte"
     )
     for outlook in outlooks:
@@ -292,7 +294,7 @@ def _print_outlook(outlook: _Outlook) -> None:
     )  # fmt: skip
     rows = [
         (
-            f"{p.num_workers:,}", _seconds(p.step_s), _seconds(p.exchange_s), _seconds(p.hidden_s),
+            f"{p.num_workers:,}", *map(seconds_text, (p.step_s, p.exchange_s, p.hidden_s)),
             f"{p.communication_share:.1%}", f"{p.samples_per_s:,.0f}", f"{p.efficiency:.1%}",
             "-" if period is None else f"{period:,}",
         )
@@ -309,13 +311,3 @@ def _sums(outlook: _Outlook) -> str:
             first.setdefault(p.algorithm, p.num_workers)
     told = [f"{name} from {count:,} workers" for name, count in first.items()]
     return f"; summed by {', '.join(told)}" if told else ""
-
-
-def _seconds(seconds: float) -> str:
-    """Return seconds in the unit that suits them."""
-    rounded = float(f"{seconds:.3g}")  # before the unit is chosen: 999.9 us are 1 ms
-    if rounded >= 1000:
-        return f"{seconds:,.0f} s"
-    units = (("s", 1.0), ("ms", 1e-3))
-    unit, size = next((u for u in units if rounded >= u[1]), ("us", 1e-6))
-    return f"{rounded / size:.3g} {unit}"

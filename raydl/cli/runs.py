@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from raydl.cli.options import print_table
+from raydl.texts import clock_text
 
 if TYPE_CHECKING:
     from raydl.runs.desk import RunStatus
@@ -62,7 +62,7 @@ def _print_status(seen: RunStatus) -> None:
     accuracy = "-" if seen.center_accuracy is None else f"{seen.center_accuracy:.2%}"
     print(f"{seen.stale_sentence()}\nlast told: {seen.state}" if seen.is_stale else seen.state)
     print(
-        f"epoch {seen.epoch:.1f}, {seen.num_samples:,} samples in {_duration(seen.seconds)}, "
+        f"epoch {seen.epoch:.1f}, {seen.num_samples:,} samples in {clock_text(seen.seconds)}, "
         f"center accuracy {accuracy}\n"
         f"generation {seen.generation}, round {seen.round:,}, "
         f"workers {seen.num_workers} of {seen.wanted}"
@@ -71,8 +71,8 @@ def _print_status(seen: RunStatus) -> None:
         print()
         rows = [
             (
-                w.worker_id, w.state, _duration(w.since_s), w.node, f"{w.round:,}",
-                f"{w.local_step:,}", f"{w.step_s * 1e3:,.1f} ms", _duration(w.waited_s),
+                w.worker_id, w.state, clock_text(w.since_s), w.node, f"{w.round:,}",
+                f"{w.local_step:,}", f"{w.step_s * 1e3:,.1f} ms", clock_text(w.waited_s),
             )
             for w in seen.workers
         ]  # fmt: skip
@@ -80,10 +80,6 @@ def _print_status(seen: RunStatus) -> None:
         print_table(head, rows, numbers=("for", "round", "step", "a step", "waited"))
     if seen.events:
         print("", *seen.events, sep="\n")
-
-
-def _duration(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,16 +7,10 @@ from typing import Any
 
 from raydl.comparison.figures import Run
 from raydl.config import TrainConfig
-from raydl.metrics.tags import OF_COMPARISON
+from raydl.metrics.tags import COMPARED, OF_COMPARISON
 
-_FIGURES = {
-    "compare/accuracy": "center_accuracy",
-    "compare/seconds_to_target": "seconds_to_target",
-    "compare/samples_to_target": "samples_to_target",
-    "compare/samples_per_s": "samples_per_s",
-    "compare/communication_share": "communication_share",
-}
-"""Curves of one point, and the figures they show."""
+_OTHER_NAMES = {"accuracy": "center_accuracy"}
+"""Figures whose name in ``comparison.json`` is not that of their curve."""
 _ALWAYS = ("lr", "method", "period", "seed", "workers")
 """Shown even if equal for all. The page shows the first five of the alphabet by itself."""
 
@@ -45,8 +39,13 @@ def settings_of(run: Run) -> dict[str, Any]:
 def figures_of(run: Run, target: float) -> dict[str, float]:
     """Return what a run came to; a target that was not reached is absent."""
     figures = run.as_dict(target)
-    values = {name: figures.get(figure) for name, figure in _FIGURES.items()}
-    return {name: float(value) for name, value in values.items() if value is not None}
+    values = {tag: figures.get(_figure_of(tag)) for tag in COMPARED}
+    return {tag: float(value) for tag, value in values.items() if value is not None}
+
+
+def _figure_of(tag: str) -> str:
+    name = tag.removeprefix("compare/")
+    return _OTHER_NAMES.get(name, name)
 
 
 def write_hparams(runs: Sequence[Run], target: float) -> None:
@@ -77,7 +76,7 @@ def _write_one(run: Run, columns: dict[str, Any], target: float) -> None:
     from torch.utils.tensorboard import FileWriter
     from torch.utils.tensorboard.summary import hparams, scalar
 
-    experiment, _, _ = hparams(columns, dict.fromkeys(_FIGURES, 0.0))
+    experiment, _, _ = hparams(columns, dict.fromkeys(COMPARED, 0.0))
     own = {name: value for name, value in settings_of(run).items() if name in columns}
     _, settings, end = hparams(own, {})
     at = int((run.figures or {}).get("samples", 0))

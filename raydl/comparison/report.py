@@ -16,6 +16,7 @@ from raydl.comparison.figures import COLUMNS, Row, Run, Spread
 from raydl.comparison.pictures import PICTURES
 from raydl.comparison.settings import Comparison
 from raydl.metrics import TIME_PARTS
+from raydl.texts import markdown_table
 
 _HEAD = ["method", "schedule", "runs", "at target", *(name for name, _ in COLUMNS.values())]
 _NOTES = """\
@@ -126,16 +127,16 @@ def markdown(
         f"```bash\n{command}\n```" if command else "",
         f"{num_done} of {len(runs)} runs are complete. " + _machine_sentence(machine()),
         "## Results",
-        _table(_HEAD, [_cells(row) for row in rows]),
+        markdown_table(_HEAD, [_cells(row) for row in rows]),
         _NOTES + _evaluations(runs),
         _failures(runs),
         "## Time parts",
         "Seconds per worker, mean over seeds; training starts after initialization.",
-        _table(["method", *TIME_PARTS], [_part_cells(row) for row in rows if row.num_runs]),
+        markdown_table(["method", *TIME_PARTS], [_part_cells(row) for row in rows if row.num_runs]),
         "## Pictures",
         _pictures(out),
         "## Settings of the methods",
-        _table(["method", "period", "lr", "momentum"], _settings(runs)),
+        markdown_table(["method", "period", "lr", "momentum"], _settings(runs)),
         "Each run's `config.json` holds all of its settings. "
         f"Curves: `tensorboard --logdir {out}`, where *HParams* has a row for every run; "
         "figures of every run: `comparison.json`.",
@@ -146,13 +147,6 @@ def markdown(
 def _machine_sentence(found: Mapping[str, str]) -> str:
     versions = ", ".join(f"{k} {found[k]}" for k in ("python", "torch", "ray", "raydl"))
     return f"The driver's machine: {found['system']}, {found['cpus']} CPUs; {versions}."
-
-
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; short rows are filled up."""
-    lines = [list(head), ["---"] * len(head)]
-    lines += [[*row, *[""] * (len(head) - len(row))] for row in body]
-    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in lines)
 
 
 def _part_cells(row: Row) -> list[str]:

@@ -4,16 +4,20 @@ time_parts.py   a worker's seconds, by part
 tags.py         the names of all curves, each with its sentence
 memberships.py  who trained when, as a table
 writer.py       where measurements go; several such places at once
+thinning.py     fewer points the older a run is
+speed.py        samples per second, of the newest records
 stack_picture.py  the time parts, stacked, as a picture
 ticks.py        round steps for the axes of pictures
 tensorboard.py  event files, and the layout of TensorBoard's page *Custom Scalars*
 """
 
 from raydl.metrics.memberships import MembershipTable
+from raydl.metrics.speed import RecentSpeed
 from raydl.metrics.tags import COMPARED, STACK, TAGS, Tag, tag_of, time_values
 from raydl.metrics.tensorboard import TensorBoardWriter
+from raydl.metrics.thinning import Thinned
 from raydl.metrics.time_parts import TIME_PARTS, TimeParts, communication_share, mean_parts
-from raydl.metrics.writer import Forgiving, MetricsWriter, Tee, config_as_markdown
+from raydl.metrics.writer import Forgiving, MetricsWriter, Tee
 
 __all__ = [
     "COMPARED",
@@ -23,12 +27,13 @@ __all__ = [
     "Forgiving",
     "MembershipTable",
     "MetricsWriter",
+    "RecentSpeed",
     "Tag",
     "Tee",
     "TensorBoardWriter",
+    "Thinned",
     "TimeParts",
     "communication_share",
-    "config_as_markdown",
     "mean_parts",
     "tag_of",
     "time_values",

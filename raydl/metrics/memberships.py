@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from raydl.texts import markdown_table
+
 _NEWEST = 100
 """Memberships in the table, so that one written again and again stays small."""
 
@@ -13,17 +15,16 @@ class MembershipTable:
     """The newest memberships, one row each."""
 
     def __init__(self) -> None:
-        self._rows: deque[str] = deque(maxlen=_NEWEST)
+        self._rows: deque[tuple[object, ...]] = deque(maxlen=_NEWEST)
 
     def add(
         self, generation: int, worker_ids: Sequence[str], reason: str, *, num_samples: int
     ) -> None:
         """Add a membership that trains from ``num_samples`` on."""
         who = f"{len(worker_ids)}: {', '.join(worker_ids)}"
-        safe = reason.replace("|", "\\|").replace("\n", " ")
-        self._rows.append(f"| {generation} | {num_samples:,} | {who} | {safe} |")
+        self._rows.append((generation, f"{num_samples:,}", who, reason))
 
     def markdown(self) -> str:
         """Return the table, the newest membership on top."""
-        head = ["| generation | from sample | workers | why |", "|---|---|---|---|"]
-        return "\n".join([*head, *reversed(self._rows)])
+        head = ("generation", "from sample", "workers", "why")
+        return markdown_table(head, reversed(self._rows))

@@ -49,11 +49,18 @@ class StackHistory:
         if len(self._points) > _MOST_POINTS:
             self._points, self._stride = self._points[::2], 2 * self._stride
 
+    def go_back(self, *, num_samples: int) -> None:
+        """Forget the points from a sample on."""
+        self._points = [point for point in self._points if point[0] < num_samples]
+        if self._newest is not None and self._newest[0] >= num_samples:
+            self._newest = self._points[-1] if self._points else None
+        self._count = 0  # so that the next point is kept
+
     @property
     def points(self) -> tuple[Point, ...]:
         """The points in the order in which they came, the newest among them."""
         newest = self._newest
-        if newest is None or newest is self._points[-1]:
+        if newest is None or (self._points and newest is self._points[-1]):
             return tuple(self._points)
         return (*self._points, newest)
 

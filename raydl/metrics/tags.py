@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from raydl.metrics.time_parts import TIME_PARTS
+
+
+class Thinning(enum.Enum):
+    """What a point stands for when a long run writes fewer of them; see ``thinning.py``."""
+
+    NEWEST = "the newest value: of counters, sums since the start, and settings"
+    MEAN = "the mean over the records since the point before"
+    NEVER = "itself: every value is written"
 
 
 @dataclass(frozen=True)
@@ -15,6 +24,7 @@ class Tag:
 
     name: str
     sentence: str
+    thinning: Thinning = Thinning.NEWEST
 
     @property
     def group(self) -> str:
@@ -50,29 +60,44 @@ OWN_METRIC = "center/NAME"
 """Stands for every metric of a user's task beside loss and accuracy."""
 
 _TAGS = (
-    Tag("train/loss", "Mean training loss of all workers since the point before."),
+    Tag("train/loss", "Mean training loss of all workers since the point before.", Thinning.MEAN),
     Tag("train/lr", "Learning rate of the local step."),
     Tag("train/epoch", "Passes over the training set so far, by all workers together."),
-    Tag("center/accuracy", "Share of the test set that the center classifies rightly, 0 to 1."),
-    Tag("center/loss", "Mean loss of the center on the test set."),
-    Tag(OWN_METRIC, "Another metric that the task names, of the center, mean over the test set."),
+    Tag(
+        "center/accuracy",
+        "Share of the test set that the center classifies rightly, 0 to 1.",
+        Thinning.NEVER,
+    ),
+    Tag("center/loss", "Mean loss of the center on the test set.", Thinning.NEVER),
+    Tag(
+        OWN_METRIC,
+        "Another metric that the task names, of the center, mean over the test set.",
+        Thinning.NEVER,
+    ),
     Tag(
         "center/distance",
         "Root mean square distance from the replicas to the center, over workers.",
+        Thinning.MEAN,
     ),
-    Tag("throughput/samples_per_s", "Training samples per second, all workers together."),
+    Tag(
+        "throughput/samples_per_s",
+        "Training samples per second, all workers together.",
+        Thinning.MEAN,
+    ),
     Tag("workers/count", "Workers that train."),
     Tag("workers/generation", "Number of the membership; it grows when workers join or leave."),
     Tag(
         "worker_step_s/ID",
         "Seconds that a local step took worker ID in its newest round, waiting not counted.",
+        Thinning.MEAN,
     ),
     Tag(
         "worker_waited_s/ID",
         "Seconds that worker ID waited for exchanges in its newest round.",
+        Thinning.MEAN,
     ),
     Tag("exchange/count", "Exchanges completed since the run began."),
-    Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds."),
+    Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds.", Thinning.MEAN),
     Tag(
         "exchange/bytes",
         "Bytes of one worker in one round: its messages, and the center's answers.",
@@ -80,6 +105,7 @@ _TAGS = (
     Tag(
         "exchange/staleness",
         "Exchanges of other workers that the center settled between two of the same worker, mean.",
+        Thinning.MEAN,
     ),
     Tag(
         "exchange/allreduce_predicted_s",
@@ -116,10 +142,19 @@ COMPARED: dict[str, Tag] = {
     tag.name: tag
     for tag in (
         Tag("compare/accuracy", "Accuracy of the center at the end of the run."),
-        Tag("compare/seconds_to_target", "Seconds of training until the target was reached."),
+        Tag(
+            "compare/seconds_to_target",
+            "Seconds of training until the target was reached.",
+        ),
         Tag("compare/samples_to_target", "Samples until the target was reached."),
-        Tag("compare/samples_per_s", "Training samples per second over the whole run."),
-        Tag("compare/communication_share", "Share of communication in the time, 0 to 1."),
+        Tag(
+            "compare/samples_per_s",
+            "Training samples per second over the whole run.",
+        ),
+        Tag(
+            "compare/communication_share",
+            "Share of communication in the time, 0 to 1.",
+        ),
     )
 }
 """What a comparison adds to each of its runs, one point at the run's last sample."""

@@ -79,15 +79,17 @@ class TensorBoardWriter:
     Args:
         log_dir: local folder of the event files.
         purge_after: in a resumed run, the samples at its checkpoint; later points of the
-            interrupted run are hidden, and the curves go on from there.
+            interrupted run are hidden, and the curves go on from there. None or 0: the run
+            begins, and hides all that an attempt before it left in the folder.
     """
 
     def __init__(self, log_dir: str, *, purge_after: int | None = None) -> None:
         # Imported here: it costs a second that no worker should pay.
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if purge_after is None else purge_after + 1
-        self._writer = SummaryWriter(log_dir, purge_step=purge)
+        # In the first start, too: TensorBoard takes the first mark in a folder for a beginning
+        # that hides nothing, so that a resumed run's own has to be the second.
+        self._writer = SummaryWriter(log_dir, purge_step=purge_after + 1 if purge_after else 0)
         self._write_layout()
 
     def _write_layout(self) -> None:
@@ -104,6 +106,17 @@ class TensorBoardWriter:
             ),
         )
         self._writer._get_file_writer().add_summary(summary)
+
+    def go_back(self, *, num_samples: int) -> None:
+        """Hide what lies from a sample on.
+
+        By the mark that a resumed start has at its top, here in the midst of the file: one
+        file is one start.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        mark = Event(step=num_samples, session_log=SessionLog(status=SessionLog.START))
+        self._writer._get_file_writer().add_event(mark)
 
     def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
         """Write one point for each tag."""

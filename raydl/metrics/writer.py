@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-
-from raydl.config import dotted
 
 
 class MetricsWriter(Protocol):
@@ -23,6 +21,10 @@ class MetricsWriter(Protocol):
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write a picture, uint8, shape [H, W, 3]."""
+        ...
+
+    def go_back(self, *, num_samples: int) -> None:
+        """Hide what lies from a sample on: the center went back, and its curves go on there."""
         ...
 
     def flush(self) -> None:
@@ -58,6 +60,11 @@ class Tee:
         """Write a picture, uint8, shape [H, W, 3]."""
         for writer in self._writers:
             writer.image(name, pixels, num_samples=num_samples)
+
+    def go_back(self, *, num_samples: int) -> None:
+        """Hide what lies from a sample on."""
+        for writer in self._writers:
+            writer.go_back(num_samples=num_samples)
 
     def flush(self) -> None:
         """Make what was written visible to readers."""
@@ -105,6 +112,10 @@ class Forgiving:
         """Write a picture, uint8, shape [H, W, 3]."""
         self._try(lambda writer: writer.image(name, pixels, num_samples=num_samples))
 
+    def go_back(self, *, num_samples: int) -> None:
+        """Hide what lies from a sample on."""
+        self._try(lambda writer: writer.go_back(num_samples=num_samples))
+
     def flush(self) -> None:
         """Make what was written visible to readers."""
         self._try(lambda writer: writer.flush())
@@ -112,9 +123,3 @@ class Forgiving:
     def close(self) -> None:
         """Flush and end."""
         self._try(lambda writer: writer.close())
-
-
-def config_as_markdown(config: Mapping[str, Any]) -> str:
-    """Return nested settings as a Markdown table of dotted names and values."""
-    rows = [f"| `{name}` | {value} |" for name, value in dotted(config).items()]
-    return "\n".join(["| setting | value |", "|---|---|", *rows])

@@ -94,6 +94,9 @@ class RayMetrics:
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Do nothing: Ray's metrics are numbers."""
 
+    def go_back(self, *, num_samples: int) -> None:
+        """Do nothing: a gauge has its newest value alone, and a counter never goes back."""
+
     def flush(self) -> None:
         """Do nothing: Ray fetches the numbers by itself."""
 

@@ -1,7 +1,8 @@
 """A run's curves and sentences, read back from its TensorBoard event files.
 
-Every start of a run writes a file of its own. A resumed start says from how many samples on
-the points of earlier starts no longer count. The seconds are those of training: they begin
+Every start of a run writes a file of its own. It says at its top from how many samples on the
+points of earlier starts no longer count, and again wherever the center went back: what lies
+beyond is of a center that is gone. The seconds are those of training: they begin
 with the first generation of each start and go on where the checkpoint lay, so that the time
 between two starts does not count.
 """
@@ -73,12 +74,27 @@ class _Point:
 
 
 @dataclass
-class _Start:
+class _Stretch:
+    """What a start wrote from one mark to the next."""
+
+    purge_from: int | None = None
+    """From so many samples on, no point of before counts; None: all do."""
     points: list[_Point] = field(default_factory=list)
+
+
+@dataclass
+class _Start:
+    stretches: list[_Stretch] = field(default_factory=lambda: [_Stretch()])
     texts: list[tuple[str, int, float]] = field(default_factory=list)
     members: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    purge_from: int | None = None
     is_damaged: bool = False
+
+    def mark(self, purge_from: int) -> None:
+        """Begin a new stretch; a mark at the top belongs to the first."""
+        if self.stretches[-1].points:
+            self.stretches.append(_Stretch())
+        before = self.stretches[-1].purge_from
+        self.stretches[-1].purge_from = purge_from if before is None else min(before, purge_from)
 
 
 def read_history(files: Sequence[bytes]) -> History:
@@ -88,25 +104,18 @@ def read_history(files: Sequence[bytes]) -> History:
         files: their contents, oldest first. A last record that is cut off is left out: a run
             that goes on is about to write the rest.
     """
-    curves: dict[str, list[tuple[int, float, float]]] = {}
+    past = _Past()
     told: list[Told] = []
     starts = [_read_start(data) for data in files]
-    before_s = 0.0
     for number, start in enumerate(starts, 1):
-        if start.purge_from is not None:
-            for tag, points in curves.items():
-                curves[tag] = [p for p in points if p[0] < start.purge_from]
-        kept = [
-            p[1] for tag, points in curves.items() if not tag.startswith(_CENTER) for p in points
-        ]
-        before_s = max(kept, default=0.0)
-        clock = _Clock(start, before_s)
-        for point in start.points:
-            seconds = clock.seconds_of(point)
-            curves.setdefault(point.tag, []).append((point.samples, seconds, point.value))
+        past.drop_from(start.stretches[0].purge_from)
+        clock = _Clock(start, past.seconds)
+        for stretch in start.stretches:
+            past.drop_from(stretch.purge_from)
+            past.add(stretch.points, clock)
         told += [Told(text, number, n, clock.at(wall_s)) for text, n, wall_s in start.texts]
     return History(
-        curves={tag: _curve(points) for tag, points in sorted(curves.items()) if points},
+        curves={tag: _curve(points) for tag, points in sorted(past.curves.items()) if points},
         told=tuple(dict.fromkeys(told)),
         members={(i, g): who for i, s in enumerate(starts, 1) for g, who in s.members.items()},
         num_starts=len(starts),
@@ -134,27 +143,57 @@ class _Clock:
 
     def __init__(self, start: _Start, before_s: float) -> None:
         walls = [wall_s for text, _, wall_s in start.texts if text.startswith("generation")]
-        walls += [point.wall_s for point in start.points]
+        walls += [point.wall_s for stretch in start.stretches for point in stretch.points]
         self._began_at = walls[0] if walls else 0.0
         self._before_s = before_s
-        records = {p.samples: self.at(p.wall_s) for p in start.points if not _is_late(p)}
-        self._records = sorted(records.items())
 
     def at(self, wall_s: float) -> float:
         """Return the seconds of training at a moment; before the first generation: none yet."""
         return self._before_s + max(0.0, wall_s - self._began_at)
 
-    def seconds_of(self, point: _Point) -> float:
-        """Return when a point was reached, not when it was written: scores come later."""
-        if not _is_late(point) or not self._records:
-            return self.at(point.wall_s)
-        right = bisect.bisect_left(self._records, (point.samples, -math.inf))
-        if right == len(self._records):
-            return self._records[-1][1]
-        to_samples, to_s = self._records[right]
-        from_samples, from_s = self._records[right - 1] if right else (0, self._before_s)
-        share = (point.samples - from_samples) / max(1, to_samples - from_samples)
-        return from_s + share * (to_s - from_s)
+
+class _Past:
+    """What counts of all that was read so far."""
+
+    def __init__(self) -> None:
+        self.curves: dict[str, list[tuple[int, float, float]]] = {}
+        """Of each tag (samples, seconds, value), as they came."""
+        self._reached: dict[int, float] = {}
+        """When each number of samples was reached, in seconds of training."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far."""
+        return max(self._reached.values(), default=0.0)
+
+    def drop_from(self, samples: int | None) -> None:
+        """Forget what lies from a sample on; None: nothing."""
+        if samples is not None:
+            self.curves = {t: [p for p in c if p[0] < samples] for t, c in self.curves.items()}
+            self._reached = {n: s for n, s in self._reached.items() if n < samples}
+
+    def add(self, points: Sequence[_Point], clock: _Clock) -> None:
+        """Add what one start wrote."""
+        self._reached |= {p.samples: clock.at(p.wall_s) for p in points if not _is_late(p)}
+        reached = sorted(self._reached.items())
+        for p in points:
+            is_between = _is_late(p) and reached
+            seconds = _seconds_at(p.samples, reached) if is_between else clock.at(p.wall_s)
+            self.curves.setdefault(p.tag, []).append((p.samples, seconds, p.value))
+
+
+def _seconds_at(samples: int, reached: Sequence[tuple[int, float]]) -> float:
+    """Return when so many samples were reached, between two of which it is known.
+
+    A score counts then, not when it was written: it comes later.
+    """
+    right = bisect.bisect_left(reached, (samples, -math.inf))
+    if right == len(reached):
+        return reached[-1][1]
+    to_samples, to_s = reached[right]
+    from_samples, from_s = reached[right - 1] if right else (0, 0.0)
+    share = (samples - from_samples) / max(1, to_samples - from_samples)
+    return from_s + share * (to_s - from_s)
 
 
 def _is_late(point: _Point) -> bool:
@@ -174,7 +213,7 @@ def _read_start(data: bytes) -> _Start:
             start.is_damaged = True
             break
         if event.HasField("session_log") and event.session_log.status == event.session_log.START:
-            start.purge_from = int(event.step)
+            start.mark(int(event.step))
         for value in event.summary.value:
             _take(start, event, value)
     return start
@@ -210,4 +249,5 @@ def _take(start: _Start, event: Any, value: Any) -> None:
     else:
         return
     if math.isfinite(number):
-        start.points.append(_Point(tag, int(event.step), event.wall_time, float(number)))
+        point = _Point(tag, int(event.step), event.wall_time, float(number))
+        start.stretches[-1].points.append(point)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from typing import Any
 
@@ -12,6 +11,7 @@ from raydl.report.charts import bars, part_class, swatch
 from raydl.report.curves import charts_of_workers, worker_ids
 from raydl.report.facts import RunFacts, number, plain
 from raydl.report.html import Html, element, folded, table
+from raydl.texts import clock_text
 
 _NONE = "-"
 _FOLDED_FROM = 12
@@ -38,9 +38,8 @@ def duration(value: object) -> str:
         return _NONE
     if round(seconds, 1) < 100:
         return f"{seconds:.1f} s"
-    whole = round(seconds)  # before the unit is chosen: 3599.6 s are an hour
-    text = str(datetime.timedelta(seconds=whole))
-    return f"{text} h" if whole >= 3600 else f"{text.partition(':')[2].lstrip('0')} min"
+    unit = "h" if round(seconds) >= 3600 else "min"  # rounded first: 3599.6 s are an hour
+    return f"{clock_text(seconds, is_short=True)} {unit}"
 
 
 def byte_size(value: object) -> str:

@@ -102,10 +102,16 @@ class RunFolder:
                 raise ConfigError(
                     name, f"is {now[name]} but the run began with {before[name]}; keep it to resume"
                 )
-        if self.is_remote and not any(self.path.glob(f"{_EVENTS}*")):
-            for name in self.storage.list_dir(""):
-                if name.startswith(_EVENTS):
-                    (self.path / name).write_bytes(self.storage.read_bytes(name))
+        if self.is_remote:
+            self._fetch_events()
+
+    def _fetch_events(self) -> None:
+        """Copy the event files of starts on other machines to the local folder."""
+        for name in self.storage.list_dir(""):
+            local = self.path / name
+            if name.startswith(_EVENTS) and not local.exists():
+                self.storage.copy_out(name, str(local))
+                self._copied[name] = local.stat().st_size
 
     def write_config(self, config: TrainConfig) -> None:
         """Write all settings with the versions of what runs them, and who submitted it."""
@@ -150,16 +156,26 @@ class RunFolder:
         self.storage.write_bytes("result.json", json.dumps(result, indent=2).encode())
 
     def publish_events(self) -> None:
-        """Copy the local event files that have grown to where the run is kept, if elsewhere."""
+        """Copy the local event files that have grown to where the run is kept, if elsewhere.
+
+        Raises:
+            OSError: one could not be copied; the message is a sentence.
+        """
         if not self.is_remote:
             return
-        for path in sorted(self.path.glob(f"{_EVENTS}*")):
-            size = (
-                path.stat().st_size
-            )  # before it is read: what comes meanwhile is copied next time
-            if self._copied.get(path.name) != size:
-                self.storage.write_bytes(path.name, path.read_bytes())
-                self._copied[path.name] = size
+        try:
+            for path in sorted(self.path.glob(f"{_EVENTS}*")):
+                self._publish(path)
+        except OSError as error:
+            raise OSError(
+                f"the curves in {self.path} could not be copied: {in_words(error)}"
+            ) from error
+
+    def _publish(self, path: Path) -> None:
+        size = path.stat().st_size  # before it is read: what comes meanwhile is copied next time
+        if self._copied.get(path.name) != size:
+            self.storage.copy_in(str(path), path.name)
+            self._copied[path.name] = size
 
 
 def this_submission() -> str | None:

@@ -1,0 +1,49 @@
+"""Times and tables as a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from raydl.config import dotted
+
+
+def clock_text(seconds: float, *, is_short: bool = False) -> str:
+    """Return a time of a run as ``h:mm:ss``: ``0:01:05``; a day is ``24:00:00``.
+
+    Args:
+        seconds: not negative.
+        is_short: leave the hours out where there are none: ``1:05``.
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if is_short and minutes < 60:
+        return f"{minutes}:{rest:02}"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a measured or predicted time with three figures, in us, ms or s: ``3.35 ms``."""
+    rounded = float(f"{seconds:.3g}")  # before the unit is chosen: 999.9 us are 1 ms
+    if rounded >= 1000:
+        return f"{seconds:,.0f} s"
+    units = (("s", 1.0), ("ms", 1e-3))
+    unit, size = next((u for u in units if rounded >= u[1]), ("us", 1e-6))
+    return f"{rounded / size:.3g} {unit}"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table; bars in a cell are escaped, lines joined, short rows filled up."""
+    lines = [_markdown_row(header), _markdown_row(["---"] * len(header))]
+    lines += [_markdown_row([*row, *[""] * (len(header) - len(row))]) for row in rows]
+    return "\n".join(lines)
+
+
+def _markdown_row(cells: Sequence[object]) -> str:
+    safe = (" ".join(str(cell).splitlines()).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(safe)} |"
+
+
+def config_as_markdown(config: Mapping[str, Any]) -> str:
+    """Return nested settings as a Markdown table of dotted names and values."""
+    rows = ((f"`{name}`", value) for name, value in dotted(config).items())
+    return markdown_table(("setting", "value"), rows)

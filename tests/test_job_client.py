@@ -1,0 +1,122 @@
+"""What Ray's job client answers, and what that means, without a cluster."""
+
+import pytest
+from ray.exceptions import RpcError
+
+from raydl import ray_session
+from raydl.errors import RaydlError
+from raydl.on_ray import job_client
+from raydl.runs.job_end import SILENT, UNKNOWN
+
+
+class FakeClient:
+    """Ray's client of a cluster that answers everything with one error."""
+
+    error = None
+
+    def __init__(self, address):
+        if address == "no":
+            raise self.error
+
+    def get_address(self):
+        return "http://h:8265"
+
+    def get_job_info(self, job_id):
+        raise self.error if self.looks is None else self.looks
+
+    def submit_job(self, **options):
+        raise self.error
+
+    looks = None
+
+
+def http_error(code, text):
+    return RuntimeError(f"Request failed with status code {code}: {text}.")
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """Return RayJobs with a client that raises, and says of every job that it is not there."""
+
+    def make(error, looks=None):
+        monkeypatch.setattr(FakeClient, "error", error)
+        monkeypatch.setattr(FakeClient, "looks", looks)
+        monkeypatch.setattr(job_client, "_Client", FakeClient)
+        return job_client.RayJobs("yes")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (http_error(404, "Job x does not exist"), UNKNOWN),
+        (http_error(404, "<html>no such page"), SILENT),
+        (http_error(404, "Job y does not exist"), SILENT),
+        (http_error(500, "Traceback"), SILENT),
+        (ValueError("no JSON"), SILENT),
+        (ConnectionError(), SILENT),
+    ],
+)
+def test_only_rays_own_word_means_that_a_cluster_was_started_anew(client, error, status):
+    assert client(error).look("x").status == status
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        http_error(500, "No available agent to submit job, please try again later"),
+        http_error(502, "bad gateway"),
+        http_error(503, "not yet"),
+        http_error(504, "too late"),
+        ConnectionError(),
+    ],
+)
+def test_a_cluster_that_is_not_ready_yet_is_asked_again(client, error):
+    assert client(error, http_error(404, "Job x does not exist")).submit("x", "true") is False
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (
+            http_error(400, "Traceback (most recent call last):\n  File a\nValueError: bad pip\n"),
+            "did not take the job: ValueError: bad pip",
+        ),
+        (http_error(413, "<html>"), "or keep data where all nodes see them"),
+        (PermissionError(13, "denied", "a.bin"), "denied: 'a.bin'"),
+    ],
+)
+def test_a_refusal_is_one_sentence_with_the_reason(client, error, end):
+    with pytest.raises(RaydlError, match=r"^the cluster did not take the job: ") as caught:
+        client(error, http_error(404, "Job x does not exist")).submit("x", "true")
+    assert str(caught.value).endswith(end)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RpcError("failed to connect"), "no Ray cluster answers at no: failed to connect; give"),
+        (KeyError("ray_version"), "what answers at no is no Ray dashboard; give --address"),
+        (TypeError("list"), "what answers at no is no Ray dashboard; give --address"),
+    ],
+)
+def test_whatever_else_answers_is_told_in_one_sentence(client, error, sentence):
+    client(error)
+    with pytest.raises(RaydlError) as caught:
+        job_client.RayJobs("no")
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("head:8265", "http://head:8265"),
+        ("head", "http://head"),
+        ("https://head:8265/", "https://head:8265/"),
+        ("auto", "auto"),
+    ],
+)
+def test_an_address_without_a_scheme_is_one_of_http(address, url):
+    assert ray_session.dashboard_url(address) == url

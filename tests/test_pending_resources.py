@@ -1,0 +1,78 @@
+"""What pending workers need, what there is, and what could come."""
+
+from ray._private.state import state
+from ray.core.generated.autoscaler_pb2 import ClusterConfig
+from ray.exceptions import RpcError
+
+from raydl import ray_session
+from raydl.on_ray import cluster
+from raydl.on_ray.cluster import what_is_missing
+
+
+def test_what_pending_workers_need_and_what_could_come_is_one_sentence():
+    need, have = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 8.0, "memory": 1e9}
+    start = "2 more workers: needs {CPU: 1, GPU: 1} each; the cluster has {CPU: 8, GPU: 0}"
+    assert what_is_missing(2, need, have) == start
+    types = [("gpu", {"CPU": 4.0, "GPU": 1.0, "memory": 1e9}, 3), ("cpu", {"CPU": 4.0}, 9)]
+    assert what_is_missing(2, need, have, types) == (
+        f"{start}; the autoscaler can add gpu nodes with {{CPU: 4, GPU: 1}}, 3 in all"
+    )
+    assert what_is_missing(2, need, have, types[1:]) == (
+        f"{start}; no node the autoscaler can add is large enough"
+    )
+    assert what_is_missing(1, {"tpu": 1.0}, {}).startswith("1 more worker: needs {tpu: 1} each;")
+    assert what_is_missing(2, need, have, free={"CPU": 2.0}) == f"{start}, free {{CPU: 2, GPU: 0}}"
+
+
+def test_a_cluster_that_does_not_say_what_there_is_ends_no_run(monkeypatch):
+    def fail():
+        raise RpcError("gone")
+
+    monkeypatch.setattr(cluster.ray, "cluster_resources", fail)
+    sentence = "2 more, {CPU: 1} each; Ray does not say what there is"
+    assert cluster.awaited(2, {"CPU": 1.0}) == sentence
+
+
+def test_what_an_autoscaler_may_start_is_asked_for_until_it_is_known(monkeypatch):
+    answers = iter([RpcError("gone"), [], [("spot", {"CPU": 4.0}, 8)]])
+
+    def answer():
+        value = next(answers)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(cluster, "_known_to_add", [])
+    monkeypatch.setattr(cluster, "nodes_to_add", answer)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
+    monkeypatch.setattr(cluster.ray, "available_resources", dict)
+    sentences = [cluster.awaited(1, {"CPU": 1.0}) for _ in range(4)]
+    assert ["spot" in sentence for sentence in sentences] == [False, False, True, True]
+
+
+def test_what_ray_up_may_start_is_read_on_its_head(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "get_cluster_config", lambda: None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ray_session.nodes_to_add() == []
+    (tmp_path / "ray_bootstrap_config.yaml").write_text(
+        "max_workers: 8\n"
+        "head_node_type: head\n"
+        "available_node_types:\n"
+        "  head: {resources: {CPU: 2}}\n"
+        "  spot: {resources: {CPU: 4, GPU: 1}, max_workers: 20}\n"
+        "  none: {resources: {CPU: 4}, max_workers: 0}\n"
+    )
+    assert ray_session.nodes_to_add() == [("spot", {"CPU": 4, "GPU": 1}, 8)]
+    (tmp_path / "ray_bootstrap_config.yaml").write_text("- not\n- a cluster\n")
+    assert ray_session.nodes_to_add() == []
+
+
+def test_what_kubernetes_may_start_is_read_from_ray(monkeypatch):
+    config = ClusterConfig()
+    config.node_group_configs.add(name="gpu", max_count=-1, resources={"CPU": 4, "GPU": 1})
+    config.node_group_configs.add(name="off", max_count=0, resources={"CPU": 4})
+    monkeypatch.setattr(state, "get_cluster_config", lambda: config)
+    assert ray_session.nodes_to_add() == [("gpu", {"CPU": 4, "GPU": 1}, -1)]
+    assert what_is_missing(1, {"GPU": 1.0}, {}, ray_session.nodes_to_add()).endswith(
+        "; the autoscaler can add gpu nodes with {CPU: 4, GPU: 1}"
+    )

@@ -1,0 +1,116 @@
+"""Curves and sentences of a run, read back from its event files."""
+
+import re
+
+import pytest
+from test_report import Walk, facts_of, write_run
+
+from raydl.metrics import TensorBoardWriter
+from raydl.report import make_page, read_run
+from raydl.report.curves import charts_of
+from raydl.report.events import Curve, History, Told, read_history
+
+
+def event_files(folder):
+    return [path.read_bytes() for path in sorted(folder.glob("events*"))]
+
+
+def write_start(folder, points, *, sentences=(), purge_after=None, table=""):
+    """Write the event file of one start; a fresh folder each, so that names do not matter."""
+    writer = TensorBoardWriter(str(folder), purge_after=purge_after)
+    for sentence in sentences:
+        writer.text("events", sentence, num_samples=0)
+    if table:
+        writer.text("membership", table, num_samples=0)
+    for samples, values in points:
+        writer.scalars(values, num_samples=samples)
+    writer.close()
+    return event_files(folder)[0]
+
+
+def test_curves_and_sentences_come_back_from_the_event_files(tmp_path):
+    points = [(10, {"train/loss": 2.0}), (20, {"train/loss": 1.5})]
+    sentences = ["1 of 2 workers are ready", "generation 1: w0 starts"]
+    history = read_history([write_start(tmp_path, points, sentences=sentences)])
+    assert history.curves["train/loss"].samples == (10, 20)
+    assert history.curves["train/loss"].values == (2.0, 1.5)
+    assert [told.sentence for told in history.told] == sentences
+    assert history.told[0].seconds == 0.0
+    assert history.damage == ""
+
+
+def test_a_resumed_start_takes_the_place_of_what_came_after_its_checkpoint(tmp_path):
+    first = write_start(tmp_path / "1", [(n, {"train/loss": 1.0}) for n in (10, 20, 30)])
+    again = write_start(tmp_path / "2", [(25, {"train/loss": 2.0})], purge_after=20)
+    history = read_history([first, again])
+    curve = history.curves["train/loss"]
+    assert curve.samples == (10, 20, 25)
+    assert curve.values == (1.0, 1.0, 2.0)
+    assert list(curve.seconds) == sorted(curve.seconds)
+    assert history.num_starts == 2
+
+
+def test_the_files_of_a_comparison_are_no_starts(tmp_path):
+    folder = write_run(tmp_path / "a")
+    start = write_start(tmp_path / "1", [(10, {"train/loss": 1.0})])
+    added = write_start(tmp_path / "2", [(10, {"compare/accuracy": 1.0})])
+    (folder / "events.out.tfevents.1.host").write_bytes(start)
+    (folder / "events.out.tfevents.2.host.compare").write_bytes(added)
+    run = read_run(str(folder))
+    assert run.history.num_starts == 1
+    assert "resumed" not in Walk(make_page([run])).text
+
+
+def test_the_line_of_workers_leaves_out_what_a_resumed_start_took_back():
+    told = [(1, 0.0), (2, 91.0), (3, 60.0), (4, 100.0)]
+    counts = (2.0, 3.0, 1.0, 1.0)
+    curves = {
+        "workers/count": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), counts),
+        "workers/generation": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), (1.0, 2.0, 3.0, 4.0)),
+    }
+    sentences = tuple(Told(f"generation {n}: why", 1 + n // 3, n - 1, s) for n, s in told)
+    run = facts_of(history=History(curves, sentences, num_starts=2))
+    [figure] = [f for f in charts_of([run]) if "Workers that train" in f]
+    path = re.search(r'<path d="M([\d.]+),[\d.]+([^"]*)"', figure)
+    xs = [float(x) for x in (path[1], *re.findall(r"H([\d.]+)", path[2]))]
+    assert xs == sorted(xs)
+    assert re.findall(r"<title>generation (\d)", figure) == ["1", "3", "4"]
+
+
+def test_the_memberships_table_says_who_trained(tmp_path):
+    rows = "| 2 | 1,280 | 1: w1 | w0 was lost |\n| 1 | 0 | 2: w0, w1 | w0, w1 start |"
+    table = f"| generation | from sample | workers | why |\n|---|---|---|---|\n{rows}"
+    sentences = ["generation 1: w0, w1 start", "generation 2: w0 was lost"]
+    history = read_history([write_start(tmp_path, [], sentences=sentences, table=table)])
+    found = facts_of(history=history).generations
+    assert [(g.number, g.worker_ids, g.num_workers, g.reason) for g in found] == [
+        (1, ("w0", "w1"), 2, "w0, w1 start"),
+        (2, ("w1",), 1, "w0 was lost"),
+    ]
+
+
+def test_a_score_counts_when_its_samples_were_trained_not_when_it_was_written(tmp_path):
+    points = [
+        (10, {"train/epoch": 1.0}), (30, {"train/epoch": 3.0}), (20, {"center/accuracy": 0.5})
+    ]  # fmt: skip
+    curves = read_history([write_start(tmp_path, points)]).curves
+    first_s, last_s = curves["train/epoch"].seconds
+    assert curves["center/accuracy"].seconds[0] == pytest.approx((first_s + last_s) / 2)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 20])
+def test_a_record_that_is_still_being_written_is_left_out(tmp_path, cut):
+    data = write_start(tmp_path, [(10, {"train/loss": 1.0}), (20, {"train/loss": 1.0})])
+    samples = read_history([data[:-cut]]).curves["train/loss"].samples
+    assert samples in ((10,), (10, 20))
+
+
+def test_no_number_that_is_none_reaches_a_curve(tmp_path):
+    points = [(10, {"train/loss": float("nan")}), (20, {"train/loss": 1.0})]
+    assert read_history([write_start(tmp_path, points)]).curves["train/loss"].samples == (20,)
+
+
+def test_faults_of_all_starts_are_listed(tmp_path):
+    told = tuple(Told(f"fault {i}: kill w{i} at step 4", i, 0, 0.0) for i in (1, 2))
+    run = facts_of(history=History({}, told, num_starts=2), result={"faults_fired": ["fault 2"]})
+    assert run.faults == [t.sentence for t in told]

@@ -1,0 +1,227 @@
+"""A submitted job is followed to its end, and sent again if its driver was lost."""
+
+import pytest
+
+from raydl.cli import submitting
+from raydl.errors import RaydlError
+from raydl.runs.job_end import SILENT, UNKNOWN, Fate, JobState, judge
+from raydl.submission import Plan, Submitter
+
+PLAN = Plan("digits", "/runs/digits", "--epochs 2 --run-dir /runs/digits")
+DONE = JobState("SUCCEEDED", 0)
+RUNNING = JobState("RUNNING")
+KILLED = JobState("FAILED", -9)
+
+
+# what an end means
+
+
+@pytest.mark.parametrize(
+    ("state", "fate", "status"),
+    [
+        (DONE, Fate.DONE, 0),
+        (JobState("STOPPED"), Fate.STOPPED, 143),
+        (JobState("FAILED", 143), Fate.STOPPED, 143),
+        (JobState("FAILED", -15), Fate.STOPPED, 143),
+        (JobState("FAILED", 15), Fate.STOPPED, 143),
+        (JobState("FAILED", 130), Fate.STOPPED, 130),
+        (JobState("FAILED", 2), Fate.FAILED, 2),
+        (JobState("FAILED", 1), Fate.FAILED, 1),
+        (KILLED, Fate.LOST, 1),
+        (JobState("FAILED", 137), Fate.LOST, 1),
+        (JobState("FAILED", -11), Fate.LOST, 1),
+        (JobState("FAILED", None, "JOB_SUPERVISOR_ACTOR_DIED"), Fate.LOST, 1),
+        (JobState("FAILED", None, "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE"), Fate.LOST, 1),
+        (JobState(UNKNOWN), Fate.LOST, 1),
+        (JobState("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE", "no tyro"), Fate.FAILED, 1),
+    ],
+)
+def test_only_a_driver_that_was_taken_away_is_lost(state, fate, status):
+    assert judge(state)[:2] == (fate, status)
+
+
+def test_the_signal_that_took_a_driver_is_named():
+    assert (
+        judge(KILLED)[2] == judge(JobState("FAILED", 137))[2] == "the driver was killed (SIGKILL)"
+    )
+    assert "no tyro" in judge(JobState("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE", "no tyro"))[2]
+
+
+def test_a_driver_that_could_not_be_placed_is_lost_with_the_reason_that_ray_gives():
+    state = JobState("FAILED", None, "JOB_SUPERVISOR_ACTOR_START_TIMEOUT", "not within\n900 s")
+    assert judge(state)[2].endswith("(JOB_SUPERVISOR_ACTOR_START_TIMEOUT: not within 900 s)")
+
+
+# doing it
+
+
+class FakeJobs:
+    """A cluster that tells one state after another; the log grows by a line with each look."""
+
+    def __init__(self, *states, refusals=0):
+        self.states = iter(states)
+        self.refusals = refusals
+        self.commands = []
+        self.num_looks = 0
+
+    def submit(self, job_id, command):
+        if self.refusals:
+            self.refusals -= 1
+            return False
+        self.commands.append(command)
+        self.num_looks = 0
+        return True
+
+    def look(self, job_id):
+        self.num_looks += 1
+        return next(self.states)
+
+    def log(self, job_id):
+        return "".join(f"line {i}\n" for i in range(self.num_looks))
+
+
+class Told:
+    """A submitter with a clock that moves only when it sleeps."""
+
+    def __init__(self, jobs, **settings):
+        self.said, self.written, self.now = [], [], 0.0
+        self.submitter = Submitter(
+            jobs,
+            PLAN,
+            say=self.said.append,
+            write=self.written.append,
+            clock=lambda: self.now,
+            sleep=self.sleep,
+            **settings,
+        )
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_the_log_is_passed_on_once_and_to_its_end():
+    told = Told(FakeJobs(RUNNING, RUNNING, DONE))
+    assert told.submitter.run() == 0
+    assert "".join(told.written) == "line 0\nline 1\nline 2\n"
+    assert told.said[-1].endswith(": done")
+
+
+def test_a_lost_driver_is_sent_again_to_go_on_and_each_loss_is_one_line():
+    jobs = FakeJobs(RUNNING, KILLED, JobState(UNKNOWN), RUNNING, DONE)
+    told = Told(jobs, retries=3)
+    assert told.submitter.run() == 0
+    assert [c.split()[3] for c in jobs.commands] == ["raydl", "raydl.cli.again", "raydl.cli.again"]
+    assert sum("sending it again" in line for line in told.said) == 2
+    assert "the driver was killed (SIGKILL)" in told.said[1]
+    assert "retries left: 2" in told.said[1]
+
+
+def test_retries_are_bounded_and_the_end_says_how_to_go_on():
+    jobs = FakeJobs(KILLED, KILLED, KILLED)
+    told = Told(jobs, retries=1)
+    assert told.submitter.run() == 1
+    assert len(jobs.commands) == 2
+    assert "to go on: the same command with --run-name digits and --resume" in told.said[-1]
+
+
+@pytest.mark.parametrize("status", [2, 1, 143])
+def test_a_mistake_a_failure_and_a_stop_are_not_tried_again(status):
+    jobs = FakeJobs(JobState("FAILED", status))
+    assert Told(jobs, retries=5).submitter.run() == status
+    assert len(jobs.commands) == 1
+
+
+def test_a_cluster_that_is_silent_for_a_while_is_waited_for():
+    silent = [JobState(SILENT)] * 20
+    told = Told(FakeJobs(RUNNING, *silent, DONE, refusals=7), wait_s=30.0)
+    assert told.submitter.run() == 0
+    assert sum("does not answer" in line for line in told.said) == 2
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [FakeJobs(refusals=10**6), FakeJobs(RUNNING, *[JobState(SILENT)] * 100)],
+    ids=["at submission", "while it follows"],
+)
+def test_a_cluster_that_stays_silent_is_given_up_in_bounded_time(jobs):
+    told = Told(jobs, wait_s=30.0)
+    with pytest.raises(RaydlError, match=r"did not answer for 30 s; raise --wait-s, or go on"):
+        told.submitter.run()
+    assert 30 < told.now < 40
+
+
+def test_a_silent_cluster_is_come_back_to_by_the_way_that_fits():
+    told = Told(FakeJobs(refusals=10**6), wait_s=1.0)
+    with pytest.raises(RaydlError, match=r"once it is back: the same command$"):
+        told.submitter.run()
+    told = Told(FakeJobs(*[JobState(SILENT)] * 9), wait_s=1.0)
+    with pytest.raises(RaydlError, match=r"once it is back: raydl submit --follow digits-\w{6}$"):
+        told.submitter.run()
+
+
+def test_the_id_of_a_job_is_plain_ascii():
+    told = Told(FakeJobs(DONE))
+    told.submitter.plan = Plan("zählen", "/runs/zählen", "")
+    told.submitter.run()
+    assert told.said[0].startswith("z.hlen-")
+
+
+def test_following_only_ends_like_the_job_and_knows_a_job_that_is_not_there():
+    assert Told(FakeJobs(RUNNING, KILLED)).submitter.follow_only("x") == 1
+    with pytest.raises(RaydlError, match="the cluster has no job x"):
+        Told(FakeJobs(JobState(UNKNOWN))).submitter.follow_only("x")
+
+
+def test_a_long_log_is_asked_for_less_often():
+    jobs = FakeJobs(RUNNING, DONE)
+    jobs.log = lambda job_id: "x" * 8_000_000
+    told = Told(jobs)
+    told.submitter.run()
+    assert told.now == 8.0
+
+
+def test_ctrl_c_ends_the_following_and_not_the_job(capsys):
+    class Interrupting(FakeJobs):
+        def look(self, job_id):
+            raise KeyboardInterrupt
+
+    jobs = Interrupting()
+    options = submitting._SubmitOptions(address="http://head:8265", retries=2)
+    submitter = Submitter(jobs, PLAN, retries=2)
+    assert submitting._watch(options, submitter) == 130
+    out = capsys.readouterr().out
+    assert "the job goes on; nobody sends it again now" in out
+    assert f"raydl submit --address http://head:8265 --follow {submitter.job_id}" in out
+    assert f"ray job stop --address http://head:8265 {submitter.job_id}" in out
+
+
+def test_ctrl_c_in_a_pause_does_not_say_that_a_job_goes_on():
+    submitter = Submitter(FakeJobs(KILLED), PLAN, retries=2, say=lambda text: None)
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    submitter.sleep, submitter.write = interrupt, lambda text: None
+    with pytest.raises(KeyboardInterrupt):
+        submitter.run()
+    assert (submitter.job_id, submitter.sending) == ("", "")
+
+
+def test_ctrl_c_while_a_job_is_sent_says_that_the_cluster_may_have_it(capsys):
+    class Interrupting(FakeJobs):
+        def submit(self, job_id, command):
+            raise KeyboardInterrupt
+
+    submitter = Submitter(Interrupting(), PLAN)
+    options = submitting._SubmitOptions(address="h:8265")
+    assert submitting._watch(options, submitter, ray="RAY_AUTH_MODE=token ray") == 130
+    out = capsys.readouterr().out
+    assert f"the cluster may have {submitter.sending} already; RAY_AUTH_MODE=token ray job" in out
+    assert "RAY_AUTH_MODE=token ray job stop --address http://h:8265 digits-" in out
+    assert "goes on" not in out
+
+
+def test_what_is_printed_to_be_typed_is_quoted():
+    options = submitting._SubmitOptions(address="http://h:8265/a b")
+    assert submitting._hints("x y", options, "ray").endswith("'http://h:8265/a b' 'x y'")
+    assert Plan("a", "a", "", python="my python").command().startswith("exec 'my python' -m")

@@ -1,0 +1,88 @@
+"""Workers that take turns go on after joins and losses; nobody waits for who is gone."""
+
+import pytest
+from test_message_churn import change, settling, waiting
+from test_messages import enter, make_dispatcher
+
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.exchange.messages import Stamp
+
+
+def turns(dispatcher, *worker_ids, start=10, generations=None):
+    """Let workers take a turn each, in this order; each must be free at once."""
+    for sequence, worker_id in enumerate(worker_ids, start):
+        generation = (generations or {}).get(worker_id, 1)
+        dispatcher.take_turn(Stamp(worker_id, generation, 0, 2 * sequence))
+        dispatcher.end_turn(Stamp(worker_id, generation, 0, 2 * sequence + 1))
+
+
+def in_turns(*workers, timeout_s=5.0):
+    dispatcher = make_dispatcher("original-easgd", timeout_s=timeout_s, workers=workers)
+    for worker_id in workers:
+        enter(dispatcher, worker_id)
+    return dispatcher
+
+
+def test_who_waits_for_the_turn_of_a_lost_worker_gets_it_at_once(pool):
+    dispatcher = in_turns("w0", "w1", "w2")
+    dispatcher.take_turn(Stamp("w0", 1, 0, 1))
+    third = waiting(pool, dispatcher.take_turn, Stamp("w2", 1, 0, 1))
+    second = waiting(pool, dispatcher.take_turn, Stamp("w1", 1, 0, 1))
+    change(dispatcher, 2, "w1", "w2")
+    second.result(timeout=5)
+    assert not third.done()
+    dispatcher.end_turn(Stamp("w1", 1, 0, 2))
+    third.result(timeout=5)
+
+
+def test_a_removed_worker_that_waits_for_its_turn_is_told_so(pool):
+    dispatcher = in_turns("w0", "w1")
+    dispatcher.take_turn(Stamp("w0", 1, 0, 1))
+    call = waiting(pool, dispatcher.take_turn, Stamp("w1", 1, 0, 1))
+    change(dispatcher, 2, "w0")
+    with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
+        call.result(timeout=5)
+    dispatcher.end_turn(Stamp("w0", 1, 0, 2))
+    turns(dispatcher, "w0", "w0")
+
+
+def test_who_waits_to_enter_behind_a_lost_worker_enters(pool):
+    dispatcher = make_dispatcher("original-easgd", workers=("w0", "w1", "w2"))
+    second = waiting(pool, enter, dispatcher, "w1")
+    third = waiting(pool, enter, dispatcher, "w2")
+    change(dispatcher, 2, "w2")
+    assert third.result(timeout=5).spans == [(0, 10)]
+    with pytest.raises(ExchangeError, match="no longer a member"):
+        second.result(timeout=5)
+
+
+def test_a_removed_worker_that_waits_for_an_answer_is_told_so(pool):
+    dispatcher = make_dispatcher()
+    enter(dispatcher, "w1")
+    call = waiting(pool, dispatcher.repeat, settling("w1", 1, []))
+    change(dispatcher, 2, "w0")
+    with pytest.raises(ExchangeError, match="no longer a member"):
+        call.result(timeout=5)
+
+
+def test_turns_go_on_in_rank_order_after_joins_and_losses():
+    dispatcher = in_turns("w0", "w1", "w2")
+    turns(dispatcher, "w0")  # w1 is next
+    change(dispatcher, 2, "w1", "w2", "w3")
+    since = {"w3": 2, "w4": 3}
+    turns(dispatcher, "w1", "w2", "w1", "w2", start=20)  # nobody waits for w3 to come
+    enter(dispatcher, "w3", generation=2)
+    turns(dispatcher, "w3", "w1", "w2", "w3", "w1", start=30, generations=since)
+    change(dispatcher, 3, "w1", "w3", "w4")  # w2 is lost, whose turn it was
+    enter(dispatcher, "w4", generation=3)
+    turns(dispatcher, "w3", "w4", "w1", "w3", start=40, generations=since)
+
+
+def test_a_worker_that_joins_first_of_all_gets_the_turn():
+    dispatcher = in_turns("w0", timeout_s=0.05)
+    change(dispatcher, 2)
+    change(dispatcher, 3, "w1")
+    with pytest.raises(ExchangeTimeoutError, match="nobody"):
+        dispatcher.take_turn(Stamp("w1", 3, 0, 0))  # it has not entered
+    enter(dispatcher, "w1", generation=3)
+    turns(dispatcher, "w1", "w1", generations={"w1": 3})
