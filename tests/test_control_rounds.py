@@ -8,7 +8,7 @@ from test_controller import Stage, collected, report, scored
 from raydl.control import State
 from raydl.control.workforce import Phase
 from raydl.crew import Draining, GaveUp, HandedIn, Lost, Published, WorkerReady
-from raydl.errors import ProcessLostError, ResourceError
+from raydl.errors import ProcessLostError, RaydlError, ResourceError
 from raydl.reports import Outcome
 
 DIED = "the actor died"
@@ -156,6 +156,30 @@ def test_a_publisher_that_is_lost_is_replaced_by_the_next_one(news):
     assert stage.step(*stage.end("broken", 7, "w1")) == [("publish", "w1")]
     told = stage.step(news)
     assert ("publish", "w0" if isinstance(news, Lost) else "w1") in told
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_who_was_late_and_comes_with_a_copy_that_knows_more_is_asked_for_it_too(is_published):
+    stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
+    stage.now += 120.0  # w0 does not come out of the exchange: it is left out
+    assert stage.step(*stage.end("broken", 6, "w1")) == [("publish", "w1")]
+    late = stage.end("broken", 7, "w0")
+    assert ("publish", "w0") in stage.step(*([Published((0, 6))] if is_published else []), *late)
+    assert ("publish", "w0") not in stage.step(Published((0, 6))), "it is on its way"
+    stage.step(Published((0, 6, 7)))
+    assert 7 in next(told for told in stage.step() if told[0] == "form")
+
+
+def test_a_center_that_never_comes_ends_the_run_with_a_sentence():
+    stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
+    stage.step(*stage.end("broken", 7, "w0", "w1"))
+    stage.now += 299.0
+    stage.step()
+    stage.now += 2.0
+    with pytest.raises(
+        RaydlError, match="did not get the newest copy of itself within 300 s; the same command"
+    ):
+        stage.step()
 
 
 def test_when_nobody_is_left_it_goes_on_from_the_newest_that_the_center_holds():

@@ -37,6 +37,8 @@ from raydl.rules import Sends
 _POLL_S = 0.25
 _FINISH_S = 300.0
 """The longest wait for the last states and the last evaluation, in seconds."""
+_CENTER_S = 300.0
+"""The longest wait for the center to hold what all go on from: it may have to start again."""
 CAUSE_S = 2.0
 """How long a broken exchange waits for news of its cause: that somebody, or the center, was
 lost."""
@@ -115,6 +117,7 @@ class Controller:
         self._state_since = clock()
         self._stop_voted = False
         self._is_idle = False
+        self._lacks_center_since: float | None = None
 
     @property
     def _run(self) -> Generation | None:
@@ -318,7 +321,25 @@ class Controller:
         self._staff.count_loss(end.worker_id, end.problem)
 
     def _has_center(self, run: Generation | None) -> bool:
-        """Whether the center holds the round that all go on from; if not, see to it."""
+        """Whether the center holds the round that all go on from; if not, see to it.
+
+        Raises:
+            RaydlError: for too long it has not come to it.
+        """
+        if self._sees_to_center(run):
+            self._lacks_center_since = None
+            return True
+        now = self._clock()
+        if self._lacks_center_since is None:
+            self._lacks_center_since = now
+        if now - self._lacks_center_since > _CENTER_S:
+            raise RaydlError(
+                f"the center did not get the newest copy of itself within {_CENTER_S:.0f} s; the "
+                f"same command with --resume goes on from the newest checkpoint"
+            )
+        return False
+
+    def _sees_to_center(self, run: Generation | None) -> bool:
         copy = self.workforce.freshest_copy(since=self._first_round)
         if self._keeper.is_lost:
             self._say(self._keeper.rebuild(copy))

@@ -34,7 +34,7 @@ class CenterKeeper:
         self.times = CheckpointTimes(config, clock())
         self._crew = crew
         self._clock = clock
-        self._publishing = ""
+        self._publishing: Copy | None = None
         self.giving: frozenset[str] = frozenset()
         """Workers that are asked for what they kept for a checkpoint."""
         self._evaluating = self._evaluated = first_round
@@ -58,9 +58,13 @@ class CenterKeeper:
         return copy.round in self.published and not is_older
 
     def publish(self, copy: Copy) -> None:
-        """Let the center take in the copy of a worker that has left its loop, once."""
-        if not self._publishing:
-            self._publishing = copy.worker_id
+        """Let the center take in the copy of a worker that has left its loop, once.
+
+        A copy that knows more may come while another is on its way, from who was late: it is
+        asked for as well.
+        """
+        if copy != self._publishing:
+            self._publishing = copy
             self._crew.publish(copy.worker_id)
 
     def formed(self) -> None:
@@ -89,7 +93,7 @@ class CenterKeeper:
 
         What came after it, if anything, is lost: new rounds will have the same numbers.
         """
-        self._publishing = ""
+        self._publishing = None
         if self._evaluated > self.newest:
             self._evaluating = self._evaluated = self.newest - 1
         if self._last_collected > self.newest:
@@ -97,7 +101,7 @@ class CenterKeeper:
 
     def lost(self, name: str) -> None:
         """Note that a process has gone: what it was to give will not come."""
-        if name == self._publishing:
+        if self._publishing is not None and name == self._publishing.worker_id:
             self.gave_up("publication")
         if name in self.giving:
             self.gave_up("checkpoint")
@@ -111,7 +115,7 @@ class CenterKeeper:
             case "evaluation":
                 self._evaluating = self._evaluated
             case "publication":
-                self._publishing = ""
+                self._publishing = None
 
     # scores
 
