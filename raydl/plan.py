@@ -23,7 +23,8 @@ and communication has the share (T - tau t) / T of its time, all waiting include
 Weak scaling: the batch of each worker stays, so p workers alone would do p times the samples of
 one. The efficiency is tau t / T, their share of that. Each worker is taken to be on a node of its
 own, and as fast as all others. Left out: the additions at the center, the lock of ``async`` (which
-is its only difference to ``hogwild``), the start of a worker, the data, and Ray's own time.
+is its only difference to ``hogwild``), the start of a worker, the data, and Ray's own time; and
+that an exchange hides behind forward and backward alone, where H takes all of a step.
 """
 
 from __future__ import annotations

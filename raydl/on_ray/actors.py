@@ -35,9 +35,11 @@ from raydl.worker import Worker
 _START_S = 120.0
 """The longest start of a process: importing torch on a busy machine takes tens of seconds."""
 _ANNOUNCE_S = 5.0
+_A_BYTE = 1
+"""Ray puts an actor that reserves nothing on any node, whatever node or spreading was asked for."""
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, memory=_A_BYTE)
 class CenterActor:
     """Holds the committed snapshots, and the store where each generation meets.
 
@@ -66,7 +68,7 @@ class CenterActor:
         self._others = others
         if not job.method.is_sync:
             self._service = CenterService(job, snapshot)
-        # Not always the node that was asked for: of a full one Ray makes another.
+        # Not always the node that was asked for: of one that it can not use Ray makes another.
         node: str = ray.get_runtime_context().get_node_id()
         return (self._host, self._store.port), (node, os.getpid())
 
@@ -159,7 +161,7 @@ class CenterActor:
         return self._service
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, memory=_A_BYTE)
 class ShardActor:
     """Holds one shard of the center, away from home."""
 
@@ -354,7 +356,7 @@ class WorkerActor:
         return self._worker.take_kept(round)
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, memory=_A_BYTE)
 class EvaluatorActor:
     """Scores snapshots of the center, beside the workers."""
 

@@ -1,0 +1,140 @@
+"""Hosts on this machine: links of the rate that was asked, and nothing left of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hosts as module
+from benchmarks.hosts import Hosts, HostsError, why_not
+
+BOUND_S = 30
+RECEIVE = """
+import socket, sys, time
+server = socket.create_server((sys.argv[1], 5000))
+print("up", flush=True)
+connection, num_bytes, start = server.accept()[0], 0, 0.0
+while got := connection.recv(1 << 16):
+    start = start or time.perf_counter()
+    num_bytes += len(got)
+print((time.perf_counter() - start) / num_bytes)
+"""
+SEND = """
+import socket, sys
+socket.create_connection((sys.argv[1], 5000)).sendall(bytes(int(sys.argv[2])))
+"""
+STAY = """
+import subprocess, sys, time
+from benchmarks.hosts import Hosts
+with Hosts(1, mbit=100) as hosts:
+    hosts.run(0, ["sh", "-c", f"setsid {sys.argv[1]} >/dev/null 2>&1 </dev/null &"], timeout_s=20)
+    hosts.popen(0, sys.argv[1].split())
+    print("up", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def permitted():
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def seconds_per_byte(hosts, source, target, num_bytes):
+    """Send bytes from a host to another; return the seconds that each took."""
+    address = hosts.address(target)
+    receiver = hosts.popen(
+        target, [sys.executable, "-c", RECEIVE, address], stdout=subprocess.PIPE, text=True
+    )
+    assert receiver.stdout.readline() == "up\n"
+    hosts.run(source, [sys.executable, "-c", SEND, address, str(num_bytes)], timeout_s=BOUND_S)
+    return float(receiver.communicate(timeout=BOUND_S)[0])
+
+
+def processes(words):
+    """Return the processes of this machine whose command holds some words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+        except OSError:
+            continue
+        if words.encode() in command.replace(b"\0", b" "):
+            found.append(entry.name)
+    return found
+
+
+def network():
+    """Return this machine's own devices, addresses, ways and buckets."""
+    commands = ("ip -o link", "ip -o address", "ip route", "tc qdisc")
+    return [subprocess.check_output(words.split(), text=True) for words in commands]
+
+
+@pytest.mark.parametrize("mbit", [10, 40])
+def test_a_link_has_the_rate_that_was_asked_in_both_directions(permitted, mbit):
+    num_bytes = mbit * 60_000  # half a second
+    with Hosts(2, mbit=mbit) as hosts:
+        for source, target in ((0, 1), (1, 0)):
+            ratio = seconds_per_byte(hosts, source, target, num_bytes) / hosts.seconds_per_byte
+            assert 0.9 < ratio < 1.3  # first a burst goes through at once; a busy CPU comes late
+
+
+def test_each_host_has_an_address_a_loopback_and_processes_of_its_own(permitted):
+    with Hosts(2, mbit=100) as hosts:
+        for host in range(2):
+            found = hosts.run(host, ["ip", "-o", "address"], timeout_s=BOUND_S)
+            assert f"{hosts.address(host)}/24" in found
+            assert "127.0.0.1/8" in found
+            assert hosts.address(1 - host) not in found
+        hosts.popen(0, ["sleep", "98.7"])
+        assert "sleep 98.7" not in hosts.run(1, ["ps", "-A", "-o", "args"], timeout_s=BOUND_S)
+
+
+def test_what_runs_in_a_host_has_the_environment_and_its_failure_is_told(permitted):
+    with Hosts(1, mbit=100) as hosts:
+        said = hosts.run(0, ["sh", "-c", "echo $HOME $A"], env={"A": "b"}, timeout_s=BOUND_S)
+        assert said.split() == [os.environ["HOME"], "b"]
+        with pytest.raises(subprocess.CalledProcessError) as failure:
+            hosts.run(0, ["sh", "-c", "echo why; exit 3"], timeout_s=BOUND_S)
+        assert (failure.value.returncode, failure.value.output) == (3, "why\n")
+
+
+def test_hosts_do_not_touch_this_machines_network_and_two_may_be_up_at_once(permitted):
+    before = network()
+    with Hosts(2, mbit=100) as some, Hosts(2, mbit=10) as others:
+        assert some.address(1) == others.address(1)
+        assert network() == before
+        for hosts in (some, others):
+            assert seconds_per_byte(hosts, 0, 1, 10_000) > 0
+    assert network() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_no_process_is_left_however_the_hosts_end(permitted, root, tmp_path, number):
+    words = f"tail -f {tmp_path / 'x'}"
+    (tmp_path / "x").touch()
+    maker = subprocess.Popen(
+        [sys.executable, "-c", STAY, words], cwd=root, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert maker.stdout.readline() == "up\n"
+    assert processes(words)
+    maker.send_signal(number)
+    maker.communicate(timeout=BOUND_S)
+    deadline = time.monotonic() + BOUND_S
+    while left := processes(words):
+        assert time.monotonic() < deadline, f"they stay: {left}"
+
+
+def test_a_machine_that_permits_no_hosts_says_why(monkeypatch):
+    monkeypatch.setattr(module.os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "")
+    assert why_not() == "`ip` is not here; install iproute2"
+    monkeypatch.setattr(module.os, "geteuid", lambda: 1000)
+    assert why_not() == "only root can make network namespaces; run this as root"
+    with pytest.raises(HostsError, match="only root"), Hosts(1, mbit=100):
+        pass
