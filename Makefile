@@ -23,6 +23,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 train: $(VENV)/installed  ## train LeNet on the bundled digits with 2 workers
 	$(BIN)/raydl train --data digits --model lenet --method sync-easgd --workers 2 --epochs 60
+	@echo '  both need:    . $(BIN)/activate    (once in this shell)'
 
 lint: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff format .

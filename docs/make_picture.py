@@ -26,7 +26,7 @@ _BOUND_S = 60
 def main(run: str, picture: str, page: str = "custom_scalars") -> None:
     """Photograph a report, or a page of TensorBoard on a run."""
     if run.endswith(".html"):
-        photograph(Path(run).resolve().as_uri(), picture, size="1200,1500")
+        photograph(Path(run).resolve().as_uri(), picture, size="1200,1340")
         return
     with tensorboard(run) as address:
         photograph(f"{address}/#{page}", picture, size="1600,1300")

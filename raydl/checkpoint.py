@@ -32,7 +32,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from raydl.errors import CheckpointError
-from raydl.storage import Storage
+from raydl.storage import Storage, in_words
 
 FORMAT = 1
 _FOLDER = "checkpoints"
@@ -119,7 +119,7 @@ class CheckpointStore:
             with suppress(OSError):  # the first error is the one to tell
                 self._clear_unfinished()
             path = self._path(f"round-{checkpoint.round:08d}")
-            raise CheckpointError(path, f"could not be written: {error}") from error
+            raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
         self._damaged.discard(name)  # a damaged one that was deleted may have had that name
         self._prune(name)
         return name

@@ -24,6 +24,8 @@ from collections.abc import Iterable
 
 _LISTED = 8
 """The longest table that a message about a near miss lists in full."""
+_ALIKE = 0.5
+"""So alike, from 0 to 1, are two names of which one may be meant for the other."""
 
 
 class RaydlError(Exception):
@@ -58,11 +60,11 @@ class UnknownNameError(ConfigError):
 
     def __init__(self, setting: str, name: str, choices: Iterable[str]) -> None:
         self.choices = tuple(choices)
-        near = difflib.get_close_matches(name, self.choices, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else "that is not one of them;"
+        near = difflib.get_close_matches(name, self.choices, n=3, cutoff=_ALIKE)
+        hints = [f"did you mean {' or '.join(near)}?"] if near else []
         if not near or len(self.choices) <= _LISTED:
-            hint = f"{hint} known: {', '.join(self.choices)}"
-        super().__init__(setting, f"has no {name!r}; {hint}")
+            hints.append(f"known: {', '.join(self.choices)}")
+        super().__init__(setting, f"has no {name!r}; {' '.join(hints)}")
         self.args = (setting, name, self.choices)
         self.name = name
 

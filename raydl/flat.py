@@ -25,12 +25,13 @@ class FlatModel:
         buffers: all float buffers, shape [num_buffers], same dtype as the weights.
 
     Raises:
-        ShapeError: nothing to train, or parameters of several dtypes or devices.
+        ShapeError: no module, nothing to train, or parameters of several dtypes or devices.
     """
 
     def __init__(self, model: nn.Module, *, name: str = "") -> None:
         name = name or type(model).__name__
         self.model = model
+        _check_is_module(model, name)
         self._parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
         first = _one_kind(list(self._parameters.values()), name)
         self._buffers = {
@@ -105,6 +106,12 @@ class FlatModel:
             ShapeError: a name is missing or a shape differs.
         """
         return _pick(state, self._parameters), _pick(state, self._buffers)
+
+
+def _check_is_module(model: object, name: str) -> None:
+    if not isinstance(model, nn.Module):
+        found = f"what should build it returned a value of type {type(model).__name__}"
+        raise ShapeError(name, f"must be a torch.nn.Module, {found}")
 
 
 def _one_kind(parameters: Sequence[Tensor], name: str) -> Tensor:

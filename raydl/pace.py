@@ -31,8 +31,10 @@ class Pace:
         self._pauses: deque[float] = deque(maxlen=5)
         self._newest_round = -1
         self._paused_at: float | None = None
+        self._paused_generation = 0
+        self._lacks_workers = False
         self.longest_pause_s = 0.0
-        """The longest time from one generation to the next."""
+        """The longest time in which nobody trained, for whatever reason."""
 
     def note_round(self, round: int, seconds: float) -> None:
         """Note what a round took; several workers tell of the same one."""
@@ -40,17 +42,27 @@ class Pace:
             self._newest_round = round
             self._rounds.append(seconds)
 
-    def pause(self, now: float) -> None:
-        """Note that nobody trains any more, unless it was noted."""
+    def pause(self, now: float, generation: int) -> None:
+        """Note that nobody of a generation trains any more, unless it was noted."""
         if self._paused_at is None:
-            self._paused_at = now
+            self._paused_at, self._paused_generation = now, generation
+            self._lacks_workers = False
 
-    def resume(self, now: float) -> None:
-        """Note that the next generation trains."""
-        if self._paused_at is not None:
-            seconds, self._paused_at = now - self._paused_at, None
+    def wait_for_workers(self) -> None:
+        """Note that there are too few to go on: the pause says nothing of what forming costs."""
+        self._lacks_workers = True
+
+    def resume(self, now: float, generation: int) -> None:
+        """Note that somebody is in a generation; it ends a pause if it is a newer one.
+
+        Between two generations workers go on reporting from the one before.
+        """
+        if self._paused_at is None or generation <= self._paused_generation:
+            return
+        seconds, self._paused_at = now - self._paused_at, None
+        self.longest_pause_s = max(self.longest_pause_s, seconds)
+        if not self._lacks_workers:
             self._pauses.append(seconds)
-            self.longest_pause_s = max(self.longest_pause_s, seconds)
 
     def grace_s(self) -> float:
         """Return the seconds to wait for a late worker; infinite while rounds are few.

@@ -16,6 +16,7 @@ import torch
 from raydl.center import Snapshot
 from raydl.checkpoint import Checkpoint, CheckpointStore
 from raydl.config import TrainConfig
+from raydl.control import Controller
 from raydl.control.state import State
 from raydl.crew import Collected, Evaluated
 from raydl.examples import Examples
@@ -35,12 +36,16 @@ from raydl.metrics import (
 from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.progress import Progress, ProgressView
 from raydl.reports import AllreduceReport, Record, WorkerReport
+from raydl.runs.totals import Totals, speed_figures
 
 _DRAW_EVERY_S = 20.0
 """Pictures are drawn no more often, and once more at the end."""
+_NOTHING = Totals()
 
 
-def checkpoint_of(collected: Collected, flat: FlatModel, *, seconds: float) -> Checkpoint:
+def checkpoint_of(
+    collected: Collected, flat: FlatModel, *, seconds: float, totals: Totals = _NOTHING
+) -> Checkpoint:
     """Return what to write for a collected round."""
     snapshot = collected.snapshot
     weights, buffers = torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
@@ -56,6 +61,7 @@ def checkpoint_of(collected: Collected, flat: FlatModel, *, seconds: float) -> C
             "optimizer": snapshot.optimizer,
             # Who goes on from here has not trained on what was claimed.
             "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
+            "totals": totals.to_state(),
         },
         workers=collected.workers,
     )
@@ -87,6 +93,7 @@ class RunRecorder:
         num_train: samples in the training set.
         start: the snapshot the run goes on from.
         seconds_before: training time of earlier starts, in seconds.
+        before: what else is known of earlier starts.
         writer: for TensorBoard.
         progress: for the terminal.
         store: for checkpoints.
@@ -103,6 +110,7 @@ class RunRecorder:
         num_train: int,
         start: Snapshot,
         seconds_before: float,
+        before: Totals = _NOTHING,
         writer: MetricsWriter,
         progress: Progress,
         store: CheckpointStore,
@@ -111,7 +119,7 @@ class RunRecorder:
         after_checkpoint: Callable[[], None],
     ) -> None:
         self.last: Record | None = None
-        self.scores: list[Evaluated] = []
+        self._evaluations = list(before.evaluations)
         self._staleness_sum = 0.0
         self._allreduce: AllreduceReport | None = None
         self._worker_steps: dict[str, int] = {}
@@ -119,6 +127,8 @@ class RunRecorder:
         self._num_train = num_train
         self._start = start
         self._seconds_before = seconds_before
+        self._before = before
+        self._controller: Controller | None = None
         self._writer = writer
         self._progress = progress
         self._store = store
@@ -138,6 +148,10 @@ class RunRecorder:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: list[Future[None]] = []
         self._troubles: deque[str] = deque()
+
+    def follow(self, controller: Controller) -> None:
+        """Count from now on its generations, pauses and faults."""
+        self._controller = controller
 
     def describe(self, markdown: str) -> None:
         """Keep the configuration beside the curves."""
@@ -174,10 +188,9 @@ class RunRecorder:
         return self._seconds_before + (self._ended_at - began if began is not None else 0.0)
 
     @property
-    def samples_per_s(self) -> float | None:
-        """Training samples per second since this start."""
-        seconds = self.seconds - self._seconds_before
-        return (self._num_samples - self._start.num_samples) / seconds if seconds > 0 else None
+    def center_accuracy(self) -> float | None:
+        """The newest accuracy of the center, of an earlier start too; None: not known."""
+        return self._evaluations[-1].get("accuracy") if self._evaluations else None
 
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
         """Write a point of every curve."""
@@ -216,7 +229,7 @@ class RunRecorder:
         """Drop what lies beyond: the center is one of before, and its curves go on from there."""
         self._writer.go_back(num_samples=num_samples)
         self._stack.go_back(num_samples=num_samples)
-        self.scores = [score for score in self.scores if score.num_samples < num_samples]
+        self._evaluations = [e for e in self._evaluations if e["samples"] < num_samples]
         self._to_draw = None
         self._told_at = num_samples - 1
         self._tell(
@@ -258,7 +271,8 @@ class RunRecorder:
 
     def evaluated(self, evaluated: Evaluated) -> None:
         """Write the scores of the center, and now and then pictures."""
-        self.scores.append(evaluated)
+        at = {"round": evaluated.round, "samples": evaluated.num_samples}
+        self._evaluations.append({**at, "seconds": evaluated.seconds, **evaluated.metrics})
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
         self._writer.scalars(values, num_samples=evaluated.num_samples)
         self._to_draw = evaluated if evaluated.predicted else None
@@ -278,15 +292,16 @@ class RunRecorder:
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
-        self._writing.append(self._pool.submit(self._write, collected, self.seconds))
+        writing = self._pool.submit(self._write, collected, self.seconds, self._totals())
+        self._writing.append(writing)
 
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written: the next one waits for it."""
         return any(not future.done() for future in self._writing)
 
-    def _write(self, collected: Collected, seconds: float) -> None:
-        self._store.write(checkpoint_of(collected, self._flat, seconds=seconds))
+    def _write(self, collected: Collected, seconds: float, totals: Totals) -> None:
+        self._store.write(checkpoint_of(collected, self._flat, seconds=seconds, totals=totals))
         self._writer.flush()
         try:
             self._after_checkpoint()
@@ -325,39 +340,38 @@ class RunRecorder:
             share_done=share_done,
             samples_per_s=self._speed.samples_per_s,
             train_loss=last.loss if last and not math.isnan(last.loss) else None,
-            center_accuracy=self.scores[-1].metrics.get("accuracy") if self.scores else None,
+            center_accuracy=self.center_accuracy,
             workers=workers,
             wanted_workers=scaling.wanted() if scaling.max_workers else "1",
             generation=last.generation if last else 0,
             communication_share=communication_share(self._parts) if last else None,
         )
 
+    def _totals(self) -> Totals:
+        """Return what all starts did up to now."""
+        run = self._controller
+        return self._before.plus(
+            evaluations=self._evaluations,
+            longest_pause_s=run.pace.longest_pause_s if run else 0.0,
+            staleness_sum=self._staleness_sum,
+            time_parts=self._parts,
+            faults_fired=run.chaos.fired if run else (),
+        )
+
     def figures(self) -> dict[str, Any]:
-        """Return what ``result.json`` says of the training."""
-        metrics = self.scores[-1].metrics if self.scores else {}
-        num_exchanges = self.last.round - self._start.round if self.last else 0
+        """Return what ``result.json`` says of the whole run, and of its last start alone."""
+        last, start, run = self.last, self._start, self._controller
+        num_rounds, num_samples = last.round if last else start.round, self._num_samples
+        this_s = self.seconds - self._seconds_before
         return {
-            "center_accuracy": metrics.get("accuracy"),
-            "center_loss": metrics.get("loss"),
-            "samples": self._num_samples,
-            "seconds": self.seconds,
-            "samples_per_s": self.samples_per_s,
-            "communication_share": communication_share(self._parts),
-            "time_parts": self._parts,
-            "rounds": self.last.round if self.last else self._start.round,
-            "exchange_bytes": self.last.exchange_bytes if self.last else 0,
-            "staleness": self._staleness_sum / num_exchanges if num_exchanges else 0.0,
-            "evaluations": [
-                {
-                    "round": score.round,
-                    "samples": score.num_samples,
-                    "seconds": score.seconds,
-                    **score.metrics,
-                }
-                for score in self.scores
-            ],
-            "workers": self.last.num_workers if self.last else 0,
+            **self._totals().figures(num_rounds),
+            **speed_figures(num_samples, self.seconds),
+            "rounds": num_rounds,
+            "generations": run.generation if run else start.generation,
+            "exchange_bytes": last.exchange_bytes if last else 0,
+            "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
+            "last_start": speed_figures(num_samples - start.num_samples, this_s),
         }
 
     def _copy_last(self) -> None:

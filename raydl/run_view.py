@@ -21,7 +21,10 @@ from raydl.texts import clock_text
 
 _NUM_EVENTS = 8
 _NODE_DIGITS = 8
-"""So much of the id of a Ray node, of 56 digits, tells nodes apart for a person."""
+"""So much of the id of a Ray node, of 56 digits, tells nodes apart for a person: its last ones.
+
+The ids of an autoscaler's nodes on one machine (`cluster_configs/local.yaml`) begin all the same.
+"""
 _WAITING = "device_device_parameters"
 
 
@@ -72,6 +75,7 @@ class RunView:
         config: the settings.
         start: the snapshot the run goes on from.
         seconds_before: training time of earlier starts, in seconds.
+        center_accuracy: the newest score of earlier starts; None: there is none.
         clock: seconds, rising; the controller's.
     """
 
@@ -81,11 +85,13 @@ class RunView:
         start: Snapshot,
         *,
         seconds_before: float,
+        center_accuracy: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wanted = config.scaling.wanted() if config.scaling.max_workers else "1"  # itself
         self._start = start
         self._seconds_before = seconds_before
+        self._accuracy_before = center_accuracy
         self._clock = clock
         self._log: EventLog | None = None
         self._recorder: RunRecorder | None = None
@@ -125,7 +131,7 @@ class RunView:
     ) -> RunStatus:
         recorder, controller, start = self._recorder, self._controller, self._start
         at = (recorder and recorder.last) or start
-        scores = recorder.scores if recorder else []
+        accuracy = recorder.center_accuracy if recorder else self._accuracy_before
         return RunStatus(
             state=state,
             generation=controller.generation if controller else start.generation,
@@ -136,7 +142,7 @@ class RunView:
             num_samples=int(at.num_samples),
             # Before the first record, the recorder's clock has begun but not ended.
             seconds=max(self._seconds_before, recorder.seconds if recorder else 0.0),
-            center_accuracy=_finite(scores[-1].metrics.get("accuracy")) if scores else None,
+            center_accuracy=_finite(accuracy),
             workers=workers,
             events=self._log.lines if self._log else (),
         )
@@ -151,7 +157,7 @@ def worker_status(entry: WorkerEntry, now: float) -> WorkerStatus:
     return WorkerStatus(
         worker_id=entry.worker_id,
         state=phase.value,
-        node=entry.node[:_NODE_DIGITS],
+        node=entry.node[-_NODE_DIGITS:],
         local_step=int(report.local_step) if report else 0,
         round=int(report.round) if report else 0,
         step_s=_finite(report.step_s) or 0.0 if report else 0.0,

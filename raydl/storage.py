@@ -28,6 +28,10 @@ _ATTEMPTS = 5
 """How often S3 is asked before it is given up. PyArrow's own way can take over 100 s."""
 _CHUNK_BYTES = 4 << 20
 """Files that may be large pass through memory in pieces of this size."""
+_ERRNO = re.compile(r"^\[Errno \d+\] ")
+"""The number of an error, which says nothing that its words do not."""
+_DETAIL = re.compile(r"[.,;:]? Detail: \[errno \d+\] (\w)")
+"""How PyArrow says what the system said."""
 _ADVICE = (
     (
         r"NO_SUCH_BUCKET|Bucket '.*' not found",
@@ -64,7 +68,8 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
 
 def in_words(error: Exception) -> str:
     """Return what a file system said as the rest of a sentence, with what to do if it is known."""
-    said = " ".join(str(error).split())
+    said = _ERRNO.sub("", " ".join(str(error).split()))
+    said = _DETAIL.sub(lambda match: f": {match[1].lower()}", said)
     for pattern, advice in _ADVICE:
         match = re.search(pattern, said)
         if match:

@@ -172,7 +172,11 @@ def make_runtime_env(
         "py_modules": [str(package)],
         "excludes": list(EXCLUDES),
         # Read by the job's supervisor, which runs in this environment. Ray's default is 3 s.
-        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_grace_s), SUBMISSION: submission},
+        "env_vars": {
+            "RAY_JOB_STOP_WAIT_TIME_S": str(stop_grace_s),
+            "RAY_SCHEDULER_EVENTS": "0",  # the log is the run's; ray status has the autoscaler's
+            SUBMISSION: submission,
+        },
     }
     if working_dir is not None:
         env["working_dir"] = working_dir
@@ -193,8 +197,12 @@ def without_ray(requirements: Sequence[str]) -> list[str]:
 class Jobs(Protocol):
     """A cluster's jobs. No call raises because the cluster does not answer."""
 
-    def submit(self, job_id: str, command: str) -> bool:
-        """Submit a job, unless it is there; return whether the cluster has taken it.
+    def submit(self, job_id: str, command: str) -> str | None:
+        """Submit a job, unless it is there.
+
+        Returns:
+            None once the cluster has taken it; else why it has not yet, in its own words, or
+            an empty text where it did not answer.
 
         Raises:
             RaydlError: it will not.
@@ -202,7 +210,7 @@ class Jobs(Protocol):
         ...
 
     def look(self, job_id: str) -> JobState:
-        """Return how a job stands."""
+        """Return how a job stands; of a cluster that is not ready, why, as the message."""
         ...
 
     def log(self, job_id: str) -> str | None:
@@ -279,8 +287,8 @@ class Submitter:
         job_id = f"{_ascii(self.plan.name)}-{uuid.uuid4().hex[:6]}"
         silence = _Silence(self, self.plan.how_to_go_on if again else "the same command")
         self.sending = job_id
-        while not self.jobs.submit(job_id, self.plan.command(again=again)):
-            silence.go_on()
+        while (why := self.jobs.submit(job_id, self.plan.command(again=again))) is not None:
+            silence.go_on(why)
             self.sleep(_EVERY_S)
         self.job_id, self.sending = job_id, ""
         self.say(f"{job_id}: submitted; the run is kept in {self.plan.place}")
@@ -299,7 +307,7 @@ class Submitter:
                 self.write(log[num_shown:])
                 num_shown = len(log)
             if state.status == SILENT:
-                silence.go_on()
+                silence.go_on(state.message)
             elif state.status not in RUNNING:
                 return state
             else:
@@ -317,22 +325,25 @@ class Submitter:
 
 
 class _Silence:
-    """The time for which a cluster has not answered; bounded."""
+    """The time for which a cluster has not answered, or only that it is not ready; bounded."""
 
     def __init__(self, submitter: Submitter, how_to_go_on: str) -> None:
         self._submitter, self._how_to_go_on = submitter, how_to_go_on
         self._since: float | None = None
 
-    def go_on(self) -> None:
-        """Note that it did not answer once more."""
+    def go_on(self, why: str) -> None:
+        """Note it once more; ``why`` are the cluster's words, empty where it said nothing."""
         who = self._submitter
         if self._since is None:
             self._since = who.clock()
-            who.say(f"the cluster does not answer; waiting up to {who.wait_s:.0f} s")
+            now = f"is not ready: {why}" if why else "does not answer"
+            who.say(f"the cluster {now}; waiting up to {who.wait_s:.0f} s")
         if who.clock() - self._since > who.wait_s:
+            waited = f"{who.wait_s:.0f} s"
+            past = f"was not ready for {waited}: {why}" if why else f"did not answer for {waited}"
             raise RaydlError(
-                f"the cluster did not answer for {who.wait_s:.0f} s; raise --wait-s, or go on "
-                f"once it is back: {self._how_to_go_on}"
+                f"the cluster {past}; raise --wait-s, or go on once it is "
+                f"{'ready' if why else 'back'}: {self._how_to_go_on}"
             )
 
     def end(self) -> None:

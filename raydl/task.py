@@ -5,6 +5,7 @@ The worker's loop knows nothing else of it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raydl import models
+from raydl.errors import ShapeError
 from raydl.models import ModelFactory
 
 Batch = tuple[Tensor, Tensor]
@@ -59,6 +61,15 @@ class Predicts(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksOutput(Protocol):
+    """A task that can say before a run whether a model's output fits the data."""
+
+    def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
+        """Raise a ShapeError if the output does not fit."""
+        ...
+
+
 class Classification:
     """Pictures into classes, by cross entropy.
 
@@ -73,8 +84,30 @@ class Classification:
         self.name = model if isinstance(model, str) else getattr(model, "__name__", "model")
 
     def build_model(self, shape: DataShape) -> nn.Module:
-        """Return a new model for pictures of this shape."""
+        """Return a new model for pictures of this shape.
+
+        Raises:
+            ShapeError: the factory does not take (image shape, number of classes).
+        """
+        _check_takes_two(self._factory, self.name)
         return self._factory(shape.image_shape, shape.num_classes)
+
+    def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
+        """Compute the logits of some inputs, and see that there is one for each class.
+
+        Raises:
+            ShapeError: they are not of shape [B, num_classes].
+        """
+        wanted = [len(inputs), shape.num_classes]
+        logits = model(inputs)
+        if not isinstance(logits, Tensor) or list(logits.shape) != wanted:
+            is_tensor = isinstance(logits, Tensor)
+            found = f"shape {list(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
+            raise ShapeError(
+                self.name,
+                f"must return logits of shape {wanted} for {len(inputs)} samples of "
+                f"{shape.num_classes} classes, it returned {found}",
+            )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross entropy."""
@@ -94,6 +127,19 @@ class Classification:
         """Return the class with the highest logit, int64, shape [B]."""
         logits: Tensor = model(inputs)
         return logits.argmax(1)
+
+
+def _check_takes_two(factory: Callable[..., object], name: str) -> None:
+    """Refuse what can not be called with (image shape, number of classes)."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # written in C: the call will tell
+        return
+    try:
+        signature.bind((1, 1, 1), 1)
+    except TypeError as error:
+        problem = f"must be built from (image shape, number of classes), it takes {signature}"
+        raise ShapeError(name, f"{problem}: {error}") from error
 
 
 def evaluate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from raydl.config import (
 from raydl.control import Controller, State, kind_for
 from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Normalizer, load
-from raydl.errors import ConfigError, DataError, ResourceError, ShapeError
+from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.examples import Examples
 from raydl.extent import Extent
 from raydl.faults import FaultPlan
@@ -45,8 +45,9 @@ from raydl.run_loop import make_writer, open_desk, run_to_end
 from raydl.run_view import EventLog, RunView
 from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder, open_run
+from raydl.runs.totals import Totals
 from raydl.storage import below
-from raydl.task import Classification, DataShape, Task, evaluate
+from raydl.task import ChecksOutput, Classification, DataShape, Task, evaluate
 from raydl.texts import config_as_markdown
 
 
@@ -139,7 +140,10 @@ class Trainer:
         with folder.held(resume=config.run.resume):
             start = _Start.open(folder, config, flat, num_samples=dataset.train.num_samples)
             job = Job(config, method, self.task, shape, faults)
-            view = RunView(config, start.snapshot, seconds_before=start.seconds)
+            view = RunView(
+                config, start.snapshot, seconds_before=start.seconds,
+                center_accuracy=start.before.center_accuracy,
+            )  # fmt: skip
             with open_desk(start.folder.storage, view) as desk:
                 crew = _make_crew(job, dataset)
                 try:
@@ -163,6 +167,9 @@ class Trainer:
         batch = batches.batch(np.arange(min(2, dataset.train.num_samples)))
         try:
             with torch.no_grad():
+                if isinstance(self.task, ChecksOutput):
+                    with torch.random.fork_rng(devices=()):  # dropout draws from it
+                        self.task.check_output(model, batch[0], shape)
                 loss = self.task.loss(model, batch)
         except (RuntimeError, IndexError) as error:
             size = "x".join(map(str, shape.image_shape))
@@ -194,6 +201,7 @@ class Trainer:
             num_train=snapshot.ledger["num_samples"],
             start=snapshot,
             seconds_before=start.seconds,
+            before=start.before,
             writer=make_writer(
                 config, folder, purge_after, tell=log.event, seconds_before=start.seconds
             ),
@@ -220,6 +228,7 @@ class Trainer:
                 own_states=start.own_states,
                 faults=job.faults,
             )
+            recorder.follow(controller)
             run_to_end(controller, recorder, desk, view, config=config)
         finally:
             recorder.close()
@@ -273,6 +282,8 @@ class _Start:
     own_states: dict[str, Any]
     seconds: float
     sentences: list[str]
+    before: Totals = field(default_factory=Totals)
+    """What earlier starts came to."""
 
     @classmethod
     def open(
@@ -302,7 +313,9 @@ class _Start:
                 f"raise training.epochs (or steps, samples, seconds) to train on",
             )
         sentences.append(f"resuming from round {snapshot.round} in {folder.root}")
-        return cls(folder, store, snapshot, checkpoint.workers, checkpoint.seconds, sentences)
+        before = Totals.of(checkpoint, folder.storage)
+        seconds, states = checkpoint.seconds, checkpoint.workers
+        return cls(folder, store, snapshot, states, seconds, sentences, before)
 
 
 def _is_complete(config: TrainConfig, snapshot: Snapshot) -> bool:
@@ -317,17 +330,12 @@ def _make_crew(job: Job, dataset: Dataset) -> Crew:
     if scaling.max_workers == 0:
         return LocalCrew(job, dataset)
     ray_session.prepare()
-    from raydl.on_ray.cluster import workers_that_fit  # imports Ray, as the next does
+    from raydl.on_ray.cluster import check_room  # imports Ray, as the next does
     from raydl.on_ray.crew import RayCrew
 
     is_ours = ray_session.connect()
-    fit = workers_that_fit(scaling)
-    if is_ours and fit < scaling.min_workers:
-        raise ResourceError(
-            f"scaling.num_workers asks for {scaling.min_workers} workers with "
-            f"{scaling.resources()} each, this machine holds {fit}; lower it, or "
-            f"--cpus-per-worker"
-        )
+    if is_ours:
+        check_room(scaling)
     return RayCrew(job, dataset)
 
 
@@ -337,9 +345,6 @@ def _finish(controller: Controller, recorder: RunRecorder, start: _Start) -> Res
     is_stopped = controller.outcome is Outcome.STOPPED
     metrics = {
         **recorder.figures(),
-        "generations": controller.num_generations,
-        "longest_pause_s": controller.pace.longest_pause_s,
-        "faults_fired": controller.chaos.fired,
         "stopped_by": controller.stop_reason if is_stopped else "",
     }
     names = store.names()
@@ -359,8 +364,8 @@ def score_run(path: str, *, data: str | None = None) -> dict[str, float]:
         data: another source than the run's own.
 
     Raises:
-        CheckpointError: no run or no checkpoint is there.
-        DataError: the data can not be read or are of another kind.
+        CheckpointError: no checkpoint is there.
+        DataError: no run is there, or the data can not be read or are of another kind.
     """
     folder = open_run(path)
     config = folder.read_config()

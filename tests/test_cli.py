@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -84,15 +85,55 @@ def test_workers_are_a_number_or_a_range():
             ["--data", "synthetic:40", "--batch-size", "41"],
             "training.batch_size must be at most the 40 samples, got 41",
         ),
+        (["--epochs", "five"], "training.epochs must be a whole number, got five"),
+        (["--optimizer.nesterov", "3"], "optimizer.nesterov must be True or False, got 3"),
+        (["--epoch", "5"], "raydl train has no option --epoch; did you mean --epochs?"),
+        (["--optimizer.lr=5"], "raydl train has no option --optimizer.lr; did you mean --lr?"),
+        (["--xyzzy"], "raydl train has no option --xyzzy; --help lists them"),
+        (["--deterministic", "yes"], "raydl train does not know what 'yes' is for; an option"),
         (["--resume"], "run.resume needs run.run_dir: the run to go on with"),
         (
             ["--resume", "--run-dir", "no/run"],
-            "checkpoint no/run: no run is there: ",
+            "no/run: no run is there; give the folder that raydl train printed",
         ),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence_before_anything_starts(capsys, options, sentence):
     assert error_of(capsys, "train", "--workers", "0", *options).startswith(sentence)
+
+
+def test_a_word_none_takes_a_limit_away():
+    assert cli.parse_train(["--optimizer.max-grad-norm", "None"]).optimizer.max_grad_norm is None
+    assert cli.parse_train(["--optimizer.nesterov", "true"]).optimizer.nesterov is True
+
+
+def test_help_shows_no_type_that_a_person_can_not_type(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert "{None}" not in text
+    assert "(default: None)" not in text
+    sentence = "on one node where they fit; only such groups exchange with the center."
+    assert sentence in " ".join(text.replace("│", " ").split())
+
+
+def test_the_version_is_told(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"raydl {metadata.version('raydl')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("methods", "--json"), "raydl methods takes no options, got --json"),
+        (("models", "foo"), "raydl models takes no options, got foo"),
+        (("plan", "--perod", "3"), "raydl plan has no option --perod; did you mean --period?"),
+        (("plan", "--period", "x"), "period must be a whole number, got x"),
+        (("evaluate", "no/run"), "no/run: no run is there; give the folder that raydl train"),
+    ],
+)
+def test_what_a_command_does_not_know_is_told_and_not_passed_over(capsys, words, sentence):
+    assert error_of(capsys, *words).startswith(sentence)
 
 
 def test_unknown_commands_list_the_nearest(capsys):
@@ -131,7 +172,7 @@ def test_status_is_read_at_a_glance(tmp_path, capsys):
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         "stopped",
         "epoch 2.5, 157,952 samples in 0:01:05, center accuracy 97.31%",
-        "generation 3, round 1,234, workers 2 of 2:4",
+        "generation 3, round 1,234, workers asked for: 2:4",
         "",
         "worker  state         for  node    round    step    a step   waited",
         "w0      training  0:01:05  node-a  1,234  12,340   12.3 ms  0:00:04",
@@ -279,8 +320,17 @@ def test_a_finished_run_says_that_there_is_nothing_to_resume(tmp_path, capsys):
 def test_a_longer_run_continues_its_curves_without_gaps_or_doubles(tmp_path):
     run = tmp_path / "run"
     train(run, "--epochs", "2")
+    first = result_of(run)
     train(run, "--epochs", "4", "--resume")
-    assert result_of(run)["samples"] == 4 * 96
+    whole = result_of(run)
+    assert whole["samples"] == 4 * 96
+    assert whole["evaluations"][: len(first["evaluations"])] == first["evaluations"]
+    assert [e["samples"] for e in whole["evaluations"]][-1] == 4 * 96
+    assert (first["generations"], whole["generations"]) == (1, 2)
+    assert whole["samples_per_s"] == whole["samples"] / whole["seconds"]
+    assert (first["last_start"]["samples"], whole["last_start"]["samples"]) == (2 * 96, 2 * 96)
+    assert whole["last_start"]["seconds"] == pytest.approx(whole["seconds"] - first["seconds"], 0.5)
+    assert whole["time_parts"]["forward_backward"] > first["time_parts"]["forward_backward"]
     events = EventAccumulator(str(run)).Reload()
     tags = set(events.Tags()["scalars"])
     # No all-reduce is chosen where torch's own is used, and this task names no metric of its own.

@@ -349,6 +349,8 @@ def check_ray(words):
 
 def trained_by(words):
     """The options of raydl train in a command; None: it trains nothing."""
+    if words[:2] == ["raydl", "submit"]:
+        return words[words.index("--") + 1 :]
     scripts = [i for i, w in enumerate(words) if w.endswith("jobs/train.py")]
     return words[scripts[0] + 1 :] if scripts else None
 
@@ -415,7 +417,7 @@ def test_what_is_watched_is_what_was_submitted(name):
         assert status.startswith(logdir)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "kuberay-rayjob"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("local", "kuberay-rayjob")])
 def test_jobs_are_submitted_with_the_token(name):
     lines = [line for line in header_of(name) if "ray job submit" in line]
     assert lines
@@ -459,6 +461,16 @@ def test_the_docs_name_every_config_and_a_notice_that_is_understood(monkeypatch)
     monkeypatch.setattr("raydl.spot_notice.__main__.watch", lambda *_, **__: 0)
     [options] = re.findall(r"^python -m raydl.spot_notice (.+)$", text, re.M)
     assert spot_notice(options.split()) == 0
+
+
+def test_the_local_cluster_starts_beside_another_ray_and_names_the_ports_it_needs():
+    [start] = [words for words in all_commands("local") if words[:2] == ["ray", "start"]]
+    options = check_ray(start[1:])
+    assert options["dashboard_agent_listen_port"] == 0  # which lets Ray choose
+    text = " ".join(header_of("local"))
+    for option, port in (("port", 6379), ("dashboard_port", 8265)):
+        assert options[option] in (None, port), option
+        assert str(port) in text
 
 
 def test_a_job_of_the_local_cluster_brings_no_working_directory():

@@ -53,3 +53,8 @@ def test_a_time_out_names_who_was_missing_how_long_and_the_setting():
 def test_an_unknown_name_lists_the_nearest_first():
     text = str(errors.UnknownNameError("model", "lnet", ("lenet", "mlp")))
     assert text == "model has no 'lnet'; did you mean lenet? known: lenet, mlp"
+
+
+def test_a_name_that_is_like_no_other_is_told_once_with_all_there_are():
+    text = str(errors.UnknownNameError("method.name", "foo", ("diloco", "hogwild-sgd")))
+    assert text == "method.name has no 'foo'; known: diloco, hogwild-sgd"

@@ -218,6 +218,7 @@ def test_a_place_that_can_not_be_written_is_told_before_anything_starts(tmp_path
     assert cli.main([*TRAIN, *words]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith(f"error: run.storage_path {tmp_path}/file/r can not be written: ")
+    assert error.endswith(": not a directory"), "no number of an error, and its words once"
     assert "\n" not in error
 
 

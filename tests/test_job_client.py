@@ -63,17 +63,28 @@ def test_only_rays_own_word_means_that_a_cluster_was_started_anew(client, error,
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "why"),
     [
-        http_error(500, "No available agent to submit job, please try again later"),
-        http_error(502, "bad gateway"),
-        http_error(503, "not yet"),
-        http_error(504, "too late"),
-        ConnectionError(),
+        (http_error(500, "No available agent to submit job, please try again later"), "52365"),
+        (http_error(500, "Traceback (most recent call last):\n No available agent to submit job"),
+         "No available agent to submit job; "),
+        (http_error(502, "bad gateway"), "502: bad gateway"),
+        (http_error(503, "not yet"), "503: not yet"),
+        (http_error(504, "too late"), "504: too late"),
     ],
-)
-def test_a_cluster_that_is_not_ready_yet_is_asked_again(client, error):
-    assert client(error, http_error(404, "Job x does not exist")).submit("x", "true") is False
+)  # fmt: skip
+def test_a_cluster_that_is_not_ready_yet_says_why_and_is_asked_again(client, error, why):
+    jobs = client(error, http_error(404, "Job x does not exist"))
+    assert why in jobs.submit("x", "true")
+
+
+def test_a_cluster_that_says_nothing_is_asked_again(client):
+    assert client(ConnectionError(), http_error(404, "Job x does not exist")).submit("x", "y") == ""
+
+
+def test_an_answer_that_is_no_job_is_kept_as_the_reason(client):
+    jobs = client(http_error(500, "Traceback (most recent call last):\n  File a\nOSError: full"))
+    assert jobs.look("x").message == jobs.submit("x", "true") == "OSError: full"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ class LocalCluster:
         words += [
             "--node-ip-address", host, "--port", port, "--temp-dir", str(self.folder),
             "--ray-client-server-port", str(free_port()), "--include-dashboard", "false",
-            "--dashboard-agent-listen-port", str(free_port()),
             "--min-worker-port", "0", "--max-worker-port", "0",
         ]  # fmt: skip
         ray = Path(sys.executable).with_name("ray")

@@ -96,7 +96,10 @@ def test_the_report_has_one_branch_and_all_that_was_told(tmp_path):
         "center was lost: its node went away",
         "generation 2: the center is back",
     ]
-    assert history.members == {(1, 1): ("w0",), (1, 2): ("w1",)}
+    assert {at: row.worker_ids for at, row in history.formed.items()} == {
+        (1, 1): ("w0",),
+        (1, 2): ("w1",),
+    }
 
 
 def test_the_result_has_no_scores_of_the_center_that_was_lost(tmp_path):

@@ -13,13 +13,21 @@ from torch import nn
 from torch.nn import functional
 
 from raydl import models
-from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.config import (
+    MethodConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from raydl.errors import ConfigError, ShapeError, UnknownNameError
 from raydl.flat import FlatModel
 from raydl.models import MODELS
 from raydl.models.alexnet import LocalNorm
 from raydl.models.resnet import PlainShortcutBlock
 from raydl.task import Classification, DataShape, evaluate
+from raydl.trainer import Trainer
 
 PUBLISHED = {
     "lenet": 431_080,
@@ -328,3 +336,44 @@ def test_the_docs_hold_the_table_as_it_is(root):
         )
         for name, row in MODELS.items()
     ]
+
+
+class Numbers(nn.Module):
+    """One weight, and an output of whatever kind."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self._output = output
+
+    def forward(self, x):
+        return self._output(x)
+
+
+def fails(x):
+    return {}["no such key"]
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "sentence"),
+    [
+        (lambda shape, classes: 3, ShapeError, r"must be a torch.nn.Module, .* of type int$"),
+        (lambda shape: 3, ShapeError, r"\(image shape, number of classes\), it takes \(shape\)"),
+        (
+            lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)),
+            ShapeError,
+            r"logits of shape \[2, 10\] for 2 samples of 10 classes, it returned shape \[2, 3\]$",
+        ),
+        (lambda shape, classes: Numbers(lambda x: (x, x)), ShapeError, "it returned a tuple$"),
+        (lambda shape, classes: nn.Linear(3, 10), ShapeError, "does not take 1x8x8 pictures of 10"),
+        (lambda shape, classes: Numbers(fails), KeyError, "no such key"),
+    ],
+)
+def test_a_model_of_ones_own_that_does_not_fit_is_told_before_anything_starts(
+    tmp_path, factory, error, sentence
+):
+    run = RunConfig(run_dir=str(tmp_path / "a"), progress="none")
+    scaling = ScalingConfig(num_workers=0)
+    with pytest.raises(error, match=sentence):
+        Trainer(Classification(factory), "digits", run=run, scaling=scaling).fit()
+    assert not (tmp_path / "a").exists()

@@ -16,8 +16,8 @@ def pace_of(*rounds, pauses=()):
     for number, seconds in enumerate(rounds):
         pace.note_round(number, seconds)
     for seconds in pauses:
-        pace.pause(100.0)
-        pace.resume(100.0 + seconds)
+        pace.pause(100.0, number)
+        pace.resume(100.0 + seconds, number + 1)
     return pace
 
 
@@ -33,10 +33,28 @@ def test_a_round_that_several_workers_tell_of_counts_once():
 def test_a_pause_lasts_from_the_first_who_stops_to_the_first_who_goes_on():
     pace = Pace()
     for now in (5.0, 5.4):
-        pace.pause(now)
+        pace.pause(now, 3)
     for now in (6.0, 6.5):
-        pace.resume(now)
+        pace.resume(now, 4)
     assert pace.longest_pause_s == 1.0
+
+
+def test_who_still_reports_from_the_generation_that_paused_ends_no_pause():
+    pace = Pace()
+    pace.pause(5.0, 3)
+    pace.resume(5.2, 3)
+    pace.resume(8.0, 4)
+    assert pace.longest_pause_s == 3.0
+
+
+def test_a_wait_for_workers_is_a_pause_but_no_measure_of_what_forming_costs():
+    pace = pace_of(1.0, 1.0, 1.0, 1.0, 1.0)
+    before = pace.grace_s()
+    pace.pause(5.0, 1)
+    pace.wait_for_workers()
+    pace.resume(305.0, 2)
+    assert pace.longest_pause_s == 300.0
+    assert pace.grace_s() == before
 
 
 def test_while_rounds_are_few_everybody_is_waited_for():

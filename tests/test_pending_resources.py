@@ -1,10 +1,15 @@
 """What pending workers need, what there is, and what could come."""
 
+from types import SimpleNamespace
+
+import pytest
 from ray._private.state import state
 from ray.core.generated.autoscaler_pb2 import ClusterConfig
 from ray.exceptions import RpcError
 
 from raydl import ray_session
+from raydl.config import ScalingConfig
+from raydl.errors import ResourceError
 from raydl.on_ray import cluster
 from raydl.on_ray.cluster import what_is_missing
 
@@ -24,13 +29,67 @@ def test_what_pending_workers_need_and_what_could_come_is_one_sentence():
     assert what_is_missing(2, need, have, free={"CPU": 2.0}) == f"{start}, free {{CPU: 2, GPU: 0}}"
 
 
+@pytest.fixture(autouse=True)
+def places(monkeypatch):
+    """Let Ray tell the process of an actor, 0 for one that has no room yet."""
+    monkeypatch.setattr(state, "actor_table", lambda actor_id: {"Pid": int(actor_id, 16)})
+
+
+def workers(*process_ids):
+    return [SimpleNamespace(_ray_actor_id=pid.to_bytes(4)) for pid in process_ids]
+
+
+@pytest.mark.parametrize(
+    ("process_ids", "num_workers", "sentence"),
+    [
+        ((7, 8, 9), 3, "3 that are starting"),
+        ((7, 8, 9), (1, 3), "3 that are starting; 1 is enough"),
+        ((7, 0), 2, "1 that is starting and 1 more worker: needs {CPU: 0.5} each; the cluster "
+         "has {CPU: 2}, free {CPU: 0}"),
+        ((0, 0), (2, 3), "2 more workers: needs {CPU: 0.5} each; the cluster has {CPU: 2}, "
+         "free {CPU: 0}; 2 are enough"),
+    ],
+)  # fmt: skip
+def test_who_has_room_is_starting_and_only_the_others_need_resources(
+    monkeypatch, process_ids, num_workers, sentence
+):
+    monkeypatch.setattr(cluster, "_known_to_add", [])
+    monkeypatch.setattr(cluster, "nodes_to_add", list)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(cluster.ray, "available_resources", dict)
+    scaling = ScalingConfig(num_workers=num_workers, cpus_per_worker=0.5)
+    assert cluster.awaited(workers(*process_ids), scaling) == sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_workers": 1, "gpus_per_worker": 1}, "asks for 1 worker with {CPU: 1, GPU: 1} each, "
+         "this machine has {CPU: 2, GPU: 0} and holds 0; lower scaling.gpus_per_worker"),
+        ({"num_workers": 3}, "asks for 3 workers with {CPU: 1} each, this machine has {CPU: 2} and "
+         "holds 2; lower scaling.num_workers or scaling.cpus_per_worker"),
+        ({"num_workers": 2}, None),
+        ({"num_workers": (2, 9)}, None),
+    ],
+)  # fmt: skip
+def test_what_a_machine_can_not_hold_is_told_with_what_to_lower(monkeypatch, settings, sentence):
+    node = {"Alive": True, "Resources": {"CPU": 2.0, "memory": 1e9}}
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [node, {**node, "Alive": False}])
+    if sentence is None:
+        cluster.check_room(ScalingConfig(**settings))
+        return
+    with pytest.raises(ResourceError) as caught:
+        cluster.check_room(ScalingConfig(**settings))
+    assert str(caught.value) == f"scaling.num_workers {sentence}"
+
+
 def test_a_cluster_that_does_not_say_what_there_is_ends_no_run(monkeypatch):
     def fail():
         raise RpcError("gone")
 
     monkeypatch.setattr(cluster.ray, "cluster_resources", fail)
     sentence = "2 more, {CPU: 1} each; Ray does not say what there is"
-    assert cluster.awaited(2, {"CPU": 1.0}) == sentence
+    assert cluster.awaited(workers(0, 0), ScalingConfig()) == sentence
 
 
 def test_what_an_autoscaler_may_start_is_asked_for_until_it_is_known(monkeypatch):
@@ -46,7 +105,7 @@ def test_what_an_autoscaler_may_start_is_asked_for_until_it_is_known(monkeypatch
     monkeypatch.setattr(cluster, "nodes_to_add", answer)
     monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
     monkeypatch.setattr(cluster.ray, "available_resources", dict)
-    sentences = [cluster.awaited(1, {"CPU": 1.0}) for _ in range(4)]
+    sentences = [cluster.awaited(workers(0), ScalingConfig()) for _ in range(4)]
     assert ["spot" in sentence for sentence in sentences] == [False, False, True, True]
 
 

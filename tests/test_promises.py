@@ -157,6 +157,17 @@ def test_the_make_targets_of_the_readme_exist(root):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
+def test_who_typed_make_train_is_told_how_a_shell_finds_the_commands(root):
+    readme = (root / "README.md").read_text()
+    told = readme.index("\n. .venv/bin/activate\n")
+    assert readme.index("\nmake train") < told < readme.index("\nraydl train")
+    makefile = (root / "Makefile").read_text()
+    [recipe] = re.findall(r"^train:.*\n((?:\t.*\n)+)", makefile, flags=re.M)
+    last = recipe.splitlines()[-1]
+    assert "echo" in last
+    assert ". $(BIN)/activate" in last
+
+
 def test_the_trees_of_the_docs_are_on_the_disk(root):
     for name in ("README.md", "docs/architecture.md"):
         for block in re.findall(r"^```text\n(.*?)^```", (root / name).read_text(), re.M | re.S):

@@ -1,5 +1,8 @@
 """The recorder: a failed checkpoint is told, speed and shares are worked out."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 from conftest import SHAPE, linear, tiny_images
@@ -15,6 +18,10 @@ from raydl.membership import Membership
 from raydl.metrics import TAGS, TimeParts, tag_of
 from raydl.recorder import RunRecorder, checkpoint_of, snapshot_of
 from raydl.reports import AllreduceReport, Record, WorkerReport
+from raydl.runs.totals import Totals
+from raydl.storage import Storage
+
+NOTHING = Totals()
 
 
 class Memory:
@@ -66,13 +73,14 @@ def flat_model():
     return FlatModel(linear(SHAPE.image_shape, SHAPE.num_classes))
 
 
-def make(store, *, writer=None, after_checkpoint=lambda: None):
+def make(store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING):
     memory, flat = Memory(), flat_model()
     recorder = RunRecorder(
         TrainConfig(training=TrainingConfig(epochs=2)),
         num_train=10,
         start=first_snapshot(flat, 10),
         seconds_before=5.0,
+        before=before,
         writer=writer or memory,
         progress=memory,
         store=store,
@@ -84,8 +92,6 @@ def make(store, *, writer=None, after_checkpoint=lambda: None):
 
 
 def collected(round):
-    import dataclasses
-
     snapshot = dataclasses.replace(first_snapshot(flat_model(), 10), round=round)
     return Collected(snapshot, {"w0": {"x": np.ones(2)}})
 
@@ -269,3 +275,53 @@ def test_a_snapshot_comes_back_from_its_checkpoint():
     assert np.array_equal(again.weights, gathered.snapshot.weights)
     assert again.ledger == gathered.snapshot.ledger
     assert again.round == 3
+
+
+def test_what_one_start_did_is_added_to_what_the_checkpoint_carries(tmp_path):
+    checkpoint = checkpoint_of(
+        collected(3), flat_model(), seconds=1.0,
+        totals=Totals(
+            evaluations=(score(1, 50, 0.5), score(9, 450, 0.9)),
+            longest_pause_s=2.0,
+            staleness_sum=6.0,
+            time_parts=parts(data_io=1.0),
+            faults_fired=("fault 0: w1 dies",),
+        ),
+    )  # fmt: skip
+    checkpoint = dataclasses.replace(checkpoint, num_samples=150)
+    result = {"evaluations": [score(1, 50, 0.5), score(3, 150, 0.7), score(4, 200, 0.8)]}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    before = Totals.of(checkpoint, Storage(str(tmp_path)))
+    assert before.evaluations == (score(1, 50, 0.5), score(3, 150, 0.7))
+    assert before.center_accuracy == 0.7
+    whole = before.plus(
+        evaluations=(*before.evaluations, score(6, 300, 0.75)), longest_pause_s=1.0,
+        staleness_sum=3.0, time_parts=parts(data_io=0.5, forward_backward=1.0), faults_fired=(),
+    )  # fmt: skip
+    figures = whole.figures(6)
+    assert figures["center_accuracy"] == 0.75
+    assert (figures["longest_pause_s"], figures["staleness"]) == (2.0, 1.5)
+    assert figures["time_parts"] == parts(data_io=1.5, forward_backward=1.0)
+    assert figures["faults_fired"] == ["fault 0: w1 dies"]
+
+
+def parts(**seconds):
+    return {**TimeParts().as_dict(), **seconds}
+
+
+def score(round, num_samples, accuracy):
+    return {"round": round, "samples": num_samples, "seconds": 1.0, "accuracy": accuracy}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"evaluations": 3}', '{"evaluations": [7]}'])
+def test_a_damaged_result_of_an_earlier_start_does_not_keep_a_run_from_going_on(tmp_path, text):
+    (tmp_path / "result.json").write_text(text)
+    older = dataclasses.replace(checkpoint_of(collected(3), flat_model(), seconds=1.0), state={})
+    assert Totals.of(older, Storage(str(tmp_path))) == Totals()
+
+
+def test_a_run_that_goes_on_shows_its_newest_score_from_the_beginning():
+    recorder, memory = make(Store(), before=Totals(evaluations=(score(3, 150, 0.7),)))
+    recorder.show(State.WAITING, {"starting": 2})
+    recorder.close()
+    assert memory.views[-1].center_accuracy == 0.7

@@ -17,6 +17,7 @@ from raydl.report.events import Curve, History, Told
 from raydl.report.facts import RunFacts
 from raydl.report.html import element, table
 from raydl.report.sections import byte_size, duration
+from raydl.report.style import CSS
 from raydl.runs.status import RunStatus, to_json
 
 # a page, as a browser takes it
@@ -119,6 +120,13 @@ def test_the_command_writes_into_the_folder_of_the_run(run, capsys):
     Walk((run / "report.html").read_text())
 
 
+def test_the_key_of_a_time_part_has_the_colour_of_its_bar():
+    rules = [line.strip() for line in CSS.splitlines()]
+    [key] = [i for i, rule in enumerate(rules) if rule.startswith(".swatch {")]
+    for part in TIME_PARTS:  # of two rules for one element, the later one counts
+        assert rules.index(f".part-{part} {{ fill: var(--{part}); }}") > key
+
+
 # what a person may give
 
 
@@ -134,6 +142,13 @@ def test_a_folder_of_runs_names_those_below(tmp_path):
     write_run(tmp_path / "b")
     with pytest.raises(DataError, match="below it are a, b: name one or several of them"):
         read_run(str(tmp_path))
+
+
+def test_the_folders_above_a_page_are_made(tmp_path):
+    write_run(tmp_path / "a")
+    out = str(tmp_path / "pages/of/a.html")
+    assert write_report([str(tmp_path / "a")], out=out) == out
+    Walk((tmp_path / "pages/of/a.html").read_text())
 
 
 def test_no_run_at_all_is_one_sentence(capsys):

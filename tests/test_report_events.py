@@ -83,10 +83,28 @@ def test_the_memberships_table_says_who_trained(tmp_path):
     sentences = ["generation 1: w0, w1 start", "generation 2: w0 was lost"]
     history = read_history([write_start(tmp_path, [], sentences=sentences, table=table)])
     found = facts_of(history=history).generations
-    assert [(g.number, g.worker_ids, g.num_workers, g.reason) for g in found] == [
-        (1, ("w0", "w1"), 2, "w0, w1 start"),
-        (2, ("w1",), 1, "w0 was lost"),
+    assert [(g.number, g.samples, g.worker_ids, g.num_workers, g.reason) for g in found] == [
+        (1, 0, ("w0", "w1"), 2, "w0, w1 start"),
+        (2, 1280, ("w1",), 1, "w0 was lost"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("purge_after", "steps", "samples"),
+    [
+        (None, [0, 1, 2, 640, 641, 1280], [0, 0, 0, 640, 640, 1280]),
+        (19_200, [19_201, 19_202, 25_600], [19_200, 19_200, 25_600]),
+        (None, [0, 640, 641, 320, 321], [0, 640, 640, 320, 320]),
+    ],
+    ids=["a start", "a resumed start", "a center that went back"],
+)
+def test_sentences_of_one_moment_have_one_number_of_samples(tmp_path, purge_after, steps, samples):
+    writer = TensorBoardWriter(str(tmp_path), purge_after=purge_after)
+    for step in steps:
+        writer.text("events", f"said at {step}", num_samples=step)
+    writer.close()
+    told = read_history(event_files(tmp_path)).told
+    assert [t.samples for t in told] == samples
 
 
 def test_a_score_counts_when_its_samples_were_trained_not_when_it_was_written(tmp_path):

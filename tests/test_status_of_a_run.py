@@ -43,7 +43,7 @@ def trainer(path, *, epochs=2, **run):
 
 def view(num_workers=(2, 3)):
     config = TrainConfig(scaling=ScalingConfig(num_workers=num_workers))
-    return RunView(config, START, seconds_before=9.0)
+    return RunView(config, START, seconds_before=9.0, center_accuracy=0.75)
 
 
 # whole runs in this process
@@ -185,13 +185,12 @@ def test_before_its_controller_a_run_tells_where_it_goes_on_from():
     seen = view().status()
     assert (seen.state, seen.round, seen.generation, seen.epoch) == ("starting", 12, 3, 1.5)
     assert (seen.num_samples, seen.seconds, seen.wanted) == (150, 9.0, "2:3")
-    assert (seen.workers, seen.events, seen.center_accuracy) == ((), (), None)
+    assert (seen.workers, seen.events, seen.center_accuracy) == ((), (), 0.75)
 
 
 def recorder(accuracy):
     record = SimpleNamespace(round=20, num_samples=250)
-    scores = [SimpleNamespace(metrics={} if accuracy is None else {"accuracy": accuracy})]
-    return SimpleNamespace(last=record, scores=scores, seconds=11.0)
+    return SimpleNamespace(last=record, center_accuracy=accuracy, seconds=11.0)
 
 
 def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):
@@ -281,11 +280,11 @@ def report(**figures):
     return WorkerReport("w2", 9, (), (), parts, **figures)
 
 
-def test_a_worker_tells_its_figures_and_the_start_of_its_nodes_id():
-    entry = WorkerEntry("w2", Phase.TRAINING, 10.0, node="0123456789abcdef" * 3, in_loop=True)
+def test_a_worker_tells_its_figures_and_the_end_of_its_nodes_id():
+    entry = WorkerEntry("w2", Phase.TRAINING, 10.0, node="f" * 51 + "00002", in_loop=True)
     entry.report = report(local_step=90, step_s=0.02)
     seen = worker_status(entry, 14.0)
-    assert seen == WorkerStatus("w2", "training", "01234567", 90, 9, 0.02, 7.5, 4.0)
+    assert seen == WorkerStatus("w2", "training", "fff00002", 90, 9, 0.02, 7.5, 4.0)
 
 
 def test_a_worker_without_a_report_tells_zeros():

@@ -101,7 +101,11 @@ def test_the_job_brings_raydl_itself_and_time_for_its_last_checkpoint():
         submission="s1",
     )
     assert env["py_modules"] == ["/here/raydl"]
-    assert env["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "60", "RAYDL_SUBMISSION": "s1"}
+    assert env["env_vars"] == {
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",
+        "RAY_SCHEDULER_EVENTS": "0",
+        "RAYDL_SUBMISSION": "s1",
+    }
     assert not {"working_dir", "pip"} & set(env)
     env = make_runtime_env(
         package=Path("/here/raydl"),
@@ -172,6 +176,7 @@ def test_a_folder_that_ray_would_not_take_is_refused_with_what_is_large(
         (["--", "--run-dir", "/shared/.."], "the last part of run.run_dir must be a name"),
         (["--", "--run-dir", "s3://b/a"], "run.run_dir names a folder; a URI goes into --storage"),
         (["--follow", "x", "--", "--epochs", "1"], "submit.follow submits nothing"),
+        (["--follow", "x", "--no-follow"], "submit.follow and submit.no_follow exclude each other"),
         (
             ["--address", "ray://h:10001"],
             "submit.address must be the cluster's dashboard, http://h:8265, got ray://h:10001",

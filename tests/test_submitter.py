@@ -58,19 +58,20 @@ def test_a_driver_that_could_not_be_placed_is_lost_with_the_reason_that_ray_give
 class FakeJobs:
     """A cluster that tells one state after another; the log grows by a line with each look."""
 
-    def __init__(self, *states, refusals=0):
+    def __init__(self, *states, refusals=0, why=""):
         self.states = iter(states)
         self.refusals = refusals
+        self.why = why
         self.commands = []
         self.num_looks = 0
 
     def submit(self, job_id, command):
         if self.refusals:
             self.refusals -= 1
-            return False
+            return self.why
         self.commands.append(command)
         self.num_looks = 0
-        return True
+        return None
 
     def look(self, job_id):
         self.num_looks += 1
@@ -157,6 +158,28 @@ def test_a_silent_cluster_is_come_back_to_by_the_way_that_fits():
     told = Told(FakeJobs(*[JobState(SILENT)] * 9), wait_s=1.0)
     with pytest.raises(RaydlError, match=r"once it is back: raydl submit --follow digits-\w{6}$"):
         told.submitter.run()
+
+
+NOT_READY = JobState(SILENT, message="no agent")
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [FakeJobs(refusals=10**6, why="no agent"), FakeJobs(RUNNING, *[NOT_READY] * 100)],
+    ids=["at submission", "while it follows"],
+)
+def test_a_cluster_that_answers_and_is_not_ready_is_given_up_with_its_own_reason(jobs):
+    told = Told(jobs, wait_s=30.0)
+    with pytest.raises(RaydlError, match=r"was not ready for 30 s: no agent; .* once it is ready"):
+        told.submitter.run()
+    assert told.said[-1] == "the cluster is not ready: no agent; waiting up to 30 s"
+
+
+def test_of_all_reasons_the_last_one_is_told():
+    told = Told(FakeJobs(RUNNING, *[JobState(SILENT)] * 9, *[NOT_READY] * 99), wait_s=30.0)
+    with pytest.raises(RaydlError, match="was not ready for 30 s: no agent"):
+        told.submitter.run()
+    assert told.said[-1] == "the cluster does not answer; waiting up to 30 s"
 
 
 def test_the_id_of_a_job_is_plain_ascii():

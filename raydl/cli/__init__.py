@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 from raydl.cli.listing import list_methods, list_models
 from raydl.cli.options import STOPPED, parse_train
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None: those of this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:
+        print(f"raydl {_version()}")
+        return 0
     command = COMMANDS.get(given[0]) if given else None
     if command is None:
         print(_usage(given))
@@ -58,8 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _version() -> str:
+    try:
+        return metadata.version("raydl")
+    except metadata.PackageNotFoundError:
+        return "of a checkout that is not installed"
+
+
 def _usage(given: list[str]) -> str:
-    lines = ["usage: raydl COMMAND [OPTIONS]     (raydl COMMAND --help for its options)", ""]
+    lines = ["usage: raydl COMMAND [OPTIONS]     (raydl COMMAND --help for its options)"]
+    lines += ["       raydl --version", ""]
     lines += [f"  {name:10} {command.__doc__}" for name, command in COMMANDS.items()]
     if given and not given[0].startswith("-"):
         near = difflib.get_close_matches(given[0], COMMANDS, n=1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raydl.cli.options import print_table
+from raydl.errors import ConfigError
 
 
 def list_methods(arguments: Sequence[str]) -> int:
     """List the training methods."""
+    _check_takes_nothing("raydl methods", arguments)
     from raydl.methods import METHODS
 
     rows = [
@@ -22,6 +24,7 @@ def list_methods(arguments: Sequence[str]) -> int:
 
 def list_models(arguments: Sequence[str]) -> int:
     """List the models."""
+    _check_takes_nothing("raydl models", arguments)
     from raydl.models import MODELS
 
     rows = [
@@ -34,3 +37,9 @@ def list_models(arguments: Sequence[str]) -> int:
         "\nany other: --model torchvision:NAME, --model module:function"
     )
     return 0
+
+
+def _check_takes_nothing(command: str, arguments: Sequence[str]) -> None:
+    rest = [word for word in arguments if word not in ("-h", "--help")]
+    if rest:
+        raise ConfigError(command, f"takes no options, got {' '.join(rest)}")

@@ -6,9 +6,14 @@ with a flag in its metadata gets that short name; the others keep their dotted o
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from collections.abc import Sequence
-from typing import Annotated, Any, get_type_hints
+import difflib
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -17,6 +22,20 @@ from rich.table import Table
 from raydl.config import ScalingConfig, TrainConfig
 from raydl.errors import ConfigError
 
+_Options = TypeVar("_Options")
+_ALIKE = 0.6
+"""So alike, from 0 to 1, are two options of which one may be meant for the other."""
+_KINDS: dict[type[Any], tuple[str, str, Callable[[str], Any]]] = {
+    int: ("INT", "a whole number", int),
+    float: ("FLOAT", "a number", float),
+    str: ("STR", "a text", str),
+    bool: (
+        "{True,False}",
+        "True or False",
+        lambda word: {"true": True, "false": False}[word.lower()],
+    ),
+}
+"""By type: how it is shown, how it is named in a sentence, how a word becomes one."""
 STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 """Exit status by the signal that stopped a command."""
 
@@ -25,16 +44,45 @@ def parse_train(arguments: Sequence[str]) -> TrainConfig:
     """Return the settings that the options of ``train`` give.
 
     Raises:
-        ConfigError: a value is out of range.
-        SystemExit: an option is unknown or not of its type, or help was asked for.
+        ConfigError: an option is unknown, or a value not of its type or out of range.
+        SystemExit: a value is missing, or help was asked for.
     """
-    config: TrainConfig = tyro.cli(
-        _with_flags(TrainConfig),
+    description = "Train a model on Ray; workers come and go, the training goes on."
+    return parse(TrainConfig, arguments, prog="raydl train", description=description)
+
+
+def parse(
+    cls: type[_Options], arguments: Sequence[str], *, prog: str, description: str | None
+) -> _Options:
+    """Return the options of a command, an instance of a dataclass; the errors are one sentence.
+
+    Raises:
+        ConfigError: an option is unknown, or a value not of its type or out of range.
+        SystemExit: a value is missing, or help was asked for.
+    """
+    options, unknown = tyro.cli(
+        _with_flags(cls),
         args=list(arguments),
-        prog="raydl train",
-        description="Train a model on Ray; workers come and go, the training goes on.",
+        prog=prog,
+        description=description,
+        return_unknown_args=True,
     )
-    return config
+    if unknown:
+        raise ConfigError(prog, _what_is_unknown(unknown[0], dict(_flags(cls))))
+    return cast(_Options, options)
+
+
+def _what_is_unknown(word: str, flags: Mapping[str, str]) -> str:
+    """Return the rest of a sentence on a word that is no option; ``flags`` by name of setting."""
+    if not word.startswith("-"):
+        return f"does not know what {word!r} is for; an option begins with --"
+    name = word.partition("=")[0]
+    meant = {known: flag for setting, flag in flags.items() for known in (setting, flag)}
+    asked = name.lstrip("-").replace("_", "-")
+    near = [asked] if asked in meant else difflib.get_close_matches(asked, meant, 2, _ALIKE)
+    hints = dict.fromkeys(f"--{meant[known]}" for known in near)
+    hint = f"did you mean {' or '.join(hints)}?" if hints else "--help lists them"
+    return f"has no option {name}; {hint}"
 
 
 def print_table(
@@ -67,23 +115,48 @@ _WORKERS = tyro.constructors.PrimitiveConstructorSpec[Any](
 )
 
 
-def _with_flags(cls: type[Any]) -> type[Any]:
+def _value(
+    setting: str, kind: type[Any], *, is_required: bool
+) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
+    """Return how a word becomes a value of a kind, or None unless one is required."""
+    metavar, what, read = _KINDS[kind]
+
+    def take(words: list[str]) -> Any:
+        if words[0] == "None" and not is_required:
+            return None
+        try:
+            return read(words[0])
+        except (ValueError, KeyError):
+            raise ConfigError(setting, f"must be {what}, got {words[0]}") from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=take,
+        is_instance=lambda value: value is None or isinstance(value, (int, float, str)),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _with_flags(cls: type[Any], prefix: str = "") -> type[Any]:
     """Return a subclass of a config class whose fields carry their short flags for tyro."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
+    sentences = _sentences(cls)
     fields = []
     for field in dataclasses.fields(cls):
         hint: Any = hints[field.name]
         default: Any = dataclasses.field(default=field.default)
         if dataclasses.is_dataclass(hint):
-            hint = _with_flags(hints[field.name])
+            hint = _with_flags(hints[field.name], f"{field.name}.")
             default = dataclasses.field(default=hint())
         elif field.default_factory is not dataclasses.MISSING:
             default = dataclasses.field(default_factory=field.default_factory)
-        if field.name == "num_workers":
-            hint = Annotated[hint, _WORKERS]
+        about: dict[str, Any] = {"help": sentences.get(field.name)}
+        if field.default is None:
+            about["help_behavior_hint"] = ""  # what happens then is in the sentence
         if "flag" in field.metadata:
-            name = field.metadata["flag"]
-            hint = Annotated[hint, tyro.conf.arg(name=name, prefix_name=False)]
+            about |= {"name": field.metadata["flag"], "prefix_name": False}
+        hint = Annotated[_typed(hint, f"{prefix}{field.name}"), tyro.conf.arg(**about)]
         fields.append((field.name, hint, default))
     return dataclasses.make_dataclass(
         cls.__name__,
@@ -93,3 +166,37 @@ def _with_flags(cls: type[Any]) -> type[Any]:
         kw_only=True,
         namespace={"__doc__": cls.__doc__},
     )
+
+
+def _typed(hint: Any, setting: str) -> Any:
+    """Return a type with how its words are read, where tyro's own way says too much or little."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    if setting == "scaling.num_workers":
+        return Annotated[hint, _WORKERS]
+    if len(kinds) == 1 and kinds[0] in _KINDS and hint not in (str, bool):
+        is_required = hint is kinds[0]
+        return Annotated[hint, _value(setting, kinds[0], is_required=is_required)]
+    return hint
+
+
+def _sentences(cls: type[Any]) -> dict[str, str]:
+    """Return the docstring of each field of a class, in one line."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    body = tree.body if isinstance(tree, ast.ClassDef) else []
+    return {
+        field.target.id: " ".join(str(text.value.value).split())
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def _flags(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted name of the setting, its option without the --) for all fields."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        name = f"{prefix}{field.name}".replace("_", "-")
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _flags(hints[field.name], f"{name}.")
+        else:
+            yield name, field.metadata.get("flag", name)

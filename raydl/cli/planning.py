@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from raydl.cli.options import print_table
+from raydl.cli.options import parse, print_table
 from raydl.cli.plan_pictures import bars, check_out, draw
 from raydl.config import MethodConfig, TrainConfig
 from raydl.config.checks import require
@@ -85,9 +85,7 @@ class _Workload:
 
 def plan(arguments: Sequence[str]) -> int:
     """Predict step time, communication and scaling of a run before it runs."""
-    options = tyro.cli(
-        _PlanOptions, args=list(arguments), prog="raydl plan", description=plan.__doc__
-    )
+    options = parse(_PlanOptions, arguments, prog="raydl plan", description=plan.__doc__)
     out = None if options.out is None else check_out(options.out)
     network = parse_network(options.network)
     counts = _workers(options.workers)

@@ -14,7 +14,8 @@ class _ReportOptions:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """The folders of one or more runs, paths or URIs."""
     out: str | None = None
-    """The file to write; else report.html, in the run's folder or, for several runs, here."""
+    """The file to write, in a folder that is made if need be; else report.html, in the run's
+    folder or, for several runs, here."""
 
 
 def report(arguments: Sequence[str]) -> int:

@@ -65,7 +65,7 @@ def _print_status(seen: RunStatus) -> None:
         f"epoch {seen.epoch:.1f}, {seen.num_samples:,} samples in {clock_text(seen.seconds)}, "
         f"center accuracy {accuracy}\n"
         f"generation {seen.generation}, round {seen.round:,}, "
-        f"workers {seen.num_workers} of {seen.wanted}"
+        f"workers {_workers(seen)}"
     )
     if seen.workers:
         print()
@@ -82,6 +82,11 @@ def _print_status(seen: RunStatus) -> None:
         print("", *seen.events, sep="\n")
 
 
+def _workers(seen: RunStatus) -> str:
+    """Return ``3 of 2:4``; of a run that has ended, only what was asked for."""
+    return f"asked for: {seen.wanted}" if seen.is_final else f"{seen.num_workers} of {seen.wanted}"
+
+
 @dataclasses.dataclass(frozen=True)
 class _RemoveOptions:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -93,7 +98,7 @@ class _RemoveOptions:
 
 
 def remove(arguments: Sequence[str]) -> int:
-    """Take one worker out of a run by name; the others train on."""
+    """Take one worker out of a run by name; with MIN:MAX workers the others train on."""
     options = tyro.cli(
         _RemoveOptions, args=list(arguments), prog="raydl remove", description=remove.__doc__
     )

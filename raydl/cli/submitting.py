@@ -60,6 +60,8 @@ class _SubmitOptions:
         require(is_positive(self.wait_s), "submit.wait_s", "a positive number", self.wait_s)
         if self.retries and (self.no_follow or self.follow):
             raise ConfigError("submit.retries", "needs a job submitted here and followed")
+        if self.follow and self.no_follow:
+            raise ConfigError("submit.follow", "and submit.no_follow exclude each other; give one")
         if self.working_dir is not None and not Path(self.working_dir).is_dir():
             raise ConfigError("submit.working_dir", f"is no folder here: {self.working_dir}")
 

@@ -69,7 +69,7 @@ class EvaluationConfig:
     """When the center is scored on the test set. No worker waits for it."""
 
     every_epochs: int = 1
-    """Epochs from one evaluation to the next."""
+    """Epochs from one evaluation to the next; a center kept for a checkpoint is scored as well."""
     every_samples: int | None = None
     """Samples, by all workers, from one evaluation to the next, instead of epochs."""
     batch_size: int = 500

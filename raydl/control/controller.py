@@ -203,6 +203,7 @@ class Controller:
             return
         membership, reason = self._staff.decide(run.membership if run else None, waited_s=waited_s)
         if membership is None:
+            self.pace.wait_for_workers()
             if run:
                 self._keeper.collect(run, self._round)  # it may be a long wait
             self._say(self._staff.waiting(reason, waited_s, has_trained=run is not None))
@@ -272,7 +273,7 @@ class Controller:
 
     def _abandon(self, run: Generation) -> None:
         """Free all who wait in an exchange that will not complete."""
-        self.pace.pause(self._clock())
+        self.pace.pause(self._clock(), run.membership.generation)
         self._crew.abandon(run.membership.generation)
         self._enter(State.RECOVERING)
 

@@ -100,8 +100,7 @@ class Situation:
             return
         run.reports[report.worker_id] = report
         self.pace.note_round(report.round, report.round_s)
-        if report.generation == run.entered_with(report.worker_id):
-            self.pace.resume(self.clock())
+        self.pace.resume(self.clock(), report.generation)
         if report.worker_id == run.membership.worker_ids[0]:
             self._take_records(report.records)
 
@@ -119,7 +118,7 @@ class Situation:
                 return  # of a generation before this one
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
             if is_pause and self.is_sync:
-                self.pace.pause(self.clock())
+                self.pace.pause(self.clock(), run.membership.generation)
         has_begun = end.round >= 0
         copy = Copy(end.worker_id, end.round, end.num_changes) if has_begun else None
         self.workforce.left_loop(end.worker_id, copy)

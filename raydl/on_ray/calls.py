@@ -14,6 +14,12 @@ from raydl.errors import RaydlError
 
 Handler = Callable[[Any], "list[Event]"]
 
+_DEATHS = {
+    "its worker process has died": "its process was killed, or crashed",
+    "its node has died": "its node was lost",
+}
+"""What Ray says, below lines of numbers, of an actor that died; and what a person reads."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -68,6 +74,8 @@ def original(error: RayTaskError) -> Exception:
     return cause if isinstance(cause, RaydlError) else error
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of what Ray says, which may go on for pages."""
-    return str(error).strip().splitlines()[0]
+def in_few_words(error: BaseException) -> str:
+    """Return why a call failed: how the actor died, or the first of the lines that Ray says."""
+    text = str(error).strip()
+    known = [words for said, words in _DEATHS.items() if said in text]
+    return (*known, *text.splitlines(), type(error).__name__)[0]

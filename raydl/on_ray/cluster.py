@@ -7,19 +7,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
+from ray._private.state import state
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.config import ScalingConfig
+from raydl.errors import ResourceError
 from raydl.ray_session import draining_nodes, nodes_to_add
 
 _LOOK_EVERY_S = 1.0
 _RAY_FAILS = (RayError, RuntimeError, OSError, ValueError, AttributeError)
+_OPTIONS = {"CPU": "scaling.cpus_per_worker", "GPU": "scaling.gpus_per_worker"}
 _known_to_add: list[tuple[str, dict[str, float], int]] = []
 
 Place = tuple[str, int]
@@ -86,8 +90,31 @@ def listed(resources: dict[str, float]) -> str:
     return "{" + ", ".join(f"{k}: {v:g}" for k, v in resources.items()) + "}"
 
 
-def awaited(num_missing: int, need: Mapping[str, float]) -> str:
-    """Return what pending workers of this cluster wait for, in one sentence."""
+def awaited(workers: Sequence[ActorHandle], scaling: ScalingConfig) -> str:
+    """Return what the workers of this cluster that are not up yet wait for, in one sentence."""
+    num_starting = sum(map(_has_room, workers))
+    num_missing = len(workers) - num_starting
+    parts = [f"{num_starting} that {_are(num_starting)} starting"] if num_starting else []
+    if num_missing or not workers:
+        parts.append(_room_for(num_missing, scaling.resources()))
+    is_elastic = scaling.min_workers < scaling.max_workers
+    enough = f"; {scaling.min_workers} {_are(scaling.min_workers)} enough" if is_elastic else ""
+    return f"{' and '.join(parts)}{enough}"
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def _has_room(worker: ActorHandle) -> bool:
+    """Whether Ray has given a worker its room: its process is there, and imports torch, say."""
+    with suppress(*_RAY_FAILS):
+        return bool(state.actor_table(worker._ray_actor_id.hex()).get("Pid"))
+    return False
+
+
+def _room_for(num_missing: int, need: Mapping[str, float]) -> str:
+    """Return what workers need that have no room yet, and what this cluster has."""
     try:
         have, free = ray.cluster_resources(), ray.available_resources()
     except _RAY_FAILS:  # a sentence is not worth a run
@@ -141,16 +168,35 @@ def what_is_missing(
     return f"{sentence}; no node the autoscaler can add is large enough" if to_add else sentence
 
 
-def workers_that_fit(scaling: ScalingConfig) -> int:
-    """Return how many workers the nodes of the cluster could hold if they were empty."""
-    need = scaling.resources()
-    total = 0
-    for node in ray.nodes():
-        if node["Alive"]:
-            have = node["Resources"]
-            fits = [int(have.get(k, 0) / v + 1e-9) for k, v in need.items()]
-            total += min(fits, default=scaling.max_workers)
-    return total
+def check_room(scaling: ScalingConfig) -> None:
+    """Refuse more workers than the nodes hold, for a cluster to which nothing is added.
+
+    Raises:
+        ResourceError: it says how many they hold, and what to lower.
+    """
+    need, fewest = scaling.resources(), scaling.min_workers
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fit = _num_that_fit(need, nodes, scaling.max_workers)
+    if fit >= fewest:
+        return
+    have = {name: sum(node.get(name, 0.0) for node in nodes) for name in need}
+    scarce = [k for k, v in need.items() if _num_that_fit({k: v}, nodes, 0) < fewest]
+    to_lower = ["scaling.num_workers"] if fit else []
+    to_lower += [_OPTIONS.get(name, "scaling.resources_per_worker") for name in scarce]
+    raise ResourceError(
+        f"scaling.num_workers asks for {fewest} worker{'s' if fewest > 1 else ''} with "
+        f"{listed(need)} each, this machine has {listed(have)} and holds {fit}; lower "
+        f"{' or '.join(dict.fromkeys(to_lower))}"
+    )
+
+
+def _num_that_fit(
+    need: Mapping[str, float], nodes: Iterable[Mapping[str, float]], unlimited: int
+) -> int:
+    """Return how many workers empty nodes hold; of who needs nothing, ``unlimited`` on each."""
+    # A sum of shares may be a little less than the whole: 0.3 is in 0.9 three times.
+    fits = [[int(node.get(k, 0) / v + 1e-9) for k, v in need.items()] for node in nodes]
+    return sum(min(of_node, default=unlimited) for of_node in fits)
 
 
 def send_by_value(rule: type) -> None:

@@ -39,7 +39,7 @@ from raydl.job import Job
 from raydl.leases import Leases
 from raydl.membership import Membership
 from raydl.on_ray.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
-from raydl.on_ray.calls import Call, Calls, Handler, first_line, original
+from raydl.on_ray.calls import Call, Calls, Handler, in_few_words, original
 from raydl.on_ray.cluster import (
     Notices,
     Place,
@@ -244,13 +244,13 @@ class RayCrew:
                 return []
             return self._give_up_or_lose(call, "the connection to it broke")
         except RayError as error:
-            return self._give_up_or_lose(call, first_line(error))
+            return self._give_up_or_lose(call, in_few_words(error))
 
     def _take_error(self, error: RayTaskError, call: Call) -> list[Event]:
         """Tell what a task raised, or that something it needed went away."""
         if not isinstance(error.cause, RayError):
             return [Failed(call.who, original(error))]
-        reason = first_line(error.cause)
+        reason = in_few_words(error.cause)
         if call.generation:  # its loop did not begin
             return [RunEnded(call.who, Outcome.BROKEN, -1, call.generation, reason)]
         return self._give_up_or_lose(call, reason)
@@ -381,9 +381,9 @@ class RayCrew:
         return handle
 
     def waiting_for(self) -> str:
-        """Return what pending workers need, and what the cluster has."""
-        missing = len(self._workers.keys() - self._places.keys())
-        return awaited(missing, self._job.config.scaling.resources())
+        """Return who is starting, what the others need, and what the cluster has."""
+        coming = [self._workers[w] for w in self._workers.keys() - self._places.keys()]
+        return awaited(coming, self._job.config.scaling)
 
 
 def _on_change(_: int) -> list[Event]:

@@ -26,6 +26,12 @@ _NO_TOKEN = (
 _ADDRESS = "give --address http://HEAD:8265, the cluster's dashboard"
 _NOT_READY = ("502", "503", "504")
 """What a proxy says for a dashboard that is about to come."""
+_NO_AGENT = "No available agent to submit job"
+"""What a dashboard says while the agent of the head, which starts the drivers, is not there."""
+_ABOUT_AGENT = (
+    f"{_NO_AGENT}; it may be starting still, or another Ray on the head's machine holds its port, "
+    "52365 unless ray start was given --dashboard-agent-listen-port"
+)
 _TOO_LARGE = "413"
 
 
@@ -68,24 +74,24 @@ class RayJobs:
         """The URL of the cluster's dashboard."""
         return str(self._client.get_address())
 
-    def submit(self, job_id: str, command: str) -> bool:
-        """Submit a job, unless it is there; return whether the cluster has taken it."""
-        status = self.look(job_id).status  # an answer to an earlier try may have been lost
-        if status != UNKNOWN:
-            return status != SILENT
+    def submit(self, job_id: str, command: str) -> str | None:
+        """Submit a job, unless it is there; return None, or why the cluster has not taken it."""
+        state = self.look(job_id)  # an answer to an earlier try may have been lost
+        if state.status != UNKNOWN:
+            return state.message if state.status == SILENT else None
         try:
             self._client.submit_job(
                 entrypoint=command, submission_id=job_id, runtime_env=self._runtime_env
             )
         except _NO_ANSWER:
-            return False
+            return ""
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
         except (RuntimeError, ValueError, OSError) as error:
             if _is_not_ready(error):
-                return False
+                return _refusal(error)
             raise RaydlError(f"the cluster did not take the job: {_refusal(error)}") from error
-        return True
+        return None
 
     def look(self, job_id: str) -> JobState:
         """Return how a job stands."""
@@ -96,8 +102,9 @@ class RayJobs:
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
         except (RuntimeError, ValueError, TypeError) as error:  # an answer that is no job
-            is_ray = _code(error) == "404" and f"Job {job_id} does not exist" in str(error)
-            return JobState(UNKNOWN if is_ray else SILENT)
+            if _code(error) == "404" and f"Job {job_id} does not exist" in str(error):
+                return JobState(UNKNOWN)
+            return JobState(SILENT, message=_refusal(error))
         return JobState(
             str(job.status), job.driver_exit_code, job.error_type or "", job.message or ""
         )
@@ -117,16 +124,18 @@ def _code(error: Exception) -> str:
 
 
 def _is_not_ready(error: Exception) -> bool:
-    return _code(error) in _NOT_READY or "No available agent to submit job" in str(error)
+    return _code(error) in _NOT_READY or _NO_AGENT in str(error)
 
 
 def _refusal(error: Exception) -> str:
-    """Return in one line why a job was turned down: of a traceback its last line, the error."""
+    """Return in one line what the cluster says: of a traceback its last line, the error."""
     if _code(error) == _TOO_LARGE:
         return (
             "what it would send is larger than the cluster takes at once (413); name what should "
             "stay here in .rayignore, or keep data where all nodes see them"
         )
+    if _NO_AGENT in str(error):
+        return _ABOUT_AGENT
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
     return lines[-1].rstrip(".") if "Traceback (" in str(error) else _first_line(error)
 

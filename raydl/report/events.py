@@ -5,6 +5,9 @@ points of earlier starts no longer count, and again wherever the center went bac
 beyond is of a center that is gone. The seconds are those of training: they begin
 with the first generation of each start and go on where the checkpoint lay, so that the time
 between two starts does not count.
+
+A sentence's step may be some samples too high: a run writes sentences of one moment a sample
+apart, since TensorBoard shows one for each step. Here they get their own number back.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ _HEADER = struct.Struct("<QI")
 _TEXT_SUFFIX = "/text_summary"
 _SENTENCES = "events"
 _MEMBERSHIP = "membership"
-_ROW = re.compile(r"^\| (\d+) \| [\d,]+ \| \d+: ([^|]*) \|", re.MULTILINE)
-"""A row of the table of memberships: the generation, and who trains."""
+_ROW = re.compile(r"^\| (\d+) \| ([\d,]+) \| \d+: ([^|]*) \|", re.MULTILINE)
+"""A row of the table of memberships: the generation, from which sample on, and who trains."""
 _CENTER = "center/"
 
 
@@ -53,13 +56,23 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Formed:
+    """A membership as the run's own table has it."""
+
+    samples: int
+    """From which on it trained."""
+    worker_ids: tuple[str, ...]
+    """By rank."""
+
+
+@dataclass(frozen=True)
 class History:
     """All that the event files hold."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     told: tuple[Told, ...] = ()
-    members: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
-    """Who trained, by start and generation, as far as the run wrote it down."""
+    formed: dict[tuple[int, int], Formed] = field(default_factory=dict)
+    """The memberships, by start and generation, as far as the run wrote it down."""
     num_starts: int = 0
     damage: str = ""
     """A sentence about files that could not be read to their end; empty: all could."""
@@ -86,8 +99,19 @@ class _Stretch:
 class _Start:
     stretches: list[_Stretch] = field(default_factory=lambda: [_Stretch()])
     texts: list[tuple[str, int, float]] = field(default_factory=list)
-    members: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    formed: dict[int, Formed] = field(default_factory=dict)
     is_damaged: bool = False
+
+    @property
+    def sentences(self) -> Iterator[tuple[str, int, float]]:
+        """All that was said: (sentence, samples when it was said, wall clock in seconds)."""
+        first = self.stretches[0].purge_from
+        step, samples = (first - 1, first - 1) if first else (-1, 0)
+        for text, at, wall_s in self.texts:
+            if at != step + 1:  # else it was said with the one before it
+                samples = at
+            step = at
+            yield text, samples, wall_s
 
     def mark(self, purge_from: int) -> None:
         """Begin a new stretch; a mark at the top belongs to the first."""
@@ -113,11 +137,11 @@ def read_history(files: Sequence[bytes]) -> History:
         for stretch in start.stretches:
             past.drop_from(stretch.purge_from)
             past.add(stretch.points, clock)
-        told += [Told(text, number, n, clock.at(wall_s)) for text, n, wall_s in start.texts]
+        told += [Told(text, number, n, clock.at(wall_s)) for text, n, wall_s in start.sentences]
     return History(
         curves={tag: _curve(points) for tag, points in sorted(past.curves.items()) if points},
         told=tuple(dict.fromkeys(told)),
-        members={(i, g): who for i, s in enumerate(starts, 1) for g, who in s.members.items()},
+        formed={(i, g): row for i, s in enumerate(starts, 1) for g, row in s.formed.items()},
         num_starts=len(starts),
         damage=_damage(starts),
     )
@@ -239,8 +263,7 @@ def _take(start: _Start, event: Any, value: Any) -> None:
         if tag == _SENTENCES:
             start.texts.append((text, int(event.step), event.wall_time))
         elif tag.partition("/")[0] == _MEMBERSHIP:
-            rows = _ROW.findall(text)
-            start.members |= {int(n): tuple(who.strip().split(", ")) for n, who in rows}
+            start.formed |= dict(_rows(text))
         return
     if value.HasField("simple_value"):
         number = value.simple_value
@@ -251,3 +274,8 @@ def _take(start: _Start, event: Any, value: Any) -> None:
     if math.isfinite(number):
         point = _Point(tag, int(event.step), event.wall_time, float(number))
         start.stretches[-1].points.append(point)
+
+
+def _rows(table: str) -> Iterator[tuple[int, Formed]]:
+    for number, samples, who in _ROW.findall(table):
+        yield int(number), Formed(int(samples.replace(",", "")), tuple(who.strip().split(", ")))

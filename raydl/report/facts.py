@@ -14,7 +14,7 @@ from typing import Any
 from raydl.config import dotted
 from raydl.errors import DataError
 from raydl.metrics.tags import OF_COMPARISON
-from raydl.report.events import Curve, History, Told, read_history
+from raydl.report.events import Curve, Formed, History, Told, read_history
 from raydl.runs.folder import open_run
 from raydl.runs.status import RunStatus, from_json
 from raydl.storage import Storage, parent_and_name
@@ -108,9 +108,12 @@ class RunFacts:
         return found
 
     def _generation(self, number: int, told: Told, reason: str) -> Generation:
-        who = self.history.members.get((told.start, number), ())
+        formed = self.history.formed.get((told.start, number), Formed(told.samples, ()))
+        who = formed.worker_ids
         num_workers = len(who) or self._workers_of(number, told)
-        return Generation(number, told.start, told.seconds, told.samples, num_workers, reason, who)
+        return Generation(
+            number, told.start, told.seconds, formed.samples, num_workers, reason, who
+        )
 
     def _workers_of(self, generation: int, told: Told) -> int | None:
         """Return how many trained in a generation, by the first point recorded in it."""

@@ -2,12 +2,7 @@
 
 from raydl.metrics import STACK
 
-_PARTS = (
-    ":root {",
-    *(f"  --{part}: {color};" for part, color in STACK.items()),
-    "}",
-    *(f".part-{part} {{ fill: var(--{part}); }}" for part in STACK),
-)
+_COLORS = (":root {", *(f"  --{part}: {color};" for part, color in STACK.items()), "}")
 """The time parts have the colours that they have in all pictures; the dark page mends some."""
 
 _PAGE = """
@@ -110,5 +105,8 @@ footer { margin-top: 48px; color: var(--soft); font-size: 13px; }
 }
 """
 
-CSS = "\n".join(_PARTS) + _PAGE
+_FILLS = tuple(f".part-{part} {{ fill: var(--{part}); }}" for part in STACK)
+"""Behind the page's own rules: a key, too, has the colour of its part and not that of text."""
+
+CSS = "\n".join((*_COLORS, _PAGE, *_FILLS))
 """It names no file and no font that would have to be fetched."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raydl.errors import ConfigError, DataError, RaydlError
-from raydl.runs.folder import open_run
+from raydl.runs.folder import NO_RUN, open_run
 from raydl.runs.status import RunStatus, WorkerStatus, from_json, to_json
 from raydl.storage import Storage, in_words
 
@@ -281,8 +281,7 @@ def _read(storage: Storage) -> RunStatus:
         storage.root,
         "the run has told nothing yet; ask again a few seconds after its driver has started"
         if "config.json" in names
-        else "no run is there; give the folder that raydl train printed, or the place below "
-        "--storage-path where the run is kept",
+        else NO_RUN,
     )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
-from raydl.errors import CheckpointError, ConfigError
+from raydl.errors import ConfigError, DataError
 from raydl.runs.hold import held
 from raydl.storage import Storage, below, in_words, parent_and_name
 
@@ -35,6 +35,11 @@ _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
 SUBMISSION = "RAYDL_SUBMISSION"
 """The variable that carries the id of a submission to the drivers of all its attempts."""
+NO_RUN = (
+    "no run is there; give the folder that raydl train printed, or the place below "
+    "--storage-path where the run is kept"
+)
+"""What to say of a folder that holds none."""
 _MUST_STAY = ("data", "model", "training.seed", "training.batch_size", "method.name")
 
 
@@ -64,7 +69,7 @@ class RunFolder:
         """Make the folder and keep other drivers out of it until the end of the ``with``.
 
         Raises:
-            CheckpointError: no run is there that could be resumed.
+            DataError: no run is there that could be resumed.
             ConfigError: it can not be written, or another driver is at work there.
         """
         if resume:
@@ -74,7 +79,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError("run.run_dir", f"{self.path} can not be made: {error}") from error
+            problem = f"{self.path} can not be made: {in_words(error)}"
+            raise ConfigError("run.run_dir", problem) from error
         with held(self.storage, setting):
             yield
 
@@ -93,7 +99,7 @@ class RunFolder:
         """Go on with the run in the folder, which is held.
 
         Raises:
-            CheckpointError: no run is there.
+            DataError: no run is there, or its settings can not be read.
             ConfigError: a setting that must not change did.
         """
         before, now = dotted(to_dict(self.read_config())), dotted(to_dict(config))
@@ -127,16 +133,18 @@ class RunFolder:
         """Return the settings that the run began with.
 
         Raises:
-            CheckpointError: no run is there.
+            DataError: no run is there, or its settings can not be read.
         """
         try:
             values = json.loads(self.storage.read_bytes("config.json"))
-        except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-            raise CheckpointError(self.root, f"no run is there: {error}") from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DataError(self.root, NO_RUN) from error
+        except ValueError as error:
+            raise DataError(self.root, f"its config.json is damaged: {error}") from error
         except OSError as error:
-            raise CheckpointError(self.root, f"can not be read: {in_words(error)}") from error
+            raise DataError(self.root, f"it can not be read: {in_words(error)}") from error
         if not _is_of_raydl(values):
-            raise CheckpointError(self.root, "no run is there: its config.json is not of raydl")
+            raise DataError(self.root, "no run is there: its config.json is not of raydl")
         return from_dict(TrainConfig, values["config"])
 
     def begun_by(self) -> str | None:

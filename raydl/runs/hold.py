@@ -78,7 +78,7 @@ def _lock(storage: Storage, setting: str) -> int | None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(setting, f"{path} can not be opened: {error}") from error
+        raise ConfigError(setting, f"{path} can not be opened: {in_words(error)}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -87,13 +87,13 @@ def _lock(storage: Storage, setting: str) -> int | None:
             raise _in_use(storage, setting, path.read_bytes()) from None
         if error.errno in _NO_LOCKS:
             return None
-        raise ConfigError(setting, f"{path} can not be locked: {error}") from error
+        raise ConfigError(setting, f"{path} can not be locked: {in_words(error)}") from error
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(_me()).encode())
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError(setting, f"{path} can not be written: {error}") from error
+        raise ConfigError(setting, f"{path} can not be written: {in_words(error)}") from error
     return descriptor
 
 

@@ -18,7 +18,7 @@ class WorkerStatus:
     state: str
     """starting, ready, training, left out, leaving."""
     node: str
-    """The first digits of its Ray node's id; empty: it has none yet."""
+    """The last digits of its Ray node's id; empty: it has none yet."""
     local_step: int
     round: int
     step_s: float

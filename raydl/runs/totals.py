@@ -1,0 +1,111 @@
+"""What a run has come to over all its starts, as each checkpoint carries it on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raydl.checkpoint import Checkpoint
+from raydl.metrics import communication_share
+from raydl.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What the starts of a run did, up to some round."""
+
+    evaluations: tuple[dict[str, Any], ...] = ()
+    """The scores of the center, oldest first: round, samples, seconds, and each metric."""
+    longest_pause_s: float = 0.0
+    """The longest time from one generation to the next; none counts from one start to another."""
+    staleness_sum: float = 0.0
+    """Of all rounds."""
+    time_parts: dict[str, float] = field(default_factory=dict)
+    """Mean seconds per worker by part, summed over the starts."""
+    faults_fired: tuple[str, ...] = ()
+    """Sentences."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, storage: Storage) -> Totals:
+        """Return what a checkpoint carries, with the scores that came after it was written.
+
+        Args:
+            checkpoint: where the run goes on; one of an older raydl carries nothing.
+            storage: the run's folder.
+        """
+        state = dict(checkpoint.state.get("totals", {}))
+        # Not all are in result.json: a start that was killed wrote none.
+        found = (*_in_result(storage), *state.get("evaluations", ()))
+        by_round = {e["round"]: e for e in found if e["samples"] <= checkpoint.num_samples}
+        state["evaluations"] = tuple(by_round[round] for round in sorted(by_round))
+        return cls(**state)
+
+    @property
+    def center_accuracy(self) -> float | None:
+        """The newest accuracy of the center; None: not known."""
+        return self.evaluations[-1].get("accuracy") if self.evaluations else None
+
+    def to_state(self) -> dict[str, Any]:
+        """Return what a checkpoint can hold."""
+        return asdict(self)
+
+    def plus(
+        self,
+        *,
+        evaluations: Iterable[dict[str, Any]],
+        longest_pause_s: float,
+        staleness_sum: float,
+        time_parts: Mapping[str, float],
+        faults_fired: Iterable[str],
+    ) -> Totals:
+        """Return the totals with those of one more start.
+
+        Args:
+            evaluations: all of the run, those of earlier starts too: some may have been taken
+                back.
+            longest_pause_s: of the new start, as are the others.
+            staleness_sum: of its rounds.
+            time_parts: mean seconds per worker.
+            faults_fired: sentences.
+        """
+        before = self.time_parts
+        return Totals(
+            evaluations=tuple(evaluations),
+            longest_pause_s=max(self.longest_pause_s, longest_pause_s),
+            staleness_sum=self.staleness_sum + staleness_sum,
+            time_parts={part: s + before.get(part, 0.0) for part, s in time_parts.items()},
+            faults_fired=(*self.faults_fired, *faults_fired),
+        )
+
+    def figures(self, num_rounds: int) -> dict[str, Any]:
+        """Return what ``result.json`` says of them, after so many rounds."""
+        return {
+            "center_accuracy": self.center_accuracy,
+            "center_loss": self.evaluations[-1].get("loss") if self.evaluations else None,
+            "communication_share": communication_share(self.time_parts),
+            "time_parts": self.time_parts,
+            "staleness": self.staleness_sum / num_rounds if num_rounds else 0.0,
+            "evaluations": list(self.evaluations),
+            "longest_pause_s": self.longest_pause_s,
+            "faults_fired": list(self.faults_fired),
+        }
+
+
+def speed_figures(num_samples: int, seconds: float) -> dict[str, Any]:
+    """Return samples, seconds of training, and samples per second; None: not known."""
+    speed = num_samples / seconds if seconds > 0 else None
+    return {"samples": num_samples, "seconds": seconds, "samples_per_s": speed}
+
+
+def _in_result(storage: Storage) -> list[dict[str, Any]]:
+    """Return the scores in ``result.json``.
+
+    The last center of a start is often scored when its checkpoint is written already.
+    """
+    try:
+        told = json.loads(storage.read_bytes("result.json"))["evaluations"]
+        return [score for score in told if {"round", "samples"} <= score.keys()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none came to its end
+        return []

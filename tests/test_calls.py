@@ -1,0 +1,43 @@
+"""Why a call of an actor failed, in few words, from the pages that Ray says."""
+
+import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
+
+from raydl.on_ray.calls import in_few_words
+
+PROCESS = (
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+    "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file."
+)
+NODE = "The actor died because its node has died. Node Id: 17\n\tthe actor's node was terminated"
+
+
+def died(message):
+    """Ray's error of an actor, as it is made of what the cluster says."""
+    context = ActorDiedErrorContext(
+        error_message=message, class_name="WorkerActor", pid=17, actor_id=b"a" * 16
+    )
+    return ActorDiedError(context)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [(PROCESS, "its process was killed, or crashed"), (NODE, "its node was lost")],
+)
+def test_of_an_actor_that_died_it_is_told_what_is_known(message, words):
+    assert str(died(message)).startswith("The actor died unexpectedly before finishing this task")
+    assert in_few_words(died(message)) == words
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RayActorError(), "The actor experienced an error before finishing this task."),
+        (OutOfMemoryError("the node was out of memory\nand more"), "the node was out of memory"),
+        (ValueError("\n one\ntwo"), "one"),
+        (ConnectionError(), "ConnectionError"),
+    ],
+)
+def test_of_anything_else_the_first_line_is_told(error, words):
+    assert in_few_words(error) == words
