@@ -125,7 +125,7 @@ def test_more_workers_than_the_machine_holds_are_refused_before_any_starts(tmp_p
     run = Run(tmp_path / "run", "--workers", "500")
     assert run.wait() == 2
     assert "error: scaling.num_workers asks for 500 workers" in run.output
-    assert "lower it" in run.output
+    assert "lower scaling.num_workers or scaling.cpus_per_worker" in run.output
     assert "Traceback" not in run.output
 
 
