@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from raydl.data import ImageSet
+from raydl.data import Samples
 
 NUM_EXAMPLES = 16
 """Pictures that are shown, at most."""
@@ -33,14 +33,17 @@ class Examples:
     """The pictures that are shown.
 
     Args:
-        images: the test set.
+        samples: the test set; of one without pictures nothing is shown.
     """
 
-    def __init__(self, images: ImageSet) -> None:
-        rows = example_rows(images.num_samples)
-        self._pictures = [_picture(images.images[row]) for row in rows]
-        self._labels = [int(label) for label in images.labels[rows]]
-        self._names = images.class_names
+    def __init__(self, samples: Samples) -> None:
+        self._pictures: list[Image.Image] = []
+        self._labels: list[int] = []
+        self._names = samples.shape.class_names
+        if len(samples.shape.input_shape) == 3:
+            pictures, labels = samples.fetch(example_rows(samples.num_samples))
+            self._pictures = [_picture(picture.numpy()) for picture in pictures]
+            self._labels = labels.tolist()
         self._font = ImageFont.load_default(size=_FONT_SIZE)
 
     def draw(self, predicted: tuple[int, ...]) -> np.ndarray:

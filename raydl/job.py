@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from raydl.config import TrainConfig
+from raydl.data import Order
 from raydl.faults import FaultPlan
 from raydl.method import Method
 from raydl.task import DataShape, Task
@@ -36,5 +37,7 @@ class Job:
     method: Method
     task: Task
     shape: DataShape
+    order: Order
+    """In which order the training samples come."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     """What is inflicted on the run, for chaos testing."""

@@ -4,16 +4,27 @@ Positions 0..n-1 count along the epoch's order; which sample stands at a positio
 known here. Over an epoch every position is completed exactly once: what is claimed is
 either completed or given back. The same calls in the same order lead to the same state, so
 every worker of a synchronous method keeps its own ledger and no message is needed.
+
+Where an order has blocks (row groups of a file that is read as it is needed), a worker reserves a
+block at a time and claims from it; so what it reads of a file is what it trains on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Span = tuple[int, int]
 """Positions start..stop-1."""
+Cuts = Callable[[int], Sequence[int] | None]
+"""Returns where the blocks of an epoch end, rising; or None, if its order has none."""
+_AHEAD = 2
+"""Blocks that a worker holds: one that it trains on, one that it can read meanwhile."""
+
+
+def _no_blocks(epoch: int) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,13 @@ class Ledger:
 
     Args:
         num_samples: positions in an epoch, 1 or more.
+        cuts: where the blocks of an epoch end.
     """
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_samples: int, *, cuts: Cuts = _no_blocks) -> None:
         assert num_samples > 0
         self.num_samples = num_samples
+        self._cuts = cuts
         self.epoch = 0
         """Epochs completed: the number of the first one that is not."""
         self.num_changes = 0
@@ -72,12 +85,16 @@ class Ledger:
         self._num_done: dict[int, int] = {}
         self._free: dict[int, list[Span]] = {}
         self._claimed: dict[str, list[tuple[int, Span]]] = {}
+        self._reserved: dict[str, list[tuple[int, Span]]] = {}
 
     @property
     def num_free(self) -> int:
-        """Positions free in the epoch that the next claim takes from."""
+        """Positions free, reserved ones too, in the epoch that the next claim takes from."""
         epoch = self._next_epoch()
-        return _size(self._free[epoch]) if epoch in self._free else self.num_samples
+        if epoch not in self._free:
+            return self.num_samples
+        reserved = [s for spans in self._reserved.values() for e, s in spans if e == epoch]
+        return _size(self._free[epoch]) + _size(reserved)
 
     @property
     def num_done_ever(self) -> int:
@@ -98,9 +115,15 @@ class Ledger:
         """Return what a worker has claimed and not completed: (epoch, span), in its order."""
         return list(self._claimed.get(worker_id, []))
 
+    def reserved_by(self, worker_id: str) -> list[tuple[int, Span]]:
+        """Return what a worker will claim next, as far as it is known: (epoch, span)."""
+        return list(self._reserved.get(worker_id, []))
+
     def _next_epoch(self) -> int:
-        """Return the first epoch with a free position."""
-        return min((e for e, free in self._free.items() if free), default=self._first_unopened())
+        """Return the first epoch with a free or a reserved position."""
+        epochs = [e for e, free in self._free.items() if free]
+        epochs += [e for spans in self._reserved.values() for e, _ in spans]
+        return min(epochs, default=self._first_unopened())
 
     def _first_unopened(self) -> int:
         return max(self._free, default=self.epoch - 1) + 1
@@ -108,16 +131,69 @@ class Ledger:
     def claim(self, worker_id: str, count: int) -> tuple[int, list[Span]]:
         """Give the worker the next ``count`` free positions: (epoch, spans).
 
-        Fewer are returned when fewer are free in that epoch.
+        Those of its own blocks come first, and those of other workers' blocks last. Fewer are
+        returned when fewer are free in that epoch.
         """
         self.num_changes += 1
         epoch = self._next_epoch()
-        if epoch not in self._free:
-            self._free[epoch], self._num_done[epoch] = [(0, self.num_samples)], 0
-        taken, self._free[epoch] = _take(self._free[epoch], count)
+        self._open(epoch)
+        if self._cuts(epoch) is None:
+            taken, self._free[epoch] = _take(self._free[epoch], count)
+        else:
+            taken = self._claim_in_blocks(worker_id, epoch, count)
         if taken:
             self._claimed.setdefault(worker_id, []).extend((epoch, span) for span in taken)
         return epoch, taken
+
+    def _open(self, epoch: int) -> None:
+        if epoch not in self._free:
+            self._free[epoch], self._num_done[epoch] = [(0, self.num_samples)], 0
+
+    def _claim_in_blocks(self, worker_id: str, epoch: int, count: int) -> list[Span]:
+        taken = self._take_reserved(worker_id, epoch, count)
+        while _size(taken) < count and self._free[epoch]:
+            self._reserve(worker_id, epoch)
+            taken += self._take_reserved(worker_id, epoch, count - _size(taken))
+        while _size(taken) < count and (other := self._most_reserved(epoch)):
+            taken += self._take_reserved(other, epoch, count - _size(taken), from_end=True)
+        while count and len(self._reserved.get(worker_id, [])) < _AHEAD:
+            ahead = min((e for e, free in self._free.items() if free), default=None)
+            if ahead is None:
+                self._open(ahead := self._first_unopened())
+            self._reserve(worker_id, ahead)
+        return taken
+
+    def _reserve(self, worker_id: str, epoch: int) -> None:
+        """Set the next block with a free position aside for a worker."""
+        (start, stop), *others = self._free[epoch]
+        cut = min(stop, next(c for c in self._cuts(epoch) or () if c > start))
+        self._free[epoch] = ([(cut, stop)] if cut < stop else []) + others
+        self._reserved.setdefault(worker_id, []).append((epoch, (start, cut)))
+
+    def _most_reserved(self, epoch: int) -> str | None:
+        """Return who has most of an epoch set aside, if anyone has."""
+        sizes = {
+            worker_id: _size([span for e, span in spans if e == epoch])
+            for worker_id, spans in self._reserved.items()
+        }
+        return max(
+            sorted(w for w, size in sizes.items() if size), key=sizes.__getitem__, default=None
+        )
+
+    def _take_reserved(
+        self, worker_id: str, epoch: int, count: int, *, from_end: bool = False
+    ) -> list[Span]:
+        """Take up to ``count`` positions of an epoch out of what a worker has set aside."""
+        reserved = self._reserved.pop(worker_id, [])
+        spans = [span for e, span in reserved if e == epoch]
+        if from_end:  # who is helped goes on at the front
+            rest, taken = _take(spans, max(0, _size(spans) - count))
+        else:
+            taken, rest = _take(spans, count)
+        left = [(epoch, span) for span in rest] + [pair for pair in reserved if pair[0] != epoch]
+        if left:
+            self._reserved[worker_id] = left
+        return taken
 
     def complete(self, worker_id: str) -> int:
         """Count all that the worker has claimed as done; return how many it was."""
@@ -131,9 +207,14 @@ class Ledger:
         return _size([span for _, span in spans])
 
     def give_back(self, worker_id: str, *, keep: int = 0) -> int:
-        """Free what the worker has claimed, but for the first ``keep``; return how many it was."""
+        """Free what the worker has claimed, but for the first ``keep``; return how many it was.
+
+        What it has reserved is free for others, too.
+        """
         self.num_changes += 1
         freed = 0
+        for epoch, span in self._reserved.pop(worker_id, []):
+            self._free[epoch] = sorted([*self._free[epoch], span])
         for epoch, (start, stop) in self._claimed.pop(worker_id, []):
             cut = min(stop, start + keep)
             keep -= cut - start
@@ -146,7 +227,7 @@ class Ledger:
 
     def release(self, *, keep: Iterable[str] = ()) -> int:
         """Free what all workers but those of ``keep`` have claimed; return how many it was."""
-        return sum(self.give_back(w) for w in set(self._claimed) - set(keep))
+        return sum(self.give_back(w) for w in {*self._claimed, *self._reserved} - set(keep))
 
     def state_dict(self, *, with_claims: bool = False) -> dict[str, Any]:
         """Return the state as plain values.
@@ -156,13 +237,11 @@ class Ledger:
                 what is claimed and not done counts as free.
         """
         free = {epoch: list(spans) for epoch, spans in self._free.items()}
-        claimed = []
-        for worker_id, spans in self._claimed.items():
-            for epoch, span in spans:
-                if with_claims:
-                    claimed.append([worker_id, epoch, list(span)])
-                else:
-                    free[epoch].append(span)
+        claimed, reserved = _listed(self._claimed), _listed(self._reserved)
+        if not with_claims:
+            for _, epoch, (start, stop) in claimed + reserved:
+                free[epoch].append((start, stop))
+            claimed, reserved = [], []
         return {
             "num_samples": self.num_samples,
             "epoch": self.epoch,
@@ -172,12 +251,13 @@ class Ledger:
                 for epoch, spans in sorted(free.items())
             ],
             "claimed": claimed,
+            "reserved": reserved,
         }
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Ledger:
-        """Return the ledger that :meth:`state_dict` described."""
-        ledger = cls(state["num_samples"])
+    def from_state_dict(cls, state: dict[str, Any], *, cuts: Cuts = _no_blocks) -> Ledger:
+        """Return the ledger that :meth:`state_dict` described; to claim from it, give the cuts."""
+        ledger = cls(state["num_samples"], cuts=cuts)
         ledger.epoch = state["epoch"]
         ledger.num_changes = state.get("num_changes", 0)
         for epoch, num_done, free in state["open"]:
@@ -185,7 +265,13 @@ class Ledger:
             ledger._free[epoch] = [(start, stop) for start, stop in free]
         for worker_id, epoch, (start, stop) in state.get("claimed", []):
             ledger._claimed.setdefault(worker_id, []).append((epoch, (start, stop)))
+        for worker_id, epoch, (start, stop) in state.get("reserved", []):
+            ledger._reserved.setdefault(worker_id, []).append((epoch, (start, stop)))
         return ledger
+
+
+def _listed(spans: dict[str, list[tuple[int, Span]]]) -> list[Any]:
+    return [[worker_id, e, list(span)] for worker_id, pairs in spans.items() for e, span in pairs]
 
 
 def _size(spans: list[Span]) -> int:

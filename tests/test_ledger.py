@@ -92,6 +92,7 @@ def test_a_ledger_saved_with_its_claims_goes_on_as_if_it_had_not_been():
         "num_changes": 5,
         "open": [[0, 2, []], [1, 0, [[4, 10]]]],
         "claimed": [["w0", 0, [2, 5]], ["w1", 0, [5, 10]], ["w1", 1, [0, 4]]],
+        "reserved": [],
     }
     again = Ledger.from_state_dict(json.loads(json.dumps(state)))
     assert again.state_dict(with_claims=True) == state

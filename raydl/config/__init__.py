@@ -6,6 +6,7 @@ other field is reached by its dotted name (``--exchange.timeout-s``).
 
 learning.py   what is learned and how: method, optimizer, length of the training
 cluster.py    the workers: how many, how they come and go, how they exchange
+input.py      how samples are read, what is done to them
 run.py        the run around it: folder, checkpoints, evaluations
 checks.py     what the checks are made of
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from raydl.config.cluster import ALLREDUCES, ElasticConfig, ExchangeConfig, ScalingConfig
+from raydl.config.input import ON_BAD_SAMPLE, STREAMS, InputConfig
 from raydl.config.learning import (
     SCHEDULES,
     WHO_MAY_TALK,
@@ -33,12 +35,15 @@ from raydl.errors import ConfigError
 
 __all__ = [
     "ALLREDUCES",
+    "ON_BAD_SAMPLE",
     "SCHEDULES",
+    "STREAMS",
     "WHO_MAY_TALK",
     "CheckpointConfig",
     "ElasticConfig",
     "EvaluationConfig",
     "ExchangeConfig",
+    "InputConfig",
     "MethodConfig",
     "OptimizerConfig",
     "RunConfig",
@@ -60,12 +65,17 @@ class TrainConfig:
     """Training data: digits, synthetic, a path or a URI (Parquet, IDX, CIFAR-10, npz, folders)."""
     model: str = "lenet"
     """The network (`raydl models` lists them), torchvision:NAME, or module:function, your own."""
+    task: str = "auto"
+    """What is learned: auto, by the data (classes of pictures, the next token of a text), or
+    module:Class, a task of your own."""
     training: TrainingConfig = TrainingConfig()
     """How long, how large, from which seed."""
     method: MethodConfig = MethodConfig()
     """How the replicas meet the center."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The local step."""
+    input: InputConfig = InputConfig()
+    """How samples are read."""
     scaling: ScalingConfig = ScalingConfig()
     """How many workers."""
     run: RunConfig = RunConfig()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from raydl.config.checks import is_positive, require
 from raydl.errors import ConfigError, UnknownNameError
 
-SCHEDULES = ("cosine", "linear", "constant")
+SCHEDULES = ("cosine", "linear", "constant", "step", "plateau")
 """The courses a learning rate can take."""
+
+PRECISIONS = ("float32", "bf16")
+"""The numbers that a loss can be computed in; weights and gradients stay as they are."""
 
 WHO_MAY_TALK = ("sync", "async", "hogwild", "round_robin")
 """The schedules of exchanges: all at once; one at a time; no lock; in rank order."""
@@ -61,18 +66,35 @@ class MethodConfig:
 class OptimizerConfig:
     """The local step of a replica (for the SGD methods: of the center)."""
 
+    name: str = field(default="sgd", metadata={"flag": "optimizer"})
+    """An optimizer of torch.optim in lower case (sgd, adamw, rmsprop, ...), or module:function,
+    your own."""
+    options: str = ""
+    """More of its settings, NAME=VALUE by comma: betas=(0.9,0.95),eps=1e-8."""
     lr: float | None = field(default=None, metadata={"flag": "lr"})
-    """Highest learning rate (eta); unset: the method's own, as `raydl methods` lists it."""
+    """Highest learning rate (eta); unset: the method's own for sgd, as `raydl methods` lists it,
+    and the optimizer's own for any other."""
     schedule: str = field(default="cosine", metadata={"flag": "schedule"})
-    """Course of the learning rate over the run: cosine or linear (both down to 0), constant."""
+    """Course of the learning rate over the run: cosine or linear (both down to 0), constant, step
+    (multiplied by gamma at each milestone), plateau (whenever the center stands still)."""
     warmup: float = 0.05
     """Share of the run, in [0, 1), in which the learning rate rises from 0."""
+    milestones: str = "0.5,0.75"
+    """Shares of the run at which the schedule step multiplies the learning rate, by comma."""
+    gamma: float = 0.1
+    """What the schedules step and plateau multiply the learning rate by, in (0, 1)."""
+    patience: int = 3
+    """Evaluations in a row without a better center that the schedule plateau lets pass."""
     momentum: float | None = field(default=None, metadata={"flag": "momentum"})
-    """Momentum (mu), in [0, 1); unset: the method's own (0.9 for the M-forms, else 0)."""
+    """Momentum (mu), in [0, 1), for optimizers that take one; unset: the method's own for sgd
+    (0.9 for the M-forms, else 0), and the optimizer's own for any other."""
     nesterov: bool | None = None
     """Look ahead along the momentum (Nesterov), as EAMSGD does; unset: the method's own."""
-    weight_decay: float = 0.0
-    """L2 penalty added to the gradient."""
+    weight_decay: float | None = None
+    """Weight decay as the optimizer means it, for sgd an L2 penalty added to the gradient; unset:
+    the optimizer's own (0 for sgd, 0.01 for adamw)."""
+    decay_only_matrices: bool = False
+    """No weight decay on parameters of one dimension: biases, and those of normalisations."""
     max_grad_norm: float | None = 2.0
     """Longest gradient of one step (L2 norm); longer ones are scaled down. None: any length."""
 
@@ -90,7 +112,8 @@ class OptimizerConfig:
             self.momentum,
         )
         require(
-            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            self.weight_decay is None
+            or (math.isfinite(self.weight_decay) and self.weight_decay >= 0),
             "optimizer.weight_decay",
             "0 or more",
             self.weight_decay,
@@ -101,6 +124,49 @@ class OptimizerConfig:
             "a positive number",
             self.max_grad_norm,
         )
+        self._check_schedule()
+        assert isinstance(self.parsed_options, dict)  # raises where they can not be read
+
+    def _check_schedule(self) -> None:
+        require(0 < self.gamma < 1, "optimizer.gamma", "in (0, 1)", self.gamma)
+        require(self.patience >= 0, "optimizer.patience", "0 or more", self.patience)
+        shares = self.milestone_shares
+        require(
+            all(0 < share < 1 for share in shares) and list(shares) == sorted(set(shares)),
+            "optimizer.milestones",
+            "rising shares of the run in (0, 1)",
+            self.milestones,
+        )
+        if self.schedule == "step" and shares and shares[0] < self.warmup:
+            raise ConfigError(
+                "optimizer.milestones",
+                f"must come after the warm-up of {self.warmup}, got {self.milestones}; "
+                f"lower optimizer.warmup",
+            )
+
+    @property
+    def milestone_shares(self) -> tuple[float, ...]:
+        """The milestones as numbers."""
+        try:
+            return tuple(float(share) for share in self.milestones.split(",") if share.strip())
+        except ValueError:
+            problem = f"must be numbers by comma, as in 0.5,0.75, got {self.milestones}"
+            raise ConfigError("optimizer.milestones", problem) from None
+
+    @property
+    def parsed_options(self) -> dict[str, Any]:
+        """The options as Python values, by name."""
+        problem = f"must be NAME=VALUE by comma, as in eps=1e-8, got {self.options}"
+        try:
+            call = ast.parse(f"options({self.options})", mode="eval").body
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)) or call.args:
+                raise ConfigError("optimizer.options", problem)
+            options = {given.arg: ast.literal_eval(given.value) for given in call.keywords}
+        except (SyntaxError, ValueError):
+            raise ConfigError("optimizer.options", problem) from None
+        if None in options:  # **{...}
+            raise ConfigError("optimizer.options", problem)
+        return {str(name): value for name, value in options.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +181,41 @@ class TrainingConfig:
     """Samples by all workers together, instead of epochs."""
     seconds: float | None = field(default=None, metadata={"flag": "seconds"})
     """Seconds of training, instead of epochs."""
+    stop_at_accuracy: float | None = field(default=None, metadata={"flag": "stop-at-accuracy"})
+    """Accuracy of the center on the test set, in (0, 1], that ends the run before its time."""
+    patience: int | None = field(default=None, metadata={"flag": "patience"})
+    """Evaluations in a row without a better center that end the run before its time."""
     batch_size: int = field(default=64, metadata={"flag": "batch-size"})
     """Samples in one step of one worker."""
+    accumulate: int = 1
+    """Parts of a batch that go through the model one after the other, for want of memory."""
+    precision: str = field(default="float32", metadata={"flag": "precision"})
+    """Numbers that the model computes in: float32, or bf16 where torch's autocast finds it safe;
+    weights and gradients are float32 in both."""
+    label_smoothing: float = 0.0
+    """Share of each label, in [0, 1), that is spread over all classes while training."""
     seed: int = field(default=0, metadata={"flag": "seed"})
     """Seed of the initial weights, the order of the samples and all else that is random."""
     deterministic: bool = field(default=False, metadata={"flag": "deterministic"})
     """Refuse what would not give the same bits for the same seed and the same workers."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "samples", "batch_size"):
+        for name in ("epochs", "steps", "samples", "patience", "batch_size", "accumulate"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"training.{name}", "1 or more", value)
+        if self.accumulate > self.batch_size:
+            raise ConfigError(
+                "training.accumulate",
+                f"must be at most the {self.batch_size} samples of a batch, got {self.accumulate}",
+            )
+        if self.precision not in PRECISIONS:
+            raise UnknownNameError("training.precision", self.precision, PRECISIONS)
+        require(
+            0 <= self.label_smoothing < 1,
+            "training.label_smoothing",
+            "in [0, 1)",
+            self.label_smoothing,
+        )
         require(
             self.seconds is None or is_positive(self.seconds),
             "training.seconds",
@@ -139,9 +229,22 @@ class TrainingConfig:
             raise ConfigError(
                 f"training.{ends[0]}", f"and training.{ends[1]} exclude each other; give one"
             )
-        if self.deterministic and self.seconds is not None:
-            raise ConfigError("training.seconds", "depends on the clock, not with --deterministic")
+        self._check_stops()
         require(0 <= self.seed < 2**63, "training.seed", "in [0, 2^63)", self.seed)
+
+    def _check_stops(self) -> None:
+        accuracy = self.stop_at_accuracy
+        require(
+            accuracy is None or 0 < accuracy <= 1,
+            "training.stop_at_accuracy",
+            "in (0, 1], as 0.95 is",
+            accuracy,
+        )
+        for name in ("seconds", "stop_at_accuracy", "patience"):
+            if self.deterministic and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"training.{name}", "depends on the clock, not with --deterministic"
+                )
 
     @property
     def num_epochs(self) -> int | None:

@@ -47,6 +47,8 @@ class CheckpointConfig:
     """Epochs from one checkpoint to the next; None: not by epochs."""
     keep: int = 2
     """How many checkpoints are kept; older ones are deleted."""
+    keep_best: bool = False
+    """Keep the center with the best score as best.safetensors, beside the checkpoints."""
 
     def __post_init__(self) -> None:
         require(

@@ -4,8 +4,23 @@
 so that local paths, ``s3://`` and ``gs://`` are one code.
 """
 
-from raydl.data.batches import Batches, Normalizer
-from raydl.data.images import Dataset, ImageSet, channel_statistics
+from raydl.data.batches import Batches, Normalizer, preparation_for
+from raydl.data.images import ImageSet, channel_statistics
+from raydl.data.order import Order
+from raydl.data.samples import Batch, Dataset, DataShape, Prepare, Samples
 from raydl.data.sources import load
 
-__all__ = ["Batches", "Dataset", "ImageSet", "Normalizer", "channel_statistics", "load"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "DataShape",
+    "Dataset",
+    "ImageSet",
+    "Normalizer",
+    "Order",
+    "Prepare",
+    "Samples",
+    "channel_statistics",
+    "load",
+    "preparation_for",
+]

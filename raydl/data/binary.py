@@ -9,7 +9,8 @@ import zipfile
 import numpy as np
 
 from raydl.data.files import Place
-from raydl.data.images import Dataset, ImageSet, checked_pair, checked_set, split_off_test
+from raydl.data.images import ImageSet, checked_pair, checked_set, split_off_test
+from raydl.data.samples import Dataset
 from raydl.errors import DataError
 
 _CIFAR_SHAPE = (3, 32, 32)
@@ -75,9 +76,21 @@ def _cifar_rows(file: Place) -> np.ndarray:
 
 
 def read_npz(file: Place, *, seed: int) -> Dataset:
-    """Return the sets of an .npz file.
+    """Return the sets of an .npz file; one without a test part is split 90/10.
 
-    Its arrays are x_train, y_train, x_test, y_test, or images and labels (split 90/10).
+    Raises:
+        DataError: it does not open, lacks arrays, or their shapes or types do not fit.
+    """
+    train, test = npz_parts(file)
+    if test is None:
+        return split_off_test(train, seed=seed, source=file.name)
+    return checked_pair(train, test, source=file.name)
+
+
+def npz_parts(file: Place) -> tuple[ImageSet, ImageSet | None]:
+    """Return (training set, test set) of an .npz file as they lie in it.
+
+    Its arrays are x_train, y_train, x_test, y_test, or images and labels, without a test set.
 
     Raises:
         DataError: it does not open, lacks arrays, or their shapes or types do not fit.
@@ -88,11 +101,10 @@ def read_npz(file: Place, *, seed: int) -> Dataset:
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(file.name, f"is not a whole .npz file: {error}") from error
     if {"x_train", "y_train", "x_test", "y_test"} <= set(arrays):
-        parts = [_npz_set(file, arrays, f"x_{part}", f"y_{part}") for part in ("train", "test")]
-        return checked_pair(*parts, source=file.name)
+        train = _npz_set(file, arrays, "x_train", "y_train")
+        return train, _npz_set(file, arrays, "x_test", "y_test")
     if {"images", "labels"} <= set(arrays):
-        images = _npz_set(file, arrays, "images", "labels")
-        return split_off_test(images, seed=seed, source=file.name)
+        return _npz_set(file, arrays, "images", "labels"), None
     raise DataError(
         file.name,
         "needs the arrays x_train, y_train, x_test and y_test, or images and labels; it has "

@@ -2,50 +2,136 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from raydl.data.batches import Batches
+from raydl.data.order import Order
+from raydl.data.samples import Batch, MayLack, to_device
 from raydl.ledger import Span
 from raydl.metrics import TimeParts
 
+Fetched = tuple[Batch, np.ndarray, list[str]]
+"""A batch, its rows, and what is wrong with those that are left out."""
+_NUM_AHEAD = 4
+"""Batches of a streamed set that are fetched while a step computes."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Samples that could not be read, and were skipped."""
+
+    num_samples: int = 0
+    """How many, since the worker started."""
+    last: str = ""
+    """What was wrong with the last one."""
+
 
 class Feed:
-    """The training set in an order of its own for each epoch, the same on all workers.
+    """The training set in the order of each epoch.
+
+    Batches of a streamed set are fetched in a thread of their own while steps compute.
 
     Args:
         batches: the training set.
-        seed: of the orders.
+        order: of its samples; the same on all workers.
         device: where batches go.
         time_parts: where the time is counted.
     """
 
     def __init__(
-        self, batches: Batches, *, seed: int, device: torch.device, time_parts: TimeParts
+        self, batches: Batches, order: Order, *, device: torch.device, time_parts: TimeParts
     ) -> None:
         self._batches = batches
-        self._seed = seed
+        self._order = order
         self._device = device
         self._parts = time_parts
-        self._orders: dict[int, np.ndarray] = {}
+        self._ahead: dict[bytes, Future[Fetched]] = {}
+        self.left_out = LeftOut()
+        self._to_come: list[np.ndarray] = []
+        self._expected: tuple[object, ...] = ()
+        # No thread runs before there is something to fetch.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="feed")
 
-    def batch(self, epoch: int, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return (inputs, labels) of some positions of an epoch, shape [num_positions]."""
+    def batch(self, epoch: int, positions: np.ndarray) -> Batch:
+        """Return the samples at some positions of an epoch, ready for the model."""
         with self._parts.measure("data_io"):
-            inputs, labels = self._batches.batch(self._order(epoch)[positions])
-        if self._device.type == "cpu":
-            return inputs, labels
-        with self._parts.measure("host_device_data"):
-            return inputs.to(self._device), labels.to(self._device)
+            rows = self._order.rows(epoch, positions)
+            batch, rows, lacking = self._take(rows)
+            if lacking:
+                self.left_out = LeftOut(self.left_out.num_samples + len(lacking), lacking[-1])
+        if self._device.type != "cpu":
+            with self._parts.measure("host_device_data"):
+                batch = to_device(batch, self._device)
+        with self._parts.measure("data_io"):
+            prepared = self._batches.prepare(batch, rows, epoch)
+            # Not before: who decodes holds Python's lock, and this thread would wait for it.
+            self._fetch_ahead()
+        return prepared
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """Return the samples of an epoch in their order, shape [num_samples]."""
-        if epoch not in self._orders:
-            random = np.random.default_rng([self._seed, epoch])
-            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = random.permutation(self._batches.num_samples)
-        return self._orders[epoch]
+    def _take(self, rows: np.ndarray) -> Fetched:
+        """Return what was fetched ahead, or fetch it now."""
+        key = rows.tobytes()
+        self._to_come = [other for other in self._to_come if other.tobytes() != key]
+        future = self._ahead.pop(key, None)
+        return self._fetch(rows) if future is None else future.result()
+
+    def _fetch(self, rows: np.ndarray) -> Fetched:
+        samples = self._batches.samples
+        if isinstance(samples, MayLack):
+            return samples.fetch_readable(rows)
+        return samples.fetch(rows), rows, []
+
+    def expect(
+        self, epoch: int, steps: Sequence[np.ndarray], ahead: Sequence[tuple[int, Span]]
+    ) -> None:
+        """Get ready what comes next: a round's local steps, and what is reserved for later ones.
+
+        Args:
+            epoch: of the steps.
+            steps: positions of each local step of the round.
+            ahead: what will be claimed next, (epoch, positions).
+        """
+        if not self._batches.samples.is_streamed or not len(steps):
+            return
+        with self._parts.measure("data_io"):
+            self._expect_blocks(epoch, steps, ahead)
+            later = [self._order.rows(e, part) for e, part in _first_of(ahead, len(steps[0]))]
+            self._to_come = [self._order.rows(epoch, part) for part in steps] + later
+            wanted = {rows.tobytes() for rows in self._to_come}
+            self._ahead = {key: f for key, f in self._ahead.items() if key in wanted}
+            self._fetch_ahead()
+
+    def _expect_blocks(
+        self, epoch: int, steps: Sequence[np.ndarray], ahead: Sequence[tuple[int, Span]]
+    ) -> None:
+        """Tell the set which rows will come, when a block is new among them."""
+        expected = tuple((e, stop) for e, (_, stop) in ahead)
+        if expected == self._expected:
+            return
+        self._expected = expected
+        rows = [self._order.rows(epoch, part) for part in steps]
+        rows += [self._order.rows(e, positions_of([span])) for e, span in ahead]
+        self._batches.samples.expect(np.concatenate(rows))
+
+    def _fetch_ahead(self) -> None:
+        while self._to_come and len(self._ahead) < _NUM_AHEAD:
+            rows = self._to_come.pop(0)
+            if rows.tobytes() not in self._ahead:
+                self._ahead[rows.tobytes()] = self._pool.submit(self._fetch, rows)
+
+
+def _first_of(spans: Sequence[tuple[int, Span]], size: int) -> list[tuple[int, np.ndarray]]:
+    """Return the first few batches of ``size`` positions of the first epoch, with the epoch."""
+    if not spans or size == 0:
+        return []
+    epoch = spans[0][0]
+    positions = positions_of([span for e, span in spans if e == epoch])[: _NUM_AHEAD * size]
+    return [(epoch, positions[start : start + size]) for start in range(0, len(positions), size)]
 
 
 def positions_of(spans: list[Span]) -> np.ndarray:

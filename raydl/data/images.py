@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from raydl.data.order import Shuffled
+from raydl.data.samples import Batch, Dataset, DataShape
 from raydl.errors import DataError
 
 _CHUNK = 4096
@@ -42,15 +45,27 @@ class ImageSet:
         _, channels, height, width = self.images.shape
         return channels, height, width
 
+    @property
+    def shape(self) -> DataShape:
+        """What a model is built for."""
+        return DataShape(self.image_shape, self.num_classes, self.class_names)
 
-@dataclass(frozen=True)
-class Dataset:
-    """A training set and a test set of the same kind."""
+    @property
+    def is_streamed(self) -> bool:
+        """No: all pictures are here."""
+        return False
 
-    train: ImageSet
-    test: ImageSet
-    source: str
-    """What the user named."""
+    def order(self, seed: int) -> Shuffled:
+        """Return the order of the pictures in each epoch."""
+        return Shuffled(self.num_samples, seed)
+
+    def fetch(self, rows: np.ndarray) -> Batch:
+        """Return (uint8 pictures [B, C, H, W], int64 labels [B]) of these rows."""
+        # Fancy indexing copies just these rows, so torch never sees read-only memory.
+        return torch.from_numpy(self.images[rows]), torch.from_numpy(self.labels[rows])
+
+    def expect(self, rows: np.ndarray) -> None:
+        """Do nothing: all pictures are here."""
 
 
 def checked_set(

@@ -23,13 +23,13 @@ def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarr
     """
     iterator = iter(encoded)
     first = next(iterator)
-    mode = _mode_of(first, source=source)
-    picture = _decode(first, 0, mode=mode, source=source)
+    mode = mode_of(first, 0, source=source)
+    picture = decode_one(first, 0, mode=mode, source=source)
     images = np.empty((count, *picture.shape), np.uint8)
     images[0] = picture
 
     def put(row: int, data: bytes) -> None:
-        picture = _decode(data, row, mode=mode, source=source)
+        picture = decode_one(data, row, mode=mode, source=source)
         if picture.shape != images.shape[1:]:
             raise DataError(
                 source,
@@ -44,13 +44,22 @@ def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarr
     return images
 
 
-def _mode_of(data: bytes, *, source: str) -> str:
-    with _open(data, 0, source=source) as image:
+def mode_of(data: bytes, row: int, *, source: str) -> str:
+    """Return Pillow's mode to decode a set like this picture in: L (grey) or RGB.
+
+    Raises:
+        DataError: it is no picture.
+    """
+    with _open(data, row, source=source) as image:
         return "L" if image.mode in ("1", "L", "I", "I;16", "LA") else "RGB"
 
 
-def _decode(data: bytes, row: int, *, mode: str, source: str) -> np.ndarray:
-    """Return one picture, uint8, shape [C, H, W]."""
+def decode_one(data: bytes, row: int, *, mode: str, source: str) -> np.ndarray:
+    """Return one picture, uint8, shape [C, H, W].
+
+    Raises:
+        DataError: it does not decode.
+    """
     try:
         with _open(data, row, source=source) as image:
             pixels = np.asarray(image.convert(mode))

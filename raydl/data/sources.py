@@ -7,21 +7,26 @@ from pathlib import Path
 
 import numpy as np
 
+from raydl.config import InputConfig
 from raydl.data import files
 from raydl.data.binary import read_cifar, read_idx, read_npz
 from raydl.data.files import Place
-from raydl.data.images import Dataset, ImageSet, checked_pair, checked_set, split_off_test
-from raydl.data.parquet import read_parquet
+from raydl.data.from_parquet import load_parquet
+from raydl.data.images import ImageSet, checked_pair, checked_set, split_off_test
 from raydl.data.pictures import decode_all
+from raydl.data.samples import Dataset
+from raydl.data.text import TEXT_ENDINGS, load_text
+from raydl.data.whole import refuse_unfinished
 from raydl.errors import DataError, UnknownNameError
 
+_AS_USUAL = InputConfig()
 _BUNDLED = ("digits", "synthetic")
 _PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".pgm", ".ppm")
 _IDX_NAMES = ("{part}-images-idx3-ubyte", "{part}-images.idx3-ubyte")
 _LAYOUTS = "train-*.parquet, IDX files, data_batch_*.bin, or folders of pictures named by class"
 
 
-def load(source: str, *, seed: int = 0) -> Dataset:
+def load(source: str, *, seed: int = 0, input: InputConfig = _AS_USUAL) -> Dataset:
     """Return the training set and the test set that ``source`` names, decoded.
 
     A source without a test part is split 90/10 by the seed.
@@ -29,8 +34,10 @@ def load(source: str, *, seed: int = 0) -> Dataset:
     Args:
         source: ``digits``, ``synthetic``, ``synthetic:N[xCxHxW[xK]]``, or a path or URI of a
             Parquet image set (file, glob or folder), an IDX folder, CIFAR-10's binary
-            folder, an .npz file, or a folder of class folders.
+            folder, an .npz file, or a folder of class folders; of a text: .txt, .md, .npy
+            with tokens, or ``text:PATH`` for any other name.
         seed: of the split, and of synthetic data.
+        input: how samples are read.
 
     Raises:
         DataError: missing, empty, truncated, mislabelled or unrecognised input.
@@ -40,14 +47,17 @@ def load(source: str, *, seed: int = 0) -> Dataset:
         return load(str(Path(__file__).parent / "digits"))
     if source.split(":")[0] == "synthetic":
         return _synthetic(source, seed=seed)
+    if source.startswith("text:") or source.endswith(TEXT_ENDINGS):
+        return load_text(source.removeprefix("text:"), context=input.context)
     if "*" in source:
         found = files.glob(source)
         if not found:
             raise DataError(source, "no file matches")
-        return _from_parquet_files(found, source=source, seed=seed)
+        refuse_unfinished(found[0])
+        return _from_parquet_files(found, source=source, seed=seed, input=input)
     place = files.find(source)
     if place.is_dir():
-        return _from_folder(place, seed=seed)
+        return _from_folder(place, seed=seed, input=input)
     if not place.is_file():
         if re.fullmatch(r"[\w-]+", source):
             raise UnknownNameError("data", source, _BUNDLED)
@@ -55,15 +65,20 @@ def load(source: str, *, seed: int = 0) -> Dataset:
     if place.path.endswith(".npz"):
         return read_npz(place, seed=seed)
     if place.path.endswith(".parquet"):
-        return _from_parquet_files([place], source=source, seed=seed)
-    raise DataError(source, "a single file must be .parquet or .npz; name the folder otherwise")
+        return _from_parquet_files([place], source=source, seed=seed, input=input)
+    raise DataError(
+        source,
+        "a single file must be .parquet or .npz, or for a text .txt, .md, .npy or text:PATH; name "
+        "the folder otherwise",
+    )
 
 
-def _from_folder(folder: Place, *, seed: int) -> Dataset:
+def _from_folder(folder: Place, *, seed: int, input: InputConfig) -> Dataset:
     for place in (folder, folder / "data"):
         parquet = place.children("*.parquet") if place.is_dir() else []
         if parquet:
-            return _from_parquet_files(parquet, source=folder.name, seed=seed)
+            refuse_unfinished(parquet[0])
+            return _from_parquet_files(parquet, source=folder.name, seed=seed, input=input)
     for images_name in _IDX_NAMES:
         pairs = [_idx_pair(folder, images_name, part) for part in ("train", "t10k")]
         if pairs[0]:
@@ -74,17 +89,23 @@ def _from_folder(folder: Place, *, seed: int) -> Dataset:
     return _from_class_folders(folder, seed=seed)
 
 
-def _from_parquet_files(found: list[Place], *, source: str, seed: int) -> Dataset:
-    """Split files into parts by their names: train, test (or validation)."""
+def _from_parquet_files(
+    found: list[Place], *, source: str, seed: int, input: InputConfig
+) -> Dataset:
+    train, test = parquet_parts(found)
+    return load_parquet(train, test, source=source, seed=seed, input=input)
+
+
+def parquet_parts(found: list[Place]) -> tuple[list[Place], list[Place]]:
+    """Return (training, test) files by their names: train, test (or validation); test may be []."""
     parts = {
         part: [f for f in found if re.match(rf"{part}\b", f.basename)]
         for part in ("train", "test", "validation")
     }
     test = parts["test"] or parts["validation"]
-    if parts["train"] and test:
-        return checked_pair(read_parquet(parts["train"]), read_parquet(test), source=source)
-    whole = parts["train"] or found
-    return split_off_test(read_parquet(whole), seed=seed, source=source)
+    if not (parts["train"] and test):
+        parts["train"], test = parts["train"] or found, []
+    return parts["train"], test
 
 
 def _idx_pair(folder: Place, images_name: str, part: str) -> tuple[Place, Place] | None:
@@ -123,7 +144,19 @@ def _from_class_folders(folder: Place, *, seed: int) -> Dataset:
 
 
 def _class_folders(folder: Place) -> ImageSet:
-    """Read FOLDER/CLASS/*.png and the like; classes are numbered by name."""
+    pictures, labels, names = labelled_files(folder)
+    images = decode_all(
+        (picture.read() for picture in pictures), count=len(pictures), source=folder.name
+    )
+    return checked_set(images, labels, source=folder.name, class_names=names)
+
+
+def labelled_files(folder: Place) -> tuple[list[Place], np.ndarray, list[str]]:
+    """Return FOLDER/CLASS/*.png and the like, their labels, and the classes, numbered by name.
+
+    Raises:
+        DataError: there are none.
+    """
     classes = [child for child in folder.children() if child.is_dir()]
     pictures = [
         (picture, number)
@@ -133,12 +166,8 @@ def _class_folders(folder: Place) -> ImageSet:
     ]
     if not pictures:
         raise DataError(folder.name, f"holds nothing that is known here: {_LAYOUTS}")
-    images = decode_all(
-        (picture.read() for picture, _ in pictures), count=len(pictures), source=folder.name
-    )
     labels = np.array([number for _, number in pictures])
-    names = [child.basename for child in classes]
-    return checked_set(images, labels, source=folder.name, class_names=names)
+    return [picture for picture, _ in pictures], labels, [child.basename for child in classes]
 
 
 def _synthetic(source: str, *, seed: int) -> Dataset:

@@ -1,0 +1,125 @@
+"""Memory and waiting of workers that stream a Parquet set larger than they may hold.
+
+Command:   python benchmarks/streaming.py            (--quick: 200 MB instead of 2 GB)
+
+Writes pictures of 64x64 with noise, which do not compress, in row groups of 500; trains on them
+with two workers; watches the resident memory of the workers' processes, and reads from the run
+which share of their time went into waiting for data. The figure for memory is the peak above what
+the same workers hold with a set of a few pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDE, ROWS_PER_GROUP, ROWS_PER_FILE = 64, 500, 20_000
+NUM_WORKERS = 2
+
+
+def write_set(folder: Path, num_bytes: int) -> int:
+    """Write pictures of about so many bytes and a small test set; return the rows."""
+    random = np.random.default_rng(0)
+    row_bytes = SIDE * SIDE * 3
+    num_rows = num_bytes // row_bytes
+    for number, start in enumerate(range(0, num_rows, ROWS_PER_FILE)):
+        _write(folder / f"train-{number:05}.parquet", min(ROWS_PER_FILE, num_rows - start), random)
+    _write(folder / "test-0.parquet", 500, random)
+    return num_rows
+
+
+def _write(path: Path, num_rows: int, random: np.random.Generator) -> None:
+    schema = pa.schema({"image": pa.struct({"bytes": pa.binary()}), "label": pa.int64()})
+    with pq.ParquetWriter(path, schema, compression="none") as writer:
+        for start in range(0, num_rows, ROWS_PER_GROUP):
+            count = min(ROWS_PER_GROUP, num_rows - start)
+            labels = random.integers(0, 10, count)
+            cells = [{"bytes": _encoded(random, int(label))} for label in labels]
+            writer.write_table(pa.table({"image": cells, "label": labels}, schema=schema))
+
+
+def _encoded(random: np.random.Generator, label: int) -> bytes:
+    pixels = random.integers(0, 200, (SIDE, SIDE, 3), dtype=np.uint8)
+    pixels[:, 6 * label : 6 * label + 6] += 55  # something to learn
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "BMP")
+    return file.getvalue()
+
+
+def train(data: str, run_dir: Path, *, stream: str, num_samples: int) -> tuple[int, dict[str, Any]]:
+    """Train on a set; return the peak resident bytes of a worker, and the run's figures."""
+    mark = uuid.uuid4().hex
+    command = [
+        sys.executable, "-m", "raydl", "train", "--data", data, "--model", "lenet",
+        "--workers", str(NUM_WORKERS), "--samples", str(num_samples), "--lr", "0.02",
+        "--input.stream", stream, "--run-dir", str(run_dir), "--run.progress", "none",
+    ]  # fmt: skip
+    environment = {**os.environ, "RAYDL_BENCHMARK": mark, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    peak = 0
+    while process.poll() is None:
+        peak = max([peak, *_resident_bytes(mark)])
+        time.sleep(0.2)
+    if process.returncode:
+        sys.exit(process.returncode)
+    return peak, json.loads((run_dir / "result.json").read_text())
+
+
+def _resident_bytes(mark: str) -> list[int]:
+    """Return the resident memory of each worker's process of this benchmark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            is_worker = (entry / "cmdline").read_bytes().startswith(b"ray::WorkerActor")
+            if is_worker and mark.encode() in (entry / "environ").read_bytes():
+                pages = int((entry / "statm").read_text().split()[1])
+                found.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def main() -> None:
+    """Measure, and print a table and a line of JSON per figure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="200 MB instead of 2 GB")
+    num_bytes = 200_000_000 if parser.parse_args().quick else 2_000_000_000
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "set").mkdir()
+        num_rows = write_set(folder / "set", num_bytes)
+        few, _ = train("synthetic:256x3x64x64", folder / "few", stream="never", num_samples=2560)
+        peak, figures = train(
+            str(folder / "set"), folder / "run", stream="always", num_samples=num_rows
+        )
+    above = (peak - few) / 1e6
+    parts = figures["time_parts"]
+    trained_s = sum(seconds for part, seconds in parts.items() if part != "initialization")
+    print("| figure | value |\n| --- | --- |")
+    print(f"| rows of the set, {num_bytes / 1e9:.1f} GB | {num_rows:,} |")
+    print(f"| peak of a worker, a few pictures in memory | {few / 1e6:,.0f} MB |")
+    print(f"| peak of a worker, the set streamed | {peak / 1e6:,.0f} MB |")
+    print(f"| above the few pictures | {above:,.0f} MB |")
+    print(f"| share of data in the workers' time | {parts['data_io'] / trained_s:.2%} |")
+    print(json.dumps({"name": "streaming.megabytes_above", "value": above, "target": 1000}))
+
+
+if __name__ == "__main__":
+    main()

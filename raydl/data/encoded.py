@@ -1,0 +1,285 @@
+"""Parts of a source as Parquet holds them: encoded pictures and labels, or columns of a table.
+
+Pictures that lie encoded in files or in Parquet are copied as they are and not decoded; those that
+are arrays become PNG, which loses nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from PIL import Image
+
+from raydl.data.binary import npz_parts
+from raydl.data.files import Place
+from raydl.data.images import ImageSet, checked_pair
+from raydl.data.layout import Layout, find_layout
+from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures, open_groups
+from raydl.data.sources import labelled_files, load
+from raydl.errors import DataError
+
+_IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+_THREADS = 8
+"""Pictures that are read or encoded at a time: a store answers each after a while."""
+_BUFFER_BYTES = 1 << 20
+"""What is read of a Parquet column at a time, so that a large row group is never in memory."""
+
+
+class Part(Protocol):
+    """A training set or a test set on its way into Parquet."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, 1 or more."""
+        ...
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of all tables, with the names of classes where they are known."""
+        ...
+
+    @property
+    def pictures(self) -> str | None:
+        """The column of pictures, if there is one."""
+        ...
+
+    def tables(self, num_rows: int) -> Iterator[pa.Table]:
+        """Return the rows in order, at most ``num_rows`` at a time.
+
+        Raises:
+            DataError: one can not be read, or is mislabelled.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EncodedPictures:
+    """Labelled pictures that are encoded, or read, one by one."""
+
+    labels: np.ndarray
+    """int64, shape [N]."""
+    class_names: tuple[str, ...]
+    encode: Callable[[int], tuple[bytes, str | None]]
+    """Return a picture of 0..N-1, encoded, and the name of its file."""
+    order: np.ndarray
+    """The pictures in the order in which they are written, shape [N]."""
+
+    @property
+    def num_rows(self) -> int:
+        """Pictures."""
+        return len(self.labels)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """``image`` and ``label``, with the names of the classes."""
+        return picture_schema(self.class_names)
+
+    @property
+    def pictures(self) -> str:
+        """The column ``image``."""
+        return "image"
+
+    def tables(self, num_rows: int) -> Iterator[pa.Table]:
+        """Return the rows in order, at most ``num_rows`` at a time."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for start in range(0, self.num_rows, num_rows):
+                rows = self.order[start : start + num_rows]
+                found = [{"bytes": b, "path": p} for b, p in pool.map(self.encode, rows.tolist())]
+                columns = [pa.array(found, _IMAGE), pa.array(self.labels[rows], pa.int64())]
+                yield pa.Table.from_arrays(columns, schema=self.schema)
+
+    def shuffled(self, random: np.random.Generator) -> EncodedPictures:
+        """Return the same pictures in another order."""
+        return replace(self, order=random.permutation(self.num_rows))
+
+
+@dataclass(frozen=True)
+class ParquetPart:
+    """Rows of Parquet files, copied: a table, or pictures under the names that the hub gives."""
+
+    groups: ParquetGroups
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files."""
+        return sum(self.groups.sizes)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """That of the first file; of pictures ``image`` and ``label``."""
+        if self.pictures:
+            return picture_schema(class_names_of(self.groups.schema))
+        return self.groups.schema
+
+    @property
+    def pictures(self) -> str | None:
+        """The column ``image``, if these are pictures."""
+        return "image" if has_pictures(self.groups.columns) else None
+
+    def tables(self, num_rows: int) -> Iterator[pa.Table]:
+        """Return the rows in order, at most ``num_rows`` at a time."""
+        for file in self.groups.files:
+            start = 0
+            for batch in batches_of(file, self.groups.columns, num_rows=num_rows):
+                table = pa.Table.from_batches([batch])
+                yield self._cast(table, file.name, start)
+                start += len(batch)
+
+    def _cast(self, table: pa.Table, source: str, start: int) -> pa.Table:
+        if self.pictures:
+            arrays = _labelled(table, class_names_of(self.groups.schema), source, start)
+            return pa.Table.from_arrays(arrays, schema=self.schema)
+        try:
+            return table.select(self.schema.names).cast(self.schema)
+        except (pa.ArrowException, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            first = self.groups.files[0].name
+            raise DataError(source, f"has other columns than {first}: {reason}") from error
+
+
+def batches_of(file: Place, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.RecordBatch]:
+    """Yield rows of a Parquet file in order; of a large row group only some are in memory.
+
+    Raises:
+        DataError: the file is cut off, or was changed.
+    """
+    try:
+        with file.filesystem.open_input_file(file.path) as stream:
+            opened = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+            yield from opened.iter_batches(num_rows, columns=list(columns))
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(file.name, f"can not be read: {reason}") from error
+
+
+def _labelled(
+    table: pa.Table, names: Sequence[str] | None, source: str, start: int
+) -> tuple[pa.Array, pa.Array]:
+    """Return (pictures, labels) of rows that begin with ``start`` of a file, both checked."""
+    image, label = table.column_names
+    images, labels = (table[name].combine_chunks() for name in (image, label))
+    paths = pa.nulls(len(table), pa.string())
+    if pa.types.is_struct(images.type):
+        fields = {field.name for field in images.type}
+        # Unlike .field(), this knows that the parts of a struct that is null are null.
+        paths = pc.struct_field(images, "path") if "path" in fields else paths
+        images = pc.struct_field(images, "bytes") if "bytes" in fields else images
+    if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
+        raise DataError(source, f"column {image!r} must hold encoded pictures, it is {images.type}")
+    if not pa.types.is_integer(labels.type):
+        raise DataError(source, f"column {label!r} must hold integers, it is {labels.type}")
+    for name, column in ((image, images), (label, labels)):
+        if column.null_count:
+            row = start + pc.index(pc.is_null(column), True).as_py()
+            raise DataError(source, f"column {name!r} is null in row {row}")
+    labels = labels.cast(pa.int64())
+    _require_classes(labels.to_numpy(), names, source, start)
+    parts = [images.cast(pa.binary()), paths.cast(pa.string())]
+    return pa.StructArray.from_arrays(parts, fields=list(_IMAGE)), labels
+
+
+def _require_classes(
+    labels: np.ndarray, names: Sequence[str] | None, source: str, start: int
+) -> None:
+    limit = len(names) if names else np.iinfo(np.int64).max
+    wrong = np.flatnonzero((labels < 0) | (labels >= limit))
+    if len(wrong):
+        rule = f"0 to {limit - 1}" if names else "0 or more"
+        row = int(wrong[0])
+        raise DataError(source, f"row {start + row} has label {labels[row]}; labels must be {rule}")
+
+
+def picture_schema(class_names: Sequence[str] | None) -> pa.Schema:
+    """Return the schema that the Hugging Face hub gives to labelled pictures.
+
+    Args:
+        class_names: one name per class; None: they are not known.
+    """
+    label: dict[str, Any] = {"dtype": "int64", "_type": "Value"}
+    if class_names:
+        label = {"names": list(class_names), "_type": "ClassLabel"}
+    features = {"image": {"_type": "Image"}, "label": label}
+    hub = json.dumps({"info": {"features": features}})
+    columns = {"image": _IMAGE, "label": pa.int64()}
+    return pa.schema(columns, metadata={"huggingface": hub})
+
+
+def read_parts(source: str, *, seed: int) -> dict[str, Part]:
+    """Return the parts of a source by name, train and, where there is one, test.
+
+    Args:
+        source: what :func:`raydl.data.load` reads, but no text.
+        seed: of synthetic data.
+
+    Raises:
+        DataError: it can not be read, or is a text.
+    """
+    layout = find_layout(source)
+    if layout.kind == "parquet":
+        parts = (open_groups(files) for files in (layout.train, layout.test) if files)
+        return _named(*map(ParquetPart, parts))
+    if layout.kind == "folders":
+        return _named(*_of_folders(layout, source))
+    return _named(*map(_of_set, image_sets(layout, source, seed=seed)))
+
+
+def _named(train: Part, test: Part | None = None) -> dict[str, Part]:
+    return {"train": train} if test is None else {"train": train, "test": test}
+
+
+def image_sets(layout: Layout, source: str, *, seed: int) -> list[ImageSet]:
+    """Return [training set, test set] of a source that is read as a whole; the second may lack.
+
+    Raises:
+        DataError: it can not be read, or holds no pictures.
+    """
+    if layout.kind == "text":
+        raise DataError(source, "is a text; pictures and tables alone become Parquet")
+    if layout.kind == "npz":
+        train, test = npz_parts(layout.train[0])
+        if test is None:
+            return [train]
+        data = checked_pair(train, test, source=source)
+    else:
+        data = load(source, seed=seed)
+    sets = [part for part in (data.train, data.test) if isinstance(part, ImageSet)]
+    if not sets:
+        raise DataError(source, f"holds {data.train.shape}; pictures and tables become Parquet")
+    return sets
+
+
+def _of_set(images: ImageSet) -> EncodedPictures:
+    def encode(row: int) -> tuple[bytes, str | None]:
+        buffer, pixels = io.BytesIO(), images.images[row]
+        grey = len(pixels) == 1
+        Image.fromarray(pixels[0] if grey else np.moveaxis(pixels, 0, 2)).save(buffer, "PNG")
+        return buffer.getvalue(), None
+
+    order = np.arange(images.num_samples)
+    return EncodedPictures(images.labels, images.class_names, encode, order)
+
+
+def _of_folders(layout: Layout, source: str) -> list[EncodedPictures]:
+    found = [labelled_files(place) for place in (*layout.train, *layout.test)]
+    all_names = max((names for _, _, names in found), key=len)
+    if any(names != all_names[: len(names)] for _, _, names in found):
+        raise DataError(source, "the training set and the test set name different classes")
+    return [_of_files(pictures, labels, all_names) for pictures, labels, _ in found]
+
+
+def _of_files(
+    pictures: Sequence[Place], labels: np.ndarray, names: Sequence[str]
+) -> EncodedPictures:
+    def encode(row: int) -> tuple[bytes, str | None]:
+        return pictures[row].read(), pictures[row].basename
+
+    return EncodedPictures(labels, tuple(names), encode, np.arange(len(labels)))

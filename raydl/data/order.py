@@ -1,0 +1,124 @@
+"""In which order the samples of a set come, in each epoch; the same on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+_KEPT_BLOCKS = 8
+"""Shuffled blocks that are remembered: those that a worker is in, and those it helps with."""
+
+
+class Order(Protocol):
+    """Which sample stands at which position of an epoch."""
+
+    num_samples: int
+    """Positions in an epoch."""
+
+    def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at some positions, int64, shape [num_positions]."""
+        ...
+
+    def cuts(self, epoch: int) -> Sequence[int] | None:
+        """Return where the blocks of an epoch end, rising, the last one ``num_samples``.
+
+        None: it has no blocks; any position is as near as any other.
+        """
+        ...
+
+
+class Shuffled:
+    """Any sample at any position; for a set in memory.
+
+    Args:
+        num_samples: in the set.
+        seed: of the orders.
+    """
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self._seed = seed
+        self._orders: dict[int, np.ndarray] = {}
+
+    def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at some positions of an epoch."""
+        if epoch not in self._orders:
+            random = np.random.default_rng([self._seed, epoch])
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
+            self._orders[epoch] = random.permutation(self.num_samples)
+        rows: np.ndarray = self._orders[epoch][positions]
+        return rows
+
+    def cuts(self, epoch: int) -> None:
+        """Return None: there are no blocks."""
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_orders": {}}
+
+
+class InBlocks:
+    """Row groups in random order, a few of them mixed with one another to a block.
+
+    What is read from a file comes in row groups. So a worker takes a block, reads it whole, and
+    trains on its rows in an order of their own; samples that are far apart in the set never meet
+    in a batch, unless the blocks are large.
+
+    Args:
+        sizes: samples in each row group, in the order of the set, each 1 or more.
+        seed: of the orders.
+        block_samples: row groups are put together until they hold so many samples.
+    """
+
+    def __init__(self, sizes: Sequence[int], seed: int, *, block_samples: int) -> None:
+        self._sizes = np.asarray(sizes, np.int64)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        self.num_samples = int(self._sizes.sum())
+        self._seed = seed
+        self._block_samples = block_samples
+        self._plans: dict[int, tuple[list[np.ndarray], np.ndarray]] = {}
+        self._mixed: dict[tuple[int, int], np.ndarray] = {}
+
+    def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at some positions of an epoch."""
+        _, cuts = self._plan(epoch)
+        blocks = np.searchsorted(cuts, positions, side="right")
+        rows = np.empty(len(positions), np.int64)
+        for block in np.unique(blocks).tolist():
+            is_here = blocks == block
+            start = cuts[block - 1] if block else 0
+            rows[is_here] = self._rows_of(epoch, block)[positions[is_here] - start]
+        return rows
+
+    def cuts(self, epoch: int) -> Sequence[int]:
+        """Return where the blocks of an epoch end."""
+        cuts: list[int] = self._plan(epoch)[1].tolist()
+        return cuts
+
+    def _plan(self, epoch: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return (the row groups of each block, where each block ends)."""
+        if epoch not in self._plans:
+            groups = np.random.default_rng([self._seed, epoch]).permutation(len(self._sizes))
+            ends = np.cumsum(self._sizes[groups])
+            last = np.flatnonzero(np.diff((ends - 1) // self._block_samples, append=-1))
+            plan = np.split(groups, last[:-1] + 1), ends[last]
+            self._plans = {e: p for e, p in self._plans.items() if e == epoch - 1}
+            self._plans[epoch] = plan
+        return self._plans[epoch]
+
+    def _rows_of(self, epoch: int, block: int) -> np.ndarray:
+        """Return the samples of a block in their order."""
+        key = (epoch, block)
+        if key not in self._mixed:
+            groups = self._plan(epoch)[0][block]
+            rows = [np.arange(self._starts[g], self._starts[g] + self._sizes[g]) for g in groups]
+            random = np.random.default_rng([self._seed, epoch, block])
+            while len(self._mixed) >= _KEPT_BLOCKS:
+                del self._mixed[next(iter(self._mixed))]
+            self._mixed[key] = random.permutation(np.concatenate(rows))
+        return self._mixed[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}, "_mixed": {}}

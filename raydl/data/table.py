@@ -1,0 +1,195 @@
+"""Tables: columns of numbers, for tasks of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from raydl.data.order import InBlocks, Shuffled
+from raydl.data.row_groups import GroupCache, RowGroups
+from raydl.data.samples import Batch, DataShape
+from raydl.errors import DataError
+
+Columns = Mapping[str, np.ndarray]
+"""Arrays with one first dimension, that of the rows."""
+
+
+@dataclass(frozen=True)
+class TableSet:
+    """A table in memory.
+
+    Attributes:
+        columns: float32, int64 or bool, shape [N, ...].
+    """
+
+    columns: Columns
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the table."""
+        return len(next(iter(self.columns.values())))
+
+    @property
+    def shape(self) -> DataShape:
+        """What a model is built for: the shape of each column."""
+        return shape_of(self.columns)
+
+    @property
+    def is_streamed(self) -> bool:
+        """No: all rows are here."""
+        return False
+
+    def order(self, seed: int) -> Shuffled:
+        """Return the order of the rows in each epoch."""
+        return Shuffled(self.num_samples, seed)
+
+    def fetch(self, rows: np.ndarray) -> Batch:
+        """Return ``{column: tensor}`` of these rows."""
+        return {name: torch.from_numpy(array[rows]) for name, array in self.columns.items()}
+
+    def expect(self, rows: np.ndarray) -> None:
+        """Do nothing: all rows are here."""
+
+
+class StreamedTable:
+    """A table whose rows are read as they are needed.
+
+    Args:
+        groups: where they lie.
+        shuffle_samples: row groups are mixed with one another until they hold so many rows.
+    """
+
+    def __init__(self, groups: RowGroups, *, shuffle_samples: int) -> None:
+        self._groups = GroupCache(groups, _Arrays(groups))
+        self._shuffle_samples = shuffle_samples
+        self.shape = shape_of(self._groups.get(0))
+        """What a model is built for: the shape of each column."""
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the table."""
+        return self._groups.num_rows
+
+    @property
+    def is_streamed(self) -> bool:
+        """Yes."""
+        return True
+
+    def order(self, seed: int) -> InBlocks:
+        """Return the order of the rows in each epoch: row groups at random, a few mixed."""
+        return InBlocks(self._groups.groups.sizes, seed, block_samples=self._shuffle_samples)
+
+    def fetch(self, rows: np.ndarray) -> Batch:
+        """Return ``{column: tensor}`` of these rows.
+
+        Raises:
+            DataError: a row group can not be read, or has other columns than the first.
+        """
+        numbers, within = self._groups.places(rows)
+        out = {
+            name: np.empty((len(rows), *shape), self._groups.get(0)[name].dtype)
+            for name, shape in self.shape.columns.items()
+        }
+        for number in np.unique(numbers).tolist():
+            columns, is_here = self._groups.get(number), numbers == number
+            if shape_of(columns) != self.shape:
+                raise DataError(
+                    self._groups.groups.name(number),
+                    f"has {shape_of(columns)} of other shapes than the first row group",
+                )
+            for name, array in out.items():
+                array[is_here] = columns[name][within[is_here]]
+        return {name: torch.from_numpy(array) for name, array in out.items()}
+
+    def expect(self, rows: np.ndarray) -> None:
+        """Read the row groups of these rows ahead."""
+        self._groups.expect(rows)
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Makes arrays of a row group."""
+
+    groups: RowGroups
+
+    def __call__(self, table: pa.Table, number: int) -> Columns:
+        return arrays_of(table, source=self.groups.name(number))
+
+
+def shape_of(columns: Columns) -> DataShape:
+    """Return the shape of one row of a table."""
+    return DataShape((), 0, columns={name: a.shape[1:] for name, a in columns.items()})
+
+
+def arrays_of(table: pa.Table, *, source: str) -> Columns:
+    """Return the columns of a table as arrays: float32, int64 or bool, shape [N, ...].
+
+    Raises:
+        DataError: a column holds no numbers, lists of different lengths, or nulls.
+    """
+    return {name: _array_of(table[name], name, source=source) for name in table.column_names}
+
+
+def _array_of(column: pa.ChunkedArray, name: str, *, source: str) -> np.ndarray:
+    if column.null_count:
+        row = next(i for i, value in enumerate(column) if not value.is_valid)
+        raise DataError(source, f"column {name!r} is null in row {row}")
+    values, shape = column.combine_chunks(), [len(column)]
+    if isinstance(values.type, pa.BaseExtensionType):
+        return _checked_tensor(tensor_array(values), name, source=source)
+    while _is_list(values.type):
+        lengths = np.unique(np.asarray(pa.compute.list_value_length(values)))
+        if len(lengths) > 1:
+            raise DataError(
+                source,
+                f"column {name!r} holds lists of {lengths[0]} to {lengths[-1]} values; "
+                f"all rows must have as many",
+            )
+        shape.append(int(lengths[0]) if len(lengths) else 0)
+        values = values.flatten()
+    return _numbers(values, name, source=source).reshape(shape)
+
+
+def tensor_array(values: pa.Array) -> np.ndarray:
+    """Return a column of tensors, Arrow's own or Ray's, as one array, shape [N, ...]."""
+    if hasattr(values, "to_numpy_ndarray"):
+        array: np.ndarray = values.to_numpy_ndarray()
+    else:
+        array = values.to_numpy(zero_copy_only=False)
+    return array
+
+
+def _checked_tensor(array: np.ndarray, name: str, *, source: str) -> np.ndarray:
+    if array.dtype == object:
+        raise DataError(source, f"column {name!r} holds tensors of different shapes")
+    kinds = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.bool_}
+    if array.dtype.kind not in kinds:
+        raise DataError(source, f"column {name!r} holds {array.dtype}, no numbers")
+    return array.astype(kinds[array.dtype.kind])
+
+
+def _is_list(type: pa.DataType) -> bool:
+    is_any = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_it(type) for is_it in is_any)
+
+
+def _numbers(values: pa.Array, name: str, *, source: str) -> np.ndarray:
+    dtype: type[np.generic]
+    if pa.types.is_boolean(values.type):
+        dtype = np.bool_
+    elif pa.types.is_integer(values.type):
+        dtype = np.int64
+    elif pa.types.is_floating(values.type):
+        dtype = np.float32
+    else:
+        raise DataError(
+            source,
+            f"column {name!r} holds {values.type}, no numbers; name the columns to read with "
+            f"--input.columns",
+        )
+    array: np.ndarray = values.to_numpy(zero_copy_only=False).astype(dtype)
+    return array

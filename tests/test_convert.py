@@ -1,0 +1,598 @@
+"""Sets become Parquet without a change to a picture, whole or not at all; and what is in them."""
+
+import dataclasses
+import gzip
+import io
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+from PIL import Image
+from test_data import idx, pictures, png, write_parquet
+
+from raydl import cli
+from raydl.config import InputConfig
+from raydl.data import load
+from raydl.data.convert import ConvertConfig, convert, file_plan, regrouped
+from raydl.data.info import bytes_text, inspect
+from raydl.data.whole import UNFINISHED
+from raydl.errors import ConfigError, DataError
+from raydl.storage import Storage, open_filesystem
+
+
+def rows(count, num_classes=3):
+    return np.arange(count) % num_classes
+
+
+def make_idx(folder):
+    for part, count in (("train", 30), ("t10k", 7)):
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pictures(count))))
+        labels = idx(rows(count).astype(np.uint8))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+
+
+def make_cifar(folder):
+    for name, count in (("data_batch_1", 20), ("data_batch_2", 9), ("test_batch", 5)):
+        cells = pictures(count, (3073,), seed=count)
+        cells[:, 0] = rows(count, 10)
+        (folder / f"{name}.bin").write_bytes(cells.tobytes())
+    (folder / "batches.meta.txt").write_text("\n".join("abcdefghij"))
+
+
+def make_folders(folder, parts=("",), ending="png"):
+    for seed, part in enumerate(parts):
+        for number, name in enumerate(("cat", "dog", "eel")):
+            place = folder / part / name
+            place.mkdir(parents=True)
+            for k, cell in enumerate(pictures(8, (5, 6, 3), seed=10 * seed + number)):
+                Image.fromarray(cell).save(place / f"{k}.{ending}")
+
+
+def make_hub(folder):
+    write_parquet(folder / "train-0.parquet", pictures(25), rows(25), ["x", "y", "z"])
+    write_parquet(folder / "train-1.parquet", pictures(8, seed=1), rows(8), ["x", "y", "z"])
+    write_parquet(folder / "validation-0.parquet", pictures(6, seed=2), rows(6), ["x", "y", "z"])
+
+
+def make_other_names(folder):
+    """As some sets of the hub: other names of columns, pictures without a struct, no names."""
+    cells = pa.array([png(p) for p in pictures(24)], pa.large_binary())
+    table = pa.table({"img": cells, "fine_label": pa.array(rows(24), pa.int32()), "more": rows(24)})
+    pq.write_table(table, folder / "a.parquet", row_group_size=10)
+
+
+def make_npz(folder):
+    np.savez(folder / "set.npz", images=pictures(40, (5, 6, 3)), labels=rows(40))
+    return "set.npz"
+
+
+def make_npz_parts(folder):
+    x, y = pictures(20), rows(20)
+    np.savez(folder / "set.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4] % 2)
+    return "set.npz"
+
+
+MAKERS = {
+    "idx": make_idx,
+    "cifar": make_cifar,
+    "class folders": make_folders,
+    "class folders with a test part": lambda f: make_folders(f, ("train", "test"), "jpg"),
+    "class folders of training alone": lambda f: make_folders(f, ("train",)),
+    "hub": make_hub,
+    "parquet with other names": make_other_names,
+    "npz": make_npz,
+    "npz with a test part": make_npz_parts,
+}
+SMALL = ConvertConfig(rows_per_group=4, rows_per_file=10)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Return a function that makes a source of a kind and gives its path."""
+
+    def make(kind):
+        folder = tmp_path / "source"
+        folder.mkdir()
+        return str(folder / (MAKERS[kind](folder) or ""))
+
+    return make
+
+
+def assert_same(ours, theirs):
+    for part in ("train", "test"):
+        a, b = getattr(ours, part), getattr(theirs, part)
+        assert np.array_equal(a.images, b.images)
+        assert np.array_equal(a.labels, b.labels)
+        assert a.class_names == b.class_names
+
+
+def groups_of(folder):
+    """Return {file: rows of its row groups}."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        footer = pq.read_metadata(path)
+        found[path.name] = [footer.row_group(g).num_rows for g in range(footer.num_row_groups)]
+    return found
+
+
+# the same data
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_was_converted_loads_as_the_source_does_bit_for_bit(source, tmp_path, kind):
+    path, out = source(kind), tmp_path / "out"
+    convert(path, str(out), SMALL)
+    for seed in (0, 5):  # one without a test part is split alike, by any seed
+        assert_same(load(path, seed=seed), load(str(out), seed=seed))
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic:24x3x4x5x3"])
+def test_bundled_sets_are_converted_by_name(tmp_path, name):
+    convert(name, str(tmp_path / "out"), ConvertConfig(seed=3))
+    assert_same(load(name, seed=3), load(str(tmp_path / "out")))
+
+
+def test_encoded_pictures_are_copied_and_not_decoded(source, tmp_path):
+    path, out = source("class folders"), tmp_path / "out"
+    (tmp_path / "source/dog/3.png").write_bytes(b"not looked at")
+    convert(path, str(out))
+    table = pq.read_table(out / "train-00000-of-00001.parquet")
+    assert table["image"][11].as_py() == {"bytes": b"not looked at", "path": "3.png"}
+    again = tmp_path / "again"
+    convert(str(out), str(again))
+    assert pq.read_table(again / "train-00000-of-00001.parquet").equals(table)
+
+
+def test_files_have_the_names_columns_and_class_names_of_the_hub(source, tmp_path):
+    out = tmp_path / "out"
+    written = convert(source("idx"), str(out), SMALL)
+    assert groups_of(out) == {
+        "test-00000-of-00001.parquet": [4, 3],
+        "train-00000-of-00003.parquet": [4, 4, 2],
+        "train-00001-of-00003.parquet": [4, 4, 2],
+        "train-00002-of-00003.parquet": [4, 4, 2],
+    }
+    assert [(w.name, w.num_rows, w.num_files, w.num_groups) for w in written] == [
+        ("train", 30, 3, 9),
+        ("test", 7, 1, 2),
+    ]
+    assert sum(w.num_bytes for w in written) == sum(p.stat().st_size for p in out.iterdir())
+    schema = pq.read_schema(out / "test-00000-of-00001.parquet")
+    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    assert schema.equals(pa.schema({"image": image, "label": pa.int64()}))
+    features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+    assert features == {
+        "image": {"_type": "Image"},
+        "label": {"names": ["0", "1", "2"], "_type": "ClassLabel"},
+    }
+
+
+def test_a_table_is_copied_with_its_types_in_smaller_row_groups(tmp_path):
+    table = pa.table(
+        {"x": pa.array(np.arange(36.0).reshape(12, 3).tolist(), pa.list_(pa.float32(), 3)),
+         "y": pa.array(range(12), pa.int16())},
+        metadata={"made": "by hand"},
+    )  # fmt: skip
+    pq.write_table(table, tmp_path / "table.parquet")
+    convert(str(tmp_path / "table.parquet"), str(tmp_path / "out"), SMALL)
+    assert list(groups_of(tmp_path / "out").values()) == [[4, 4, 2], [2]]
+    again = pa.concat_tables(pq.read_table(p) for p in sorted((tmp_path / "out").iterdir()))
+    assert again.equals(table)
+    assert again.schema.metadata == table.schema.metadata
+
+
+def test_rows_are_shuffled_by_the_seed_where_it_is_asked_for(source, tmp_path):
+    path = source("class folders")
+    labels = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        convert(path, str(tmp_path / name), ConvertConfig(shuffle=True, seed=seed))
+        table = pq.read_table(tmp_path / name / "train-00000-of-00001.parquet")
+        labels[name] = table["label"].to_pylist()
+    assert labels["a"] == labels["b"] != labels["c"]
+    assert sorted(labels["a"]) == [0] * 8 + [1] * 8 + [2] * 8
+    pixels = np.stack(
+        [np.asarray(Image.open(io.BytesIO(b["bytes"]))) for b in table["image"].to_pylist()]
+    )
+    first = labels["c"].index(1)
+    assert pixels[first].tolist() in pictures(8, (5, 6, 3), seed=1).tolist()
+
+
+def test_the_plan_has_every_row_once_and_no_group_beyond_its_size():
+    config = ConvertConfig(rows_per_group=3, rows_per_file=7)
+    assert file_plan(16, config) == [[3, 3, 1], [3, 3, 1], [2]]
+    assert file_plan(2, ConvertConfig(rows_per_group=5, rows_per_file=1)) == [[1], [1]]
+    tables = [pa.table({"x": part}) for part in ([0, 1, 2, 3, 4], [5], [6, 7])]
+    found = [t["x"].to_pylist() for t in regrouped(tables, [1, 2, 4, 1])]
+    assert found == [[0], [1, 2], [3, 4, 5, 6], [7]]
+
+
+def test_one_large_row_group_is_never_in_memory_as_a_whole(tmp_path):
+    cells = [{"bytes": bytes([k % 256]) * 8192, "path": None} for k in range(4000)]
+    table = pa.table({"image": cells, "label": rows(4000)})
+    path, size = tmp_path / "one.parquet", table.nbytes
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    del table, cells
+    before, held = pa.total_allocated_bytes(), []
+    convert(
+        str(path),
+        str(tmp_path / "out"),
+        ConvertConfig(rows_per_group=100),
+        on_rows=lambda *_: held.append(pa.total_allocated_bytes() - before),
+    )
+    assert len(held) == 41
+    assert 0 < max(held) < size / 2
+
+
+# whole or not at all
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_conversion_that_fails_leaves_nothing(source, tmp_path, is_there, error):
+    path, out = source("idx"), tmp_path / "new/out"
+    if is_there:
+        out.mkdir(parents=True)
+
+    def fail(part, num_done, num_rows):
+        if (part, num_done) == ("test", 4):
+            raise error
+
+    expected = DataError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        convert(path, str(out), SMALL, on_rows=fail)
+    assert [*out.parent.iterdir()] == ([out] if is_there else [])
+    assert not is_there or [*out.iterdir()] == []
+    convert(path, str(out), SMALL)
+    assert_same(load(path), load(str(out)))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_cut_left_is_not_taken_for_a_set(source, tmp_path, is_there):
+    path, out, kept = source("idx"), tmp_path / "out", tmp_path / "kept"
+    if is_there:
+        out.mkdir()
+    seen = []
+
+    def look(part, num_done, num_rows):
+        """What would be there if the process were killed now."""
+        hidden = tmp_path / f".out{UNFINISHED}"
+        place = out if is_there else hidden
+        assert out.exists() == is_there
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(place, kept)
+        if is_there:
+            with pytest.raises(DataError, match=r"is not whole|holds nothing"):
+                load(str(kept))
+        seen.append(num_done)
+        with pytest.raises(DataError, match="goes on or was cut off; if none goes on, delete it"):
+            convert(path, str(out))
+
+    convert(path, str(out), SMALL, on_rows=look)
+    assert len(seen) == 13
+    if is_there:
+        with pytest.raises(DataError, match=r"kept: is not whole: \.unfinished in it says"):
+            load(f"{kept}/*.parquet")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out", "source"]
+    assert len([*out.iterdir()]) == 4
+
+
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+    """The URI of an empty bucket on a server of this machine."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "key")
+    query = f"?scheme=http&endpoint_override={host}:{port}&allow_bucket_creation=true"
+    open_filesystem(f"s3://sets{query}")[0].create_dir("sets")
+    yield f"s3://sets/{{}}{query}"
+    server.stop()
+
+
+def test_an_object_store_is_written_whole_or_not_at_all(bucket, tmp_path):
+    uri = bucket.format("new/digits")
+    storage = Storage(uri)
+
+    def cut(part, num_done, num_rows):
+        if (part, num_done) == ("test", 359):
+            assert storage.list_dir("") == [UNFINISHED, "train-00000-of-00001.parquet"]
+            with pytest.raises(DataError, match=r"new/digits\?.*: is not whole: .unfinished in it"):
+                load(uri)
+            with pytest.raises(DataError, match="if none goes on, delete it"):
+                convert("digits", uri)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert("digits", uri, on_rows=cut)
+    assert storage.list_dir("") == []
+    convert("digits", uri)
+    assert_same(load("digits"), load(uri))
+    names = ["test-00000-of-00001.parquet", "train-00000-of-00001.parquet"]
+    assert storage.list_dir("") == names
+    with pytest.raises(DataError, match="is not empty, it holds test-00000"):
+        convert("digits", uri)
+    convert(uri, str(tmp_path / "back"), SMALL)
+    assert_same(load("digits"), load(str(tmp_path / "back")))
+    found = inspect(uri)
+    assert [part.num_rows for part in found.parts] == [1438, 359]
+    missing = bucket.format("x").replace("s3://sets", "s3://nowhere").replace("true", "false")
+    with pytest.raises(DataError, match="can not be written: the bucket does not exist"):
+        convert("digits", missing)
+
+
+def broken(tmp_path, case):
+    """Return a source and a target, one of which is wrong."""
+    out, path = tmp_path / "out", tmp_path / "in.parquet"
+    if case == "target not empty":
+        out.mkdir()
+        (out / "mine.txt").write_text("keep")
+    elif case == "target is a file":
+        out.write_text("keep")
+    elif case == "parent is a file":
+        (tmp_path / "file").write_text("keep")
+        return "digits", str(tmp_path / "file/out")
+    elif case == "no such source":
+        return str(tmp_path / "none"), str(out)
+    elif case == "misspelt source":
+        return "digit", str(out)
+    elif case == "text":
+        (tmp_path / "a.txt").write_text("words " * 400)
+        return str(tmp_path / "a.txt"), str(out)
+    elif case == "empty folder":
+        (tmp_path / "in").mkdir()
+        return str(tmp_path / "in"), str(out)
+    elif case == "null picture":
+        image = [{"bytes": b"x"}] * 7 + [None]
+        pq.write_table(pa.table({"image": image, "label": rows(8)}), path)
+        return str(path), str(out)
+    elif case == "label of no class":
+        write_parquet(path, pictures(8), [0, 1, 0, 1, 0, 1, 0, 5], ["a", "b"])
+        return str(path), str(out)
+    elif case == "cut off":
+        write_parquet(path, pictures(8), rows(8))
+        path.write_bytes(path.read_bytes()[:-9])
+        return str(path), str(out)
+    elif case == "cut inside":
+        write_parquet(path, pictures(200), rows(200))
+        data = path.read_bytes()
+        path.write_bytes(data[:40] + bytes(2000) + data[2040:])
+        return str(path), str(out)
+    elif case == "other columns":
+        (tmp_path / "in").mkdir()
+        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "in/a.parquet")
+        pq.write_table(pa.table({"x": ["a", "b"]}), tmp_path / "in/b.parquet")
+        return str(tmp_path / "in"), str(out)
+    elif case == "other classes":
+        make_folders(tmp_path / "in", ("train", "test"))
+        (tmp_path / "in/test/cat").rename(tmp_path / "in/test/cow")
+        return str(tmp_path / "in"), str(out)
+    return "digits", str(out)
+
+
+SENTENCES = {
+    "target not empty": r"out: is not empty, it holds mine\.txt; name a folder that is new or",
+    "target is a file": "out: is a file; name a folder that is new or empty",
+    "parent is a file": "out: can not be (written|reached): ",
+    "no such source": "none: there is no such file or folder",
+    "misspelt source": "did you mean digits",
+    "text": r"a\.txt: is a text; pictures and tables alone become Parquet",
+    "empty folder": "in: holds nothing that is known here",
+    "null picture": r"in\.parquet: column 'image' is null in row 7",
+    "label of no class": r"in\.parquet: row 7 has label 5; labels must be 0 to 1",
+    "cut off": r"in\.parquet: is not a whole Parquet file",
+    "cut inside": r"in\.parquet: can not be read: ",
+    "other columns": r"b\.parquet: has other columns than .*a\.parquet: ",
+    "other classes": "the training set and the test set name different classes",
+}
+
+
+@pytest.mark.parametrize("case", SENTENCES)
+def test_what_can_not_be_converted_is_told_in_one_sentence_and_nothing_is_touched(
+    tmp_path, capsys, case
+):
+    source, target = broken(tmp_path, case)
+    before = sorted(tmp_path.rglob("*"))
+    config = ConvertConfig(rows_per_group=3)
+    with pytest.raises((DataError, ConfigError), match=SENTENCES[case]) as caught:
+        convert(source, target, config)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_settings_out_of_range_are_refused(capsys):
+    for words in (["--rows-per-group", "0"], ["--rows-per-file", "0"], ["--seed", "-1"]):
+        assert cli.main(["data", "convert", "digits", "out", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {words[0][2:].replace('-', '_')} must be ")
+    with pytest.raises(DataError, match="is copied in its own order; leave --shuffle out"):
+        convert("digits", "out", ConvertConfig(shuffle=True))
+
+
+# what is in it
+
+
+def test_info_counts_the_classes_and_row_groups_of_pictures(source):
+    path = source("hub")
+    found = inspect(path)
+    assert (found.kind, found.holds, found.has_test) == ("parquet", "pictures", True)
+    assert (found.picture_shape, found.mode) == ((1, 5, 6), "grey")
+    assert found.class_names == ("x", "y", "z")
+    train, test = found.parts
+    assert (train.name, train.num_rows, train.group_rows) == ("train", 33, (25, 8))
+    assert train.class_counts == (12, 11, 10)
+    assert test.class_counts == (2, 2, 2)
+    assert len(train.group_bytes) == 2
+    assert found.decoded_bytes == 39 * 30
+    assert not found.is_streamed
+    assert inspect(path, input=InputConfig(max_memory_bytes=989)).is_streamed
+    assert not inspect(path, input=InputConfig(max_memory_bytes=990)).is_streamed
+    assert not load(path, input=InputConfig(max_memory_bytes=990)).train.is_streamed
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_info_agrees_with_what_is_loaded(source, kind):
+    path = source(kind)
+    found, data = inspect(path), load(path)
+    assert found.picture_shape == data.train.shape.input_shape
+    assert found.class_names == data.train.class_names
+    sizes = [data.train.num_samples, data.test.num_samples]
+    assert [p.num_rows for p in found.parts] == (sizes if found.has_test else [sum(sizes)])
+    labels = np.concatenate([data.train.labels, data.test.labels])
+    counts = np.sum([p.class_counts for p in found.parts], axis=0)
+    assert counts.tolist() == np.bincount(labels, minlength=len(found.class_names)).tolist()
+    assert not found.is_streamed
+
+
+def test_info_decodes_one_picture_alone(tmp_path):
+    cells = [pictures(1)[0]] + [b"not looked at"] * 19
+    write_parquet(tmp_path / "train-0.parquet", cells, rows(20))
+    assert inspect(str(tmp_path)).parts[0].class_counts == (7, 7, 6)
+
+
+def test_info_warns_of_what_streams_badly(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "a.parquet", pictures(60), rows(60))
+    few = InputConfig(shuffle_samples=50)
+    (warning,) = inspect(str(tmp_path), input=few).warnings
+    assert warning.startswith("train has one row group of all its 60 rows (")
+    assert warning.endswith(" raydl data convert SRC DST makes smaller ones")
+    convert(str(tmp_path), str(tmp_path / "out"), ConvertConfig(rows_per_group=20))
+    assert inspect(str(tmp_path / "out"), input=few).warnings == ()
+    monkeypatch.setattr("raydl.data.info._LARGE_GROUP_BYTES", 1000)
+    (warning,) = inspect(str(tmp_path / "out"), input=few).warnings
+    assert warning.startswith("train has row groups of up to ")
+
+
+def test_info_warns_of_rows_that_are_sorted_by_class(source, tmp_path):
+    path = source("class folders")
+    for is_shuffled in (False, True):
+        out = str(tmp_path / str(is_shuffled))
+        convert(path, out, ConvertConfig(rows_per_group=8, shuffle=is_shuffled))
+        warnings = inspect(out).warnings
+        assert len(warnings) == (not is_shuffled)
+    assert "a row group holds 1.0 of 3" in inspect(str(tmp_path / "False")).warnings[0]
+
+
+def test_info_warns_of_labels_that_no_class_has_and_of_sets_that_do_not_stream(tmp_path):
+    write_parquet(tmp_path / "a.parquet", pictures(4), [0, None, 1, 7], ["a", "b"])
+    found = inspect(str(tmp_path))
+    assert found.parts[0].num_unlabelled == 2
+    assert found.warnings[0].startswith("train has 2 rows whose label is missing or of no class")
+    (warning,) = inspect("synthetic:64", input=InputConfig(max_memory_bytes=999)).warnings
+    assert warning.startswith("takes 61.2 KiB decoded, and only Parquet is streamed: raydl data c")
+
+
+def test_info_tells_the_columns_of_a_table_and_the_tokens_of_a_text(tmp_path, capsys):
+    table = pa.table({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [1, 2], "note": ["a", "b"]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    found = inspect(str(tmp_path / "t.parquet"))
+    assert (found.holds, found.parts[0].num_rows) == ("table", 2)
+    assert [(c.name, c.type, c.shape) for c in found.columns] == [
+        ("x", "list<element: double>", (2,)),
+        ("y", "int64", ()),
+        ("note", "string", None),
+    ]
+    assert found.warnings[0].startswith("note: no numbers, a run can not read them")
+    np.save(tmp_path / "t.npy", np.arange(50, dtype=np.uint16))
+    found = inspect(str(tmp_path / "t.npy"))
+    assert (found.holds, found.num_tokens, found.vocabulary) == ("text", 50, 50)
+    assert found.decoded_bytes == 100
+    assert cli.main(["data", "info", str(tmp_path / "t.parquet")]) == 0
+    out = capsys.readouterr().out
+    assert "no test part: a run splits a tenth off, by its seed" in out
+    assert "no numbers" in out
+
+
+def test_info_reads_little_of_a_large_row_group(tmp_path):
+    cells = [png(pictures(1, (64, 64), seed=k)[0]) for k in range(2000)]
+    path = tmp_path / "train-0.parquet"
+    write_parquet(path, cells, rows(2000))
+    data = path.read_bytes()
+    assert len(data) > 8e6
+    path.write_bytes(data[:6_000_000] + bytes(1_000_000) + data[7_000_000:])
+    found = inspect(str(path))
+    assert (found.parts[0].num_rows, found.picture_shape) == (2000, (1, 64, 64))
+    with pytest.raises(DataError):
+        load(str(path))
+
+
+# the commands
+
+
+def test_the_commands_convert_and_tell_in_plain_lines(tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert cli.main(["data", "convert", "digits", out, "--rows-per-group", "500"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("train: 1,438 rows in 3 row groups, 1 file, ")
+    assert lines[-1].startswith(f"wrote {out} in ")
+    assert lines[-1].endswith(f"use: --data {out}")
+    assert cli.main(["data", "info", out]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "pictures of 8x8 grey",
+        "10 classes",
+        "438 to 500",
+        "112.3 KiB decoded; it is read",
+    ):
+        assert words in text
+    assert cli.main(["data", "info", out, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts"][0]["group_rows"] == [500, 500, 438]
+    assert cli.main(["data", "convert", "digits", out]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {out}: is not empty, it holds test-")
+
+
+def test_slow_conversions_say_how_far_they_are(capsys, monkeypatch):
+    from raydl.cli import data
+
+    times = iter([0.0, 2.0, 6.0, 7.0])
+    monkeypatch.setattr(data.time, "monotonic", lambda: next(times))
+    lines = data._PlainLines()
+    for done in (0, 1000, 2000):
+        lines("train", done, 60000)
+    assert capsys.readouterr().out == "[0:06] train: 1,000 of 60,000 rows\n"
+
+
+def test_the_commands_of_data_are_listed_and_the_nearest_is_named(capsys):
+    assert cli.main(["data"]) == 0
+    assert "convert" in capsys.readouterr().out
+    assert cli.main(["data", "inf"]) == 2
+    assert "did you mean info?" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_page_are_understood(root, monkeypatch):
+    text = (root / "docs/data.md").read_text()
+    lines = [line.split("#")[0].split() for line in text.splitlines()]
+    shown = [words[2:] for words in lines if words[:2] == ["raydl", "data"]]
+    assert {words[0] for words in shown} == {"info", "convert"}
+    asked, known = [], inspect("digits")
+    monkeypatch.setattr("raydl.data.info.inspect", lambda *words: asked.append(words) or known)
+    monkeypatch.setattr("raydl.data.convert.convert", lambda *words, **_: asked.append(words) or [])
+    for words in shown:
+        assert cli.main(["data", *words]) == 0
+    assert asked[0] == ("digits",)
+    assert asked[-1][2] == ConvertConfig(rows_per_group=500, shuffle=True)
+
+
+def test_the_options_are_the_settings_with_the_same_defaults():
+    from raydl.cli.data import _ConvertOptions
+
+    options = dataclasses.asdict(_ConvertOptions("a", "b"))
+    settings = dataclasses.asdict(ConvertConfig())
+    assert {name: options[name] for name in options if name not in ("source", "target")} == settings
+
+
+def test_sizes_are_read_by_persons():
+    sizes = (0, 999, 1000, 1 << 20, 2_500_000_000, 5e15)
+    texts = ["0 bytes", "999 bytes", "1.0 KiB", "1.0 MiB", "2.3 GiB", "4,547.5 TiB"]
+    assert [bytes_text(size) for size in sizes] == texts

@@ -1,0 +1,77 @@
+"""A ray.data.Dataset as training data: each row once, by blocks, through to a trained model."""
+
+import numpy as np
+import pytest
+import ray.data
+import torch
+from torch.nn import functional
+
+import raydl
+from raydl.config import InputConfig, OptimizerConfig, RunConfig, ScalingConfig, TrainingConfig
+from raydl.errors import DataError
+from raydl.on_ray.dataset import from_ray
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # Ray Data warns of itself
+]
+
+
+class LineFit:
+    """y from x, by least squares: a task of one's own over the columns of a table."""
+
+    name = "line"
+
+    def build_model(self, shape):
+        return torch.nn.Linear(shape.columns["x"][0], 1)
+
+    def loss(self, model, batch):
+        return functional.mse_loss(model(batch["x"])[:, 0], batch["y"])
+
+    def metrics(self, model, batch):
+        return {"loss": functional.mse_loss(model(batch["x"])[:, 0], batch["y"], reduction="sum")}
+
+
+def table(count):
+    x = np.random.default_rng(0).normal(size=(count, 3))
+    rows = [{"x": row.tolist(), "y": float(row.sum()), "n": n} for n, row in enumerate(x)]
+    return ray.data.from_items(rows, override_num_blocks=6)
+
+
+def test_blocks_are_row_groups_and_every_row_is_in_one(cluster):
+    data = from_ray(table(60), seed=0, input=InputConfig())
+    assert (data.train.num_samples, data.test.num_samples) == (50, 10)
+    rows = [part.fetch(np.arange(part.num_samples))["n"] for part in (data.train, data.test)]
+    assert sorted(torch.cat(rows).tolist()) == list(range(60))
+    assert len(data.train.order(0).cuts(0)) <= 5
+
+
+def test_pictures_may_be_tensors(cluster):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 4, 4, 3), dtype=np.uint8)
+    rows = [{"image": p, "label": n % 4} for n, p in enumerate(pixels)]
+    data = ray.data.from_items(rows, override_num_blocks=4)
+    found = from_ray({"train": data, "test": data}, seed=0, input=InputConfig()).train
+    assert (found.shape.input_shape, found.shape.num_classes) == ((3, 4, 4), 4)
+    pictures, labels = found.fetch(np.arange(20))
+    assert np.array_equal(pictures.numpy().transpose(0, 2, 3, 1), pixels)
+    assert labels.tolist() == [n % 4 for n in range(20)]
+
+
+def test_an_empty_dataset_is_told_in_one_sentence(cluster):
+    empty = table(20).limit(0)
+    with pytest.raises(DataError, match=r"ray.data.Dataset: holds no rows"):
+        from_ray(empty, seed=0, input=InputConfig())
+
+
+def test_a_task_of_ones_own_learns_from_a_ray_dataset(cluster, tmp_path):
+    result = raydl.Trainer(
+        LineFit(),
+        table(600),
+        training=TrainingConfig(epochs=10, batch_size=10),
+        optimizer=OptimizerConfig(lr=0.1),
+        scaling=ScalingConfig(num_workers=2),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    ).fit()
+    assert result.metrics["samples"] == 10 * 500
+    assert result.metrics["center_loss"] < 0.01
+    assert result.metrics["center_accuracy"] is None

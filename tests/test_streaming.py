@@ -1,0 +1,392 @@
+"""Parquet that is read as it is needed: each row once, bounded memory, bad rows by name."""
+
+import io
+import json
+import pickle
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import Ensemble, tiny_images
+from PIL import Image
+
+from raydl.config import InputConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.data import Batches, Dataset, load
+from raydl.data.feed import Feed
+from raydl.data.order import InBlocks
+from raydl.data.row_groups import GroupCache
+from raydl.errors import DataError
+from raydl.ledger import Ledger
+from raydl.metrics import TimeParts
+
+STREAMED = InputConfig(stream="always", shuffle_samples=8)
+
+
+def encoded(picture):
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG")
+    return file.getvalue()
+
+
+def pictures(count, *, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, 4, 4), dtype=np.uint8)
+
+
+def write_pictures(path, cells, labels, *, rows_per_group=5, names=("0", "1", "2")):
+    features = {"label": {"names": list(names)}} if names else {}
+    table = pa.table({"image": [{"bytes": c, "path": None} for c in cells], "label": labels})
+    hub = json.dumps({"info": {"features": features}})
+    table = table.replace_schema_metadata({"huggingface": hub})
+    pq.write_table(table, path, row_group_size=rows_per_group)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """23 training pictures in row groups of 5, 7 of a test."""
+    labels = np.arange(23) % 3
+    write_pictures(tmp_path / "train-0.parquet", [encoded(p) for p in pictures(23)], labels)
+    test = [encoded(p) for p in pictures(7, seed=1)]
+    write_pictures(tmp_path / "test-0.parquet", test, np.arange(7) % 3)
+    return tmp_path
+
+
+# the same samples as in memory
+
+
+def test_a_streamed_set_holds_what_the_same_set_in_memory_does(folder):
+    whole, streamed = load(str(folder)), load(str(folder), input=STREAMED)
+    assert streamed.train.is_streamed
+    assert not whole.train.is_streamed
+    assert streamed.train.shape == whole.train.shape
+    for part in ("train", "test"):
+        ours, theirs = getattr(streamed, part), getattr(whole, part)
+        assert ours.num_samples == theirs.num_samples
+        rows = np.random.default_rng(0).permutation(ours.num_samples)
+        for got, expected in zip(ours.fetch(rows), theirs.fetch(rows), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_a_streamed_set_travels_to_another_process_without_what_it_has_read(folder):
+    streamed = load(str(folder), input=STREAMED).train
+    rows = np.arange(23)
+    before = streamed.fetch(rows)
+    again = pickle.loads(pickle.dumps(streamed))
+    assert not again._groups._read
+    assert torch.equal(again.fetch(rows)[0], before[0])
+
+
+def test_a_set_is_streamed_when_it_would_take_more_memory_than_allowed(folder):
+    num_bytes = 23 * 16
+    for limit, is_streamed in ((num_bytes, False), (num_bytes - 1, True)):
+        config = InputConfig(max_memory_bytes=limit)
+        assert load(str(folder), input=config).train.is_streamed == is_streamed
+
+
+def test_without_a_test_part_a_tenth_of_the_row_groups_becomes_one(tmp_path):
+    cells = [encoded(p) for p in pictures(100)]
+    write_pictures(tmp_path / "all.parquet", cells, np.arange(100) % 3)
+    data = load(str(tmp_path), input=STREAMED)
+    assert (data.train.num_samples, data.test.num_samples) == (90, 10)
+    seen = torch.cat([data.train.fetch(np.arange(90))[0], data.test.fetch(np.arange(10))[0]])
+    assert sorted(seen.flatten(1).tolist()) == sorted(pictures(100).reshape(100, -1).tolist())
+
+
+def test_classes_without_names_are_counted_in_the_column_of_labels_alone(tmp_path):
+    cells = [encoded(p) for p in pictures(12)]
+    write_pictures(tmp_path / "train-0.parquet", cells, [0, 4] * 6, names=None)
+    assert load(str(tmp_path), input=STREAMED).train.shape.num_classes == 5
+
+
+# the order
+
+
+def test_every_row_has_one_place_in_an_epoch_and_another_in_the_next():
+    order = InBlocks([5, 5, 5, 5, 3], 0, block_samples=8)
+    epochs = [order.rows(e, np.arange(23)).tolist() for e in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(23))
+    assert epochs[0] != epochs[1]
+    assert (
+        InBlocks([5, 5, 5, 5, 3], 0, block_samples=8).rows(1, np.arange(23)).tolist() == epochs[1]
+    )
+
+
+def test_a_block_is_whole_row_groups_and_mixes_their_rows():
+    order = InBlocks([10] * 12, 3, block_samples=30)
+    rows = order.rows(0, np.arange(120))
+    assert order.cuts(0) == [30, 60, 90, 120]
+    for start in range(0, 120, 30):
+        groups = rows[start : start + 30] // 10
+        assert len(set(groups.tolist())) == 3
+        assert groups.tolist() != sorted(groups.tolist())
+    assert pickle.loads(pickle.dumps(order)).rows(0, np.arange(120)).tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize("block_samples", [1, 7, 1000])
+def test_blocks_hold_as_many_samples_as_asked_for_or_one_row_group(block_samples):
+    sizes = np.random.default_rng(0).integers(1, 20, 40)
+    cuts = InBlocks(sizes, 0, block_samples=block_samples).cuts(2)
+    assert cuts[-1] == sizes.sum()
+    widths = np.diff([0, *cuts])
+    assert (widths > 0).all()
+    assert widths.max() < block_samples + 2 * 20
+
+
+# reading
+
+
+class Counted:
+    """Row groups of some rows that count how often each is read, and may wait."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+        self.reads = []
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def read(self, number):
+        assert self.may_read.wait(10)
+        self.reads.append(number)
+        return pa.table({"x": [float(number)] * self.sizes[number]})
+
+    def name(self, number):
+        return f"row group {number}"
+
+    def some(self, numbers):
+        raise AssertionError("nobody splits this")
+
+
+def test_a_row_group_is_read_once_while_it_is_expected_and_forgotten_after():
+    groups = Counted([4] * 6)
+    cache = GroupCache(groups, lambda table, number: number)
+    cache.expect(np.arange(8))
+    assert [cache.get(n) for n in (0, 1, 0, 1)] == [0, 1, 0, 1]
+    assert groups.reads == [0, 1]
+    cache.expect(np.arange(8, 16))
+    assert cache.get(2) == 2
+    assert sorted(cache._read) == [2, 3]
+
+
+def test_row_groups_that_nobody_expected_are_kept_but_for_a_few():
+    cache = GroupCache(Counted([1] * 50), lambda table, number: number)
+    for number in range(50):
+        assert cache.get(number) == number
+    assert len(cache._read) <= 3
+
+
+def test_memory_is_bounded_by_the_blocks_that_a_worker_holds():
+    groups = Counted([10] * 40)
+    order = InBlocks(groups.sizes, 0, block_samples=20)
+    ledger, cache = Ledger(400, cuts=order.cuts), GroupCache(groups, lambda table, number: number)
+    most = 0
+    while ledger.epoch < 2:
+        epoch, spans = ledger.claim("w0", 7)
+        held = [(epoch, span) for span in spans] + ledger.reserved_by("w0")
+        rows = [order.rows(e, np.arange(*span)) for e, span in held]
+        cache.expect(np.concatenate(rows))
+        most = max(most, len(cache._read))
+        ledger.complete("w0")
+    assert most <= 6  # the block that ends, the one it goes on with, the next: two groups each
+
+
+def test_a_worker_reads_its_own_row_groups_and_not_those_of_the_others():
+    groups = Counted([10] * 40)
+    order = InBlocks(groups.sizes, 0, block_samples=20)
+    ledger = Ledger(400, cuts=order.cuts)
+    caches = {w: GroupCache(groups, lambda table, number: number) for w in ("w0", "w1", "w2")}
+    while ledger.epoch < 1:
+        for worker_id, cache in caches.items():
+            epoch, spans = ledger.claim(worker_id, 7)
+            held = [span for e, span in ledger.reserved_by(worker_id) if e == epoch == 0]
+            positions = [np.arange(*span) for span in [*spans, *held]]
+            cache.expect(order.rows(epoch, np.concatenate(positions)))
+            for number in np.unique(cache.places(order.rows(epoch, positions[0]))[0]).tolist():
+                cache.get(number)
+            ledger.complete(worker_id)
+    assert set(groups.reads) == set(range(40))
+    assert len(groups.reads) < 2 * 40  # near its end, and at the start of the next, they share
+
+
+# the feed
+
+
+def test_batches_of_the_round_and_of_the_next_are_there_before_they_are_asked_for(folder):
+    data, parts = load(str(folder), input=STREAMED), TimeParts()
+    feed = Feed(
+        Batches(data.train, lambda batch, rows, epoch: batch),
+        data.train.order(0),
+        device=torch.device("cpu"),
+        time_parts=parts,
+    )
+    steps = [np.arange(0, 4), np.arange(4, 8)]
+    feed.expect(0, steps, [(0, (8, 16))])
+    assert len(feed._ahead) == 4
+    order = data.train.order(0)
+    for positions in (*steps, np.arange(8, 12)):
+        got = feed.batch(0, positions)
+        assert torch.equal(got[0], data.train.fetch(order.rows(0, positions))[0])
+
+
+def test_each_batch_is_fetched_once_round_after_round(folder):
+    data, fetched = load(str(folder), input=STREAMED).train, []
+    fetch = data.fetch_readable
+
+    def noted(rows):
+        fetched.append(tuple(rows.tolist()))
+        return fetch(rows)
+
+    data.fetch_readable = noted
+    train(Dataset(data, data, ""), num_workers=1)
+    assert len(fetched) == len(set(fetched))
+
+
+def test_a_set_in_memory_starts_no_thread():
+    images = tiny_images()
+    feed = Feed(
+        Batches(images, lambda batch, rows, epoch: batch),
+        images.order(0),
+        device=torch.device("cpu"),
+        time_parts=TimeParts(),
+    )
+    before = threading.active_count()
+    feed.expect(0, [np.arange(4)], [])
+    feed.batch(0, np.arange(4))
+    assert threading.active_count() == before
+
+
+# whole runs
+
+
+def train(data, method="sync-easgd", *, num_workers=2, seen=None):
+    """Train two epochs in threads; note (epoch, row) of what is trained on."""
+
+    def prepare(batch, rows, epoch):
+        if seen is not None:
+            seen.extend((epoch, row) for row in rows.tolist())
+        return batch[0].float().div(255), batch[1]
+
+    config = TrainConfig(
+        method=MethodConfig(name=method, period=2),
+        training=TrainingConfig(epochs=2, batch_size=3),
+        optimizer=OptimizerConfig(lr=0.01),
+    )
+    ensemble = Ensemble(config, num_workers=num_workers, images=data.train)
+    ensemble.batches.prepare = prepare
+    ensemble.join().run()
+    return ensemble
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "async-easgd", "original-easgd"])
+def test_every_row_of_an_epoch_is_trained_on_once(folder, method, num_workers):
+    data, seen = load(str(folder), input=STREAMED), []
+    train(data, method, num_workers=num_workers, seen=seen)
+    assert sorted(seen) == [(e, row) for e in (0, 1) for row in range(23)]
+
+
+def test_a_synchronous_run_on_a_streamed_set_gives_the_same_bits_again(folder):
+    data = load(str(folder), input=STREAMED)
+    first, second = (train(data).newest.weights for _ in range(2))
+    assert np.array_equal(first, second)
+
+
+# bad samples
+
+
+def bad_folder(tmp_path, how):
+    cells, labels = [encoded(p) for p in pictures(23)], (np.arange(23) % 3).tolist()
+    if how == "cut off":
+        cells[17] = cells[17][:-25]
+    elif how == "null":
+        cells[17] = None
+    elif how == "label":
+        labels[17] = 9
+    elif how == "size":
+        cells[17] = encoded(np.zeros((5, 4), np.uint8))
+    write_pictures(tmp_path / "train-0.parquet", cells, labels)
+    test = [encoded(p) for p in pictures(7, seed=1)]
+    write_pictures(tmp_path / "test-0.parquet", test, np.arange(7) % 3)
+    return tmp_path
+
+
+SENTENCES = {
+    "cut off": "row group 3: the picture in row 2 does not decode",
+    "null": "row group 3: row 2 holds no picture",
+    "label": "row group 3: row 2 has label 9; labels must be 0 to 2",
+    "size": "row group 3: the picture in row 2 is 1x5x4, the first one 1x4x4",
+}
+
+
+@pytest.mark.parametrize("how", SENTENCES)
+def test_a_bad_sample_is_named_by_file_row_group_and_row(tmp_path, how):
+    data = load(str(bad_folder(tmp_path, how)), input=STREAMED)
+    data.train.fetch(np.arange(17))
+    with pytest.raises(DataError, match=SENTENCES[how]) as caught:
+        data.train.fetch(np.arange(15, 20))
+    assert "train-0.parquet" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", SENTENCES)
+def test_a_bad_sample_can_be_skipped_and_is_counted(tmp_path, how):
+    skips = InputConfig(stream="always", shuffle_samples=8, on_bad_sample="skip")
+    data = load(str(bad_folder(tmp_path, how)), input=skips)
+    ensemble = train(data)
+    left_out = [worker.report().left_out for worker in ensemble.workers]
+    assert sum(found.num_samples for found in left_out) == 2  # once an epoch
+    assert any(SENTENCES[how] in found.last for found in left_out)
+    assert ensemble.newest.num_samples == 2 * 23
+
+
+def test_a_file_that_was_cut_off_meanwhile_is_named(folder):
+    data = load(str(folder), input=STREAMED)
+    path = folder / "train-0.parquet"
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(DataError, match=r"train-0.parquet, row group 4: can not be read"):
+        data.train.fetch(np.array([22]))
+
+
+# tables
+
+
+def write_table(path, count, *, rows_per_group=5, **columns):
+    x = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
+    table = {"x": list(x), "y": x.sum(1).astype(np.float64), "n": np.arange(count), **columns}
+    pq.write_table(pa.table(table), path, row_group_size=rows_per_group)
+    return x
+
+
+@pytest.mark.parametrize("stream", ["always", "never"])
+def test_a_table_of_numbers_is_a_batch_of_its_columns(tmp_path, stream):
+    x = write_table(tmp_path / "train-0.parquet", 23)
+    write_table(tmp_path / "test-0.parquet", 7)
+    data = load(str(tmp_path), input=InputConfig(stream=stream))
+    assert data.train.shape.columns == {"x": (3,), "y": (), "n": ()}
+    rows = np.array([22, 0, 7])
+    batch = data.train.fetch(rows)
+    assert np.array_equal(batch["x"].numpy(), x[rows])
+    assert [t.dtype for t in batch.values()] == [torch.float32, torch.float32, torch.int64]
+    assert batch["n"].tolist() == [22, 0, 7]
+
+
+def test_only_the_columns_that_are_named_are_read(tmp_path):
+    write_table(tmp_path / "t.parquet", 30, note=["text"] * 30)
+    data = load(str(tmp_path), input=InputConfig(stream="always", columns="x, y"))
+    assert list(data.train.fetch(np.arange(3))) == ["x", "y"]
+    assert (data.train.num_samples, data.test.num_samples) == (25, 5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "named", "sentence"),
+    [
+        ({"note": ["text"] * 20}, "", "column 'note' holds string, no numbers; name the columns"),
+        ({"z": [[1.0]] * 19 + [[1.0, 2.0]]}, "", "column 'z' holds lists of 1 to 2 values"),
+        ({"z": [1.0] * 19 + [None]}, "", "column 'z' is null in row 19"),
+        ({}, "x,w", "needs a column w; it has x, y, n"),
+    ],
+)
+def test_a_table_that_can_not_be_read_is_told_in_one_sentence(tmp_path, columns, named, sentence):
+    write_table(tmp_path / "t.parquet", 20, **columns)
+    with pytest.raises(DataError, match=sentence):
+        load(str(tmp_path), input=InputConfig(columns=named))
