@@ -1,34 +1,34 @@
 """What is learned: a task builds the model, and knows the loss and the metrics of a batch.
 
+Pictures into classes, the next token of a text, or a class of your own with the methods of
+:class:`Task`.
+
 The worker's loop knows nothing else of it.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from raydl import models
-from raydl.errors import ShapeError
+from raydl.config import TrainConfig
+from raydl.config.own_code import load_own
+from raydl.data.samples import Batch, DataShape, num_samples_of
+from raydl.errors import ConfigError, ShapeError
 from raydl.models import ModelFactory
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs, shape [B, ...], and labels, int64, shape [B]."""
-
-
-@dataclass(frozen=True)
-class DataShape:
-    """What a task must know of the data to build a model."""
-
-    image_shape: tuple[int, int, int]
-    """Channels, height, width."""
-    num_classes: int
+__all__ = [
+    "Batch", "Classification", "DataShape", "Derives", "LanguageModel", "Predicts", "Task",
+    "evaluate", "in_precision", "predict", "task_for", "task_on",
+]  # fmt: skip
 
 
 class Task(Protocol):
@@ -48,7 +48,10 @@ class Task(Protocol):
         ...
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over the batch, by name; ``loss`` and ``accuracy`` among them."""
+        """Return sums over the samples of the batch, by name; ``loss`` among them.
+
+        ``accuracy``, where there is one, is what a run is followed and compared by.
+        """
         ...
 
 
@@ -58,6 +61,19 @@ class Predicts(Protocol):
 
     def predict(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Return a class for each input, int64, shape [B]."""
+        ...
+
+
+@runtime_checkable
+class Derives(Protocol):
+    """A task with metrics that follow from the means of the others, and are no means."""
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return further metrics, by name.
+
+        Args:
+            means: of each metric over all samples that were scored.
+        """
         ...
 
 
@@ -77,20 +93,24 @@ class Classification:
         model: a name in ``raydl models``, ``torchvision:NAME``, ``module:function``, or a
             function of (image shape, number of classes) that returns a module with logits of
             shape [B, num_classes].
+        label_smoothing: share of each label, in [0, 1), that the loss spreads over all classes;
+            the metrics know nothing of it.
     """
 
-    def __init__(self, model: str | ModelFactory = "lenet") -> None:
-        self._factory = models.find(model) if isinstance(model, str) else model
-        self.name = model if isinstance(model, str) else getattr(model, "__name__", "model")
+    def __init__(
+        self, model: str | ModelFactory = "lenet", *, label_smoothing: float = 0.0
+    ) -> None:
+        self.name, self._factory = _named(model)
+        self._label_smoothing = label_smoothing
 
     def build_model(self, shape: DataShape) -> nn.Module:
         """Return a new model for pictures of this shape.
 
         Raises:
-            ShapeError: the factory does not take (image shape, number of classes).
+            ShapeError: a model of the table does not take such data, or the factory does not
+                take (image shape, number of classes).
         """
-        _check_takes_two(self._factory, self.name)
-        return self._factory(shape.image_shape, shape.num_classes)
+        return _built(self._factory, self.name, shape)
 
     def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
         """Compute the logits of some inputs, and see that there is one for each class.
@@ -112,7 +132,9 @@ class Classification:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross entropy."""
         inputs, labels = batch
-        return functional.cross_entropy(model(inputs), labels)
+        return functional.cross_entropy(
+            model(inputs), labels, label_smoothing=self._label_smoothing
+        )
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return the summed cross entropy and the number of right answers."""
@@ -127,6 +149,130 @@ class Classification:
         """Return the class with the highest logit, int64, shape [B]."""
         logits: Tensor = model(inputs)
         return logits.argmax(1)
+
+
+class LanguageModel:
+    """The next token of a text, by cross entropy.
+
+    Its metrics, for each sample the mean over its positions: ``loss``, in nats for a token;
+    ``accuracy``, the share of next tokens that had the highest logit; and ``perplexity``,
+    the exponential of the mean loss.
+
+    Args:
+        model: a name in ``raydl models``, ``module:function``, or a function of ((context,),
+            size of the vocabulary) that returns a module with logits of shape
+            [B, context, vocabulary] for tokens [B, context].
+        label_smoothing: share of each token, in [0, 1), that the loss spreads over all.
+    """
+
+    def __init__(
+        self, model: str | ModelFactory = "gpt-nano", *, label_smoothing: float = 0.0
+    ) -> None:
+        self.name, self._factory = _named(model)
+        self._label_smoothing = label_smoothing
+
+    def build_model(self, shape: DataShape) -> nn.Module:
+        """Return a new model for texts of this context and vocabulary.
+
+        Raises:
+            ShapeError: a model of the table does not take such data.
+        """
+        return _built(self._factory, self.name, shape)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross entropy over all positions."""
+        tokens, following = batch
+        return functional.cross_entropy(
+            model(tokens).flatten(0, 1),
+            following.flatten(),
+            label_smoothing=self._label_smoothing,
+        )
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the sums over samples of their mean cross entropy and share of right tokens."""
+        tokens, following = batch
+        logits = model(tokens)
+        losses = functional.cross_entropy(logits.transpose(1, 2), following, reduction="none")
+        is_right = (logits.argmax(2) == following).float()
+        return {"loss": losses.mean(1).sum(), "accuracy": is_right.mean(1).sum()}
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the perplexity; beyond what a float holds it is infinite."""
+        try:
+            return {"perplexity": math.exp(means["loss"])}
+        except OverflowError:
+            return {"perplexity": math.inf}
+
+
+def task_for(model: str, shape: DataShape, *, label_smoothing: float = 0.0) -> Task:
+    """Return the task that the data call for: texts are told on, all else is classified.
+
+    Args:
+        model: a name in ``raydl models``, ``torchvision:NAME`` or ``module:function``.
+        shape: of the data.
+        label_smoothing: of the loss.
+
+    Raises:
+        ConfigError: no model has that name.
+    """
+    kind = LanguageModel if len(shape.input_shape) == 1 else Classification
+    return kind(model, label_smoothing=label_smoothing)
+
+
+def task_on(task: Task | None, shape: DataShape, config: TrainConfig) -> Task:
+    """Return the task that a run trains.
+
+    Args:
+        task: of the user; None: the one that the settings name.
+        shape: of the data, which say what a named model is trained for.
+        config: the run's settings.
+
+    Raises:
+        ConfigError: a task of the user's own can not be made, or is to be smoothed from outside.
+    """
+    smoothing = config.training.label_smoothing
+    if task is None and config.task == "auto":
+        return task_for(config.model, shape, label_smoothing=smoothing)
+    if smoothing:
+        raise ConfigError("training.label_smoothing", "is for a model by name; tell the task")
+    return checked_task(load_own("task", config.task)()) if task is None else task
+
+
+def checked_task(task: Any) -> Task:
+    """Return a task of the user's own.
+
+    Raises:
+        ConfigError: it lacks something that a task has.
+    """
+    missing = [n for n in ("name", "build_model", "loss", "metrics") if not hasattr(task, n)]
+    if missing:
+        raise ConfigError(
+            "task",
+            f"{task!r} has no {', '.join(missing)}; give a task, the name of a model, or a "
+            f"function that builds a model together with loss=",
+        )
+    own: Task = task
+    return own
+
+
+def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return where a model computes in a precision: ``bf16`` is torch's autocast, else nothing."""
+    if precision == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def _named(model: str | ModelFactory) -> tuple[str, ModelFactory]:
+    """Return a model's name for messages, and its factory."""
+    if isinstance(model, str):
+        return model, models.find(model)
+    return getattr(model, "__name__", "model"), model
+
+
+def _built(factory: ModelFactory, name: str, shape: DataShape) -> nn.Module:
+    models.require_fit(name, factory, shape.input_shape, data=str(shape))
+    _check_takes_two(factory, name)
+    return factory(shape.input_shape, shape.num_classes)
 
 
 def _check_takes_two(factory: Callable[..., object], name: str) -> None:
@@ -150,32 +296,39 @@ def evaluate(
     num_samples: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """Return the mean of each metric over ``num_samples`` samples.
+    """Return the mean of each metric over a set's samples, and what follows from them.
+
+    Samples that could not be read, and were left out of a batch, do not count.
 
     The model is put into evaluation mode and back.
 
     Args:
+        task: knows the metrics.
+        model: to score.
         get_batch: returns the samples start..stop-1.
+        num_samples: in the set.
+        batch_size: of a call.
     """
     was_training = model.training
     model.eval()
     sums: dict[str, float] = {}
+    num_scored = 0
     with torch.no_grad():
         for start in range(0, num_samples, batch_size):
             batch = get_batch(start, min(start + batch_size, num_samples))
             for key, value in task.metrics(model, batch).items():
                 sums[key] = sums.get(key, 0.0) + float(value)
+            num_scored += num_samples_of(batch)
     model.train(was_training)
-    return {key: value / num_samples for key, value in sums.items()}
+    means = {key: value / max(1, num_scored) for key, value in sums.items()}
+    return {**means, **task.derived(means)} if isinstance(task, Derives) else means
 
 
-def predict(task: Task, model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
-    """Return the class of each input, by a model in evaluation mode; empty if the task has none.
+def predict(task: Predicts, model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
+    """Return the class of each input, by a model in evaluation mode.
 
     The model is put into evaluation mode and back.
     """
-    if not isinstance(task, Predicts):
-        return ()
     was_training = model.training
     model.eval()
     with torch.no_grad():

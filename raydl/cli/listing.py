@@ -28,12 +28,13 @@ def list_models(arguments: Sequence[str]) -> int:
     from raydl.models import MODELS
 
     rows = [
-        (name, "x".join(map(str, row.made_for[0])), f"{row.num_parameters:,}", row.sentence)
+        (name, row.input_size, f"{row.num_parameters:,}", row.sentence)
         for name, row in MODELS.items()
     ]
     print_table(("model", "made for", "parameters", "what it is"), rows, numbers=("parameters",))
     print(
-        "\nparameters: with 1000 classes at 224x224, else with 10; sources: docs/models.md"
+        "\nparameters: with 1000 classes at 224x224, else with 10; for texts with a vocabulary"
+        "\nof 256 at 128 tokens, of 50257 at 1024; sources: docs/models.md"
         "\nany other: --model torchvision:NAME, --model module:function"
     )
     return 0

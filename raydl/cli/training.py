@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from raydl.cli.options import STOPPED, parse_train
+
+if TYPE_CHECKING:
+    from raydl.trainer import Result
+
+_NO_METRICS = ("round", "samples", "seconds")
+"""What an evaluation says beside the metrics of the task."""
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -26,10 +33,39 @@ def train(arguments: Sequence[str]) -> int:
         )
         return STOPPED.get(result.stopped_by, 1)
     print(
-        f"center test accuracy {metrics['center_accuracy']:.2%}  "
+        f"center test {_last_scores(metrics)}  "
         f"({metrics['samples']:,} samples in {metrics['seconds']:.1f} s)\n"
+        f"{_end_and_best(result)}"
         f"  run:          {result.path}\n"
         f"  curves:       tensorboard --logdir {result.path}    (its page #custom_scalars)\n"
         f"  to send:      raydl report {result.path}"
     )
     return 0
+
+
+def _end_and_best(result: Result) -> str:
+    """Return a line on why the run ended before its time, and one on the best center."""
+    from raydl.best import FILE  # imports torch, as the next does PyArrow
+    from raydl.storage import below
+
+    why, best = result.metrics.get("ended_because"), result.metrics.get("best")
+    lines = f"  ended:        {why}\n" if why else ""
+    if best:
+        file = below(result.path, FILE)
+        lines += f"  best:         {_scores(best)} after {best['samples']:,} samples, in {file}\n"
+    return lines
+
+
+def _last_scores(metrics: Mapping[str, Any]) -> str:
+    evaluations = metrics["evaluations"]
+    return _scores(evaluations[-1]) if evaluations else "scores: none"
+
+
+def _scores(evaluation: Mapping[str, Any]) -> str:
+    """Return scores of the center in words, of whatever the task measures."""
+    scores = {name: evaluation[name] for name in evaluation if name not in _NO_METRICS}
+    if set(scores) == {"accuracy", "loss"}:
+        scores.pop("loss")  # accuracy says it all to who classifies
+    accuracy = scores.pop("accuracy", None)
+    said = [] if accuracy is None else [f"accuracy {accuracy:.2%}"]
+    return ", ".join(said + [f"{name} {value:.4g}" for name, value in scores.items()])

@@ -1,7 +1,8 @@
 """The models raydl knows by name: plain PyTorch, one file per family.
 
-Each is built from (channels, height, width) and the number of classes. A form for CIFAR takes
-the small pictures of other data sets too.
+Each is built from (channels, height, width) and the number of classes, or for texts from
+(tokens,) and the size of the vocabulary. A form for CIFAR takes the small pictures of other data
+sets too.
 """
 
 from __future__ import annotations
@@ -9,25 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from raydl.errors import UnknownNameError
+from raydl.errors import ShapeError, UnknownNameError
 from raydl.models.alexnet import AlexNet, CifarAlexNet
 from raydl.models.googlenet import CifarGoogLeNet, GoogLeNet
+from raydl.models.gpt import GPT
 from raydl.models.lenet import LeNet, LeNet5
 from raydl.models.mlp import MLP
 from raydl.models.own import load
 from raydl.models.resnet import CifarResNet, ResNet
 from raydl.models.vgg import VGG, CifarVGG
 
-ModelFactory = Callable[[tuple[int, int, int], int], nn.Module]
-"""Builds a model from (channels, height, width) and the number of classes."""
+ModelFactory = Callable[[Any, int], nn.Module]
+"""Builds a model from (channels, height, width) and the number of classes.
+
+For texts: from (tokens,) and the size of the vocabulary.
+"""
 
 _DIGITS = ((1, 28, 28), 10)
 _CIFAR = ((3, 32, 32), 10)
 _IMAGENET = ((3, 224, 224), 1000)
+_BYTES = ((128,), 256)
+_GPT2 = ((1024,), 50_257)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +44,30 @@ class ModelRow:
 
     build: ModelFactory
     """Builds it for any number of channels and classes."""
-    made_for: tuple[tuple[int, int, int], int]
-    """The pictures (channels, height, width) and classes it was published with."""
+    made_for: tuple[tuple[int, ...], int]
+    """The pictures (channels, height, width) and classes it was published with.
+
+    Or the text: (tokens,) and the size of the vocabulary.
+    """
     sentence: str
     """What it is, short enough for a line of a table."""
     source: str
     """Where it was published."""
 
     @property
+    def reads_texts(self) -> bool:
+        """Whether it takes texts; else it takes pictures."""
+        return len(self.made_for[0]) == 1
+
+    @property
+    def input_size(self) -> str:
+        """What it was made for, in short: ``3x32x32``, ``128 tokens``."""
+        size = "x".join(map(str, self.made_for[0]))
+        return f"{size} tokens" if self.reads_texts else size
+
+    @property
     def num_parameters(self) -> int:
-        """Trainable parameters for the pictures it was made for; no memory is taken for them."""
+        """Trainable parameters for what it was made for; no memory is taken for them."""
         with torch.device("meta"):
             return sum(p.numel() for p in self.build(*self.made_for).parameters())
 
@@ -77,6 +99,17 @@ def _small_resnet(depth: int) -> ModelRow:
         made_for=_CIFAR,
         sentence="residual blocks, plain shortcuts",
         source="He et al. 2016, section 4.2",
+    )
+
+
+def _gpt(
+    made_for: tuple[tuple[int, ...], int], *, num_layers: int, num_heads: int, width: int
+) -> ModelRow:
+    return ModelRow(
+        build=partial(GPT, num_layers=num_layers, num_heads=num_heads, width=width),
+        made_for=made_for,
+        sentence=f"{num_layers} blocks of {num_heads} heads, width {width}",
+        source="Radford et al. 2019, " + ("table 2" if width >= 768 else "the sizes of minGPT"),
     )
 
 
@@ -147,6 +180,9 @@ MODELS: dict[str, ModelRow] = {
         sentence="Inception v1, batch norm, a short stem",
         source="Szegedy et al. 2015, a smaller stem",
     ),
+    "gpt-nano": _gpt(_BYTES, num_layers=3, num_heads=3, width=48),
+    "gpt-mini": _gpt(_BYTES, num_layers=6, num_heads=6, width=192),
+    "gpt2": _gpt(_GPT2, num_layers=12, num_heads=12, width=768),
 }
 """Every named model."""
 
@@ -168,7 +204,31 @@ def find(name: str) -> ModelFactory:
     return MODELS[name].build
 
 
+def require_fit(
+    name: str, factory: ModelFactory, input_shape: tuple[int, ...], *, data: str
+) -> None:
+    """Refuse data of another kind than a model of the table was made for.
+
+    Args:
+        name: of the model.
+        factory: what :func:`find` returned for it; nothing is known of another one.
+        input_shape: of one sample.
+        data: the data in words, for the message.
+
+    Raises:
+        ShapeError: texts for a model of pictures, pictures for one of texts, a table for either.
+    """
+    row = MODELS.get(name)
+    if row is None or row.build is not factory or len(row.made_for[0]) == len(input_shape):
+        return
+    takes = "texts" if row.reads_texts else "pictures"
+    fitting = [n for n, r in MODELS.items() if len(r.made_for[0]) == len(input_shape)]
+    hint = f"{', '.join(fitting[:3])} would take them" if fitting else "they need your own task"
+    raise ShapeError(name, f"takes {takes}, the data are {data}; {hint}")
+
+
 __all__ = [
-    "MLP", "MODELS", "VGG", "AlexNet", "CifarAlexNet", "CifarGoogLeNet", "CifarResNet",
+    "GPT", "MLP", "MODELS", "VGG", "AlexNet", "CifarAlexNet", "CifarGoogLeNet", "CifarResNet",
     "CifarVGG", "GoogLeNet", "LeNet", "LeNet5", "ModelFactory", "ModelRow", "ResNet", "find",
+    "require_fit",
 ]  # fmt: skip

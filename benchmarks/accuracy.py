@@ -1,0 +1,110 @@
+"""The center's accuracy beside that of plain PyTorch on one core, for the same samples.
+
+Command:   python benchmarks/accuracy.py --model resnet20 --data ../shared/data/cifar10
+           (--quick: a tenth of an epoch)
+
+Plain PyTorch is a loop of twenty lines: one process, one thread, torch's SGD, the same network
+from the same seed, the same batch size, augmentation, schedule and clipping. raydl trains the same
+number of samples with two workers by its own defaults. Both are scored on the whole test set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+import raydl
+from raydl.config import TrainConfig
+from raydl.data import Batches, Dataset, load, preparation_for
+from raydl.rules import lr_factor
+from raydl.task import Classification, evaluate
+
+
+def train_plainly(
+    data: Dataset, config: TrainConfig, *, lr: float, momentum: float
+) -> tuple[float, float]:
+    """Return (test accuracy, seconds of training) of a plain loop over the samples."""
+    assert config.training.samples is not None
+    torch.manual_seed(config.training.seed)
+    task = Classification(config.model)
+    model = task.build_model(data.train.shape)
+    prepare, order = preparation_for(data, config), data.train.order(config.training.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    batch_size, num_done, began = config.training.batch_size, 0, time.perf_counter()
+    while num_done < config.training.samples:
+        epoch, start = divmod(num_done, data.train.num_samples)
+        rows = order.rows(epoch, np.arange(start, min(start + batch_size, data.train.num_samples)))
+        rate = lr * lr_factor(
+            "cosine", num_done / config.training.samples, warmup=config.optimizer.warmup
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        task.loss(model, prepare(data.train.fetch(rows), rows, epoch)).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm or float("inf"))
+        optimizer.step()
+        num_done += len(rows)
+    seconds = time.perf_counter() - began
+    test = Batches(data.test, prepare)
+    scores = evaluate(
+        task,
+        model,
+        lambda first, last: test.batch(np.arange(first, last)),
+        num_samples=test.num_samples,
+        batch_size=500,
+    )
+    return scores["accuracy"], seconds
+
+
+def main() -> None:
+    """Train both ways, and print a table and a line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="resnet20")
+    parser.add_argument("--data", default="../shared/data/cifar10")
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--method", default="sync-easgd")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--augment", default="none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="5,000 samples")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data = load(options.data)
+    config = TrainConfig(
+        model=options.model,
+        training=raydl.TrainingConfig(
+            samples=5000 if options.quick else options.samples, seed=options.seed
+        ),
+        input=raydl.InputConfig(augment=options.augment),
+        optimizer=raydl.OptimizerConfig(lr=options.lr, momentum=options.momentum),
+    )
+    plain, plain_s = train_plainly(data, config, lr=options.lr, momentum=options.momentum)
+    with tempfile.TemporaryDirectory() as folder:
+        result = raydl.Trainer(
+            options.model,
+            data,
+            method=options.method,
+            training=config.training,
+            input=config.input,
+            optimizer=config.optimizer,
+            scaling=raydl.ScalingConfig(num_workers=2),
+            evaluation=raydl.EvaluationConfig(every_epochs=1000),
+            run=raydl.RunConfig(run_dir=f"{folder}/run", progress="none"),
+        ).fit()
+    ours, ours_s = result.metrics["center_accuracy"], result.metrics["seconds"]
+    print("| what | test accuracy | seconds of training |\n| --- | --- | --- |")
+    print(f"| plain PyTorch, one core | {plain:.2%} | {plain_s:.0f} |")
+    print(f"| {options.method}, 2 workers | {ours:.2%} | {ours_s:.0f} |")
+    name = f"accuracy.{options.model}.points_below_plain"
+    print(json.dumps({"name": name, "value": 100 * (plain - ours), "target": 1.0}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Tasks of one's own: a class, a model with a loss, a model that returns its loss."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+import raydl
+from raydl.cli import main
+from raydl.data import DataShape
+from raydl.errors import ConfigError
+from raydl.own_task import LossFromForward, ModelAndLoss
+
+SHAPE = DataShape((), 0, columns={"x": (3,), "y": ()})
+
+
+@pytest.fixture
+def table(tmp_path):
+    x = np.random.default_rng(0).normal(size=(400, 3)).astype(np.float32)
+    y = (x.sum(1) > 0).astype(np.int64)
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"x": list(x), "y": y}), path, row_group_size=50)
+    return str(path)
+
+
+def line(shape):
+    return nn.Linear(shape.columns["x"][0], 2)
+
+
+def cross_entropy(model, batch):
+    return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def train(task, data, tmp_path, **more):
+    return raydl.Trainer(
+        task,
+        data,
+        training=raydl.TrainingConfig(epochs=20, batch_size=20),
+        optimizer=raydl.OptimizerConfig(lr=0.5),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        run=raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+        **more,
+    ).fit()
+
+
+def test_a_function_that_builds_a_model_and_a_loss_are_a_task(table, tmp_path):
+    result = train(line, table, tmp_path, loss=cross_entropy)
+    assert result.metrics["center_loss"] < 0.2
+    model = line(SHAPE)
+    model.load_state_dict(load_file(tmp_path / "run" / "center.safetensors"))
+
+
+def test_a_model_may_need_to_know_nothing_of_the_data():
+    task = ModelAndLoss(lambda: nn.Linear(3, 2), cross_entropy)
+    assert task.build_model(SHAPE).out_features == 2
+    assert ModelAndLoss(line, cross_entropy).name == "line"
+
+
+def test_the_loss_is_a_metric_and_a_sum_like_the_others():
+    task = ModelAndLoss(
+        line, cross_entropy, metrics=lambda model, batch: {"ones": batch["y"].sum()}
+    )
+    model = task.build_model(SHAPE)
+    batch = {"x": torch.randn(6, 3), "y": torch.tensor([0, 1, 1, 0, 1, 1])}
+    with torch.no_grad():
+        sums, loss = task.metrics(model, batch), cross_entropy(model, batch)
+    assert float(sums["ones"]) == 4
+    assert float(sums["loss"]) == pytest.approx(6 * float(loss))
+
+
+class Knowing(nn.Module):
+    """Knows its loss, and returns it in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.inner, self.way = nn.Linear(3, 2), way
+
+    def forward(self, x, y):
+        logits = self.inner(x)
+        return self.way(functional.cross_entropy(logits, y), logits)
+
+
+@dataclass
+class Output:
+    """As Hugging Face's are."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+WAYS = {
+    "attribute": Output,
+    "key": lambda loss, logits: {"loss": loss, "logits": logits},
+    "first": lambda loss, logits: (loss, logits),
+    "alone": lambda loss, logits: loss,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_returns_its_loss_is_a_task(way, table, tmp_path):
+    task = LossFromForward(lambda: Knowing(WAYS[way]))
+    model = task.build_model(SHAPE)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    expected = functional.cross_entropy(model.inner(x), y)
+    assert torch.equal(task.loss(model, {"x": x, "y": y}), expected)
+    assert torch.equal(task.loss(model, (x, y)), expected)
+    if way == "attribute":
+        assert train(task, table, tmp_path).metrics["center_loss"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "sentence"),
+    [
+        (line, {}, "has no name, build_model, loss, metrics; give a task"),
+        ("lenet", {"loss": cross_entropy}, "is for a model of your own, not for lenet by name"),
+        (lambda: 3, {"loss": cross_entropy}, "must return a torch.nn.Module"),
+        (LossFromForward(lambda: Knowing(lambda loss, logits: logits)), {}, "returned no loss"),
+    ],
+)
+def test_what_is_no_task_is_told_before_any_process_starts(task, more, sentence, table, tmp_path):
+    with pytest.raises(ConfigError, match=sentence):
+        train(task, table, tmp_path, **more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_the_command_line_names_is_the_task(table, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Mine:\n"
+        '    name = "mine"\n'
+        "    def build_model(self, shape):\n"
+        '        return torch.nn.Linear(shape.columns["x"][0], 2)\n'
+        "    def loss(self, model, batch):\n"
+        '        return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])\n'
+        "    def metrics(self, model, batch):\n"
+        '        return {"loss": self.loss(model, batch) * len(batch["y"])}\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    options = ["--data", table, "--task", "mine:Mine", "--workers", "0", "--run-dir", "run"]
+    assert main(["train", *options, "--epochs", "2", "--run.progress", "none"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "run"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["loss"]
+    assert main(["train", "--task", "mine:main", "--workers", "0"]) == 2
+    assert "task mine:main can not be imported" in capsys.readouterr().err
