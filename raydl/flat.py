@@ -22,7 +22,8 @@ class FlatModel:
         model: the module itself, changed in place to views.
         weights: all trainable parameters, shape [num_parameters].
         gradients: their gradients, shape [num_parameters]; autograd adds into it.
-        buffers: all float buffers, shape [num_buffers], same dtype as the weights.
+        buffers: all float buffers of the state dict, shape [num_buffers], same dtype as the
+            weights.
 
     Raises:
         ShapeError: no module, nothing to train, or parameters of several dtypes or devices.
@@ -34,10 +35,12 @@ class FlatModel:
         _check_is_module(model, name)
         self._parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
         first = _one_kind(list(self._parameters.values()), name)
+        # A buffer that the model does not save, a mask say, is no state of it.
+        saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         self._buffers = {
             k: b
             for k, b in model.named_buffers()
-            if b.is_floating_point() and b.dtype == first.dtype
+            if b.is_floating_point() and b.dtype == first.dtype and id(b) in saved
         }
         self.weights = _gather(list(self._parameters.values()), first)
         self.gradients = torch.zeros_like(self.weights)
@@ -67,6 +70,23 @@ class FlatModel:
             parameter.grad = gradients[key]
         for key, buffer in self._buffers.items():
             buffer.data = buffers[key]
+
+    @staticmethod
+    def check(model: nn.Module) -> None:
+        """Raise a ShapeError if a model can not be made flat; it stays as it is."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        _one_kind(parameters, type(model).__name__)
+
+    def release_gradients(self) -> None:
+        """Leave the gradients to autograd, for a loop that zeroes them itself."""
+        self.gradients = self.weights.new_empty(0)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def is_bound(self) -> bool:
+        """Whether the model's parameters are still views of the flat weights."""
+        first = next(iter(self._parameters.values()))
+        return first.data_ptr() == self.weights.data_ptr()
 
     def named(
         self, weights: Tensor, buffers: Tensor

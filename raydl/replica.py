@@ -6,34 +6,34 @@ behind :class:`raydl.talk.Exchange` differs.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raydl.center import copied_to_cpu, load_state, set_lr
+from raydl.config import TrainingConfig
+from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
 from raydl.rules import Rule, Sends, Tally
-from raydl.talk import Exchange, Header, Talk
-from raydl.task import Batch, Task
+from raydl.talk import Exchange, Header, Partners, Talk
+from raydl.task import Task, in_precision
 from raydl.trust import Trust
 
 _SILENT = Talk()
+_PLAIN = TrainingConfig()
 Arrived = list[tuple[Tally, Header]]
 """What each exchange that was waited for is made of, and its header sums."""
-
-
-class Partners(Protocol):
-    """Workers that share one replica; see :class:`raydl.exchange.inner.GradientGroup`."""
-
-    def mean_(self, gradients: Tensor, num_samples: int) -> int:
-        """Replace mean gradients by that of the joined batch; return its samples."""
-        ...
+MakeGradient = Callable[[], tuple[Tensor, int]]
+"""Adds a gradient to what the optimizer sees; returns (the mean loss, the samples behind it)."""
+Stepped = tuple[Tensor, Header | None]
+"""The mean loss of a step's batch, and the header sums of its last exchange, if it joined one."""
 
 
 class Replica:
@@ -45,6 +45,7 @@ class Replica:
         rule: what an exchange does.
         make_optimizer: builds the inner optimizer over the flat weights.
         time_parts: where the time is counted.
+        training: says the precision, and in how many parts a batch goes through the model.
         has_dynamic_weights: a replica that is suddenly far away counts little; for rules
             that send weights.
     """
@@ -57,6 +58,7 @@ class Replica:
         rule: Rule,
         make_optimizer: Callable[[list[Tensor]], Optimizer],
         time_parts: TimeParts,
+        training: TrainingConfig = _PLAIN,
         has_dynamic_weights: bool = False,
     ) -> None:
         self.flat = FlatModel(model, name=task.name)
@@ -64,6 +66,7 @@ class Replica:
         self._rule = rule
         self._optimizer = make_optimizer([self.flat.weights]) if rule.steps_replica else None
         self._parts = time_parts
+        self._training = training
         self._trusts: dict[int, Trust] | None = {} if has_dynamic_weights else None
         self._distrust: dict[int, float] = {}
         self._pull = torch.empty_like(self.flat.weights)
@@ -79,7 +82,7 @@ class Replica:
         """Workers that share this replica."""
         self._distances: dict[int, float] = {}
 
-    def step(self, batch: Batch, talk: Talk = _SILENT) -> tuple[Tensor, Header | None]:
+    def step(self, batch: Batch, talk: Talk = _SILENT) -> Stepped:
         """Take one local step, with exchanges that begin and take effect around it.
 
         Returns:
@@ -90,26 +93,41 @@ class Replica:
             ExchangeError: an exchange failed. It changed neither replica nor center. The local
                 step was taken without it; a gradient that was to be sent is forgotten.
         """
+        return self._step(lambda: self._gradient(batch), talk)
+
+    def step_as_it_is(self, talk: Talk = _SILENT) -> Header | None:
+        """Take one local step along gradients that the optimizer's parameters have already.
+
+        Whoever computed them counts each step as one sample. Returns and raises as :meth:`step`.
+        """
+
+        def gradient() -> tuple[Tensor, int]:
+            self._num_seen += 1
+            return self.flat.weights.new_zeros(()), 1
+
+        return self._step(gradient, talk)[1]
+
+    def _step(self, gradient: MakeGradient, talk: Talk) -> Stepped:
         if self._rule.sends is Sends.WEIGHTS:
-            loss, arrived = self._step_with_weights(batch, talk)
+            loss, arrived = self._step_with_weights(gradient, talk)
         else:
-            loss, arrived = self._step_then_send(batch, talk)
+            loss, arrived = self._step_then_send(gradient, talk)
         for exchange in talk.join:
             self._num_sent[exchange.span.start] = self._num_begun[exchange.span.start]
         return loss, arrived[-1][1] if arrived else None
 
-    def _step_with_weights(self, batch: Batch, talk: Talk) -> tuple[Tensor, Arrived]:
+    def _step_with_weights(self, gradient: MakeGradient, talk: Talk) -> tuple[Tensor, Arrived]:
         """Step while the weights of the start of the step are under way."""
         arrived: Arrived = []
         failure: ExchangeError | None = None
         try:
             # Nothing below changes the weights before the join.
-            self._begin(talk)
+            self.begin(talk)
             if not talk.overlap:
                 arrived = self._wait(talk)
         except ExchangeError as error:
             failure = error
-        loss, num_samples = self._gradient(batch)
+        loss, num_samples = gradient()
         if talk.overlap and failure is None:
             try:
                 arrived = self._wait(talk)
@@ -121,15 +139,15 @@ class Replica:
         self._join(talk, arrived, num_samples=num_samples)
         return loss, arrived
 
-    def _step_then_send(self, batch: Batch, talk: Talk) -> tuple[Tensor, Arrived]:
+    def _step_then_send(self, gradient: MakeGradient, talk: Talk) -> tuple[Tensor, Arrived]:
         """Step, then send what came of it; the replica follows the center."""
-        loss, num_samples = self._gradient(batch)
+        loss, num_samples = gradient()
         if self._rule.sends is Sends.PROGRESS:
             self._local_step(num_samples)
         else:
             self.num_steps += 1
         try:
-            self._begin(talk)
+            self.begin(talk)
             arrived = self._wait(talk)
         except ExchangeError:
             if self._rule.sends is Sends.GRADIENT:
@@ -138,8 +156,12 @@ class Replica:
         self._follow(talk)
         return loss, arrived
 
-    def _begin(self, talk: Talk) -> None:
-        """Send what the rule sends of each span that begins."""
+    def begin(self, talk: Talk) -> None:
+        """Send what the rule sends of each span that begins; a later step may join them.
+
+        Raises:
+            ExchangeError: one can not begin; nothing was changed.
+        """
         with self._parts.measure("device_device_parameters"):
             for exchange in talk.begin:
                 self._send(exchange, talk)
@@ -200,23 +222,32 @@ class Replica:
         """
         loss = self._own_gradient(batch)
         try:
-            return loss, self._joined(len(batch[1]))
+            return loss, self._joined(num_samples_of(batch))
         except ExchangeError:
             self._drop_gradients()
             raise
 
     def _own_gradient(self, batch: Batch) -> Tensor:
-        num_samples = len(batch[1])
+        num_samples = num_samples_of(batch)
         if num_samples == 0:  # the tail of an epoch may leave a worker without samples
             return self.flat.weights.new_zeros(())
         with self._parts.measure("forward_backward"):
-            loss = self._task.loss(self.flat.model, batch)
             # A gradient that is sent is a sum over samples, so that ranks with fewer
             # samples weigh less in the mean.
-            scaled = loss if self._rule.steps_replica else loss * num_samples
-            scaled.backward()  # type: ignore[no-untyped-call]
+            scale = 1.0 if self._rule.steps_replica else float(num_samples)
+            parts = parts_of(batch, self._training.accumulate)
+            losses = [self._backward(part, share, scale) for part, share in parts]
         self._num_seen += num_samples
-        return loss.detach()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _backward(self, part: Batch, share: float, scale: float) -> Tensor:
+        """Add the gradient of a part of a batch; return what it adds to the batch's mean loss."""
+        with in_precision(self._training.precision, self.flat.weights.device):
+            loss = self._task.loss(self.flat.model, part)
+        mean = loss if share == 1.0 else loss * share
+        scaled = mean if scale == 1.0 else mean * scale
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return mean.detach()
 
     def _joined(self, num_samples: int) -> int:
         """Join the gradient with those of workers that share this replica, if any do."""
@@ -232,7 +263,8 @@ class Replica:
             return
         with self._parts.measure("replica_update"):
             if num_samples:
-                self.flat.weights.grad = self.flat.gradients
+                if self.flat.gradients.numel():
+                    self.flat.weights.grad = self.flat.gradients
                 self._optimizer.step()
             self.flat.gradients.zero_()
 
@@ -321,15 +353,20 @@ class Replica:
         self.flat.gradients.zero_()
         self._num_sent, self._num_dropped = {}, self._num_seen
 
-    def tensors(self) -> list[Tensor]:
-        """Return what makes this replica, to be changed in place: weights, buffers, momentum."""
-        tensors = [self.flat.weights, self.flat.buffers]
-        if self._optimizer is not None and self._optimizer.param_groups[0]["momentum"]:
-            state = self._optimizer.state[self.flat.weights]
-            if state.get("momentum_buffer") is None:  # zeros do what none at all does
-                state["momentum_buffer"] = torch.zeros_like(self.flat.weights)
-            tensors.append(state["momentum_buffer"])
-        return tensors
+    def copy_first_(self, partners: Partners, *, is_first: bool) -> bool:
+        """Become the replica of the first of those that share one; return whether it was another.
+
+        Raises:
+            ExchangeError: somebody went away or took too long; all is as it was.
+        """
+        own = io.BytesIO()
+        if is_first and self._optimizer is not None:
+            torch.save(copied_to_cpu(self._optimizer.state_dict()), own)
+        memory = partners.bytes_of_first(own.getvalue(), is_first=is_first)
+        is_other = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
+        if not is_first and self._optimizer is not None:
+            load_state(self._optimizer, torch.load(io.BytesIO(memory), weights_only=True))
+        return is_other
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that this replica needs to go on, on the CPU."""

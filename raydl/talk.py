@@ -25,6 +25,8 @@ class Header:
     """Votes to leave this generation after this round."""
     checkpoint: float = 0.0
     """Votes to keep the state as it is after this round."""
+    lr_cut: float = 0.0
+    """Votes to cut the learning rate once more after this round."""
     num_samples: float = 0.0
     """Samples whose gradients are in this message, since the last one of the same span."""
     loss_sum: float = 0.0
@@ -81,6 +83,22 @@ class Exchange(Protocol):
 
     def commit(self) -> None:
         """Move the center. Cannot fail."""
+        ...
+
+
+class Partners(Protocol):
+    """Workers that share one replica; see :class:`raydl.exchange.inner.GradientGroup`."""
+
+    def mean_(self, gradients: Tensor, num_samples: int) -> int:
+        """Replace mean gradients by that of the joined batch; return its samples."""
+        ...
+
+    def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> bool:
+        """Replace tensors by the first worker's; return whether any was another."""
+        ...
+
+    def bytes_of_first(self, data: bytes, *, is_first: bool) -> bytes:
+        """Return the first worker's bytes."""
         ...
 
 

@@ -1,0 +1,400 @@
+"""What a user's own loop holds: a replica that exchanges with the others when it is due.
+
+The arithmetic is :class:`raydl.replica.Replica`'s, who may talk when the schedules say; as in
+``raydl.worker``, but for who calls whom. An exchange that is due begins at the end of the step
+before, so that it is on its way while the user's code computes the gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raydl.center import Snapshot, copied_to_cpu, first_snapshot
+from raydl.data.feed import positions_of
+from raydl.errors import AttachError, ExchangeError
+from raydl.job import Job
+from raydl.metrics import TimeParts
+from raydl.own_loop.door import Door, Entry
+from raydl.own_loop.meeting import Age, Word
+from raydl.own_loop.terms import ENDLESS
+from raydl.replica import Replica
+from raydl.reports import Outcome
+from raydl.rules import Sends
+from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
+from raydl.schedules.trained import Trained
+from raydl.talk import Header, Talk
+
+
+class Attached:
+    """A model and an optimizer of the user's, and their exchanges with those of other workers.
+
+    Args:
+        model: on its device; its parameters become views of one tensor.
+        optimizer: over its parameters.
+        job: what all workers do; the job has no end, and its samples are steps.
+        door: the way to the others.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, job: Job, door: Door) -> None:
+        self._job, self._door, self._optimizer = job, door, optimizer
+        self._method = job.method
+        self._parts = TimeParts()
+        self._replica = Replica(
+            model,
+            job.task,
+            rule=job.method.rule,
+            make_optimizer=lambda _: optimizer,
+            time_parts=self._parts,
+            has_dynamic_weights=job.config.method.dynamic_weights,
+        )
+        self._flat = self._replica.flat
+        self._flat.release_gradients()
+        self.local_step = 0
+        """Local steps so far; of one that came later, with those of the others before it."""
+        self._generation = 0
+        self._loaded: Snapshot | None = None
+        self._schedule: Schedule | None = None
+        self._trained = Trained()
+        self._feedback: dict[Any, Any] = {}
+        self._is_behind = self._is_away = False
+        self._num_failed = 0
+        self._round: Round | None = None
+        self._at = 0
+        self._sums = Header()
+        self._began_at = time.monotonic()
+        weakref.finalize(self, door.fall_silent).atexit = False  # a loop that forgot to detach
+        self._round_at, self._waited_before = 0.0, 0.0
+        self._step_s = self._waited_s = 0.0
+
+    # what the user's loop asks
+
+    def step(self) -> None:
+        """Take the optimizer's step, and exchange as far as it is due; for ``optimizer.step()``.
+
+        Raises:
+            AttachError: this worker can not go on together with others; see its sentence.
+            ExchangeError: no round was completed in ``elastic.max_restarts`` attempts.
+        """
+        self._check_step()
+        if self._schedule is None:  # the gradient is that of the weights before
+            self._optimizer.step()
+            self.local_step += 1
+            self._join()
+            return
+        try:
+            self._take_step(self._schedule)
+        except ExchangeError as error:
+            self._fall_behind(error)
+            self._join()
+
+    @property
+    def rank(self) -> int:
+        """This worker's, 0..num_workers-1 in this generation."""
+        return self._inside().place[0]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that train now."""
+        return self._inside().place[1]
+
+    @property
+    def generation(self) -> int:
+        """How often the workers have changed, as far as this one has noticed."""
+        self._inside()
+        return self._generation
+
+    @property
+    def worker_id(self) -> str:
+        """Stable, and never used again."""
+        self._inside()
+        return self._door.worker_id
+
+    def center_state_dict(self) -> dict[str, Tensor]:
+        """Return the model's state dict with the center's weights and buffers, on the CPU."""
+        center = self._newest_center()
+        return self._flat.state_dict_of(*_tensors_of(center))
+
+    @contextlib.contextmanager
+    def center(self) -> Iterator[nn.Module]:
+        """Let the model hold the center's weights and buffers, for an evaluation; then its own."""
+        center = self._newest_center()
+        kept = self._flat.weights.clone(), self._flat.buffers.clone()
+        self._is_away = True
+        try:
+            self._hold(*_tensors_of(center))
+            yield self._flat.model
+        finally:
+            self._hold(*kept)
+            self._is_away = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this worker needs to go on later, on the CPU: its replica, the center."""
+        center = self._door.center() or self._center()
+        weights, buffers = _tensors_of(center)
+        return {
+            "local_step": self.local_step,
+            "replica": self._replica.state_dict(),
+            "center": {**vars(center), "weights": weights, "buffers": buffers},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; before this worker comes to the others.
+
+        Where workers bring different centers, the one with most exchanges is taken.
+
+        Raises:
+            AttachError: this worker trains already.
+        """
+        if self._schedule is not None:
+            raise AttachError(
+                self._door.name,
+                "load_state_dict comes first: before `with`, step() and the question for a rank",
+            )
+        center = state["center"]
+        arrays = {name: center[name].numpy() for name in ("weights", "buffers")}
+        self._loaded = Snapshot(**{**center, **arrays})
+        self._replica.load_state_dict(state["replica"])
+        self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
+        self.local_step = state["local_step"]
+
+    def detach(self) -> None:
+        """Leave; the others go on. What was done since the last exchange goes with this worker."""
+        self._door.leave(self._center)
+
+    def __enter__(self) -> Attached:
+        self._inside()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    # entering a generation
+
+    def _inside(self) -> Schedule:
+        """Return the schedule of this generation; enter one first, if it must be."""
+        if self._schedule is None:
+            self._join()
+        assert self._schedule is not None
+        return self._schedule
+
+    def _join(self) -> None:
+        """Enter the next generation and open its first round.
+
+        Raises:
+            ExchangeError: it failed again and again.
+        """
+        while True:
+            try:
+                self._enter()
+            except ExchangeError as error:
+                self._count_failure(error)
+                continue
+            try:
+                return self._open_round()
+            except ExchangeError as error:
+                self._fall_behind(error)
+
+    def _fall_behind(self, error: ExchangeError) -> None:
+        """Undo what an exchange that failed has done in part."""
+        if self._schedule is not None:
+            self._schedule.undo_round()
+        self._replica.undo_()
+        self._is_behind = True
+        self._count_failure(error)
+
+    def _count_failure(self, error: ExchangeError) -> None:
+        """Give up after too many in a row, without a round between them."""
+        self._num_failed += 1
+        if self._num_failed >= self._job.config.elastic.max_restarts:
+            raise error
+
+    def _enter(self) -> None:
+        with self._parts.measure("initialization"):
+            before = self._schedule
+            age = (before.version, before.num_changes) if before else self._loaded_age()
+            entry = self._door.enter(age, self._center)
+            snapshot = entry.snapshot or self._center()
+            self._take_over(snapshot)
+            site = Site(
+                config=self._job.config,
+                method=self._method,
+                membership=entry.membership,
+                worker_id=self._door.worker_id,
+                flat=self._flat,
+                time_parts=self._parts,
+                cuts=self._job.order.cuts,
+                feedback=self._feedback,
+            )
+            self._schedule = self._make_schedule(site, entry, snapshot)
+            self._generation = entry.membership.generation
+
+    def _loaded_age(self) -> Age:
+        if self._loaded is None:
+            return 0, 0
+        return self._loaded.round, int(self._loaded.ledger["num_changes"])
+
+    def _take_over(self, snapshot: Snapshot) -> None:
+        """Let the replica go on from where a generation starts."""
+        follows = self._method.rule.sends is not Sends.WEIGHTS
+        if self._schedule is not None:
+            weights = self._schedule.catch_up(snapshot, is_behind=self._is_behind)
+            if weights is not None:
+                self._hold(weights, torch.tensor(snapshot.buffers))
+        elif self._loaded is None:
+            self.local_step = max(self.local_step, snapshot.local_step)
+            self._hold(*_tensors_of(snapshot))
+        elif follows and self._loaded.round != snapshot.round:
+            self._hold(*_tensors_of(snapshot))
+        if follows and not self._method.is_sync:  # the center went on meanwhile
+            self._hold(*_tensors_of(snapshot))
+        self._is_behind = False
+
+    def _make_schedule(self, site: Site, entry: Entry, snapshot: Snapshot) -> Schedule:
+        road: Any = entry.road
+        if self._method.is_sync:
+            return SyncSchedule(site, road, snapshot, self._trained)
+        return MessageSchedule(site, road, snapshot, incarnation=0, local_step=self.local_step)
+
+    # a round, step by step
+
+    def _open_round(self) -> None:
+        schedule = self._inside()
+        if self._method.is_sync and len(schedule.exchanges) > 1:  # they arrive one by one
+            self._replica.keep()
+        round = schedule.next_round(self.local_step)
+        settings = self._job.config.exchange
+        self._plan = plan_talks(round.num_steps, fragments=settings.fragments, delay=settings.delay)
+        self._positions = np.array_split(positions_of(round.spans), round.num_steps)
+        self._round, self._at, self._num_flying = round, 0, 0
+        self._round_at, self._waited_before = time.perf_counter(), self._waited()
+        self._begin(schedule)
+
+    def _begin(self, schedule: Schedule) -> None:
+        """Send what is due around the next step, while the user's code computes its gradient."""
+        if self._method.rule.sends is not Sends.WEIGHTS:
+            return
+        begin, _ = self._plan[self._at]
+        self._num_flying += len(begin)
+        if begin:
+            self._replica.begin(self._talk(schedule, begin, []))
+
+    def _talk(self, schedule: Schedule, begin: list[int], join: list[int]) -> Talk:
+        exchanges = schedule.exchanges
+        is_last = len(exchanges) - 1 in begin
+        return Talk(
+            begin=tuple(exchanges[f] for f in begin),
+            join=tuple(exchanges[f] for f in join),
+            header=self._make_header(schedule) if is_last else Header(),
+        )
+
+    def _take_step(self, schedule: Schedule) -> None:
+        begin, join = self._plan[self._at]
+        is_ahead = self._method.rule.sends is Sends.WEIGHTS
+        talk = self._talk(schedule, [] if is_ahead else begin, join)
+        num_steps = self._replica.num_steps
+        schedule.set_lr(float(self._optimizer.param_groups[0]["lr"]))
+        try:
+            sums = self._replica.step_as_it_is(talk)
+        finally:
+            if self._replica.num_steps > num_steps:
+                self._note_step()
+        self._sums = sums or self._sums
+        self._num_flying += (0 if is_ahead else len(begin)) - len(join)
+        if self._at < len(self._plan):
+            self._check_word(schedule)
+            self._begin(schedule)
+        else:
+            self._close_round(schedule)
+
+    def _note_step(self) -> None:
+        """Count a local step, even if its exchange failed."""
+        assert self._round is not None
+        self._trained.add(self._round.epoch, self._positions[self._at])
+        self.local_step += 1
+        self._at += 1
+
+    def _check_word(self, schedule: Schedule) -> None:
+        """Leave a generation that is over, unless an exchange under way may yet arrive."""
+        if self._door.word is Word.OVER and not self._num_flying:
+            raise ExchangeError(schedule.version, self._generation, "the generation is over")
+
+    def _close_round(self, schedule: Schedule) -> None:
+        self._waited_s = self._waited() - self._waited_before
+        in_steps_s = time.perf_counter() - self._round_at - self._waited_s
+        self._step_s = in_steps_s / len(self._plan)
+        decision = schedule.settle(self._sums, self.local_step)
+        self._num_failed = 0
+        self._trained.keep_first(0)
+        schedule.take_records()  # nobody reads them; they would pile up
+        if decision.outcome is Outcome.GO_ON and self._door.word is not Word.OVER:
+            self._open_round()
+        else:
+            self._join()
+
+    def _make_header(self, schedule: Schedule) -> Header:
+        if self._door.word is Word.REGROUP:
+            schedule.vote(regroup=1.0)
+        return Header(
+            distance=self._replica.distance_squared,
+            step_s=self._step_s,
+            waited_s=self._waited_s,
+            elapsed_s=time.monotonic() - self._began_at,
+            **schedule.votes(),
+        )
+
+    def _waited(self) -> float:
+        """Return the seconds that this worker waited for exchanges so far."""
+        return self._parts.as_dict()["device_device_parameters"]
+
+    # weights
+
+    def _check_step(self) -> None:
+        self._door.check()
+        if self._is_away:
+            problem = "step() inside `with elastic.center()`: the model holds the center there"
+            raise AttachError(self._door.name, problem)
+        if not self._flat.is_bound():
+            raise AttachError(
+                self._door.name,
+                "the model's parameters are no longer where they were; move or convert the model "
+                "before it is attached, and its weights by load_state_dict",
+            )
+
+    def _hold(self, weights: Tensor, buffers: Tensor) -> None:
+        """Put other weights and buffers into the model."""
+        self._flat.weights.copy_(weights)
+        self._flat.buffers.copy_(buffers)
+
+    def _center(self) -> Snapshot:
+        """Return the center as this worker knows it."""
+        if self._schedule is not None:
+            return self._schedule.snapshot(is_kept=False, local_step=self.local_step)
+        if self._loaded is not None:
+            return self._loaded
+        first = first_snapshot(self._flat, ENDLESS)
+        return dataclasses.replace(first, local_step=self.local_step)
+
+    def _newest_center(self) -> Snapshot:
+        """Return the center as it is now, wherever it is."""
+        self._inside()
+        return self._door.center() or self._center()
+
+
+def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:
+    return torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)

@@ -1,0 +1,326 @@
+"""Who trains together, where workers come and go by themselves.
+
+A run of raydl has a controller that starts workers and watches them. Who keeps a loop of their
+own starts them, too; so workers come to a meeting and say who they are. The meeting forms a
+generation of those who are there, and tells the members when it is over. It knows no Ray and no
+thread: whoever uses it holds a lock, and asks again.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raydl.errors import AttachError
+from raydl.membership import Membership
+
+Age = tuple[int, int]
+"""(Rounds, changes of the ledger) that a copy of the center has seen; (0, 0): a new model."""
+NO_COPY: Age = (-1, -1)
+"""Of a worker that has no copy that others could go on with."""
+_GRACE_S = 1.0
+"""What members have to come out of a round that others have completed, in seconds."""
+
+
+class Word(enum.Enum):
+    """What the meeting tells a member."""
+
+    GO_ON = "go on"
+    REGROUP = "regroup"
+    """Somebody waits to join: leave the generation together, after the next exchange."""
+    OVER = "over"
+    """The generation is over, or goes on without this worker: come again."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A generation that a worker is called into."""
+
+    membership: Membership
+    source: str | None
+    """Whose copy of the center all start from; None: the one that is at the meeting."""
+    age: Age
+    """Of that copy."""
+
+    @property
+    def generation(self) -> int:
+        """The one that this worker enters with."""
+        return self.membership.generation
+
+
+@dataclass
+class _Comer:
+    """A worker at the door."""
+
+    generation: int
+    """The one that it comes from; 0: it is new."""
+    age: Age
+    came_at: float
+
+
+class Meeting:
+    """Who came, who is a member, who is still there.
+
+    In rounds all members leave a generation together and form the next one. By messages
+    everybody comes and goes alone, and the others stay as they are; all the same the first
+    generation forms together, to agree on a center.
+
+    Args:
+        name: of the run, for messages.
+        num_workers: the fewest that start, and the most that train.
+        in_rounds: whether all members exchange at once.
+        lease_s: who is not heard of for so long is lost, in seconds; so long members that have
+            left a generation wait for the others.
+        timeout_s: the longest wait of a worker for its generation, in seconds.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_workers: tuple[int, int],
+        in_rounds: bool,
+        lease_s: float,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._min, self._max = num_workers
+        self._in_rounds = in_rounds
+        self._lease_s = lease_s
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self.membership = Membership(0, ())
+        """Who trains; in generation 0 nobody."""
+        self._names: set[str] = set()
+        self._entered: dict[str, int] = {}
+        self._heard_at: dict[str, float] = {}
+        self._door: dict[str, _Comer] = {}
+        self._calls: dict[str, Call] = {}
+        self._changes: list[Membership] = []
+        self._has_center = False
+        self._over_since: float | None = None
+        self._num_done = 0
+        self._quiet_since = clock()
+
+    # what workers say
+
+    def name_one(self, wish: str | None = None) -> str:
+        """Return an id that no worker had before, the wished one if it is none of those."""
+        number = len(self._names)
+        worker_id = wish or f"w{number}"
+        while worker_id in self._names:
+            number += 1
+            worker_id = f"{wish}-{number}" if wish else f"w{number}"
+        self._names.add(worker_id)
+        return worker_id
+
+    def ask(self, worker_id: str, *, generation: int, age: Age) -> Call | None:
+        """Stand at the door; return what a worker is called into, or None: ask again.
+
+        Args:
+            worker_id: who comes.
+            generation: the one that it was called into last; 0: none.
+            age: of its copy of the center.
+
+        Raises:
+            AttachError: it waited for too long.
+        """
+        now = self._clock()
+        self._heard_at[worker_id] = now
+        self._look_around(now)
+        if self._call_of(worker_id, generation) is None and worker_id not in self._door:
+            self._come(worker_id, _Comer(generation, age, now))
+        self._form(now)
+        call = self._call_of(worker_id, generation)
+        if call is None and now - self._door[worker_id].came_at >= self._timeout_s:
+            problem = self._why_not(worker_id)
+            del self._door[worker_id]
+            raise AttachError(self._name, problem)
+        return call
+
+    def hear(self, worker_id: str, generation: int) -> Word:
+        """Note that a worker is there; return what it should do.
+
+        Args:
+            generation: the one that it was called into.
+        """
+        now = self._clock()
+        if self._entered.get(worker_id) == generation:
+            self._heard_at[worker_id] = now
+        self._look_around(now)
+        if self._entered.get(worker_id) != generation:
+            return Word.OVER
+        if self._over_since is None:
+            is_wanted = self._is_together and len(self._entered) < self._max and self._newcomers()
+            return Word.REGROUP if is_wanted else Word.GO_ON
+        return Word.OVER if now - self._over_since >= self._grace_s() else Word.REGROUP
+
+    def leave(self, worker_id: str, generation: int) -> bool:
+        """Let a worker go for good; return whether nobody is left."""
+        now = self._clock()
+        self._door.pop(worker_id, None)
+        self._heard_at.pop(worker_id, None)
+        if self._entered.get(worker_id) == generation:
+            self._num_done += 1
+            self._remove(worker_id, now)
+        self._look_around(now)
+        return not self._entered and not self._door
+
+    # what the room asks for
+
+    def take_center(self) -> None:
+        """Note that the center is at the meeting: by messages everybody moves alone from now on."""
+        if self._has_center:
+            return
+        self._has_center, self._over_since = True, None
+        staying = tuple(w for w in self._entered if w not in self._door)
+        if not self._in_rounds and staying != self.membership.worker_ids:
+            self._entered = {w: g for w, g in self._entered.items() if w in staying}
+            self._number(staying)
+
+    def take_changes(self) -> list[Membership]:
+        """Return the memberships that nobody has taken yet, in their order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def quiet_s(self) -> float:
+        """Return for how many seconds nobody has been here: no member, nobody at the door."""
+        now = self._clock()
+        self._look_around(now)
+        return now - self._quiet_since
+
+    # decisions
+
+    @property
+    def _is_together(self) -> bool:
+        """Whether all members enter and leave together."""
+        return self._in_rounds or not self._has_center
+
+    def _call_of(self, worker_id: str, generation: int) -> Call | None:
+        """Return what a worker is called into, if it has not come from there."""
+        call = self._calls.get(worker_id)
+        return call if call is not None and call.generation > generation else None
+
+    def _grace_s(self) -> float:
+        """Return how long members may need for a round that others have completed."""
+        is_whole = len(self._entered) == self.membership.num_workers
+        return _GRACE_S if is_whole else 0.0
+
+    def _come(self, worker_id: str, comer: _Comer) -> None:
+        self._door[worker_id] = comer
+        if self._entered.get(worker_id) != comer.generation:
+            return
+        if not self._is_together:  # what it had claimed goes back; it enters anew
+            self._remove(worker_id, comer.came_at)
+        elif self._over_since is None:
+            self._over_since = comer.came_at
+
+    def _look_around(self, now: float) -> None:
+        """Let those go who were not heard of for the time of a lease."""
+        for worker_id in [w for w, at in self._heard_at.items() if now - at >= self._lease_s]:
+            del self._heard_at[worker_id]
+            self._door.pop(worker_id, None)
+            if worker_id in self._entered:
+                self._remove(worker_id, now)
+        if self._entered or self._door:
+            self._quiet_since = now
+
+    def _remove(self, worker_id: str, now: float) -> None:
+        """Take out a member."""
+        del self._entered[worker_id]
+        self._calls.pop(worker_id, None)
+        if not self._is_together:
+            self._number(tuple(w for w in self.membership.worker_ids if w != worker_id))
+        elif self._over_since is None:
+            self._over_since = now
+        if not self._entered and not self._door:  # the next ones begin as the first ones did
+            self._num_done = 0
+
+    def _newcomers(self) -> list[str]:
+        """Return those at the door that were no members, in the order of their ids."""
+        return sorted((w for w in self._door if w not in self._entered), key=_natural)
+
+    def _back(self) -> list[str]:
+        """Return the members that have come back to the door, by rank."""
+        return [w for w in self.membership.worker_ids if w in self._entered and w in self._door]
+
+    def _needed(self) -> int:
+        """Return how many must be there: who has left for good need not be replaced."""
+        return max(1, self._min - self._num_done)
+
+    def _form(self, now: float) -> None:
+        """Form the next generation, if it can be formed now."""
+        if self._entered and not self._is_together:
+            new = self._newcomers()[: max(0, self._max - len(self._entered))]
+            if new:
+                self._number((*self.membership.worker_ids, *new))
+                self._call_in(new, None, NO_COPY)
+            return
+        back = self._back()
+        if self._entered and not self._is_time(back, now):
+            return
+        chosen = (*back, *self._newcomers()[: max(0, self._max - len(back))])
+        if len(chosen) >= self._needed():
+            source, age = self._furthest(chosen)
+            self._number(chosen)
+            self._entered, self._calls, self._over_since = {}, {}, None
+            self._call_in(chosen, source, age)
+
+    def _is_time(self, back: list[str], now: float) -> bool:
+        """Whether those who came back wait no longer for the others."""
+        if self._over_since is None or not back:
+            return False
+        return len(back) == len(self._entered) or now - self._over_since >= self._lease_s
+
+    def _number(self, worker_ids: tuple[str, ...]) -> None:
+        """Make these the members, under the next number."""
+        self.membership = Membership(self.membership.generation + 1, worker_ids)
+        self._changes.append(self.membership)
+
+    def _call_in(self, worker_ids: Sequence[str], source: str | None, age: Age) -> None:
+        for worker_id in worker_ids:
+            del self._door[worker_id]
+            self._entered[worker_id] = self.membership.generation
+            self._calls[worker_id] = Call(self.membership, source, age)
+
+    def _furthest(self, chosen: tuple[str, ...]) -> tuple[str | None, Age]:
+        """Return (who has the newest copy of the center, its age).
+
+        Only who comes from the generation before can have one: what somebody else did, who was
+        left out of it, is not in the others' center. Before the first generation all are new.
+        """
+        if not self._is_together:
+            return None, NO_COPY
+        before = self.membership.generation
+        ages = {w: self._door[w].age for w in chosen if self._door[w].generation == before}
+        known = [w for w, age in ages.items() if age > NO_COPY]
+        if not known:
+            return None, NO_COPY
+        source = max(known, key=lambda w: ages[w])  # the first of equals
+        return source, ages[source]
+
+    def _why_not(self, worker_id: str) -> str:
+        """Return in words what a worker at the door has waited for in vain."""
+        waited = f"worker {worker_id} waited for {self._timeout_s:g} s"
+        if len(self._entered) >= self._max and worker_id not in self._entered:
+            return f"{waited} for a place: {self._max} workers are attached; raise num_workers"
+        back = self._back()
+        if self._entered and not back:
+            return (
+                f"{waited} for an exchange of the {len(self._entered)} workers that train; raise "
+                f"start_timeout_s or lower method.period"
+            )
+        num_here = len(back) + len(self._newcomers())
+        return (
+            f"{waited}: {num_here} of {self._needed()} workers came; start the others, lower "
+            f"num_workers or raise start_timeout_s"
+        )
+
+
+def _natural(worker_id: str) -> tuple[int, str]:
+    """Return what sorts w2 before w10."""
+    return len(worker_id), worker_id

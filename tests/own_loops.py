@@ -1,0 +1,91 @@
+"""Workers with loops of their own in threads of this process: the room without Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
+from raydl.exchange.local import LocalGroup, LocalPost
+from raydl.own_loop.attached import Attached
+from raydl.own_loop.door import Door
+from raydl.own_loop.room import Room
+from raydl.own_loop.terms import endless_training, job_of, terms_of
+
+TIMEOUT_S = 10.0
+
+
+def settings(
+    method: MethodConfig, num_workers: Any, *, lease_s: float = 5.0, **exchange: Any
+) -> TrainConfig:
+    return TrainConfig(
+        method=method,
+        training=endless_training(),
+        scaling=ScalingConfig(num_workers=num_workers, start_timeout_s=TIMEOUT_S),
+        exchange=ExchangeConfig(timeout_s=TIMEOUT_S, **exchange),
+        elastic=ElasticConfig(lease_s=lease_s),
+    )
+
+
+class ThreadPost(LocalPost):
+    """A post that can be left, which does nothing."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class Threads:
+    """The room of one run, and its roads."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.room: Room | None = None
+        self.groups: dict[int, LocalGroup] = {}
+        self._lock = threading.Lock()
+
+    def attach(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, worker_id: str | None = None
+    ) -> Attached:
+        """Return a loop's handle, as ``raydl.attach`` does with Ray."""
+        job = job_of(self.config, model, optimizer, None)
+        terms = terms_of(job, model)
+
+        def find() -> Room:
+            with self._lock:
+                self.room = self.room or Room("run", job, terms)
+            return self.room
+
+        door = Door(
+            "run",
+            find,
+            self.make_road,
+            terms=terms,
+            lease_s=self.config.elastic.lease_s,
+            in_rounds=job.method.is_sync,
+            wish=worker_id,
+        )
+        return Attached(model, optimizer, job=job, door=door)
+
+    def make_road(self, worker_id: str, membership: Any, abandoned: threading.Event) -> Any:
+        service = self.room and self.room._service
+        if service is not None:
+            return ThreadPost([service], service.dispatcher)
+        with self._lock:
+            group = self.groups.setdefault(
+                membership.generation,
+                LocalGroup(
+                    membership.num_workers, timeout_s=TIMEOUT_S, generation=membership.generation
+                ),
+            )
+        return group.member(membership.worker_ids.index(worker_id))
+
+
+def run_all(loops: list[Callable[[], Any]]) -> list[Any]:
+    """Run loops in threads, and return what they returned."""
+    with ThreadPoolExecutor(len(loops)) as pool:
+        futures = [pool.submit(loop) for loop in loops]
+        return [future.result(timeout=60) for future in futures]

@@ -1,0 +1,169 @@
+"""Loops of one's own in plain actors and in Ray Train: workers die and come, the others go on."""
+
+import os
+import re
+import runpy
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+import raydl
+from raydl.config import ElasticConfig, MethodConfig
+from raydl.errors import AttachError
+
+pytestmark = pytest.mark.cluster
+
+BOUND_S = 200
+STEPS_MORE, STEPS_TO_LEARN = 30, 200
+
+
+def data(seed):
+    """Return pictures of two kinds: the sign of their sum."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(64, 8, generator=generator)
+    return inputs, (inputs.sum(1) > 0).long()
+
+
+def loss_of(model, seed=99):
+    inputs, labels = data(seed)
+    return torch.nn.functional.cross_entropy(model(inputs), labels)
+
+
+def score(model):
+    with torch.no_grad():
+        return float(loss_of(model))
+
+
+def make_net(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+
+@ray.remote(num_cpus=0, max_concurrency=2)
+class Own:
+    """A worker with a loop of its own, until it is told to stop."""
+
+    def __init__(self, seed):
+        torch.set_num_threads(1)
+        self.seed, self.elastic, self.loss_at_start = seed, None, None
+        self.stopped = threading.Event()
+
+    def pid(self):
+        return os.getpid()
+
+    def train(self, name, method, num_workers=(2, 3)):
+        model = make_net(self.seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with raydl.attach(
+            model,
+            optimizer,
+            method=method,
+            name=name,
+            num_workers=num_workers,
+            elastic=ElasticConfig(lease_s=4.0),
+            start_timeout_s=BOUND_S,
+        ) as elastic:
+            self.loss_at_start, self.elastic = score(model), elastic
+            while not self.stopped.is_set():
+                optimizer.zero_grad()
+                loss_of(model, self.seed).backward()
+                elastic.step()
+            with elastic.center():
+                return score(model)
+
+    def where(self):
+        """Return (local steps, workers, loss at the start) of a loop that has begun."""
+        if self.elastic is None:
+            return 0, 0, None
+        return self.elastic.local_step, self.elastic.num_workers, self.loss_at_start
+
+    def stop(self):
+        self.stopped.set()
+
+
+def until(actors, condition):
+    """Wait until a condition on where each actor is holds for all; return where they are."""
+    deadline = time.monotonic() + BOUND_S
+    while True:
+        places = ray.get([actor.where.remote() for actor in actors], timeout=BOUND_S)
+        if all(condition(*place) for place in places):
+            return places
+        assert time.monotonic() < deadline, places
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
+def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(cluster, method):
+    config = MethodConfig(name=method, period=2)
+    actors = [Own.remote(seed) for seed in range(3)]
+    loops = [actor.train.remote(method, config) for actor in actors]
+    places = until(actors, lambda steps, workers, _: steps > STEPS_MORE and workers == 3)
+    os.kill(ray.get(actors[0].pid.remote()), signal.SIGKILL)
+    reached = max(place[0] for place in places)
+    until(actors[1:], lambda steps, workers, _: workers == 2 and steps > reached + STEPS_MORE)
+    actors[0] = Own.remote(7)
+    loops[0] = actors[0].train.remote(method, config)
+    until(actors, lambda steps, workers, _: workers == 3 and steps > reached + STEPS_TO_LEARN)
+    new = ray.get(actors[0].where.remote())
+    ray.get([actor.stop.remote() for actor in actors])
+    untrained = score(make_net(7))
+    assert new[2] < 0.8 * untrained
+    for loss in ray.get(loops, timeout=BOUND_S):
+        assert loss < 0.5 * untrained
+
+
+def test_the_loss_of_the_meeting_point_is_told_in_one_sentence(cluster):
+    actor = Own.remote(0)
+    loop = actor.train.remote("lost", MethodConfig(name="async-easgd"), 1)
+    until([actor], lambda steps, *_: steps > 10)
+    job_id = ray.get_runtime_context().get_job_id()
+    ray.kill(ray.get_actor(f"raydl.attach {job_id} lost", namespace="raydl"))
+    with pytest.raises(AttachError, match="in which the workers meet was lost"):
+        ray.get(loop, timeout=BOUND_S)
+
+
+def test_the_job_with_a_loop_of_its_own_learns(cluster, capsys, root):
+    runpy.run_path(str(root / "jobs/own_loop.py"))["main"]()
+    (percent,) = re.findall(r"^center test accuracy ([\d.]+)%$", capsys.readouterr().out, re.M)
+    assert float(percent) > 95
+
+
+def in_ray_train(config):
+    context = ray.train.get_context()
+    model = make_net(context.get_world_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with raydl.attach(model, optimizer, method="sync-easgd") as elastic:
+        assert elastic.rank == context.get_world_rank()
+        for step in range(200):
+            optimizer.zero_grad()
+            loss_of(model, elastic.rank).backward()
+            elastic.step()
+            if step == 100 and config["has_group"]:  # Ray Train's own goes on beside ours
+                total = torch.ones(1)
+                torch.distributed.all_reduce(total)
+                assert total == context.get_world_size()
+        with elastic.center():
+            loss = score(model)
+        if elastic.rank == 0:
+            Path(config["folder"], "loss").write_text(str(loss))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Data warns of itself
+@pytest.mark.parametrize("has_group", [False, True])
+def test_the_training_function_of_ray_train_attaches(cluster, tmp_path, has_group):
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    trainer = (TorchTrainer if has_group else DataParallelTrainer)(
+        in_ray_train,
+        train_loop_config={"has_group": has_group, "folder": str(tmp_path)},
+        scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+        run_config=ray.train.RunConfig(name=f"own-{has_group}", storage_path=str(tmp_path)),
+    )
+    trainer.fit()
+    assert float((tmp_path / "loss").read_text()) < 0.5

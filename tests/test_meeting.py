@@ -1,0 +1,375 @@
+"""Who trains together where workers come by themselves: decided by a clock that a test turns."""
+
+import gc
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from own_loops import Threads, settings
+
+from raydl.config import MethodConfig
+from raydl.errors import AttachError
+from raydl.methods import METHODS
+from raydl.own_loop.meeting import NO_COPY, Meeting, Word
+
+LEASE_S, TIMEOUT_S = 10.0, 100.0
+
+
+class Gathering:
+    """A meeting and its clock."""
+
+    def __init__(self, num_workers, *, in_rounds=True):
+        self.now = 0.0
+        self.meeting = Meeting(
+            "run",
+            num_workers=num_workers,
+            in_rounds=in_rounds,
+            lease_s=LEASE_S,
+            timeout_s=TIMEOUT_S,
+            clock=lambda: self.now,
+        )
+
+    def ask(self, worker_id, generation=0, age=(0, 0)):
+        return self.meeting.ask(worker_id, generation=generation, age=age)
+
+    def come(self, *worker_ids, generation=0, age=(0, 0)):
+        """Let workers come and ask until nothing changes; return whom each was called with."""
+        for _ in range(2):
+            calls = [self.ask(w, generation, age) for w in worker_ids]
+        return [call and call.membership.worker_ids for call in calls]
+
+    def pass_s(self, seconds, **members):
+        """Let time pass; members of a generation are heard all the while."""
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            for worker_id, generation in members.items():
+                self.meeting.hear(worker_id, generation)
+
+    def hear(self, worker_id, generation):
+        return self.meeting.hear(worker_id, generation)
+
+
+def test_the_first_generation_forms_when_the_fewest_are_there():
+    gathering = Gathering((2, 4))
+    assert gathering.come("w0") == [None]
+    assert gathering.come("w1", "w0") == [("w0", "w1")] * 2
+    assert gathering.hear("w0", 1) is Word.GO_ON
+
+
+def test_ranks_go_by_the_ids_whoever_comes_first():
+    gathering = Gathering((3, 3))
+    assert gathering.come("w10", "w2", "w1") == [("w1", "w2", "w10")] * 3
+
+
+def test_a_time_out_says_how_many_came_and_what_to_change():
+    gathering = Gathering((4, 4))
+    gathering.ask("w0")
+    for second in range(1, 100):
+        gathering.now = float(second)
+        assert gathering.ask("w0") is gathering.ask("w1") is None
+    gathering.now = TIMEOUT_S
+    with pytest.raises(AttachError, match=r"waited for 100 s: 2 of 4 workers came; start the oth"):
+        gathering.ask("w0")
+
+
+def test_who_comes_later_is_a_vote_and_then_a_member():
+    gathering = Gathering((1, 2))
+    gathering.come("w0")
+    assert gathering.ask("w1") is None
+    assert gathering.hear("w0", 1) is Word.REGROUP
+    call = gathering.ask("w0", 1, (5, 9))
+    assert call.membership.worker_ids == ("w0", "w1")
+    assert (call.source, call.age) == ("w0", (5, 9))
+    assert gathering.ask("w1") == call
+
+
+def test_nobody_is_asked_to_make_room_where_there_is_none():
+    gathering = Gathering((1, 1))
+    gathering.come("w0")
+    assert gathering.ask("w1") is None
+    assert gathering.hear("w0", 1) is Word.GO_ON
+    for _ in range(19):
+        gathering.pass_s(5, w0=1)
+        assert gathering.ask("w1") is None
+    gathering.pass_s(5, w0=1)
+    with pytest.raises(AttachError, match="for a place: 1 workers are attached"):
+        gathering.ask("w1")
+
+
+def three_of(min_workers):
+    """Return a meeting in whose generation 2 three train."""
+    gathering = Gathering((min_workers, 3))
+    gathering.come("w0", "w1")
+    gathering.ask("w2")
+    gathering.come("w0", "w1", generation=1)
+    assert gathering.meeting.membership.worker_ids == ("w0", "w1", "w2")
+    return gathering
+
+
+def test_a_lost_member_ends_the_generation_and_the_others_form_the_next_one():
+    gathering = three_of(2)
+    gathering.pass_s(LEASE_S - 1, w1=2, w2=2)
+    assert gathering.hear("w1", 2) is Word.GO_ON
+    gathering.pass_s(1, w1=2, w2=2)
+    assert gathering.hear("w1", 2) is Word.OVER
+    assert gathering.come("w1", "w2", generation=2) == [("w1", "w2")] * 2
+
+
+def test_survivors_wait_for_the_others_no_longer_than_a_lease():
+    gathering = three_of(2)
+    assert gathering.come("w0", "w1", generation=2) == [None, None]
+    assert gathering.hear("w2", 2) is Word.REGROUP  # its round may be about to arrive
+    gathering.pass_s(2, w2=2)
+    assert gathering.hear("w2", 2) is Word.OVER
+    for _ in range(7):
+        gathering.pass_s(1, w2=2)
+        assert gathering.come("w0", "w1", generation=2) == [None, None]
+    gathering.pass_s(1, w2=2)
+    assert gathering.come("w0", "w1", generation=2) == [("w0", "w1")] * 2
+    assert gathering.hear("w2", 2) is Word.OVER
+    assert gathering.come("w2", generation=2) == [None]
+    assert gathering.hear("w0", 3) is Word.REGROUP  # it is a newcomer now
+
+
+def test_the_copy_that_is_furthest_goes_on_unless_it_is_of_somebody_who_was_left_out():
+    gathering = Gathering((2, 3))
+    gathering.come("w0", "w1")
+    gathering.ask("w0", 1, (4, 8))
+    assert gathering.ask("w1", 1, (5, 10)).source == "w1"
+    gathering.ask("late", 1, (9, 9))
+    gathering.ask("w0", 2, (6, 12))
+    call = gathering.ask("w1", 2, (6, 12))
+    assert call.membership.worker_ids == ("w0", "w1", "late")
+    assert call.source == "w0"
+
+
+def test_without_a_copy_all_start_from_the_one_at_the_meeting():
+    gathering = Gathering((1, 1))
+    gathering.come("w0")
+    gathering.meeting.take_center()
+    gathering.pass_s(LEASE_S)
+    call = gathering.ask("w1")
+    assert (call.source, call.age) == (None, NO_COPY)
+
+
+def test_who_has_left_for_good_need_not_be_replaced():
+    gathering = Gathering((3, 3))
+    gathering.come("w0", "w1", "w2")
+    assert not gathering.meeting.leave("w0", 1)
+    assert gathering.hear("w1", 1) is Word.OVER
+    assert gathering.come("w1", "w2", generation=1) == [("w1", "w2")] * 2
+    assert not gathering.meeting.leave("w1", 2)
+    assert gathering.meeting.leave("w2", 2)
+    assert gathering.come("w3", "w4") == [None, None]  # it begins anew, with three
+
+
+def test_who_is_lost_must_be_replaced():
+    gathering = Gathering((2, 2))
+    gathering.come("w0", "w1")
+    gathering.pass_s(LEASE_S, w0=1)
+    assert gathering.come("w0", generation=1) == [None]
+    assert gathering.come("w2", "w0") == [("w0", "w2")] * 2
+
+
+def test_who_dies_at_the_door_is_not_waited_for():
+    gathering = Gathering((2, 2))
+    gathering.ask("w0")
+    gathering.now = LEASE_S
+    assert gathering.come("w1") == [None]
+
+
+def test_ids_are_never_used_again():
+    meeting = Gathering((1, 1)).meeting
+    assert [meeting.name_one(wish) for wish in (None, "w1", "w1", None)][:2] == ["w0", "w1"]
+    names = [meeting.name_one(wish) for wish in ("a", "a", None, None, "w1")]
+    assert names[0] == "a"
+    assert len({*names, "w0", "w1"}) == 7
+
+
+# by messages
+
+
+def by_messages(num_workers):
+    return Gathering(num_workers, in_rounds=False)
+
+
+def test_by_messages_the_others_stay_as_they_are():
+    gathering = by_messages((2, 3))
+    gathering.come("w0", "w1")
+    gathering.meeting.take_center()
+    call = gathering.ask("w2")
+    assert call.generation == 2
+    assert call.membership.worker_ids == ("w0", "w1", "w2")
+    assert gathering.hear("w0", 1) is Word.GO_ON
+    gathering.meeting.leave("w0", 1)
+    assert gathering.meeting.membership.worker_ids == ("w1", "w2")
+    assert [m.generation for m in gathering.meeting.take_changes()] == [1, 2, 3]
+
+
+def test_by_messages_who_comes_again_leaves_and_enters():
+    gathering = by_messages((2, 2))
+    gathering.come("w0", "w1")
+    gathering.meeting.take_center()
+    call = gathering.ask("w0", 1)
+    assert call.generation == 3
+    assert [m.worker_ids for m in gathering.meeting.take_changes()] == [
+        ("w0", "w1"), ("w1",), ("w1", "w0")
+    ]  # fmt: skip
+
+
+def test_by_messages_who_is_silent_is_out_and_hears_so_when_it_comes_back():
+    gathering = by_messages((1, 2))
+    gathering.come("w0")
+    gathering.meeting.take_center()
+    gathering.come("w1")
+    gathering.pass_s(LEASE_S, w1=2)
+    assert gathering.meeting.membership.worker_ids == ("w1",)
+    assert gathering.hear("w0", 1) is Word.OVER
+
+
+def test_by_messages_a_start_whose_first_worker_dies_begins_again():
+    gathering = by_messages((2, 3))
+    gathering.come("w0", "w1")
+    gathering.pass_s(LEASE_S, w1=1)
+    assert gathering.hear("w1", 1) is Word.OVER
+    assert gathering.ask("w2") is None
+    call = gathering.ask("w1", 1)
+    assert call.membership.worker_ids == ("w1", "w2")
+    assert call.source == "w1"
+
+
+# and with loops in threads
+
+
+class Loops:
+    """Loops over nothing in particular, in threads, until they are told to stop."""
+
+    def __init__(self, name, num_workers, *, period=2, **exchange):
+        method = MethodConfig(name=name, period=period)
+        config = settings(method, num_workers, lease_s=0.8, **exchange)
+        self.threads = Threads(config)
+        self.stopped = threading.Event()
+        self.dead = set()
+        self.seen = {}
+        self.centers = {}
+        self.pool = ThreadPoolExecutor(8)
+        self.futures = []
+
+    def start(self, worker_id):
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        elastic = self.threads.attach(model, optimizer, worker_id)
+
+        def loop():
+            with elastic:
+                before = elastic.generation, elastic.state_dict()["center"]["round"]
+                while not self.stopped.is_set():
+                    if worker_id in self.dead:
+                        return die(elastic)
+                    optimizer.zero_grad()
+                    model(torch.ones(2, 4)).square().mean().backward()
+                    elastic.step()
+                    self.seen[worker_id] = elastic.num_workers, elastic.local_step
+                    center = elastic.state_dict()["center"]
+                    which = elastic.generation, center["round"]
+                    if which != before:  # a round has just ended
+                        same = self.centers.setdefault(which, set())
+                        same.add(tuple(center["weights"].tolist()))
+                    before = which
+                return elastic.center_state_dict()
+
+        self.futures.append(self.pool.submit(loop))
+
+    def until(self, worker_ids, num_workers):
+        """Wait until these workers have taken ten more steps with so many."""
+        steps = {w: self.seen.get(w, (0, 0))[1] + 10 for w in worker_ids}
+        deadline = time.monotonic() + 20
+        while not all(
+            self.seen.get(w, (0, 0))[0] == num_workers and self.seen[w][1] >= steps[w]
+            for w in worker_ids
+        ):
+            for future in self.futures:
+                if future.done():
+                    future.result()
+            assert time.monotonic() < deadline, self.seen
+            self.stopped.wait(0.01)
+
+    def stop(self):
+        self.stopped.set()
+        results = [future.result(timeout=20) for future in self.futures]
+        self.pool.shutdown()
+        return results
+
+
+def die(elastic):
+    """Go without a word, as a killed process does."""
+    elastic._door._ended.set()
+    elastic._door._close_road()
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange"),
+    [
+        ("sync-easgd", {}),
+        ("sync-easgd", {"fragments": 2}),
+        ("local-sgd", {}),
+        ("local-sgd", {"fragments": 2}),
+        ("sync-easgd", {"compression": "int8"}),
+        ("async-easgd", {}),
+        ("async-easgd", {"compression": "int8"}),
+        ("async-sgd", {}),
+        ("hogwild-easgd", {}),
+        ("original-easgd", {}),
+    ],
+)
+def test_workers_come_and_go_and_die_and_the_others_go_on(name, exchange):
+    loops = Loops(name, (2, 3), **exchange)
+    loops.start("w0")
+    loops.start("w1")
+    loops.until(["w0", "w1"], 2)
+    loops.start("w2")
+    loops.until(["w0", "w1", "w2"], 3)
+    loops.dead.add("w0")
+    loops.until(["w1", "w2"], 2)
+    loops.start("w3")
+    loops.until(["w1", "w2", "w3"], 3)
+    for center in loops.stop()[1:]:
+        assert torch.isfinite(center["weight"]).all()
+    if METHODS[name].schedule == "sync":  # every rank has the same center after the same round
+        assert max(len(same) for same in loops.centers.values()) == 1
+
+
+def test_a_newcomer_starts_at_the_center_and_at_its_step():
+    loops = Loops("sync-easgd", (1, 2), period=1)
+    loops.start("w0")
+    loops.until(["w0"], 1)
+    model = torch.nn.Linear(4, 1)
+    with loops.threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0)) as elastic:
+        assert elastic.local_step >= 10
+        assert torch.equal(model.weight, elastic.center_state_dict()["weight"])
+        assert elastic.num_workers == 2
+        assert elastic.generation == 2
+    loops.stop()
+
+
+def test_what_the_last_one_leaves_the_next_one_finds():
+    loops = Loops("sync-easgd", 1, period=1)
+    loops.start("w0")
+    loops.until(["w0"], 1)
+    (center,) = loops.stop()
+    model = torch.nn.Linear(4, 1)
+    with loops.threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0)):
+        assert torch.equal(model.weight, center["weight"])
+
+
+def test_a_loop_that_forgot_to_detach_keeps_nobody_out():
+    threads = Threads(settings(MethodConfig(name="sync-easgd"), 1, lease_s=0.8))
+    model = torch.nn.Linear(4, 1)
+    forgotten = threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert forgotten.rank == 0
+    del forgotten
+    gc.collect()
+    with threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0)) as elastic:
+        assert elastic.num_workers == 1
