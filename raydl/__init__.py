@@ -10,11 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raydl.callbacks import Callback
     from raydl.config import (
         CheckpointConfig,
         ElasticConfig,
         EvaluationConfig,
         ExchangeConfig,
+        InputConfig,
         MethodConfig,
         OptimizerConfig,
         RunConfig,
@@ -22,34 +24,53 @@ if TYPE_CHECKING:
         TrainConfig,
         TrainingConfig,
     )
+    from raydl.crew import Evaluated
+    from raydl.data import DataShape
     from raydl.errors import RaydlError
-    from raydl.task import Classification
+    from raydl.on_ray.attach import attach
+    from raydl.own_task import LossFromForward, ModelAndLoss
+    from raydl.task import Classification, LanguageModel
     from raydl.trainer import Result, Trainer
 
 _HOMES = {
+    "Callback": "callbacks",
     "CheckpointConfig": "config",
     "ElasticConfig": "config",
     "EvaluationConfig": "config",
     "ExchangeConfig": "config",
+    "InputConfig": "config",
     "MethodConfig": "config",
     "OptimizerConfig": "config",
     "RunConfig": "config",
     "ScalingConfig": "config",
     "TrainConfig": "config",
     "TrainingConfig": "config",
+    "Evaluated": "crew",
     "RaydlError": "errors",
     "Classification": "task",
+    "LanguageModel": "task",
+    "DataShape": "data",
+    "LossFromForward": "own_task",
+    "ModelAndLoss": "own_task",
+    "attach": "on_ray.attach",
     "Result": "trainer",
     "Trainer": "trainer",
 }
 
 __all__ = [
+    "Callback",
     "CheckpointConfig",
     "Classification",
+    "DataShape",
     "ElasticConfig",
+    "Evaluated",
     "EvaluationConfig",
     "ExchangeConfig",
+    "InputConfig",
+    "LanguageModel",
+    "LossFromForward",
     "MethodConfig",
+    "ModelAndLoss",
     "OptimizerConfig",
     "RaydlError",
     "Result",
@@ -58,6 +79,7 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "TrainingConfig",
+    "attach",
 ]
 
 

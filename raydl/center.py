@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
+from raydl.optimizers import parameters_of
 from raydl.rules import Rule, Tally, mix_buffers_
 
 MakeOptimizer = Callable[[list[Tensor]], "Optimizer | None"]
@@ -48,6 +49,8 @@ class Snapshot:
     """State of the optimizer at the center; empty where the rule has none."""
     ledger: dict[str, Any]
     """State of the :class:`raydl.ledger.Ledger` at this round."""
+    num_cuts: int = 0
+    """How often the learning rate was cut up to here, for the schedule ``plateau``."""
 
 
 class Center:
@@ -74,7 +77,7 @@ class Center:
         # each other's, each has an alias of the weights with an optimizer of its own; the
         # optimizer's state is one and the same.
         self._here = threading.local()
-        self._state: dict[str, Any] = {}
+        self._states: dict[int, dict[str, Any]] = {}
         self._lr: float | None = None
         self._kept: tuple[Tensor, Tensor, dict[str, Any]] | None = None
 
@@ -98,8 +101,14 @@ class Center:
             self._here.weights = self.weights.detach()
             self._here.optimizer = self._make([self._here.weights])
             if self._here.optimizer is not None:
-                self._here.optimizer.state[self._here.weights] = self._state
+                self._share_state(self._here.optimizer)
         return self._here.weights, self._here.optimizer
+
+    def _share_state(self, optimizer: Optimizer) -> None:
+        """Let an optimizer work on the one state there is, by the place of each parameter."""
+        for place, tensor in enumerate(parameters_of(optimizer)):
+            state = optimizer.state[tensor]  # some have one from the beginning
+            optimizer.state[tensor] = self._states.setdefault(place, state)
 
     def keep(self) -> None:
         """Remember the state as it is now, for :meth:`undo_`."""
@@ -111,10 +120,7 @@ class Center:
         weights, buffers, state = self._kept
         self.weights.copy_(weights)
         self.buffers.copy_(buffers)
-        _, optimizer = self._handle()
-        if optimizer is not None:
-            self._state.clear()
-            self.load_optimizer(state)
+        self.load_optimizer(state)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the user's optimizer, where it steps here."""
@@ -128,11 +134,15 @@ class Center:
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`optimizer_state` returned."""
-        weights, optimizer = self._handle()
-        if optimizer and state:
-            load_state(optimizer, state)
-            self._state.update(optimizer.state[weights])
-            optimizer.state[weights] = self._state
+        _, optimizer = self._handle()
+        if optimizer is None or not state:
+            return
+        load_state(optimizer, state)
+        for place, tensor in enumerate(parameters_of(optimizer)):
+            shared = self._states[place]  # other threads have it too
+            shared.clear()
+            shared.update(optimizer.state[tensor])
+        self._share_state(optimizer)
 
 
 @dataclass(frozen=True)
@@ -148,14 +158,18 @@ class Mirror:
 def joined_states(states: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
     """Return the optimizer state of the whole center from those of its spans, in order.
 
-    What has the shape of its span is laid end to end; anything else (a step count) is the
-    first one's.
+    What has the shape of its span is laid end to end; anything else (a step count) is that of
+    the first one that has been exchanged.
     """
     if len(states) == 1 or not states[0]:
         return states[0]
     merged = {}
-    for key, value in states[0]["state"].get(0, {}).items():
-        if isinstance(value, Tensor) and value.shape == (sizes[0],):
+    known = [
+        (state["state"][0], n) for state, n in zip(states, sizes, strict=True) if state["state"]
+    ]
+    first, size = known[0] if known else ({}, 0)
+    for key, value in first.items():
+        if isinstance(value, Tensor) and value.shape == (size,):
             # A span that has not been exchanged yet has no state: as good as zeros.
             parts = [
                 state["state"].get(0, {}).get(key, value.new_zeros(size))
@@ -196,17 +210,17 @@ def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
         local_step=0,
         seconds=0.0,
         is_kept=False,
-        weights=flat.weights.detach().numpy().copy(),
-        buffers=flat.buffers.detach().numpy().copy(),
+        weights=flat.weights.detach().cpu().numpy().copy(),
+        buffers=flat.buffers.detach().cpu().numpy().copy(),
         optimizer={},
         ledger=Ledger(num_samples).state_dict(),
     )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameters."""
+    """Set the learning rate of all parameters; groups with a share of it get that."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_share", 1.0)
 
 
 def load_state(optimizer: Optimizer, state: dict[str, Any]) -> None:

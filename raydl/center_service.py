@@ -36,7 +36,7 @@ def make_shard(job: Job, snapshot: Snapshot, index: int, settles: Dispatcher | N
         weights,
         buffers,
         rule=method.rule,
-        make_optimizer=make_optimizer(method.inner),
+        make_optimizer=make_optimizer(method.inner, method.own_optimizer),
         is_locked=method.schedule != "hogwild",
         codec=parse_codec(exchange.compression),
         settles=settles,
@@ -59,11 +59,12 @@ class CenterService:
         self.dispatcher = Dispatcher(
             job.config,
             job.method,
-            Ledger.from_state_dict(snapshot.ledger),
+            Ledger.from_state_dict(snapshot.ledger, cuts=job.order.cuts),
             version=snapshot.round,
             seconds=snapshot.seconds,
             local_step=snapshot.local_step,
         )
+        self.dispatcher.num_cuts = snapshot.num_cuts
         self.home = make_shard(job, snapshot, HOME, self.dispatcher)
         self._num_parameters = snapshot.weights.size
 

@@ -6,8 +6,11 @@ it with Ray actors; :class:`raydl.local_crew.LocalCrew` plays it in this process
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from raydl.center import Snapshot
 from raydl.faults import Fault
@@ -120,6 +123,14 @@ class Evaluated:
     metrics: dict[str, float]
     predicted: tuple[int, ...] = ()
     """The class of each example; empty: the task knows no classes."""
+    weights: np.ndarray | None = None
+    """Of the center, [num_parameters], where the best is kept and this may be it."""
+    buffers: np.ndarray | None = None
+    """[num_buffers], beside the weights."""
+
+    def without_center(self) -> Evaluated:
+        """Return the score alone: it may be remembered, and takes no memory to speak of."""
+        return dataclasses.replace(self, weights=None, buffers=None)
 
 
 @dataclass(frozen=True)

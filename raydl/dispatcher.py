@@ -67,6 +67,8 @@ class Dispatcher:
         self._dues = Dues()
         self._turns = Turns()
         self._is_end = False
+        self.num_cuts = 0
+        """How often the learning rate was cut, for the schedule ``plateau``."""
         self.num_refused = 0
         """Calls of workers that are no members, or were others then."""
 
@@ -233,6 +235,7 @@ class Dispatcher:
             outcome=outcome,
             epoch=epoch,
             spans=spans,
+            ahead=self._ledger.reserved_by(worker_id),
             num_steps=num_steps,
             num_workers=self._roster.membership.num_workers,
             rank=self._roster.membership.worker_ids.index(worker_id),
@@ -241,6 +244,7 @@ class Dispatcher:
             version=self._version,
             ledger=self._ledger.state_dict(with_claims=True),
             keep=keep,
+            num_cuts=self.num_cuts,
         )
 
     def leave(self, stamp: Stamp) -> None:
@@ -312,6 +316,7 @@ class Dispatcher:
         with self._changed:
             if not self._roster.opened <= generation <= self._generation:
                 return
+            self.num_cuts = max(self.num_cuts, int(votes.pop("num_cuts", 0)))
             self._votes.update(votes)
             if self._votes.pop("checkpoint", 0.0) and self._roster.in_training:
                 self._version += 1  # a number that no other snapshot has
@@ -390,4 +395,5 @@ class Dispatcher:
                 "local_step": self._roster.local_step,
                 "seconds": self.seconds,
                 "ledger": self._ledger.state_dict(),
+                "num_cuts": self.num_cuts,
             }

@@ -10,6 +10,7 @@
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
     ├── NonFiniteLossError          the loss became NaN or infinite
     ├── ProcessLostError            a process of the run went away
+    ├── AttachError                 an own loop could not go on together with the others
     └── ExchangeError               an exchange did not complete; nothing was changed by it
         └── ExchangeTimeoutError    somebody did not come in time
 
@@ -181,6 +182,23 @@ class ProcessLostError(RaydlError):
             f"the process of {self.name} was lost: {self.reason}; the same command with "
             f"--resume goes on from the last checkpoint, if one was written"
         )
+
+
+class AttachError(RaydlError):
+    """A loop of one's own can not begin, or go on, together with the others.
+
+    Args:
+        name: of the run that it was attached to.
+        problem: what is missing, how long was waited, what to change.
+    """
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(name, problem)
+        self.name = name
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"raydl.attach to {self.name!r}: {self.problem}"
 
 
 class ExchangeError(RaydlError):

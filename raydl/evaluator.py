@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
+from raydl.callbacks import score_of
 from raydl.center import Snapshot
 from raydl.crew import Evaluated
 from raydl.data import Batches
 from raydl.examples import example_rows
 from raydl.flat import FlatModel
 from raydl.job import Job
-from raydl.task import evaluate, predict
+from raydl.task import Predicts, evaluate, in_precision, predict
 
 
 class Evaluator:
@@ -26,24 +29,47 @@ class Evaluator:
         self._job = job
         self._test = test
         self._flat = FlatModel(job.task.build_model(job.shape), name=job.task.name)
+        self._best = -math.inf
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot, and what it says of the examples."""
         self._flat.weights.copy_(torch.tensor(snapshot.weights))
         self._flat.buffers.copy_(torch.tensor(snapshot.buffers))
-        metrics = evaluate(
-            self._job.task,
-            self._flat.model,
-            lambda start, stop: self._test.batch(np.arange(start, stop)),
-            num_samples=self._test.num_samples,
-            batch_size=self._job.config.evaluation.batch_size,
-        )
-        pictures, _ = self._test.batch(example_rows(self._test.num_samples))
+        with in_precision(self._job.config.training.precision, self._flat.weights.device):
+            metrics = evaluate(
+                self._job.task,
+                self._flat.model,
+                lambda start, stop: self._test.batch(np.arange(start, stop)),
+                num_samples=self._test.num_samples,
+                batch_size=self._job.config.evaluation.batch_size,
+            )
+            predicted = self._predicted()
+        is_best = self._is_best(metrics)
         return Evaluated(
             snapshot.round,
             snapshot.epoch,
             snapshot.num_samples,
             snapshot.seconds,
             metrics,
-            predict(self._job.task, self._flat.model, pictures),
+            predicted,
+            snapshot.weights if is_best else None,
+            snapshot.buffers if is_best else None,
         )
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether the best center is kept and none that was scored here was better.
+
+        Only then it is sent: the driver, which knows those of earlier starts, decides.
+        """
+        score = score_of(metrics)
+        if not self._job.config.checkpoint.keep_best or score <= self._best:
+            return False
+        self._best = score
+        return True
+
+    def _predicted(self) -> tuple[int, ...]:
+        """Return the class of each example, if the task has classes."""
+        if not isinstance(self._job.task, Predicts):
+            return ()
+        pictures, _ = self._test.batch(example_rows(self._test.num_samples))
+        return predict(self._job.task, self._flat.model, pictures)

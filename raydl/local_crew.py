@@ -9,7 +9,7 @@ import torch
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
 from raydl.crew import Changed, Collected, Event, Published, Reported, RunEnded, WorkerReady
-from raydl.data import Batches, Dataset, Normalizer
+from raydl.data import Batches, Dataset, preparation_for
 from raydl.evaluator import Evaluator
 from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.faults import Fault
@@ -28,10 +28,10 @@ class LocalCrew:
     """
 
     def __init__(self, job: Job, dataset: Dataset) -> None:
-        normalizer = Normalizer.of(dataset.train)
+        prepare = preparation_for(dataset, job.config)
         self._job = job
-        self._train = Batches(dataset.train, normalizer)
-        self._test = Batches(dataset.test, normalizer)
+        self._train = Batches(dataset.train, prepare)
+        self._test = Batches(dataset.test, prepare)
         self._shelf = SnapshotShelf()
         self._events: list[Event] = []
         self._running = False

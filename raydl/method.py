@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raydl.compression import parse_codec
 from raydl.config import OptimizerConfig, TrainConfig
 from raydl.errors import ConfigError
+from raydl.optimizers import OwnOptimizer, check_optimizer, is_elementwise
 from raydl.rules import Elastic, Rule, Sends, moving_rate, moving_rate_limit_in_turn
 
 
@@ -24,6 +25,8 @@ class Method:
     """The user's optimizer settings with the method's own filled in."""
     inner: OptimizerConfig
     """The optimizer that the workers build: without a momentum that is the master's."""
+    own_optimizer: OwnOptimizer | None = None
+    """The user's own, instead of the named."""
 
     @property
     def is_sync(self) -> bool:
@@ -34,9 +37,36 @@ class Method:
 def check(config: TrainConfig, method: Method) -> None:
     """Raise a ConfigError if settings do not go together."""
     _check_beta(config, method)
+    _check_optimizer(config, method)
     _check_exchange(config, method)
     _check_replicas(config, method)
     _check_deterministic(config, method)
+
+
+def _check_optimizer(config: TrainConfig, method: Method) -> None:
+    optimizer, name = method.inner, method.inner.name
+    check_optimizer(optimizer, method.own_optimizer)
+    if method.rule.steps_replica:
+        return
+    where = f"for {method.name}, whose optimizer steps at the center"
+    if not is_elementwise(optimizer, method.own_optimizer):
+        raise ConfigError(
+            "optimizer.name",
+            f"can not be {name} {where} on flat tensors: it looks at the shapes of parameters; "
+            f"take an elementwise one, or a method with local steps",
+        )
+    if method.schedule == "hogwild" and name != "sgd":
+        raise ConfigError(
+            "optimizer.name", f"must be sgd {where} with no lock around it, got {name}"
+        )
+    exchange = config.exchange
+    is_whole = method.is_sync and exchange.fragments == 1
+    if optimizer.decay_only_matrices and not is_whole:
+        raise ConfigError(
+            "optimizer.decay_only_matrices",
+            f"can not be kept {where}, in parts that know no layers; "
+            f"set exchange.fragments 1, or take a sync method",
+        )
 
 
 def _check_deterministic(config: TrainConfig, method: Method) -> None:
@@ -47,6 +77,12 @@ def _check_deterministic(config: TrainConfig, method: Method) -> None:
             "training.deterministic",
             f"can not be kept by {method.name}: its workers come in no fixed order; "
             f"take a sync method or original-easgd",
+        )
+    if config.optimizer.schedule == "plateau":
+        raise ConfigError(
+            "training.deterministic",
+            "can not be kept with optimizer.schedule plateau: when the center is scored depends "
+            "on the clock; take step",
         )
     if config.scaling.min_workers != config.scaling.max_workers:
         raise ConfigError(

@@ -15,6 +15,7 @@ from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
 from raydl.config.own_code import load_own
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.method import Method, check
+from raydl.optimizers import OwnOptimizer, default_lr, own_of
 from raydl.rules import DelayedOuter, Elastic, MeanGradient, Outer, Rule
 
 
@@ -210,19 +211,23 @@ METHODS: dict[str, MethodRow] = {row.name: row for row in _ROWS}
 """Every named method."""
 
 
-def resolve(config: TrainConfig, rule: Rule | None = None) -> Method:
+def resolve(
+    config: TrainConfig, rule: Rule | None = None, own_optimizer: OwnOptimizer | None = None
+) -> Method:
     """Return the method that the settings name, its defaults filled in.
 
     Args:
         config: the run's settings.
         rule: one of the user's own, instead of the named.
+        own_optimizer: likewise.
 
     Raises:
-        UnknownNameError: no method has that name.
+        UnknownNameError: no method, or no optimizer, has that name.
         ConfigError: two settings contradict each other.
     """
     row = _row_of(rule or _own_rule(config.method), config.method)
-    optimizer = _filled_optimizer(row, config.optimizer)
+    own_optimizer = own_optimizer or own_of(config.optimizer)
+    optimizer = _filled_optimizer(row, config.optimizer, own_optimizer)
     method_config = _filled_method(row, config.method, optimizer)
     method = Method(
         name=row.name,
@@ -235,6 +240,7 @@ def resolve(config: TrainConfig, rule: Rule | None = None) -> Method:
         inner=dataclasses.replace(optimizer, momentum=0.0, nesterov=False)
         if row.is_momentum_at_center
         else optimizer,
+        own_optimizer=own_optimizer,
     )
     check(config, method)
     return method
@@ -270,10 +276,17 @@ def _row_of(rule: Rule | None, config: MethodConfig) -> MethodRow:
     return row
 
 
-def _filled_optimizer(row: MethodRow, optimizer: OptimizerConfig) -> OptimizerConfig:
-    momentum = row.momentum if optimizer.momentum is None else optimizer.momentum
-    lr = row.lr if optimizer.lr is None else optimizer.lr
-    nesterov = row.nesterov if optimizer.nesterov is None else optimizer.nesterov
+def _filled_optimizer(
+    row: MethodRow, optimizer: OptimizerConfig, own: OwnOptimizer | None
+) -> OptimizerConfig:
+    is_sgd = optimizer.name == "sgd" and own is None
+    momentum, nesterov, lr = optimizer.momentum, optimizer.nesterov, optimizer.lr
+    if momentum is None and (is_sgd or row.momentum):  # else the optimizer's own
+        momentum = row.momentum
+    if nesterov is None and (is_sgd or row.nesterov):
+        nesterov = row.nesterov
+    if lr is None:
+        lr = row.lr if is_sgd else default_lr(optimizer, own)
     if nesterov and row.is_momentum_at_center:
         raise ConfigError(
             "optimizer.nesterov", f"is for momentum at the replicas; {row.name} has the master's"

@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-import torch
-
+from raydl.bad_samples import BadSamples
+from raydl.best import BestCenter
 from raydl.center import Snapshot
-from raydl.checkpoint import Checkpoint, CheckpointStore
+from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint_writer import CheckpointWriter
 from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
 from raydl.crew import Collected, Evaluated
+from raydl.errors import CheckpointError
 from raydl.examples import Examples
 from raydl.extent import Extent
 from raydl.flat import FlatModel
-from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.metrics import (
     TIME_PARTS,
@@ -43,48 +41,6 @@ _DRAW_EVERY_S = 20.0
 _NOTHING = Totals()
 
 
-def checkpoint_of(
-    collected: Collected, flat: FlatModel, *, seconds: float, totals: Totals = _NOTHING
-) -> Checkpoint:
-    """Return what to write for a collected round."""
-    snapshot = collected.snapshot
-    weights, buffers = torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
-    return Checkpoint(
-        round=snapshot.round,
-        generation=snapshot.generation,
-        num_samples=snapshot.num_samples,
-        seconds=seconds,
-        center=flat.state_dict_of(weights, buffers),
-        state={
-            "epoch": snapshot.epoch,
-            "local_step": snapshot.local_step,
-            "optimizer": snapshot.optimizer,
-            # Who goes on from here has not trained on what was claimed.
-            "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
-            "totals": totals.to_state(),
-        },
-        workers=collected.workers,
-    )
-
-
-def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
-    """Return the snapshot that a checkpoint was made of."""
-    weights, buffers = flat.flatten(checkpoint.center)
-    return Snapshot(
-        round=checkpoint.round,
-        generation=checkpoint.generation,
-        epoch=checkpoint.state["epoch"],
-        num_samples=checkpoint.num_samples,
-        local_step=checkpoint.state["local_step"],
-        seconds=checkpoint.seconds,
-        is_kept=True,
-        weights=weights.numpy(),
-        buffers=np.asarray(buffers),
-        optimizer=checkpoint.state["optimizer"],
-        ledger=checkpoint.state["ledger"],
-    )
-
-
 class RunRecorder:
     """The recorder of a real run; see :class:`raydl.control.Recorder`.
 
@@ -97,6 +53,7 @@ class RunRecorder:
         writer: for TensorBoard.
         progress: for the terminal.
         store: for checkpoints.
+        best: for the best center.
         flat: names the weights.
         examples: test pictures to draw with what the center says of them.
         after_checkpoint: called when one was written, and at the end: copies the curves. An
@@ -114,6 +71,7 @@ class RunRecorder:
         writer: MetricsWriter,
         progress: Progress,
         store: CheckpointStore,
+        best: BestCenter,
         flat: FlatModel,
         examples: Examples,
         after_checkpoint: Callable[[], None],
@@ -131,8 +89,6 @@ class RunRecorder:
         self._controller: Controller | None = None
         self._writer = writer
         self._progress = progress
-        self._store = store
-        self._flat = flat
         self._examples = examples
         self._memberships = MembershipTable()
         self._told_at = start.num_samples or -1
@@ -143,11 +99,12 @@ class RunRecorder:
         self._opened_at = time.monotonic()
         self._began_at: float | None = None
         self._ended_at = self._opened_at
+        self._bad_samples = BadSamples()
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
         self._speed = RecentSpeed()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: list[Future[None]] = []
-        self._troubles: deque[str] = deque()
+        self._best = best
+        self.checkpoints = CheckpointWriter(store, flat, best, after=self._wrote_checkpoint)
+        """What writes them."""
 
     def follow(self, controller: Controller) -> None:
         """Count from now on its generations, pauses and faults."""
@@ -221,6 +178,7 @@ class RunRecorder:
             values["train/loss"] = record.loss
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
+        values |= self._left_out_values(reports)
         values |= time_values(self._parts)
         self._stack.add(record.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.num_samples)
@@ -269,8 +227,18 @@ class RunRecorder:
             "exchange/allreduce_s": now.measured_s,
         }
 
+    def _left_out_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
+        """Tell of samples that could not be read; without any there is no curve."""
+        sentence = self._bad_samples.note(reports)
+        if sentence:
+            self.event(sentence)
+        num_samples = self._bad_samples.num_samples
+        return {"data/left_out": num_samples} if num_samples else {}
+
     def evaluated(self, evaluated: Evaluated) -> None:
         """Write the scores of the center, and now and then pictures."""
+        self.checkpoints.score(evaluated)
+        evaluated = evaluated.without_center()
         at = {"round": evaluated.round, "samples": evaluated.num_samples}
         self._evaluations.append({**at, "seconds": evaluated.seconds, **evaluated.metrics})
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
@@ -292,35 +260,21 @@ class RunRecorder:
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
-        writing = self._pool.submit(self._write, collected, self.seconds, self._totals())
-        self._writing.append(writing)
+        self.checkpoints.checkpoint(collected, seconds=self.seconds, totals=self._totals())
 
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written: the next one waits for it."""
-        return any(not future.done() for future in self._writing)
+        return self.checkpoints.is_writing
 
-    def _write(self, collected: Collected, seconds: float, totals: Totals) -> None:
-        self._store.write(checkpoint_of(collected, self._flat, seconds=seconds, totals=totals))
+    def _wrote_checkpoint(self) -> None:
         self._writer.flush()
-        try:
-            self._after_checkpoint()
-        except OSError as error:  # the checkpoint itself is whole
-            self._troubles.append(str(error))
-
-    def _tell_failures(self) -> None:
-        """Say what could not be written; the next time it may go through."""
-        while self._troubles:
-            self.event(f"{self._troubles.popleft()}; they come with the next checkpoint")
-        for future in [f for f in self._writing[:-1] if f.done()]:
-            self._writing.remove(future)
-            error = future.exception()
-            if error is not None:
-                self.event(f"{error}; training goes on, the next one may go through")
+        self._after_checkpoint()
 
     def show(self, state: State, workers: Mapping[str, int]) -> None:
         """Refresh the terminal."""
-        self._tell_failures()
+        for sentence in self.checkpoints.take_failures():
+            self.event(sentence)
         self._progress.update(self._view(state, workers))
 
     def _view(self, state: State, workers: Mapping[str, int]) -> ProgressView:
@@ -369,6 +323,8 @@ class RunRecorder:
             "rounds": num_rounds,
             "generations": run.generation if run else start.generation,
             "exchange_bytes": last.exchange_bytes if last else 0,
+            "best": self._best.kept.figures() if self._best.kept else None,
+            "left_out_samples": self._bad_samples.num_samples,
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "last_start": speed_figures(num_samples - start.num_samples, this_s),
@@ -379,6 +335,13 @@ class RunRecorder:
         try:
             self._after_checkpoint()
         except OSError as error:
+            self._progress.event(f"{error}; all else of the run is where it should be")
+
+    def _write_best(self) -> None:
+        """Try the best center once more if it could not be written; the run is whole without."""
+        try:
+            self._best.write()
+        except CheckpointError as error:
             self._progress.event(f"{error}; all else of the run is where it should be")
 
     def close(self) -> None:
@@ -392,6 +355,5 @@ class RunRecorder:
             stack.callback(self._copy_last)
             stack.callback(self._writer.close)
             stack.callback(self._draw)
-            self._pool.shutdown(wait=True)
-            for future in self._writing[-1:]:
-                future.result()
+            stack.callback(self._write_best)
+            self.checkpoints.close()

@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from raydl.data.feed import LeftOut
 from raydl.errors import NonFiniteLossError
 from raydl.talk import Header
 
 _RECORD_EVERY_S = 0.2
+_NONE_LEFT_OUT = LeftOut()
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class WorkerReport:
     """Seconds that the worker has been waiting for an exchange until now; 0: it computes."""
     allreduce: AllreduceReport | None = None
     """How this worker's group sums, where it chooses for itself."""
+    left_out: LeftOut = _NONE_LEFT_OUT
+    """Samples that it could not read."""
 
 
 @dataclass(frozen=True)

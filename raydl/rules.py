@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,22 +87,35 @@ def mix_buffers_(buffers: Tensor, total: Tensor, tally: Tally) -> Tensor:
     return buffers.add_(total, alpha=1 / tally.num_workers)
 
 
-def lr_factor(schedule: str, share_done: float, *, warmup: float = 0.0) -> float:
+def lr_factor(
+    schedule: str,
+    share_done: float,
+    *,
+    warmup: float = 0.0,
+    milestones: Sequence[float] = (),
+    gamma: float = 0.1,
+) -> float:
     """Return what the learning rate is multiplied by, 0..1.
 
     It rises in a straight line from 0 to 1 during the warm-up, then follows the schedule.
 
     Args:
-        schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``.
+        schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``,
+            ``step`` (by gamma at each milestone); ``plateau`` is constant but for cuts that
+            no share of the run foretells.
         share_done: 0..1 of the run's samples, by all workers, so that the course is the same
             under any number of them.
         warmup: the share of the run that is warm-up, in [0, 1).
+        milestones: shares of the whole run, after the warm-up.
+        gamma: what each milestone multiplies by.
     """
     if share_done < warmup:
         return share_done / warmup
     share = (share_done - warmup) / (1 - warmup)
     if schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * share))
+    if schedule == "step":
+        return gamma ** sum(share_done >= milestone for milestone in milestones)
     return 1 - share if schedule == "linear" else 1.0
 
 

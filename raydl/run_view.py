@@ -124,7 +124,10 @@ class RunView:
         if error is not None:
             return self._status(how_it_ended(error, stop_reason=reason))
         is_stopped = self._controller and self._controller.outcome is Outcome.STOPPED
-        return self._status(f"stopped by {reason}" if is_stopped else "finished")
+        if is_stopped:
+            return self._status(f"stopped by {reason}")
+        why = self._controller.ended_because if self._controller else ""
+        return self._status(f"finished: {why}" if why else "finished")
 
     def _status(
         self, state: str, *, num_workers: int = 0, workers: tuple[WorkerStatus, ...] = ()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
 from safetensors.torch import save as save_tensors
+from torch import nn
 
-from raydl import ray_session
-from raydl.center import Snapshot, first_snapshot
-from raydl.checkpoint import CheckpointStore
+from raydl import models, ray_session
+from raydl.callbacks import Callback, callbacks_of, checked_callbacks
 from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
     EvaluationConfig,
     ExchangeConfig,
+    InputConfig,
     MethodConfig,
     OptimizerConfig,
     RunConfig,
@@ -27,27 +29,29 @@ from raydl.config import (
 )
 from raydl.control import Controller, State, kind_for
 from raydl.crew import Crew
-from raydl.data import Batches, Dataset, Normalizer, load
-from raydl.errors import ConfigError, DataError, ShapeError
+from raydl.data import Batches, Dataset, load, preparation_for
+from raydl.data.samples import num_samples_of
+from raydl.errors import ConfigError, ShapeError
 from raydl.examples import Examples
-from raydl.extent import Extent
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
 from raydl.job import Job
 from raydl.local_crew import LocalCrew
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
+from raydl.optimizers import OwnOptimizer, as_config, check_for_model
+from raydl.own_task import ModelAndLoss, OwnFactory, OwnLoss
 from raydl.progress import make_progress
-from raydl.recorder import RunRecorder, snapshot_of
+from raydl.recorder import RunRecorder
 from raydl.reports import Outcome
 from raydl.rules import Rule
 from raydl.run_loop import make_writer, open_desk, run_to_end
 from raydl.run_view import EventLog, RunView
 from raydl.runs.desk import RunDesk
-from raydl.runs.folder import RunFolder, open_run
-from raydl.runs.totals import Totals
+from raydl.runs.folder import RunFolder
+from raydl.start import Start
 from raydl.storage import below
-from raydl.task import ChecksOutput, Classification, DataShape, Task, evaluate
+from raydl.task import ChecksOutput, Task, checked_task, evaluate, in_precision, task_on
 from raydl.texts import config_as_markdown
 
 
@@ -69,47 +73,60 @@ class Trainer:
     """Trains a task on data with workers that come and go.
 
     Args:
-        task: what is learned, or the name of a model to classify with.
-        data: anything :func:`raydl.data.load` knows, or a loaded dataset.
+        task: what is learned, or the name of a model: it classifies pictures, or tells the
+            next token of a text, as the data are. With ``loss`` a function that builds a model.
+        data: anything :func:`raydl.data.load` knows, a loaded dataset, a ``ray.data.Dataset``,
+            or one of these for each of ``{"train": ..., "test": ...}``.
         method: a named method, or its settings, or a rule of your own.
         training: epochs or steps, batch size, seed.
-        optimizer: the local step.
+        optimizer: the local step: settings, a name in torch.optim, or a function of parameters.
         scaling: the workers.
         run: the run's folder.
         checkpoint: when checkpoints are written.
         evaluation: when the center is scored.
+        input: how samples are read.
         exchange: how replicas and center exchange.
         elastic: how workers come and go.
+        loss: of (model, batch), the mean over the batch: for a model of your own.
+        callbacks: hear of each score of the center, and may end the run.
     """
 
     def __init__(
         self,
-        task: Task | str = "lenet",
-        data: Dataset | str = "digits",
+        task: Task | OwnFactory | str = "lenet",
+        data: Dataset | str | Any = "digits",
         *,
         method: MethodConfig | Rule | str = "sync-easgd",
         training: TrainingConfig | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig | OwnOptimizer | str | None = None,
         scaling: ScalingConfig | None = None,
         run: RunConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         evaluation: EvaluationConfig | None = None,
+        input: InputConfig | None = None,
         exchange: ExchangeConfig | None = None,
         elastic: ElasticConfig | None = None,
+        loss: OwnLoss | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.task = Classification(task) if isinstance(task, str) else task
+        self.task = _as_task(task, loss)
+        """What is learned; None: what the data say, by the name of the model."""
         self.data = data
+        self.callbacks = checked_callbacks(callbacks)
         self.rule = method if isinstance(method, Rule) else None
+        optimizer, self.own_optimizer = as_config(optimizer)
         self.config = TrainConfig(
-            data=data if isinstance(data, str) else data.source,
-            model=self.task.name,
+            data=data if isinstance(data, str) else getattr(data, "source", "ray.data.Dataset"),
+            model=task if isinstance(task, str) else cast(Task, self.task).name,
+            task="auto" if self.task is None else _name_of(type(self.task)),
             method=_method_config(method),
             training=training or TrainingConfig(),
-            optimizer=optimizer or OptimizerConfig(),
+            optimizer=optimizer,
             scaling=scaling or ScalingConfig(),
             run=run or RunConfig(),
             checkpoint=checkpoint or CheckpointConfig(),
             evaluation=evaluation or EvaluationConfig(),
+            input=input or InputConfig(),
             exchange=exchange or ExchangeConfig(),
             elastic=elastic or ElasticConfig(),
         )
@@ -127,19 +144,21 @@ class Trainer:
         Raises:
             RaydlError: a setting, the data or the model is wrong (before any actor starts),
                 or the run could not go on.
-            Exception: what the task's own code raised, with its own traceback.
+            Exception: what the task's own code or a callback raised, with its own traceback.
         """
-        method = resolve(self.config, self.rule)
+        method = resolve(self.config, self.rule, self.own_optimizer)
         self.config = config = filled_in(self.config, method)
         dataset = self._load_data()
-        shape = DataShape(dataset.train.image_shape, dataset.train.num_classes)
+        shape = dataset.train.shape
+        task = task_on(self.task, shape, config)
         _check_batch_size(config, dataset)
-        flat = self._try_model(dataset, shape, method)
+        flat = self._try_model(task, dataset, method)
         faults = _read_faults(config)
         folder = RunFolder(config)
         with folder.held(resume=config.run.resume):
-            start = _Start.open(folder, config, flat, num_samples=dataset.train.num_samples)
-            job = Job(config, method, self.task, shape, faults)
+            start = Start.open(folder, config, flat, num_samples=dataset.train.num_samples)
+            order = dataset.train.order(config.training.seed)
+            job = Job(config, method, task, shape, order, faults)
             view = RunView(
                 config, start.snapshot, seconds_before=start.seconds,
                 center_accuracy=start.before.center_accuracy,
@@ -147,38 +166,48 @@ class Trainer:
             with open_desk(start.folder.storage, view) as desk:
                 crew = _make_crew(job, dataset)
                 try:
-                    return self._run(crew, job, flat, start, desk, view, Examples(dataset.test))
+                    result = self._run(crew, job, flat, start, desk, view, Examples(dataset.test))
                 finally:
                     crew.close()
+        for callback in self.callbacks:
+            callback.ended(result.metrics)
+        return result
 
     def _load_data(self) -> Dataset:
         if isinstance(self.data, Dataset):
             return self.data
-        return load(self.data, seed=self.config.training.seed)
+        seed = self.config.training.seed
+        if isinstance(self.data, str):
+            return load(self.data, seed=seed, input=self.config.input)
+        from raydl.on_ray.dataset import from_ray  # imports Ray
 
-    def _try_model(self, dataset: Dataset, shape: DataShape, method: Method) -> FlatModel:
+        return from_ray(self.data, seed=seed, input=self.config.input)
+
+    def _try_model(self, task: Task, dataset: Dataset, method: Method) -> FlatModel:
         """Build the initial model and try one batch, before any process starts."""
         torch.manual_seed(self.config.training.seed)
-        model = self.task.build_model(shape)
-        flat = FlatModel(model, name=self.task.name)
-        _check_dtype(self.config, method, self.task.name, flat)
+        shape = dataset.train.shape
+        model = task.build_model(shape)
+        flat = FlatModel(model, name=task.name)
+        _check_dtype(self.config, method, task.name, flat)
+        check_for_model(method.inner, method.own_optimizer, model, flat.weights)
         weights, buffers = flat.weights.clone(), flat.buffers.clone()
-        batches = Batches(dataset.train, Normalizer.of(dataset.train))
+        batches = Batches(dataset.train, preparation_for(dataset, self.config))
         batch = batches.batch(np.arange(min(2, dataset.train.num_samples)))
         try:
-            with torch.no_grad():
-                if isinstance(self.task, ChecksOutput):
+            with torch.no_grad(), in_precision(self.config.training.precision, flat.weights.device):
+                if isinstance(task, ChecksOutput):
                     with torch.random.fork_rng(devices=()):  # dropout draws from it
-                        self.task.check_output(model, batch[0], shape)
-                loss = self.task.loss(model, batch)
+                        task.check_output(model, batch[0], shape)
+                loss = task.loss(model, batch)
         except (RuntimeError, IndexError) as error:
-            size = "x".join(map(str, shape.image_shape))
-            problem = f"does not take {size} pictures of {shape.num_classes} classes: {error}"
-            raise ShapeError(self.task.name, problem) from error
+            raise ShapeError(task.name, f"does not take {shape}: {error}") from error
         if loss.shape != ():
             raise ShapeError(
-                self.task.name, f"the loss must be one number, it has shape {list(loss.shape)}"
+                task.name, f"the loss must be one number, it has shape {list(loss.shape)}"
             )
+        if self.config.training.stop_at_accuracy is not None:
+            _check_has_accuracy(task, model, batch)
         flat.weights.copy_(weights)
         flat.buffers.copy_(buffers)
         return flat
@@ -188,7 +217,7 @@ class Trainer:
         crew: Crew,
         job: Job,
         flat: FlatModel,
-        start: _Start,
+        start: Start,
         desk: RunDesk,
         view: RunView,
         examples: Examples,
@@ -207,6 +236,7 @@ class Trainer:
             ),
             progress=log,
             store=start.store,
+            best=start.best,
             flat=flat,
             examples=examples,
             after_checkpoint=folder.publish_events,
@@ -225,8 +255,10 @@ class Trainer:
                 recorder,
                 first_round=snapshot.round,
                 first_generation=snapshot.generation,
+                first_cuts=snapshot.num_cuts,
                 own_states=start.own_states,
                 faults=job.faults,
+                callbacks=(*callbacks_of(config.training), *self.callbacks),
             )
             recorder.follow(controller)
             run_to_end(controller, recorder, desk, view, config=config)
@@ -235,12 +267,27 @@ class Trainer:
         return _finish(controller, recorder, start)
 
 
+def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None:
+    if isinstance(task, str):
+        if loss is not None:
+            raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
+        models.find(task)  # which has a sentence if there is none
+        return None
+    if loss is not None:
+        return ModelAndLoss(cast(OwnFactory, task), loss)
+    return checked_task(task)
+
+
 def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
     if isinstance(method, MethodConfig):
         return method
     if isinstance(method, str):
         return MethodConfig(name=method)
-    return MethodConfig(name=f"{type(method).__module__}:{type(method).__qualname__}")
+    return MethodConfig(name=_name_of(type(method)))
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel) -> None:
@@ -253,6 +300,19 @@ def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel
             name,
             f"must have float32 parameters for method {config.method.name} with compression "
             f"{config.exchange.compression}, they are {dtype}",
+        )
+
+
+def _check_has_accuracy(task: Task, model: nn.Module, batch: Any) -> None:
+    num_samples = num_samples_of(batch)
+    scores = evaluate(
+        task, model, lambda first, last: batch, num_samples=num_samples, batch_size=num_samples
+    )
+    if "accuracy" not in scores:
+        raise ConfigError(
+            "training.stop_at_accuracy",
+            f"needs a task that measures accuracy, this one measures {', '.join(scores)}; "
+            f"leave it out, or take training.patience",
         )
 
 
@@ -272,59 +332,6 @@ def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Where a run begins, or goes on."""
-
-    folder: RunFolder
-    store: CheckpointStore
-    snapshot: Snapshot
-    own_states: dict[str, Any]
-    seconds: float
-    sentences: list[str]
-    before: Totals = field(default_factory=Totals)
-    """What earlier starts came to."""
-
-    @classmethod
-    def open(
-        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, num_samples: int
-    ) -> _Start:
-        """Return the start that the run's folder holds, or a new one."""
-        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
-        if not config.run.resume:
-            folder.open_new()
-            return cls(folder, store, first_snapshot(flat, num_samples), {}, 0.0, [])
-        folder.open_again(config)
-        if not store.names() and not folder.storage.exists("result.json"):
-            sentences = [f"no checkpoint yet: the run begins anew in {folder.root}"]
-            return cls(folder, store, first_snapshot(flat, num_samples), {}, 0.0, sentences)
-        checkpoint, sentences = store.read()
-        snapshot = snapshot_of(checkpoint, flat)
-        if snapshot.ledger["num_samples"] != num_samples:
-            raise ConfigError(
-                "data",
-                f"has {num_samples} training samples, the run began with "
-                f"{snapshot.ledger['num_samples']}",
-            )
-        if _is_complete(config, snapshot):
-            raise ConfigError(
-                "run.resume",
-                f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
-                f"raise training.epochs (or steps, samples, seconds) to train on",
-            )
-        sentences.append(f"resuming from round {snapshot.round} in {folder.root}")
-        before = Totals.of(checkpoint, folder.storage)
-        seconds, states = checkpoint.seconds, checkpoint.workers
-        return cls(folder, store, snapshot, states, seconds, sentences, before)
-
-
-def _is_complete(config: TrainConfig, snapshot: Snapshot) -> bool:
-    extent = Extent.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
-    return extent.is_reached(
-        num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
-    )
-
-
 def _make_crew(job: Job, dataset: Dataset) -> Crew:
     scaling = job.config.scaling
     if scaling.max_workers == 0:
@@ -339,13 +346,15 @@ def _make_crew(job: Job, dataset: Dataset) -> Crew:
     return RayCrew(job, dataset)
 
 
-def _finish(controller: Controller, recorder: RunRecorder, start: _Start) -> Result:
+def _finish(controller: Controller, recorder: RunRecorder, start: Start) -> Result:
     assert controller.state is State.DONE
     folder, store = start.folder, start.store
     is_stopped = controller.outcome is Outcome.STOPPED
     metrics = {
         **recorder.figures(),
         "stopped_by": controller.stop_reason if is_stopped else "",
+        "ended_by": controller.ended_by,
+        "ended_because": controller.ended_because,
     }
     names = store.names()
     if names and not is_stopped:
@@ -354,35 +363,3 @@ def _finish(controller: Controller, recorder: RunRecorder, start: _Start) -> Res
     folder.write_result(metrics)
     newest = below(folder.root, f"checkpoints/{names[-1]}") if names else ""
     return Result(metrics, folder.root, newest, metrics["stopped_by"])
-
-
-def score_run(path: str, *, data: str | None = None) -> dict[str, float]:
-    """Return the metrics of a run's newest center on its test set.
-
-    Args:
-        path: the run's folder, a path or URI.
-        data: another source than the run's own.
-
-    Raises:
-        CheckpointError: no checkpoint is there.
-        DataError: no run is there, or the data can not be read or are of another kind.
-    """
-    folder = open_run(path)
-    config = folder.read_config()
-    center, _ = CheckpointStore(folder.storage).read_center()
-    dataset = load(data or config.data, seed=config.training.seed)
-    task = Classification(config.model)
-    torch.set_num_threads(1)
-    model = task.build_model(DataShape(dataset.train.image_shape, dataset.train.num_classes))
-    try:
-        model.load_state_dict(center)
-    except RuntimeError as error:
-        raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
-    test = Batches(dataset.test, Normalizer.of(dataset.train))
-    return evaluate(
-        task,
-        model,
-        lambda first, last: test.batch(np.arange(first, last)),
-        num_samples=test.num_samples,
-        batch_size=config.evaluation.batch_size,
-    )

@@ -27,10 +27,10 @@ from raydl.job import BeforeStep, Job
 from raydl.ledger import Span
 from raydl.membership import Membership
 from raydl.metrics import TimeParts
-from raydl.optimizers import make_optimizer
-from raydl.replica import Replica
+from raydl.optimizers import lr_at, make_optimizer
+from raydl.replica import Replica, Stepped
 from raydl.reports import Losses, Outcome, Record, WorkerReport
-from raydl.rules import Sends, lr_factor
+from raydl.rules import Sends
 from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
 from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
@@ -66,16 +66,15 @@ class Worker:
         self._before_step = before_step
         self._method = job.method
         self._device = torch.device(job.config.scaling.device)
-        self._feed = Feed(
-            batches, seed=job.config.training.seed, device=self._device, time_parts=self.parts
-        )
+        self._feed = Feed(batches, job.order, device=self._device, time_parts=self.parts)
         with self.parts.measure("initialization"):
             model = job.task.build_model(job.shape).to(self._device)
             self.replica = Replica(
                 model,
                 job.task,
                 rule=self._method.rule,
-                make_optimizer=make_optimizer(self._method.inner),
+                make_optimizer=make_optimizer(job.method.inner, job.method.own_optimizer, model),
+                training=job.config.training,
                 time_parts=self.parts,
                 has_dynamic_weights=job.config.method.dynamic_weights,
             )
@@ -125,6 +124,7 @@ class Worker:
                 worker_id=self.worker_id,
                 flat=self.replica.flat,
                 time_parts=self.parts,
+                cuts=self._job.order.cuts,
                 feedback=self._feedback,
             )
             schedule = self._make_schedule(site, road, snapshot)
@@ -143,7 +143,7 @@ class Worker:
         partners = GradientGroup(group, flat.num_parameters, like=flat.weights)
         is_first = membership.worker_ids.index(self.worker_id) % size == 0
         try:
-            is_other = partners.copy_first_(self.replica.tensors(), is_first=is_first)
+            is_other = self.replica.copy_first_(partners, is_first=is_first)
         except ExchangeError:
             self._is_behind = True
             raise
@@ -245,26 +245,26 @@ class Worker:
         if not round.num_steps:  # the center has no work for this worker
             return sums
         plan = plan_talks(round.num_steps, fragments=settings.fragments, delay=settings.delay)
-        positions = positions_of(round.spans)
-        for step, rows in enumerate(np.array_split(positions, round.num_steps)):
+        steps = np.array_split(positions_of(round.spans), round.num_steps)
+        self._feed.expect(round.epoch, steps, round.ahead)
+        for step, positions in enumerate(steps):
             self._notice_step(schedule)
             self._set_lr(schedule, step)
-            loss, arrived = self._step(schedule, plan[step], round.epoch, rows)
+            talk = self._talk(schedule, *plan[step])
+            loss, arrived = self._step(talk, round.epoch, positions)
             sums = arrived or sums
-            self._losses.add(self.local_step - 1, len(rows), loss)
+            self._losses.add(self.local_step - 1, len(positions), loss)
         return sums
 
-    def _step(
-        self, schedule: Schedule, talks: tuple[list[int], list[int]], epoch: int, rows: np.ndarray
-    ) -> tuple[torch.Tensor, Header | None]:
+    def _step(self, talk: Talk, epoch: int, positions: np.ndarray) -> Stepped:
         """Take one local step, and count it even if its exchange fails."""
-        batch = self._feed.batch(epoch, rows)
+        batch = self._feed.batch(epoch, positions)
         num_steps = self.replica.num_steps
         try:
-            return self.replica.step(batch, self._talk(schedule, *talks))
+            return self.replica.step(batch, talk)
         finally:
             if self.replica.num_steps > num_steps:
-                self._trained.add(epoch, rows)
+                self._trained.add(epoch, positions)
                 self.local_step += 1
 
     def _notice_step(self, schedule: Schedule) -> None:
@@ -291,10 +291,8 @@ class Worker:
 
     def _set_lr(self, schedule: Schedule, step: int) -> None:
         """Set the learning rate for a step of this round, counted from 0."""
-        optimizer = self._method.optimizer
-        assert optimizer.lr is not None
         share_done = schedule.share_done(step, self.local_step)
-        lr = optimizer.lr * lr_factor(optimizer.schedule, share_done, warmup=optimizer.warmup)
+        lr = lr_at(self._method.optimizer, share_done, num_cuts=schedule.num_cuts)
         self.replica.set_lr(lr)
         schedule.set_lr(lr)
 
@@ -359,6 +357,7 @@ class Worker:
             round_s=self._round_s,
             waiting_s=self.parts.since("device_device_parameters"),
             allreduce=self._schedule.allreduce_report() if self._schedule else None,
+            left_out=self._feed.left_out,
         )
 
     def center(self) -> Snapshot:

@@ -16,7 +16,8 @@ from raydl import ray_session
 from raydl.center import Snapshot, first_snapshot
 from raydl.center_service import CenterService, make_shard
 from raydl.config import TrainConfig
-from raydl.data import Batches, ImageSet, Normalizer
+from raydl.data import Batches, ImageSet, Normalizer, Samples
+from raydl.data.samples import as_they_are
 from raydl.dispatcher import Due
 from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.flat import FlatModel
@@ -71,21 +72,26 @@ class Ensemble:
         config: TrainConfig,
         *,
         num_workers: int,
-        images: ImageSet | None = None,
+        images: Samples | None = None,
         model: Callable[..., torch.nn.Module] = linear,
+        task: Any = None,
     ) -> None:
         self.images = images or tiny_images()
         self.config, self.num_workers = config, num_workers
-        self.batches = Batches(self.images, Normalizer.of(self.images))
-        self.use_task(Classification(model))
+        has_pictures = isinstance(self.images, ImageSet)
+        self.batches = Batches(
+            self.images, Normalizer.of(self.images) if has_pictures else as_they_are
+        )
+        self.use_task(task or Classification(model))
 
     def use_task(self, task: Any) -> None:
         """Make the workers anew, for another task."""
         torch.manual_seed(self.config.training.seed)
-        self.flat = FlatModel(task.build_model(SHAPE))
+        self.flat = FlatModel(task.build_model(self.images.shape))
         self.published: dict[int, Snapshot] = {}
         self.first = first_snapshot(self.flat, self.images.num_samples)
-        self.job = Job(self.config, resolve(self.config), task, SHAPE)
+        order = self.images.order(self.config.training.seed)
+        self.job = Job(self.config, resolve(self.config), task, self.images.shape, order)
         self.workers = [
             Worker(self.job, f"w{i}", batches=self.batches, publish=self._publish)
             for i in range(self.num_workers)

@@ -9,7 +9,7 @@ from raydl.flat import FlatModel
 
 
 def snapshot(round, *, is_kept=False):
-    first = first_snapshot(FlatModel(linear(SHAPE.image_shape, SHAPE.num_classes)), 10)
+    first = first_snapshot(FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes)), 10)
     return dataclasses.replace(first, round=round, is_kept=is_kept)
 
 

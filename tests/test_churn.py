@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.crew import Collected
 from raydl.data import Batches, ImageSet, Normalizer
@@ -29,7 +30,6 @@ from raydl.job import Job
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.methods import resolve
-from raydl.recorder import checkpoint_of, snapshot_of
 from raydl.reports import Outcome
 from raydl.rules import Elastic, MeanGradient, Outer, Sends
 from raydl.schedules.trained import Trained
@@ -48,12 +48,18 @@ class Watched(Batches):
     """Notes the samples that one worker reads."""
 
     def __init__(self, images):
-        super().__init__(images, Normalizer.of(images))
+        super().__init__(self, Normalizer.of(images))
+        self.images = images
         self.open = []
 
-    def batch(self, rows):
+    def __getattr__(self, name):
+        return getattr(self.images, name)
+
+    num_samples = property(lambda self: self.images.num_samples)
+
+    def fetch(self, rows):
         self.open += rows.tolist()
-        return super().batch(rows)
+        return self.images.fetch(rows)
 
 
 class Road:
@@ -134,7 +140,9 @@ class History:
         self.published = base.published
         self._publish = base._publish
         if task is not None:
-            self.job = Job(config, resolve(config, rule), task, SHAPE)
+            self.job = Job(
+                config, resolve(config, rule), task, SHAPE, self.images.order(config.training.seed)
+            )
             self.snapshot = base.first = self._first_of(base, task)
         self.flat = base.flat
         self.workers: dict[str, Worker] = {}
@@ -398,11 +406,15 @@ CASES = {
     "sync-easgd, layer by layer": config("sync-easgd", exchange={"packed": False}),
     "sync-easgd, bf16": config("sync-easgd", exchange={"compression": "bf16"}),
     "sync-easgd, fragments": config("sync-easgd", period=4, exchange={"fragments": 2, "delay": 1}),
+    "sync-easgd, adamw": config("sync-easgd", optimizer={"name": "adamw"}),
     "sync-measgd": config("sync-measgd"),
     "sync-sgd": config("sync-sgd", period=1),
     "sync-sgd, topk": config("sync-sgd", exchange={"compression": "topk:0.2"}),
     "sync-sgd, fragments": config(
         "sync-sgd", optimizer={"lr": 0.1, "max_grad_norm": None}, exchange={"fragments": 2}
+    ),
+    "sync-sgd, adamw in fragments": config(
+        "sync-sgd", optimizer={"name": "adamw", "max_grad_norm": None}, exchange={"fragments": 2}
     ),
     "sync-msgd": config("sync-msgd"),
     "local-sgd": config("local-sgd"),
@@ -896,3 +908,16 @@ def test_what_was_trained_is_compared_with_the_claims_in_their_order():
     trained.keep_first(0)
     trained.add(epoch, np.arange(10, 12))
     assert trained.num_claimed(claims) == 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_survivors_of_groups_share_what_their_optimizer_remembers(name):
+    history = History(config("sync-easgd", group_size=2, optimizer={"name": name}))
+    history.train("w0", "w1", "w2", "w3", rounds=2)
+    history.train("w0", "w1", "w2", "w3", lost={"w0": (1, 0)})
+    members = ("w2", "w3", "w1", "w4")  # w4 has never taken a step
+    history.train(*members, rounds=2)
+    for first, second in zip(members[::2], members[1::2], strict=True):
+        one, other = (history.workers[w].replica.state_dict() for w in (first, second))
+        assert_same(one["weights"], other["weights"])
+        assert_same(one["optimizer"]["state"], other["optimizer"]["state"])

@@ -141,6 +141,7 @@ class Stage:
         self.crew, self.recorder, self.now = FakeCrew(), FakeRecorder(), 0.0
         name = "sync-easgd" if is_sync else "async-easgd"
         elastic = {"max_restarts": more.pop("max_restarts", 20)}
+        callbacks = more.pop("callbacks", ())
         faults, generation = more.pop("faults", FaultPlan()), more.pop("first_generation", 0)
         config = TrainConfig(
             method=MethodConfig(name=more.pop("name", name), group_size=more.pop("group_size", 1)),
@@ -159,6 +160,7 @@ class Stage:
             first_generation=generation,
             own_states=dict(own_states),
             faults=faults,
+            callbacks=callbacks,
             clock=lambda: self.now,
         )
 

@@ -19,6 +19,7 @@ EXAMPLES = [
     errors.CheckpointError("runs/x", "there is none"),
     errors.NonFiniteLossError("w1", 12, float("inf")),
     errors.ProcessLostError("w1", "killed"),
+    errors.AttachError("my-run", "2 of 4 workers came"),
     errors.ExchangeError(3, 1, "connection reset"),
     errors.ExchangeTimeoutError(3, 1, 30.0, ("w2", "w5")),
 ]

@@ -1,12 +1,18 @@
 """The examples: the same pictures each time, drawn so that a wrong one is seen."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
-from conftest import SHAPE, linear, tiny_images
+from conftest import SHAPE, Ensemble, linear, tiny_images
 
-from raydl.data import ImageSet
+from raydl.center import first_snapshot
+from raydl.config import TrainConfig
+from raydl.data import Batches, ImageSet, Normalizer
+from raydl.evaluator import Evaluator
 from raydl.examples import NUM_EXAMPLES, Examples, example_rows
+from raydl.flat import FlatModel
 from raydl.task import Classification, predict
 
 RED = (0xCF, 0x22, 0x2E)
@@ -45,8 +51,8 @@ def test_pictures_of_any_shape_and_names_of_any_length_fit_the_same_sheet(shape)
 
 
 def test_a_task_that_knows_classes_is_asked_in_evaluation_mode():
-    model = torch.nn.Sequential(linear(SHAPE.image_shape, 3), torch.nn.Dropout(0.9)).train()
-    inputs = torch.randn(5, *SHAPE.image_shape)
+    model = torch.nn.Sequential(linear(SHAPE.input_shape, 3), torch.nn.Dropout(0.9)).train()
+    inputs = torch.randn(5, *SHAPE.input_shape)
     with torch.no_grad():
         expected = model.eval()(inputs).argmax(1).tolist()
     model.train()
@@ -55,7 +61,15 @@ def test_a_task_that_knows_classes_is_asked_in_evaluation_mode():
 
 
 def test_a_task_without_classes_has_no_examples():
-    class Regression:
+    class Regression(Classification):
         """Says nothing of classes."""
 
-    assert predict(Regression(), torch.nn.Identity(), torch.zeros(2, 1)) == ()
+        predict = None
+
+    images = tiny_images(20)
+    job = Ensemble(TrainConfig(), num_workers=0, images=images).job
+    snapshot = first_snapshot(FlatModel(linear(SHAPE.input_shape, 3)), 20)
+    test = Batches(images, Normalizer.of(images))
+    for task, count in ((Classification(linear), NUM_EXAMPLES), (Regression(linear), 0)):
+        evaluator = Evaluator(dataclasses.replace(job, task=task), test)
+        assert len(evaluator.evaluate(snapshot).predicted) == count

@@ -66,6 +66,17 @@ def test_tied_weights_are_one_parameter_and_two_names():
     assert torch.equal(state["a.weight"], state["b.weight"])
 
 
+def test_buffers_that_a_model_does_not_save_are_no_part_of_its_state():
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("mask", torch.ones(3), persistent=False)
+    flat = FlatModel(model)
+    assert flat.num_buffers == 4
+    weights, buffers = flat.flatten(model.state_dict())
+    assert torch.equal(weights, flat.weights)
+    assert torch.equal(buffers, flat.buffers)
+    assert model.mask.tolist() == [1, 1, 1]
+
+
 def test_frozen_parameters_stay_out_and_are_saved_as_they_are():
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)

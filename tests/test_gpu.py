@@ -45,12 +45,12 @@ def test_a_run_on_the_device_agrees_with_the_cpu(num_workers):
 
 
 def test_flat_storage_lives_on_the_device():
-    flat = FlatModel(linear(SHAPE.image_shape, SHAPE.num_classes).cuda())
+    flat = FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes).cuda())
     assert flat.weights.is_cuda
     assert flat.gradients.is_cuda
     state = flat.state_dict_of(flat.weights, flat.buffers)
     assert all(not tensor.is_cuda for tensor in state.values())
-    assert first_snapshot(FlatModel(linear(SHAPE.image_shape, 3)), 4).weights.dtype == np.float32
+    assert first_snapshot(FlatModel(linear(SHAPE.input_shape, 3)), 4).weights.dtype == np.float32
 
 
 @pytest.mark.cluster

@@ -49,7 +49,9 @@ def train(actors, config, generation=1):
     """Let the workers train to the end; return the last snapshot of the center."""
     center, workers = actors
     first = Ensemble(config, num_workers=0, images=IMAGES).first
-    job = Job(config, resolve(config), Classification(linear), SHAPE)
+    job = Job(
+        config, resolve(config), Classification(linear), SHAPE, IMAGES.order(config.training.seed)
+    )
     others = [
         ShardActor.options(max_concurrency=4).remote(job, first, i)
         for i in range(1, config.exchange.center_shards)

@@ -22,14 +22,20 @@ ROWS = [
         "optimizers", "trust", "network",
     },
     {
-        "method", "methods", "models", "task", "data", "metrics", "progress", "storage",
+        "method", "methods", "models", "task", "own_task", "data", "metrics", "progress", "storage",
         "center", "replica", "talk", "checkpoint", "runs", "examples",
         "faults", "generators", "leases", "plan",
     },
-    {"exchange", "reports", "schedules", "dispatcher", "job", "worker", "center_service"},
-    {"crew", "evaluator", "local_crew", "submission", "on_ray"},
-    {"control", "recorder", "run_view"},
-    {"run_loop", "trainer", "comparison", "report", "cli", "__main__", "__init__"},
+    {
+        "exchange", "reports", "schedules", "dispatcher", "job", "worker", "center_service",
+        "own_loop",
+    },
+    {"crew", "callbacks", "evaluator", "local_crew", "submission", "on_ray"},
+    {"control", "bad_samples", "best", "checkpoint_writer", "recorder", "run_view"},
+    {
+        "start", "run_loop", "trainer", "scoring", "comparison", "report", "cli",
+        "__main__", "__init__",
+    },
 ]  # fmt: skip
 MAY_IMPORT_RAY = {"ray_session", "exchange", "on_ray"}
 MAY_IMPORT_TORCH_FROM = 1

@@ -7,16 +7,19 @@ import numpy as np
 import pytest
 from conftest import SHAPE, linear, tiny_images
 
+from raydl.best import BestCenter
 from raydl.center import first_snapshot
+from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import TrainConfig, TrainingConfig
 from raydl.control import State
 from raydl.crew import Collected, Evaluated
+from raydl.data.feed import LeftOut
 from raydl.errors import CheckpointError
 from raydl.examples import Examples
 from raydl.flat import FlatModel
 from raydl.membership import Membership
 from raydl.metrics import TAGS, TimeParts, tag_of
-from raydl.recorder import RunRecorder, checkpoint_of, snapshot_of
+from raydl.recorder import RunRecorder
 from raydl.reports import AllreduceReport, Record, WorkerReport
 from raydl.runs.totals import Totals
 from raydl.storage import Storage
@@ -70,7 +73,7 @@ class Store:
 
 
 def flat_model():
-    return FlatModel(linear(SHAPE.image_shape, SHAPE.num_classes))
+    return FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes))
 
 
 def make(store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING):
@@ -84,6 +87,7 @@ def make(store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING):
         writer=writer or memory,
         progress=memory,
         store=store,
+        best=BestCenter(Storage("runs/x"), flat),
         flat=flat,
         examples=Examples(tiny_images()),
         after_checkpoint=after_checkpoint,
@@ -101,7 +105,7 @@ def test_a_checkpoint_that_fails_on_the_way_is_told_and_the_next_goes_through():
     recorder, memory = make(store)
     recorder.checkpoint(collected(1))
     recorder.checkpoint(collected(2))
-    recorder._pool.shutdown(wait=True)
+    recorder.checkpoints.wait()
     recorder.show(State.TRAINING, {"training": 2})
     recorder.close()
     assert store.written == [2]
@@ -125,7 +129,7 @@ def fails_to_copy():
 def test_curves_that_can_not_be_copied_are_told_and_end_no_run():
     recorder, memory = make(Store(), after_checkpoint=fails_to_copy)
     recorder.checkpoint(collected(1))
-    recorder._pool.shutdown(wait=True)
+    recorder.checkpoints.wait()
     recorder.show(State.TRAINING, {"training": 2})
     recorder.close()
     reason = "the curves in runs/x could not be copied: the bucket does not exist"
@@ -152,7 +156,9 @@ def record_at(num_samples):
     )
 
 
-def report_of(worker_id, *, local_step, step_s=0.25, round_s=1.0, parts=None, allreduce=None):
+def report_of(
+    worker_id, *, local_step, step_s=0.25, round_s=1.0, parts=None, allreduce=None, left_out=0
+):
     return WorkerReport(
         worker_id,
         round=local_step,
@@ -164,7 +170,26 @@ def report_of(worker_id, *, local_step, step_s=0.25, round_s=1.0, parts=None, al
         waited_s=0.5,
         round_s=round_s,
         allreduce=allreduce,
+        left_out=LeftOut(left_out, "train-0.parquet, row group 3: row 2 holds no picture"),
     )
+
+
+def test_samples_that_are_left_out_are_told_of_less_and_less_often():
+    recorder, _ = make(Store())
+    told = []
+    recorder._progress.event = told.append
+    for count in range(1, 101):
+        for worker_id in ("w0", "w1"):  # a report is seen again with each record
+            reports = {worker_id: report_of(worker_id, local_step=count, left_out=count)}
+            recorder.record(record_at(count), reports)
+    assert [sentence.split(";")[0] for sentence in told[:2]] == [
+        "left out a sample that can not be read",
+        "left out 2 samples that can not be read",
+    ]
+    assert len(told) == 8
+    assert told[0].endswith("the last: train-0.parquet, row group 3: row 2 holds no picture")
+    assert recorder.figures()["left_out_samples"] == 200
+    recorder.close()
 
 
 def test_a_record_becomes_one_point_of_every_curve():
@@ -172,7 +197,7 @@ def test_a_record_becomes_one_point_of_every_curve():
     recorder.event("generation 1: w0 starts")
     parts = {**TimeParts().as_dict(), "forward_backward": 3.0, "device_device_parameters": 1.0}
     allreduce = AllreduceReport(1, "ring", 1000, 0.001, 0.002)
-    report = report_of("w0", local_step=2, parts=parts, allreduce=allreduce)
+    report = report_of("w0", local_step=2, parts=parts, allreduce=allreduce, left_out=1)
     recorder.record(record_at(5), {"w0": report})
     recorder.evaluated(Evaluated(2, 0, 5, 1.0, {"accuracy": 0.9, "loss": 0.3, "top5": 1.0}))
     recorder.show(State.TRAINING, {"training": 1, "starting": 1})

@@ -122,7 +122,7 @@ def test_sync_sgd_at_period_1_is_plain_sgd_on_the_joined_batch(ensemble, method,
     images = tiny_images(25)  # the last round is uneven
     settings = config(method, period=1, epochs=2, batch_size=4)
     workers = ensemble(settings, num_workers=num_workers, images=images)
-    reference = linear(SHAPE.image_shape, SHAPE.num_classes)
+    reference = linear(SHAPE.input_shape, SHAPE.num_classes)
     reference.load_state_dict(
         workers.flat.state_dict_of(workers.flat.weights, workers.flat.buffers)
     )
@@ -166,7 +166,7 @@ def test_one_elastic_round_of_two_workers_is_equations_1_and_2(ensemble):
         for step in range(2):
             if step == 1:
                 at_exchange.append(x.clone())
-            model = linear(SHAPE.image_shape, SHAPE.num_classes)
+            model = linear(SHAPE.input_shape, SHAPE.num_classes)
             torch.nn.utils.vector_to_parameters(x, model.parameters())
             inputs, labels = data.batch(rows[4 * step : 4 * step + 4])
             functional.cross_entropy(model(inputs), labels).backward()

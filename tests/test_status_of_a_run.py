@@ -196,7 +196,7 @@ def recorder(accuracy):
 def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):
     workforce = SimpleNamespace(entries=lambda: list(entries))
     return SimpleNamespace(
-        state=state, outcome=outcome, stop_reason=stop_reason,
+        state=state, outcome=outcome, stop_reason=stop_reason, ended_because="",
         generation=5, num_workers=2, workforce=workforce,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
+from raydl.cli.data import data_command
 from raydl.cli.listing import list_methods, list_models
 from raydl.cli.options import STOPPED, parse_train
 from raydl.cli.planning import plan
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "evaluate": score,
     "report": report,
     "plan": plan,
+    "data": data_command,
     "methods": list_methods,
     "models": list_models,
 }

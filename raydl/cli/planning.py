@@ -181,12 +181,13 @@ def measure_step_s(model: str, shape: DataShape, method: Method, batch_size: int
     from raydl.task import Classification
 
     task = Classification(model)
+    network = task.build_model(shape)
     replica = Replica(
-        task.build_model(shape), task, rule=method.rule, time_parts=TimeParts(),
-        make_optimizer=make_optimizer(method.inner),
+        network, task, rule=method.rule, time_parts=TimeParts(),
+        make_optimizer=make_optimizer(method.inner, method.own_optimizer, network),
     )  # fmt: skip
     batch = (
-        torch.randn(batch_size, *shape.image_shape),
+        torch.randn(batch_size, *shape.input_shape),
         torch.arange(batch_size) % shape.num_classes,
     )
     num_threads = torch.get_num_threads()

@@ -22,6 +22,8 @@ class _EvaluateOptions:
     """The run's folder, a path or URI."""
     data: str | None = None
     """Score on the test part of other data."""
+    best: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Score the best center instead, that of checkpoint.keep_best."""
 
 
 def score(arguments: Sequence[str]) -> int:
@@ -29,9 +31,9 @@ def score(arguments: Sequence[str]) -> int:
     options = tyro.cli(
         _EvaluateOptions, args=list(arguments), prog="raydl evaluate", description=score.__doc__
     )
-    from raydl.trainer import score_run
+    from raydl.scoring import score_run
 
-    print(json.dumps(score_run(options.run, data=options.data), indent=2))
+    print(json.dumps(score_run(options.run, data=options.data, best=options.best), indent=2))
     return 0
 
 

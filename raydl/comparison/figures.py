@@ -25,6 +25,10 @@ COLUMNS = {
 """The figures of a row, by their names in ``comparison.json``, with heading and format."""
 
 
+_ABSENT = {"center_accuracy": -math.inf}
+"""What stands for a figure that a run lacks, where that is not infinity, for never."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run: what was planned, and what came of it."""
@@ -50,9 +54,12 @@ class Run:
         return "done" if self.figures is not None else "failed" if self.reason else "not run"
 
     def to_target(self, target: float) -> tuple[float, float]:
-        """Return (seconds, samples) at the first evaluation that reaches it, else infinities."""
+        """Return (seconds, samples) at the first evaluation that reaches it, else infinities.
+
+        A task without accuracy reaches none.
+        """
         for score in (self.figures or {}).get("evaluations", ()):
-            if score["accuracy"] >= target:
+            if score.get("accuracy", -math.inf) >= target:
                 return score["seconds"], score["samples"]
         return math.inf, math.inf
 
@@ -125,7 +132,7 @@ def _place(row: Row) -> tuple[bool, float, float]:
 def _row(runs: Sequence[Run], target: float) -> Row:
     done = [run.as_dict(target) for run in runs if run.figures is not None]
     values = {
-        name: [math.inf if figures[name] is None else figures[name] for figures in done]
+        name: [_ABSENT.get(name, math.inf) if x[name] is None else x[name] for x in done]
         for name in COLUMNS
     }
     parts = [figures["time_parts"] for figures in done]

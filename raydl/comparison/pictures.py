@@ -54,9 +54,16 @@ def draw(runs: Sequence[Mapping[str, Any]], order: Sequence[str], target: float,
     scored = [run for run in runs if run["evaluations"]]
     groups = {name: [run for run in scored if run["method"] == name] for name in order}
     groups = {name: group for name, group in groups.items() if group}
-    for axis in ("seconds", "samples"):
-        _save(_accuracy(groups, axis, target), out / f"accuracy_over_{axis}.png")
+    judged = {n: [run for run in group if _has_accuracy(run)] for n, group in groups.items()}
+    judged = {name: group for name, group in judged.items() if group}
+    for axis in ("seconds", "samples") if judged else ():
+        _save(_accuracy(judged, axis, target), out / f"accuracy_over_{axis}.png")
     _save(_time_parts(groups), out / "time_parts.png")
+
+
+def _has_accuracy(run: Mapping[str, Any]) -> bool:
+    """Whether the run's task measures accuracy: it may not."""
+    return all("accuracy" in score for score in run["evaluations"])
 
 
 def _figure(height: float) -> tuple[Any, Any]:

@@ -54,8 +54,10 @@ def sentence(run: Run, target: float) -> str:
         return f"{who}failed: {run.reason}"
     seconds, samples = run.to_target(target)
     reached = f"after {seconds:.1f} s, {samples:,} samples"
+    accuracy = run.figures["center_accuracy"]
+    shown = _written(-math.inf if accuracy is None else accuracy, "{:.2%}")
     return (
-        f"{who}{run.figures['center_accuracy']:.2%} in {run.figures['seconds']:.1f} s; "
+        f"{who}{shown} in {run.figures['seconds']:.1f} s; "
         f"{target:.2%} {reached if math.isfinite(seconds) else 'not reached'}"
     )
 
@@ -73,10 +75,8 @@ def machine() -> dict[str, str]:
 
 def _spread(spread: Spread, pattern: str) -> str:
     """Return ``median (low to high)``; the brackets only where they say more."""
-    median, low, high = (
-        pattern.format(value) if math.isfinite(value) else "never"
-        for value in (spread.median, spread.low, spread.high)
-    )
+    values = (spread.median, spread.low, spread.high)
+    median, low, high = (_written(value, pattern) for value in values)
     return median if low == high else f"{median} ({low} to {high})"
 
 
@@ -109,7 +109,14 @@ def print_table(rows: Sequence[Row], target: float) -> None:
 
 
 def _median(spread: Spread, pattern: str) -> str:
-    return pattern.format(spread.median) if math.isfinite(spread.median) else "never"
+    return _written(spread.median, pattern)
+
+
+def _written(value: float, pattern: str) -> str:
+    """Return a figure in its format: ``never`` for infinity, a dash for one that is absent."""
+    if math.isfinite(value):
+        return pattern.format(value)
+    return "never" if value > 0 else "-"
 
 
 def markdown(
@@ -172,8 +179,8 @@ def _evaluations(runs: Sequence[Run]) -> str:
 def _settings(runs: Sequence[Run]) -> list[list[str]]:
     rows = {}
     for run in runs:
-        lr, momentum = run.config.optimizer.lr, run.config.optimizer.momentum
-        rows[run.method] = [run.method, str(run.config.method.period), f"{lr:g}", f"{momentum:g}"]
+        lr, mu = run.config.optimizer.lr, run.config.optimizer.momentum or 0.0
+        rows[run.method] = [run.method, str(run.config.method.period), f"{lr:g}", f"{mu:g}"]
     return list(rows.values())
 
 

@@ -21,7 +21,7 @@ from raydl.comparison.hparams import write_hparams
 from raydl.comparison.pictures import draw
 from raydl.comparison.report import describe, machine, markdown, print_table, sentence
 from raydl.comparison.settings import Comparison, plan
-from raydl.config import TrainConfig, to_dict
+from raydl.config import InputConfig, TrainConfig, to_dict
 from raydl.errors import ConfigError, RaydlError
 
 if TYPE_CHECKING:
@@ -141,16 +141,16 @@ def train(config: TrainConfig) -> Mapping[str, Any]:
     from raydl.trainer import Trainer
 
     trainer = Trainer.from_config(config)
-    trainer.data = _dataset(config.data, config.training.seed)
+    trainer.data = _dataset(config.data, config.training.seed, config.input)
     return trainer.fit().metrics
 
 
 @functools.lru_cache(maxsize=1)
-def _dataset(source: str, seed: int) -> Dataset:
+def _dataset(source: str, seed: int, input: InputConfig) -> Dataset:
     """Read the data once for all methods of a seed."""
     from raydl.data import load
 
-    return load(source, seed=seed)
+    return load(source, seed=seed, input=input)
 
 
 def _check_inputs(config: TrainConfig) -> None:
@@ -158,7 +158,7 @@ def _check_inputs(config: TrainConfig) -> None:
     from raydl.trainer import Trainer
 
     Trainer.from_config(config)
-    _dataset(config.data, config.training.seed)
+    _dataset(config.data, config.training.seed, config.input)
 
 
 def _reason(error: Exception) -> str:

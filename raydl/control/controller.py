@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from raydl.callbacks import Callback, Listeners
 from raydl.config import TrainConfig
 from raydl.control.chaos import Chaos
 from raydl.control.curves import Curves
 from raydl.control.generation import Generation
 from raydl.control.keeper import CenterKeeper
+from raydl.control.plateau import Plateau
 from raydl.control.situation import Situation
 from raydl.control.staff import Staff
 from raydl.control.state import Recorder, State
@@ -37,8 +39,6 @@ from raydl.rules import Sends
 _POLL_S = 0.25
 _FINISH_S = 300.0
 """The longest wait for the last states and the last evaluation, in seconds."""
-_CENTER_S = 300.0
-"""The longest wait for the center to hold what all go on from: it may have to start again."""
 CAUSE_S = 2.0
 """How long a broken exchange waits for news of its cause: that somebody, or the center, was
 lost."""
@@ -56,7 +56,9 @@ class Controller:
         first_round: the round whose snapshot the center holds.
         own_states: states of workers from a checkpoint, by id, in the order of their ranks.
         first_generation: memberships before this start.
+        first_cuts: cuts of the learning rate before this start.
         faults: what is inflicted on the run.
+        callbacks: hear of each score of the center, and may end the run.
         clock: seconds, rising.
     """
 
@@ -70,7 +72,9 @@ class Controller:
         first_round: int,
         own_states: dict[str, Any],
         first_generation: int = 0,
+        first_cuts: int = 0,
         faults: FaultPlan = _NO_FAULTS,
+        callbacks: Sequence[Callback] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = State.WAITING
@@ -80,6 +84,11 @@ class Controller:
         self.num_generations = 0
         """Memberships since this start."""
         self.stop_reason = ""
+        """What asked for an end that is none of the run's own: a signal."""
+        self.ended_by = ""
+        """The callback that ended the run; see :class:`raydl.callbacks.Listeners`."""
+        self.ended_because = ""
+        """What it said."""
         self.workforce = Workforce(
             lease_s=config.elastic.lease_s, first_step_s=config.exchange.timeout_s, clock=clock
         )
@@ -109,6 +118,8 @@ class Controller:
             curves=self._curves,
             pace=self.pace,
             chaos=self.chaos,
+            plateau=Plateau(config.optimizer, num_cuts=first_cuts),
+            listeners=Listeners(callbacks),
             recorder=recorder,
             is_sync=method.is_sync,
             say=self._say,
@@ -116,8 +127,8 @@ class Controller:
         )
         self._state_since = clock()
         self._stop_voted = False
+        self._first_cuts = self._cuts_voted = first_cuts
         self._is_idle = False
-        self._lacks_center_since: float | None = None
 
     @property
     def _run(self) -> Generation | None:
@@ -132,6 +143,11 @@ class Controller:
     def request_stop(self, reason: str) -> None:
         """Ask for an end after the next round, with a checkpoint. Safe in a signal handler."""
         self.stop_reason = reason
+
+    @property
+    def _why_stop(self) -> str:
+        """Why the run should end before its time; empty: it should not."""
+        return self.stop_reason or self._known.listeners.ended_because
 
     def remove(self, worker_id: str) -> tuple[bool, str]:
         """Let a worker leave; return (whether it will, a sentence)."""
@@ -192,7 +208,7 @@ class Controller:
 
     def _wait(self) -> None:
         run = self._run
-        if self.stop_reason:
+        if self._why_stop:
             self._stop_while_waiting()
             return
         if not self._has_center(run):
@@ -211,13 +227,21 @@ class Controller:
             self._form(membership, reason)
 
     def _stop_while_waiting(self) -> None:
-        self.outcome = Outcome.STOPPED
+        self.outcome = self._outcome_of_stop()
         if self._run is None:
-            self._say(f"{self.stop_reason}: the run ends before it trained")
+            self._say(f"{self._why_stop}: the run ends before it trained")
             self._enter(State.DONE)
         else:  # between two generations
-            self._say(f"{self.stop_reason}: stopping after this round, with a checkpoint")
+            self._say(f"{self._why_stop}: stopping after this round, with a checkpoint")
             self._enter(State.FINISHING)
+
+    def _outcome_of_stop(self) -> Outcome:
+        """Return what a stop amounts to: a run that a callback ended is as complete as any."""
+        listeners = self._known.listeners
+        if self.stop_reason or not listeners.ended_by:
+            return Outcome.STOPPED
+        self.ended_by, self.ended_because = listeners.ended_by, listeners.ended_because
+        return Outcome.FINISHED
 
     def _number(self, membership: Membership, reason: str) -> Membership:
         """Give a membership its number, and tell it."""
@@ -239,6 +263,7 @@ class Controller:
         self.workforce.formed(membership)
         self._keeper.formed()
         self._stop_voted = self._is_idle = False  # votes end with their generation
+        self._cuts_voted = self._first_cuts
         self._enter(State.TRAINING)
 
     def _train(self) -> None:
@@ -253,10 +278,14 @@ class Controller:
     def _vote_and_inflict(self, run: Generation) -> None:
         for sentence in self.chaos.inflict(self._curves.last):
             self._say(sentence)
-        if self.stop_reason and not self._stop_voted:
+        if self._why_stop and not self._stop_voted:
             self._stop_voted = True
-            self._say(f"{self.stop_reason}: stopping after this round, with a checkpoint")
+            self._say(f"{self._why_stop}: stopping after this round, with a checkpoint")
             self._crew.vote(run.membership.generation, stop=1.0)
+        num_cuts = self._known.plateau.num_cuts
+        if num_cuts > self._cuts_voted:
+            self._cuts_voted = num_cuts
+            self._crew.vote(run.membership.generation, num_cuts=num_cuts)
 
     @property
     def _center_knows_all(self) -> bool:
@@ -306,7 +335,8 @@ class Controller:
             outcome is Outcome.FINISHED and self._keeper.is_complete
         )
         if is_over:
-            self.outcome = outcome
+            is_stop = outcome is Outcome.STOPPED
+            self.outcome = self._outcome_of_stop() if is_stop else outcome
             self._enter(State.FINISHING)
             return
         if outcome is Outcome.BROKEN and not (run.lost or self._keeper.is_new):
@@ -327,18 +357,7 @@ class Controller:
         Raises:
             RaydlError: for too long it has not come to it.
         """
-        if self._sees_to_center(run):
-            self._lacks_center_since = None
-            return True
-        now = self._clock()
-        if self._lacks_center_since is None:
-            self._lacks_center_since = now
-        if now - self._lacks_center_since > _CENTER_S:
-            raise RaydlError(
-                f"the center did not get the newest copy of itself within {_CENTER_S:.0f} s; the "
-                f"same command with --resume goes on from the newest checkpoint"
-            )
-        return False
+        return self._keeper.note_that_it_is_here(self._sees_to_center(run))
 
     def _sees_to_center(self, run: Generation | None) -> bool:
         copy = self.workforce.freshest_copy(since=self._first_round)

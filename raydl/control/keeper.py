@@ -9,6 +9,10 @@ from raydl.control.checkpoint_times import CheckpointTimes
 from raydl.control.generation import Generation
 from raydl.control.workforce import Copy
 from raydl.crew import Collected, Crew, Evaluated, Published
+from raydl.errors import RaydlError
+
+_CENTER_S = 300.0
+"""The longest wait for the center to hold what all go on from: it may have to start again."""
 
 
 class CenterKeeper:
@@ -35,6 +39,7 @@ class CenterKeeper:
         self._crew = crew
         self._clock = clock
         self._publishing: Copy | None = None
+        self._lacking_since: float | None = None
         self.giving: frozenset[str] = frozenset()
         """Workers that are asked for what they kept for a checkpoint."""
         self._evaluating = self._evaluated = first_round
@@ -56,6 +61,22 @@ class CenterKeeper:
         """Whether the center has all that a copy knows: its round, and what is claimed in it."""
         is_older = copy.round == self.newest and copy.num_changes > self._num_changes
         return copy.round in self.published and not is_older
+
+    def note_that_it_is_here(self, is_here: bool) -> bool:
+        """Note whether the center holds what all go on from, and return it.
+
+        Raises:
+            RaydlError: for too long it has not.
+        """
+        now = self._clock()
+        if is_here or self._lacking_since is None:
+            self._lacking_since = None if is_here else now
+        if self._lacking_since is not None and now - self._lacking_since > _CENTER_S:
+            raise RaydlError(
+                f"the center did not get the newest copy of itself within {_CENTER_S:.0f} s; the "
+                f"same command with --resume goes on from the newest checkpoint"
+            )
+        return is_here
 
     def publish(self, copy: Copy) -> None:
         """Let the center take in the copy of a worker that has left its loop, once.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from raydl.callbacks import Listeners
 from raydl.control.chaos import Chaos
 from raydl.control.curves import Curves
 from raydl.control.generation import Generation
 from raydl.control.keeper import CenterKeeper
+from raydl.control.plateau import Plateau
 from raydl.control.staff import Staff
 from raydl.control.state import Recorder
 from raydl.control.workforce import Copy, Workforce
@@ -41,6 +43,8 @@ class Situation:
     curves: Curves
     pace: Pace
     chaos: Chaos
+    plateau: Plateau
+    listeners: Listeners
     recorder: Recorder
     is_sync: bool
     """Whether all workers exchange at once."""
@@ -83,6 +87,10 @@ class Situation:
             case Evaluated():
                 self.keeper.take_score(event)
                 self.recorder.evaluated(event)
+                self.listeners.take(event.without_center())
+                sentence = self.plateau.take(event.metrics)
+                if sentence:
+                    self.say(sentence)
             case Collected():
                 self.keeper.take_collected(event)
                 self.recorder.checkpoint(event)

@@ -48,6 +48,21 @@ class GradientGroup:
             gradients.div_(total)
         return total
 
+    def bytes_of_first(self, data: bytes, *, is_first: bool) -> bytes:
+        """Return the bytes that the group's first worker gives; the others' count for nothing.
+
+        Raises:
+            ExchangeError: it went away or took too long.
+        """
+        device = self._message.device
+        size = torch.tensor([len(data) if is_first else 0], device=device)
+        self._group.start_allreduce(size, round=self._step).wait()
+        content = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        if is_first:
+            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._group.start_allreduce(content, round=self._step).wait()
+        return content.cpu().numpy().tobytes()
+
     def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> bool:
         """Replace tensors by those of the group's first worker; return whether any was another.
 

@@ -77,6 +77,8 @@ class Orders:
     outcome: Outcome
     epoch: int
     spans: list[Span]
+    ahead: list[tuple[int, Span]]
+    """What the worker will claim next, as far as it is known: (epoch, positions)."""
     """Positions of the epoch that the worker claims."""
     num_steps: int
     """Local steps to take over them."""
@@ -94,6 +96,8 @@ class Orders:
     """The ledger with all claims, so that a lost center can be made again from a worker."""
     keep: int | None = None
     """Keep the state as it is after this exchange, under this number."""
+    num_cuts: int = 0
+    """How often the learning rate was cut, for the schedule ``plateau``."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
 from raydl.crew import Evaluated, Published, RunEnded
-from raydl.data import Batches, ImageSet, Normalizer
+from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
 from raydl.errors import ExchangeError
 from raydl.evaluator import Evaluator
@@ -202,8 +202,8 @@ class WorkerActor:
         self,
         job: Job,
         worker_id: str,
-        train: ImageSet,
-        normalizer: Normalizer,
+        train: Samples,
+        prepare: Prepare,
     ) -> Place:
         """Build the worker; return its node and process id.
 
@@ -220,7 +220,7 @@ class WorkerActor:
         self._worker = Worker(
             job,
             worker_id,
-            batches=Batches(train, normalizer),
+            batches=Batches(train, prepare),
             publish=self._publish,
             before_step=self._injector.before_step if job.faults.faults else None,
         )
@@ -360,9 +360,9 @@ class WorkerActor:
 class EvaluatorActor:
     """Scores snapshots of the center, beside the workers."""
 
-    def __init__(self, job: Job, test: ImageSet, normalizer: Normalizer) -> None:
+    def __init__(self, job: Job, test: Samples, prepare: Prepare) -> None:
         torch.set_num_threads(1)
-        self._evaluator = Evaluator(job, Batches(test, normalizer))
+        self._evaluator = Evaluator(job, Batches(test, prepare))
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""

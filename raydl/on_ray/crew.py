@@ -31,7 +31,7 @@ from raydl.crew import (
     RunEnded,
     WorkerReady,
 )
-from raydl.data import Dataset, Normalizer
+from raydl.data import Dataset, preparation_for
 from raydl.errors import RaydlError
 from raydl.exchange.collective import GroupAddress
 from raydl.faults import Fault
@@ -73,7 +73,7 @@ class RayCrew:
         self._run_id = uuid.uuid4().hex[:8]
         self._home = ray.get_runtime_context().get_node_id()
         self._train = ray.put(dataset.train)
-        self._normalizer = ray.put(Normalizer.of(dataset.train))
+        self._prepare = ray.put(preparation_for(dataset, job.config))
         self._test = ray.put(dataset.test)
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._workers: dict[str, ActorHandle] = {}
@@ -92,7 +92,7 @@ class RayCrew:
 
     def _start_evaluator(self) -> None:
         self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
-            self._job, self._test, self._normalizer
+            self._job, self._test, self._prepare
         )
 
     def _at_home(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class RayCrew:
         options = worker_options(self._job.config.scaling, not_on=self._notices.nodes)
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
-        ref = worker.setup.remote(self._job, worker_id, self._train, self._normalizer)
+        ref = worker.setup.remote(self._job, worker_id, self._train, self._prepare)
         self._calls.expect(ref, worker_id, self._on_ready(worker_id))
 
     def _on_ready(self, worker_id: str) -> Handler:

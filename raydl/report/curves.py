@@ -23,8 +23,8 @@ _WINDOWS = 50
 def charts_of(runs: Sequence[RunFacts]) -> list[Html]:
     """Return the charts that all runs share, those without a point left out."""
     wanted = [
-        _overlay(runs, "center/accuracy", "Test accuracy of the center", _SAMPLES, "accuracy"),
-        _overlay(runs, "center/accuracy", "Test accuracy of the center", _SECONDS, "accuracy"),
+        _center(runs, _SAMPLES),
+        _center(runs, _SECONDS),
         _overlay(runs, "train/loss", "Training loss", _SAMPLES, "log"),
         _overlay(runs, "train/loss", "Training loss", _SECONDS, "log"),
         chart("Samples per second, over time", _each(runs, _speed), x_label=_SECONDS,
@@ -38,6 +38,13 @@ def charts_of(runs: Sequence[RunFacts]) -> list[Html]:
                  "zero"),
     ]  # fmt: skip
     return [figure for figure in wanted if figure is not None]
+
+
+def _center(runs: Sequence[RunFacts], over: str) -> Html | None:
+    """Return the accuracy of the center, or its loss where no task has accuracy."""
+    if any(run.curve("center/accuracy") for run in runs):
+        return _overlay(runs, "center/accuracy", "Test accuracy of the center", over, "accuracy")
+    return _overlay(runs, "center/loss", "Test loss of the center", over, "log")
 
 
 def _each(runs: Sequence[RunFacts], line: Callable[[RunFacts, int], Line]) -> list[Line]:

@@ -70,11 +70,10 @@ def most_workers(run: RunFacts) -> str:
 
 def headline(run: RunFacts) -> Html:
     """Return the figures that a reader looks for first."""
-    loss = written(run.figure("center_loss"), "loss {:.4g}")
-    accuracy = written(run.figure("center_accuracy"), "{:.2%}")
     num_generations = len({g.number for g in run.generations})
     tiles: list[tuple[str, object, str | None]] = [
-        ("Center accuracy", accuracy, loss if loss != _NONE else None),
+        _score(run),
+        *_best(run),
         ("Samples", written(run.figure("samples"), "{:,.0f}"), _epochs(run)),
         (
             "Training time",
@@ -91,6 +90,26 @@ def headline(run: RunFacts) -> Html:
         for name, value, more in tiles
     ]  # fmt: skip
     return element("dl", *shown, class_="tiles")
+
+
+def _score(run: RunFacts) -> tuple[str, object, str | None]:
+    """Return the center's accuracy with its loss, or the loss alone of a task without accuracy."""
+    accuracy, loss = run.figure("center_accuracy"), number(run.figure("center_loss"))
+    if accuracy is None and loss is not None:
+        return "Center loss", written(loss, "{:.4g}"), None
+    more = None if loss is None else written(loss, "loss {:.4g}")
+    return "Center accuracy", written(accuracy, "{:.2%}"), more
+
+
+def _best(run: RunFacts) -> list[tuple[str, object, str | None]]:
+    """Return the score of the center that was kept as the best, if one was."""
+    best = run.result.get("best")
+    if not isinstance(best, dict):
+        return []
+    after = written(best.get("samples"), "after {:,.0f} samples")
+    if "accuracy" in best:
+        return [("Best center accuracy", written(best["accuracy"], "{:.2%}"), after)]
+    return [("Best center loss", written(best.get("loss"), "{:.4g}"), after)]
 
 
 def _epochs(run: RunFacts) -> str | None:

@@ -5,6 +5,7 @@
         events.out.tfevents…  for TensorBoard
         checkpoints/          see raydl.checkpoint
         center.safetensors    the trained weights, once the run has finished
+        best.safetensors      the best ones so far, if they are kept: see raydl.best
         result.json           its figures
         status.json           how it stands; with requests/ and answers/, see raydl.runs.desk
         driver.lock           who writes here now; drivers/ on object stores: raydl.runs.hold
@@ -35,12 +36,21 @@ _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
 SUBMISSION = "RAYDL_SUBMISSION"
 """The variable that carries the id of a submission to the drivers of all its attempts."""
+_MUST_STAY = (
+    "data",
+    "model",
+    "training.seed",
+    "training.batch_size",
+    "method.name",
+    "optimizer.name",
+    "optimizer.options",
+    "optimizer.decay_only_matrices",
+)
 NO_RUN = (
     "no run is there; give the folder that raydl train printed, or the place below "
     "--storage-path where the run is kept"
 )
 """What to say of a folder that holds none."""
-_MUST_STAY = ("data", "model", "training.seed", "training.batch_size", "method.name")
 
 
 class RunFolder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from raydl.center import Snapshot
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.config import TrainConfig
 from raydl.flat import FlatModel
-from raydl.ledger import Span
+from raydl.ledger import Cuts, Span
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.metrics import TimeParts
@@ -28,6 +28,8 @@ class Round:
     """Positions of the epoch."""
     num_samples: int
     num_steps: int
+    ahead: list[tuple[int, Span]] = field(default_factory=list)
+    """What this worker will claim next, as far as it is known: (epoch, positions)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Site:
     worker_id: str
     flat: FlatModel
     time_parts: TimeParts
+    cuts: Cuts
+    """Where the blocks of an epoch end."""
     feedback: dict[Span, ErrorFeedback]
     """What this worker's shortened messages left out so far, by span; it stays with the worker."""
 
@@ -86,6 +90,11 @@ class Schedule(Protocol):
     @property
     def num_changes(self) -> int:
         """Changes of this worker's copy of the ledger; 0 where it has none."""
+        ...
+
+    @property
+    def num_cuts(self) -> int:
+        """How often the learning rate was cut, for the schedule ``plateau``."""
         ...
 
     @property

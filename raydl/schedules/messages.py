@@ -85,6 +85,11 @@ class MessageSchedule:
         return 0
 
     @property
+    def num_cuts(self) -> int:
+        """How often the learning rate was cut, by the newest orders."""
+        return int(self._orders.num_cuts)
+
+    @property
     def place(self) -> tuple[int, int]:
         """This worker's (rank, number of workers), by the newest orders."""
         return self._orders.rank, self._orders.num_workers
@@ -102,7 +107,7 @@ class MessageSchedule:
                 self._post.take_turn(self._desk.next_stamp())
         num_samples = sum(stop - start for start, stop in orders.spans)
         self._desk.local_step = local_step + orders.num_steps
-        return Round(orders.epoch, orders.spans, num_samples, orders.num_steps)
+        return Round(orders.epoch, orders.spans, num_samples, orders.num_steps, orders.ahead)
 
     def share_done(self, step: int, local_step: int) -> float:
         """Return 0..1 of the run, by what was done at the last orders."""
@@ -153,6 +158,7 @@ class MessageSchedule:
             buffers=self._buffers.cpu().numpy().copy(),
             optimizer={},
             ledger=orders.ledger,
+            num_cuts=orders.num_cuts,
         )
 
     def undo_round(self) -> None:

@@ -36,7 +36,7 @@ class SyncSchedule:
         self._site = site
         self._trained = trained
         self._config = site.config
-        self._ledger = Ledger.from_state_dict(snapshot.ledger)
+        self._ledger = Ledger.from_state_dict(snapshot.ledger, cuts=site.cuts)
         self._release_claims()
         self._is_roll_called = False
         # Common to all ranks, unlike a worker's own count: some come later than others.
@@ -47,6 +47,9 @@ class SyncSchedule:
         self._books = Books()
         self._group = group
         self._votes: dict[str, float] = {}
+        self.num_cuts = snapshot.num_cuts
+        """How often the learning rate was cut; the same on all ranks."""
+        self._cuts_wanted = 0
         self._votes_lock = threading.Lock()
         self._lr = 0.0
         self._round_steps = 0
@@ -82,7 +85,9 @@ class SyncSchedule:
                 self._weights[start:stop],
                 self._buffers if is_last else self._buffers[:0],
                 rule=method.rule,
-                make_optimizer=make_optimizer(method.inner),
+                make_optimizer=make_optimizer(
+                    method.inner, method.own_optimizer, self._site.flat.model
+                ),
             )
             center.load_optimizer(state)
             self._centers.append(center)
@@ -188,7 +193,8 @@ class SyncSchedule:
             for worker, count in zip(members, share.counts, strict=True)
         }
         epoch, spans = claims[site.worker_id]
-        return Round(epoch, spans, share.counts[site.rank], share.num_steps)
+        ahead = self._ledger.reserved_by(site.worker_id)
+        return Round(epoch, spans, share.counts[site.rank], share.num_steps, ahead)
 
     def share_done(self, step: int, local_step: int) -> float:
         """Return 0..1 of the run, the same on all ranks."""
@@ -215,6 +221,7 @@ class SyncSchedule:
         self._round += 1
         self._num_steps += self._round_steps
         self._seconds = sums.elapsed_s / p  # the mean of all clocks: the same on all ranks
+        self.num_cuts += sums.lr_cut > 0
         outcome = self._outcome(sums)
         is_over = outcome is not Outcome.GO_ON
         is_new_epoch = self._ledger.epoch > epoch
@@ -257,12 +264,15 @@ class SyncSchedule:
     def vote(self, **votes: float) -> None:
         """Cast votes with the next header."""
         with self._votes_lock:
+            self._cuts_wanted = int(votes.pop("num_cuts", self._cuts_wanted))
             self._votes.update(votes)
 
     def votes(self) -> dict[str, float]:
         """Return the votes to send; one that comes in later waits for the next round."""
         with self._votes_lock:
             votes, self._votes = self._votes, {}
+            if self._cuts_wanted > self.num_cuts:  # ranks hear of it in different rounds
+                votes["lr_cut"] = 1.0
         return votes
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
@@ -281,6 +291,7 @@ class SyncSchedule:
             buffers=self._buffers.cpu().numpy().copy(),
             optimizer=joined_states(states, sizes),
             ledger=self._ledger.state_dict(with_claims=True),
+            num_cuts=self.num_cuts,
         )
 
     def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:

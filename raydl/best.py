@@ -1,0 +1,137 @@
+"""The center with the best score of a run, kept in its folder as ``best.safetensors``.
+
+It is one file, so it is whole or absent: the weights under the model's own names, and in the
+metadata of safetensors what was scored, and how well. Plain PyTorch loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from raydl.callbacks import score_of
+from raydl.crew import Evaluated
+from raydl.errors import CheckpointError
+from raydl.flat import FlatModel
+from raydl.storage import Storage
+
+FILE = "best.safetensors"
+_KEY = "raydl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """A center and its score."""
+
+    round: int
+    epoch: int
+    num_samples: int
+    """Samples seen by all workers."""
+    seconds: float
+    """Training time up to here, over all starts."""
+    metrics: dict[str, float]
+
+    def figures(self) -> dict[str, Any]:
+        """Return what ``result.json`` says of it, in the words of an evaluation there."""
+        return {
+            "round": self.round,
+            "samples": self.num_samples,
+            "seconds": self.seconds,
+            **self.metrics,
+        }
+
+
+class BestCenter:
+    """Keeps the best center: noted in the driver's thread, written in another.
+
+    Of the centers that wait to be written there is one at most, the best.
+
+    Args:
+        storage: the run's folder.
+        flat: names the weights.
+    """
+
+    def __init__(self, storage: Storage, flat: FlatModel) -> None:
+        self.kept: Best | None = None
+        """What the file holds."""
+        self._storage = storage
+        self._flat = flat
+        self._waiting: Evaluated | None = None
+        self._lock = threading.Lock()
+
+    def open_again(self) -> list[str]:
+        """Go on from what an earlier start kept, if anything; return a sentence if it is damaged.
+
+        Then the next center that is scored counts as the best.
+        """
+        if self._storage.exists(FILE):
+            try:
+                _, self.kept = read_best(self._storage)
+            except CheckpointError as error:
+                return [f"{error}; the best center is looked for anew"]
+        return []
+
+    def take(self, evaluated: Evaluated) -> bool:
+        """Note a center if it came along and is the best; return whether one waits."""
+        with self._lock:
+            rival = self._waiting or self.kept
+            is_best = rival is None or score_of(evaluated.metrics) > score_of(rival.metrics)
+            if evaluated.weights is not None and is_best:
+                self._waiting = evaluated
+            return self._waiting is not None
+
+    def write(self) -> None:
+        """Write the center that waits, if one does. If that fails it waits on.
+
+        Raises:
+            CheckpointError: the storage refused; what was kept before is as it was.
+        """
+        waiting = self._waiting
+        if waiting is None:
+            return
+        best = Best(
+            round=waiting.round,
+            epoch=waiting.epoch,
+            num_samples=waiting.num_samples,
+            seconds=waiting.seconds,
+            metrics=waiting.metrics,
+        )
+        center = self._flat.state_dict_of(
+            torch.tensor(waiting.weights), torch.tensor(waiting.buffers)
+        )
+        try:
+            self._storage.write_bytes(FILE, save_tensors(center, {_KEY: json.dumps(asdict(best))}))
+        except OSError as error:
+            path = f"{self._storage.root}/{FILE}"
+            raise CheckpointError(path, f"could not be written: {error}") from error
+        with self._lock:
+            self.kept = best
+            if self._waiting is waiting:
+                self._waiting = None
+
+
+def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
+    """Return the best center of a run under the model's own names, and its score.
+
+    Raises:
+        CheckpointError: none was kept, or it is damaged.
+    """
+    path = f"{storage.root}/{FILE}"
+    if not storage.exists(FILE):
+        raise CheckpointError(path, "no best center was kept; train with --checkpoint.keep-best")
+    try:
+        data = storage.read_bytes(FILE)
+        center = load_tensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        best = Best(**json.loads(header["__metadata__"][_KEY]))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(path, f"can not be read: {error}") from error
+    return center, best

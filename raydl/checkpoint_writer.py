@@ -1,0 +1,155 @@
+"""Checkpoints on their way to the run's folder, in a thread of their own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from raydl.best import BestCenter
+from raydl.center import Snapshot
+from raydl.checkpoint import Checkpoint, CheckpointStore
+from raydl.crew import Collected, Evaluated
+from raydl.errors import CheckpointError
+from raydl.flat import FlatModel
+from raydl.ledger import Ledger
+from raydl.runs.totals import Totals
+
+_NOTHING = Totals()
+
+
+def checkpoint_of(
+    collected: Collected, flat: FlatModel, *, seconds: float, totals: Totals = _NOTHING
+) -> Checkpoint:
+    """Return what to write for a collected round."""
+    snapshot = collected.snapshot
+    weights, buffers = torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
+    return Checkpoint(
+        round=snapshot.round,
+        generation=snapshot.generation,
+        num_samples=snapshot.num_samples,
+        seconds=seconds,
+        center=flat.state_dict_of(weights, buffers),
+        state={
+            "epoch": snapshot.epoch,
+            "local_step": snapshot.local_step,
+            "optimizer": snapshot.optimizer,
+            "num_cuts": snapshot.num_cuts,
+            # Who goes on from here has not trained on what was claimed.
+            "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
+            "totals": totals.to_state(),
+        },
+        workers=collected.workers,
+    )
+
+
+def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
+    """Return the snapshot that a checkpoint was made of."""
+    weights, buffers = flat.flatten(checkpoint.center)
+    return Snapshot(
+        round=checkpoint.round,
+        generation=checkpoint.generation,
+        epoch=checkpoint.state["epoch"],
+        num_samples=checkpoint.num_samples,
+        local_step=checkpoint.state["local_step"],
+        seconds=checkpoint.seconds,
+        is_kept=True,
+        weights=weights.numpy(),
+        buffers=np.asarray(buffers),
+        optimizer=checkpoint.state["optimizer"],
+        ledger=checkpoint.state["ledger"],
+        num_cuts=checkpoint.state.get("num_cuts", 0),  # earlier ones have none
+    )
+
+
+class CheckpointWriter:
+    """Writes checkpoints and the best center one after the other; nobody waits for it.
+
+    Args:
+        store: where checkpoints go.
+        flat: names the weights.
+        best: where the best center goes.
+        after: called when a checkpoint was written; an ``OSError`` of it is a failure to be told.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        flat: FlatModel,
+        best: BestCenter,
+        *,
+        after: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._flat = flat
+        self._best = best
+        self._after = after
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: list[Future[None]] = []
+        self._troubles: deque[str] = deque()
+
+    def checkpoint(self, collected: Collected, *, seconds: float, totals: Totals) -> None:
+        """Write a checkpoint.
+
+        Args:
+            collected: the states of a round.
+            seconds: training time up to it, over all starts.
+            totals: what all starts did up to it.
+        """
+        self._writing.append(self._pool.submit(self._write, collected, seconds, totals))
+
+    def _write(self, collected: Collected, seconds: float, totals: Totals) -> None:
+        checkpoint = checkpoint_of(collected, self._flat, seconds=seconds, totals=totals)
+        self._store.write(checkpoint)
+        try:
+            self._after()
+        except OSError as error:  # the checkpoint itself is whole
+            self._troubles.append(f"{error}; they come with the next checkpoint")
+
+    def score(self, evaluated: Evaluated) -> None:
+        """Write the center that was scored if it came along and is the best."""
+        if self._best.take(evaluated):
+            self._pool.submit(self._write_best)
+
+    def _write_best(self) -> None:
+        try:
+            self._best.write()
+        except CheckpointError as error:
+            self._troubles.append(f"{error}; it is tried again after the next evaluation")
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written: the next one waits for it."""
+        return any(not future.done() for future in self._writing)
+
+    def take_failures(self) -> list[str]:
+        """Return, once, what could not be written; the next time it may go through.
+
+        Of checkpoints the newest is not among them: see :meth:`close`.
+        """
+        said = []
+        while self._troubles:
+            said.append(self._troubles.popleft())
+        for future in [f for f in self._writing[:-1] if f.done()]:
+            self._writing.remove(future)
+            error = future.exception()
+            if error is not None:
+                said.append(f"{error}; training goes on, the next one may go through")
+        return said
+
+    def wait(self) -> None:
+        """Wait until all is written. Nothing can be written after that."""
+        self._pool.shutdown(wait=True)
+
+    def close(self) -> None:
+        """Finish what is being written.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+        """
+        self.wait()
+        for future in self._writing[-1:]:
+            future.result()

@@ -1,0 +1,54 @@
+"""When the center stands still: torch's ReduceLROnPlateau, asked at each evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from raydl.config import OptimizerConfig
+
+
+class Plateau:
+    """Counts how often the learning rate was to be cut since the run began.
+
+    The workers are told the count, not to cut: so it may be told again, after a generation that
+    did not hear of it.
+
+    Args:
+        config: says the schedule; under any but ``plateau`` there are no cuts.
+        num_cuts: those of earlier starts. What the best center was then is not known any more.
+    """
+
+    def __init__(self, config: OptimizerConfig, *, num_cuts: int = 0) -> None:
+        self.num_cuts = num_cuts
+        self._config = config
+        self._rate = SGD([torch.zeros(1)], lr=1.0)
+        self._decider: ReduceLROnPlateau | None = None
+
+    def take(self, metrics: Mapping[str, float]) -> str:
+        """Take in the scores of the center; return a sentence if they ask for a cut.
+
+        What counts is the accuracy, or the loss where there is none.
+        """
+        if self._config.schedule != "plateau":
+            return ""
+        name = "accuracy" if "accuracy" in metrics else "loss"
+        if self._decider is None:
+            self._decider = ReduceLROnPlateau(
+                self._rate,
+                mode="max" if name == "accuracy" else "min",
+                factor=self._config.gamma,
+                patience=self._config.patience,
+            )
+        self._rate.param_groups[0]["lr"] = 1.0  # torch would cut no further at some point
+        self._decider.step(metrics[name])
+        if self._rate.param_groups[0]["lr"] == 1.0:
+            return ""
+        self.num_cuts += 1
+        return (
+            f"the center stands still at {name} {metrics[name]:.4f}: from the next round on the "
+            f"learning rate is multiplied by {self._config.gamma:g}, the cut number {self.num_cuts}"
+        )

@@ -1,0 +1,100 @@
+"""Where a run begins or goes on, as its folder has it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from raydl.best import BestCenter
+from raydl.callbacks import callbacks_of
+from raydl.center import Snapshot, first_snapshot
+from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint_writer import snapshot_of
+from raydl.config import TrainConfig
+from raydl.errors import ConfigError
+from raydl.extent import Extent
+from raydl.flat import FlatModel
+from raydl.runs.folder import RunFolder
+from raydl.runs.totals import Totals
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, or goes on."""
+
+    folder: RunFolder
+    store: CheckpointStore
+    best: BestCenter
+    snapshot: Snapshot
+    own_states: dict[str, Any]
+    seconds: float
+    sentences: list[str]
+    before: Totals = field(default_factory=Totals)
+    """What earlier starts came to."""
+
+    @classmethod
+    def open(
+        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, num_samples: int
+    ) -> Start:
+        """Return the start that the run's folder holds, or a new one.
+
+        Raises:
+            ConfigError: the run is complete, or began with another number of samples.
+            CheckpointError: none of its checkpoints can be read.
+        """
+        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
+        best = BestCenter(folder.storage, flat)
+        if not config.run.resume:
+            folder.open_new()
+            return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
+        folder.open_again(config)
+        if not store.names() and not folder.storage.exists("result.json"):
+            sentences = [f"no checkpoint yet: the run begins anew in {folder.root}"]
+            first = first_snapshot(flat, num_samples)
+            return cls(folder, store, best, first, {}, 0.0, sentences)
+        checkpoint, sentences = store.read()
+        snapshot = snapshot_of(checkpoint, flat)
+        if snapshot.ledger["num_samples"] != num_samples:
+            raise ConfigError(
+                "data",
+                f"has {num_samples} training samples, the run began with "
+                f"{snapshot.ledger['num_samples']}",
+            )
+        _refuse_complete(folder, config, snapshot)
+        sentences += best.open_again() if config.checkpoint.keep_best else []
+        sentences.append(f"resuming from round {snapshot.round} in {folder.root}")
+        before = Totals.of(checkpoint, folder.storage)
+        seconds, states = checkpoint.seconds, checkpoint.workers
+        return cls(folder, store, best, snapshot, states, seconds, sentences, before)
+
+
+def _refuse_complete(folder: RunFolder, config: TrainConfig, snapshot: Snapshot) -> None:
+    """Raise ConfigError if by these settings there is nothing left to train."""
+    extent = Extent.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
+    if extent.is_reached(
+        num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
+    ):
+        raise ConfigError(
+            "run.resume",
+            f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
+            f"raise training.epochs (or steps, samples, seconds) to train on",
+        )
+    result = _read_result(folder)
+    ended_by = result.get("ended_by")
+    stops = [callback.name for callback in callbacks_of(config.training)]
+    if ended_by in stops and result.get("rounds") == snapshot.round:
+        raise ConfigError(
+            "run.resume",
+            f"the run is complete: {result.get('ended_because')}; "
+            f"change {ended_by.partition(' ')[0]} to train on",
+        )
+
+
+def _read_result(folder: RunFolder) -> dict[str, Any]:
+    """Return the figures of the newest start that came to its end; none if none did."""
+    try:
+        result = json.loads(folder.storage.read_bytes("result.json"))
+    except (OSError, ValueError):
+        return {}
+    return result if isinstance(result, dict) else {}

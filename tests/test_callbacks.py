@@ -1,0 +1,418 @@
+"""Callbacks: a run ends when they ask for it, the best center is kept, yours are called once."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHAPE, Ensemble, linear
+from safetensors.torch import load_file
+from test_controller import BOTH, Stage, collected, report, scored
+
+import raydl
+from raydl import cli
+from raydl.best import FILE, BestCenter, read_best
+from raydl.callbacks import Listeners, Patience, StopAtAccuracy, score_of
+from raydl.config import CheckpointConfig, TrainConfig, TrainingConfig
+from raydl.control import State
+from raydl.crew import Evaluated, Lost, Published
+from raydl.errors import CheckpointError, ConfigError
+from raydl.evaluator import Evaluator
+from raydl.flat import FlatModel
+from raydl.local_crew import LocalCrew
+from raydl.reports import Outcome
+from raydl.runs.desk import read_status
+from raydl.scoring import score_run
+from raydl.storage import Storage
+from raydl.task import Classification
+from raydl.trainer import Trainer
+
+
+def accuracy(value, round=1, **more):
+    return Evaluated(round, 0, 10 * round, 1.0, {"accuracy": value}, **more)
+
+
+def loss(value):
+    return Evaluated(1, 0, 10, 1.0, {"loss": value})
+
+
+def answers(callback, *scores):
+    return [callback.evaluated(score) for score in scores]
+
+
+class Notes(raydl.Callback):
+    """Notes what it hears, and answers what it is given."""
+
+    def __init__(self, *answers):
+        self.heard, self.figures, self.answers = [], [], list(answers)
+
+    def evaluated(self, evaluated):
+        self.heard.append(evaluated)
+        return self.answers.pop(0) if self.answers else None
+
+    def ended(self, figures):
+        self.figures.append(figures)
+
+
+# the two that settings ask for
+
+
+def test_stop_at_accuracy_says_what_was_reached():
+    stop = StopAtAccuracy(0.9)
+    assert answers(stop, accuracy(0.8), accuracy(0.9)) == [None, "reached accuracy 0.9000"]
+    assert answers(stop, loss(0.1)) == [None]
+
+
+def test_patience_counts_evaluations_in_a_row_and_a_better_one_begins_anew():
+    scores = [0.5, 0.5, 0.4, 0.6, 0.6, 0.5, 0.55, 0.7]
+    said = answers(Patience(3), *map(accuracy, scores))
+    assert said[:6] == [None] * 6
+    assert said[6] == "no better accuracy than 0.6000 in the last 3 evaluations"
+    assert said[7] is None
+
+
+def test_patience_goes_by_the_loss_where_there_is_no_accuracy():
+    said = answers(Patience(1), loss(2.0), loss(1.0), loss(1.5))
+    assert said == [None, None, "no better loss than 1.0000 in the last 1 evaluation"]
+
+
+def test_a_score_that_is_no_number_is_worse_than_any():
+    assert score_of({"accuracy": math.nan}) == score_of({"loss": math.nan}) == score_of({})
+    assert score_of({"loss": 1e9}) > score_of({"loss": math.nan})
+    said = answers(Patience(2), accuracy(0.1), accuracy(math.nan), accuracy(math.nan))
+    assert [bool(sentence) for sentence in said] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"stop_at_accuracy": 95}, r"training.stop_at_accuracy must be in \(0, 1\], as 0.95 is"),
+        ({"patience": 0}, "training.patience must be 1 or more, got 0"),
+        ({"patience": 2, "deterministic": True}, "training.patience depends on the clock"),
+        ({"stop_at_accuracy": 1.0, "deterministic": True}, "stop_at_accuracy depends on the clock"),
+    ],
+)
+def test_settings_that_can_not_be_kept_are_refused(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        TrainingConfig(**settings)
+
+
+# how a callback ends a run
+
+
+def test_all_hear_every_score_without_its_weights_and_the_first_reason_stays():
+    first, second = Notes(None, True), Notes(None, "too late", "much too late")
+    stage = Stage(callbacks=[first, second]).start()
+    empty = np.empty(0, np.float32)
+    for round in (1, 2, 3):
+        stage.step(accuracy(0.5, round, weights=empty, buffers=empty))
+    for notes in (first, second):
+        assert [score.round for score in notes.heard] == [1, 2, 3]
+        assert all(score.weights is None for score in notes.heard)
+    name = f"{__name__}:Notes"
+    assert stage.said[-1].startswith(f"{name} asked for the end: stopping after this round")
+
+
+@BOTH
+def test_a_run_that_a_callback_ends_is_voted_to_its_end_scored_and_finished(is_sync):
+    stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
+    assert stage.step(scored(1)) == [("vote", "stop")]
+    assert stage.step(scored(2)) == []
+    stage.step(*stage.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
+    told = [*stage.step(Published((0, 3))), *stage.step()]
+    assert {("collect", 3, ("w0", "w1")), ("evaluate", 3)} <= set(told)
+    stage.step(collected(3))
+    assert stage.state is State.FINISHING, "the last center has no score yet"
+    stage.step(scored(3))
+    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.FINISHED)
+    assert stage.controller.ended_by == "training.stop_at_accuracy 0.5"
+    assert stage.controller.ended_because == "reached accuracy 0.5000"
+
+
+@BOTH
+def test_a_signal_that_comes_before_the_round_is_over_stops_the_run_all_the_same(is_sync):
+    stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start().after(scored(1))
+    stage.controller.request_stop("SIGTERM")
+    assert stage.step() == []
+    stage.step(*stage.end("stopped", 3, "w0", "w1"), report("w0", 3), report("w1", 3))
+    stage.step(Published((0, 3)))
+    stage.step(collected(3))
+    stage.step()
+    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.STOPPED)
+    assert stage.controller.ended_by == ""
+
+
+@BOTH
+def test_a_run_that_came_to_its_own_end_was_ended_by_nobody(is_sync):
+    stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
+    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    stage.step(scored(9), report("w0", 9), report("w1", 9))
+    stage.step(collected(9))
+    stage.step()
+    assert (stage.state, stage.controller.ended_by) == (State.DONE, "")
+
+
+def test_a_worker_lost_on_the_way_to_the_end_delays_it_by_no_generation():
+    stage = Stage((1, 2), callbacks=[StopAtAccuracy(0.5)]).start().after(scored(1))
+    stage.step(Lost("w1", "the actor died"))
+    told = stage.step(*stage.end("broken", 4, "w0"), Published((0, 4)))
+    assert told + stage.steps(2) == [("evaluate", 4), ("collect", 4, ("w0",))]
+    assert stage.state is State.FINISHING
+    stage.step(collected(4, "w0"), scored(4), report("w0", 4))
+    assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.FINISHED)
+    assert stage.controller.ended_because == "reached accuracy 0.5000"
+
+
+def test_what_is_no_callback_is_refused_at_once():
+    with pytest.raises(
+        ConfigError, match=r"callbacks must be objects .* got Notes; derive it from"
+    ):
+        Trainer(callbacks=[Notes])
+    with pytest.raises(ConfigError, match="got function"):
+        Trainer(callbacks=[lambda score: True])
+
+
+def test_without_callbacks_nobody_asks_for_the_end():
+    listeners = Listeners()
+    listeners.take(accuracy(1.0))
+    assert (listeners.ended_by, listeners.ended_because) == ("", "")
+
+
+# the best center
+
+
+def flat_model():
+    return FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes))
+
+
+def center_at(value, round, flat):
+    weights = np.full(flat.weights.numel(), float(round), np.float32)
+    return accuracy(value, round, weights=weights, buffers=np.empty(0, np.float32))
+
+
+def offer(best, flat, *scores):
+    for round, value in enumerate(scores, 1):
+        if best.take(center_at(value, round, flat)):
+            best.write()
+
+
+def test_the_best_center_is_kept_though_it_is_not_the_last(tmp_path):
+    storage, flat = Storage(str(tmp_path)), flat_model()
+    offer(BestCenter(storage, flat), flat, 0.3, 0.9, 0.5, 0.9)
+    center, kept = read_best(storage)
+    assert (kept.round, kept.num_samples, kept.metrics) == (2, 20, {"accuracy": 0.9})
+    assert {key: tensor.shape for key, tensor in center.items()} == {
+        key: tensor.shape for key, tensor in flat.model.state_dict().items()
+    }
+    assert all((tensor == 2.0).all() for tensor in center.values())
+
+
+def test_a_new_start_knows_what_was_the_best_before(tmp_path):
+    storage, flat = Storage(str(tmp_path)), flat_model()
+    offer(BestCenter(storage, flat), flat, 0.8)
+    again = BestCenter(storage, flat)
+    assert again.open_again() == []
+    offer(again, flat, 0.7, 0.1)
+    assert read_best(storage)[1].metrics == {"accuracy": 0.8}
+    offer(again, flat, 0.7, 0.85)
+    assert read_best(storage)[1].metrics == {"accuracy": 0.85}
+
+
+class Full(Storage):
+    """A storage that refuses some writes."""
+
+    num_refusals = 0
+
+    def write_bytes(self, name, data):
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise OSError("no space left on device")
+        super().write_bytes(name, data)
+
+
+def test_a_best_center_that_could_not_be_written_waits_and_is_tried_again(tmp_path):
+    storage, flat = Full(str(tmp_path)), flat_model()
+    best = BestCenter(storage, flat)
+    offer(best, flat, 0.5)
+    storage.num_refusals = 1
+    with pytest.raises(CheckpointError, match=r"best.safetensors: could not be written: no space"):
+        offer(best, flat, 0.9)
+    assert read_best(storage)[1].metrics == {"accuracy": 0.5}
+    assert best.take(accuracy(0.2)), "a worse one comes, without its weights: the best still waits"
+    best.write()
+    assert read_best(storage)[1].metrics == best.kept.metrics == {"accuracy": 0.9}
+    assert not best.take(accuracy(0.2))
+
+
+def test_a_damaged_best_center_is_told_and_the_next_one_takes_its_place(tmp_path):
+    storage, flat = Storage(str(tmp_path)), flat_model()
+    storage.write_bytes(FILE, b"half of it")
+    best = BestCenter(storage, flat)
+    (sentence,) = best.open_again()
+    assert "best.safetensors: can not be read" in sentence
+    offer(best, flat, 0.1)
+    assert read_best(storage)[1].metrics == {"accuracy": 0.1}
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_evaluator_sends_a_center_only_where_none_was_better(keep_best):
+    config = TrainConfig(checkpoint=CheckpointConfig(keep_best=keep_best))
+    ensemble = Ensemble(config, num_workers=1)
+    evaluator = Evaluator(ensemble.job, ensemble.batches)
+    first, second = (evaluator.evaluate(ensemble.first) for _ in range(2))
+    assert (first.weights is not None) == keep_best
+    assert second.weights is None, "no better"
+
+
+# whole runs in this process
+
+
+class Scripted(Classification):
+    """A task whose scores are written beforehand."""
+
+    def __init__(self, *scores):
+        super().__init__("mlp")
+        self.scores = list(scores)
+
+    def metrics(self, model, batch):
+        num_samples = len(batch[1])
+        values = {**super().metrics(model, batch)}
+        values["accuracy"] = torch.tensor(self.scores.pop(0) * num_samples)
+        return values
+
+
+def trainer(run_dir, *scores, callbacks=(), resume=False, epochs=3, **settings):
+    return Trainer(
+        Scripted(*scores) if scores else "mlp",
+        "synthetic:96",
+        training=TrainingConfig(epochs=epochs, batch_size=32, **settings),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        run=raydl.RunConfig(run_dir=str(run_dir), progress="none", resume=resume),
+        checkpoint=CheckpointConfig(every_s=None, every_epochs=1, keep=9, keep_best=True),
+        callbacks=callbacks,
+    )
+
+
+def test_the_best_of_a_run_survives_its_resumption_and_is_the_center_of_its_round(tmp_path):
+    run = tmp_path / "run"
+    result = trainer(run, 0.25, 0.75, 0.5).fit()
+    assert [e["accuracy"] for e in result.metrics["evaluations"]] == [0.25, 0.75, 0.5]
+    best = result.metrics["best"]
+    assert best == result.metrics["evaluations"][1]
+    of_round = load_file(run / f"checkpoints/round-{best['round']:08d}/center.safetensors")
+    kept = load_file(run / FILE)
+    assert of_round.keys() == kept.keys()
+    assert all(torch.equal(of_round[key], kept[key]) for key in kept)
+    written = (run / FILE).read_bytes()
+    result = trainer(run, 0.7, 0.1, resume=True, epochs=5).fit()
+    assert result.metrics["best"] == best
+    assert (run / FILE).read_bytes() == written
+    result = trainer(run, 1.0, resume=True, epochs=6).fit()
+    assert result.metrics["best"] == result.metrics["evaluations"][-1]
+
+
+def test_a_callback_of_ones_own_hears_each_evaluation_once_and_the_end(tmp_path):
+    notes = Notes()
+    result = trainer(tmp_path / "run", callbacks=[notes]).fit()
+    heard = [
+        {"round": e.round, "samples": e.num_samples, "seconds": e.seconds, **e.metrics}
+        for e in notes.heard
+    ]
+    assert heard == result.metrics["evaluations"]
+    assert [e.epoch for e in notes.heard] == [1, 2, 3]
+    assert notes.figures == [result.metrics]
+
+
+def test_a_callback_of_ones_own_ends_the_run_and_it_can_be_resumed(tmp_path):
+    run = tmp_path / "run"
+    result = trainer(run, callbacks=[Notes("enough")], epochs=50).fit()
+    assert (result.stopped_by, result.metrics["ended_because"]) == ("", "enough")
+    assert result.metrics["ended_by"] == f"{__name__}:Notes"
+    assert read_status(str(run)).state == "finished: enough"
+    assert (run / "center.safetensors").exists()
+    before = result.metrics["samples"]
+    assert before < 50 * 96
+    result = trainer(run, callbacks=[Notes("enough")], epochs=50, resume=True).fit()
+    assert before < result.metrics["samples"] < 50 * 96
+
+
+class Broken(Notes):
+    """Raises at the second score."""
+
+    def evaluated(self, evaluated):
+        super().evaluated(evaluated)
+        if len(self.heard) == 2:
+            raise ZeroDivisionError("in the user's own line")
+
+
+def test_an_exception_in_a_callback_ends_the_run_with_its_own_traceback(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(LocalCrew, "close", lambda self: closed.append(True))
+    broken = Broken()
+    with pytest.raises(ZeroDivisionError, match="own line") as caught:
+        trainer(tmp_path / "run", callbacks=[broken], epochs=50).fit()
+    assert caught.traceback[-1].path.name == "test_callbacks.py"
+    assert closed == [True]
+    assert broken.figures == []
+    assert read_status(str(tmp_path / "run")).state.startswith("failed: ZeroDivisionError")
+
+
+def test_patience_ends_a_run_that_does_not_get_better(tmp_path):
+    scores = [0.5, 0.6, 0.6, 0.55, *[0.1] * 9]
+    result = trainer(tmp_path / "run", *scores, epochs=50, patience=2).fit()
+    assert result.metrics["ended_by"] == "training.patience 2"
+    assert result.metrics["ended_because"].startswith("no better accuracy than 0.6000 in the last")
+    assert 4 <= len(result.metrics["evaluations"]) <= 6
+    assert result.metrics["best"]["accuracy"] == pytest.approx(0.6)
+
+
+def test_a_task_without_accuracy_can_not_stop_at_one(tmp_path):
+    class LossAlone(Classification):
+        def metrics(self, model, batch):
+            return {"loss": super().metrics(model, batch)["loss"]}
+
+    refused = trainer(tmp_path / "run", stop_at_accuracy=0.5)
+    refused.task = LossAlone("mlp")
+    with pytest.raises(ConfigError, match=r"needs a task that measures accuracy, .* measures loss"):
+        refused.fit()
+    assert not (tmp_path / "run").exists()
+
+
+LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:960"]
+
+
+def train(run, *options):
+    return cli.main(["train", *LOCAL, "--epochs", "60", "--run-dir", str(run), *options])
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_a_run_that_reaches_its_accuracy_is_a_success_and_says_so(tmp_path, capsys, method):
+    run = tmp_path / "run"
+    options = ["--method", method, "--checkpoint.keep-best"]
+    assert train(run, *options, "--stop-at-accuracy", "0.9") == 0
+    text = capsys.readouterr().out
+    result = json.loads((run / "result.json").read_text())
+    assert result["samples"] < 60 * 960
+    assert (result["stopped_by"], result["ended_by"]) == ("", "training.stop_at_accuracy 0.9")
+    assert result["ended_because"].startswith("reached accuracy ")
+    assert f"  ended:        {result['ended_because']}\n" in text
+    assert f"in {run}/best.safetensors\n" in text
+    assert score_run(str(run), best=True)["accuracy"] == result["best"]["accuracy"] >= 0.9
+    assert cli.main(["report", str(run)]) == 0
+    pages = "".join(p.read_text() for p in run.glob("*.html"))
+    assert "Best center accuracy" in pages
+    assert result["ended_because"] in pages
+    capsys.readouterr()
+    assert train(run, *options, "--stop-at-accuracy", "0.9", "--resume") == 2
+    sentence = f"the run is complete: {result['ended_because']}; change training.stop_at_accuracy"
+    assert sentence in capsys.readouterr().err
+    assert train(run, *options, "--epochs", "8", "--resume") == 0
+    assert json.loads((run / "result.json").read_text())["samples"] == 8 * 960
+
+
+def test_without_keep_best_there_is_none_to_evaluate(tmp_path, capsys):
+    assert train(tmp_path / "run", "--epochs", "1") == 0
+    assert json.loads((tmp_path / "run/result.json").read_text())["best"] is None
+    assert cli.main(["evaluate", str(tmp_path / "run"), "--best"]) == 2
+    assert "train with --checkpoint.keep-best" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""The Python of README and docs runs as it is printed, a page at a time."""
+
+import re
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raydl import trainer
+from raydl.config import ScalingConfig
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # Ray Data warns of itself
+]
+
+PAGES = [
+    "README.md",
+    "docs/algorithms.md",
+    "docs/attach.md",
+    "docs/tasks.md",
+    "docs/training.md",
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with the table that the snippets train on."""
+    features = np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
+    table = pa.table({"features": list(features), "target": features.sum(1)})
+    pq.write_table(table, tmp_path / "table.parquet", row_group_size=50)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_snippets_of_a_page_run(page, root, folder, cluster, monkeypatch):
+    # Where a snippet says nothing of workers it is trained here, which is sooner done.
+    monkeypatch.setattr(trainer, "ScalingConfig", partial(ScalingConfig, num_workers=0))
+    snippets = re.findall(r"^```python\n(.*?)^```", (root / page).read_text(), re.M | re.S)
+    assert snippets
+    names = {"__name__": "snippets"}
+    for snippet in snippets:
+        exec(compile(snippet, page, "exec"), names)
+
+
+def test_every_page_with_python_is_tried(root):
+    pages = ["README.md", *sorted(f"docs/{page.name}" for page in (root / "docs").glob("*.md"))]
+    assert [p for p in pages if "```python" in (root / p).read_text()] == PAGES
