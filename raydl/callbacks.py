@@ -12,13 +12,15 @@ that settings ask for; they use nothing that one of your own could not::
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 from raydl.config import TrainingConfig
 from raydl.crew import Evaluated
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, RaydlError
 
 
 @runtime_checkable
@@ -90,11 +92,12 @@ class Patience(Callback):
         self._best = max(self._best, score)
         if self._num_worse < self._num_evaluations:
             return None
+        last = f"in the last {self._num_worse} evaluation{'s' if self._num_worse > 1 else ''}"
         what = "accuracy" if "accuracy" in evaluated.metrics else "loss"
-        return (
-            f"no better {what} than {abs(self._best):.4f} in the last "
-            f"{self._num_worse} evaluation{'s' if self._num_worse > 1 else ''}"
-        )
+        if self._best == -math.inf:
+            return f"no {what} that is a number {last}"
+        best = self._best if what == "accuracy" else -self._best
+        return f"no better {what} than {best:.4f} {last}"
 
 
 def score_of(metrics: Mapping[str, float]) -> float:
@@ -116,13 +119,18 @@ def callbacks_of(training: TrainingConfig) -> list[StopAtAccuracy | Patience]:
     return found
 
 
-def checked_callbacks(callbacks: Sequence[object]) -> tuple[Callback, ...]:
+def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
     """Return a user's callbacks.
 
     Raises:
-        ConfigError: one is a class, or has not the methods of :class:`Callback`.
+        ConfigError: they are no list, or one is a class, has not the methods of
+            :class:`Callback`, or would have to be awaited.
     """
-    for callback in callbacks:
+    if not isinstance(callbacks, Iterable):
+        name = type(callbacks).__name__
+        raise ConfigError("callbacks", f"must be a list, got a {name}; put it in brackets")
+    found = tuple(callbacks)
+    for callback in found:
         if isinstance(callback, type) or not isinstance(callback, Callback):
             name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
             raise ConfigError(
@@ -130,7 +138,10 @@ def checked_callbacks(callbacks: Sequence[object]) -> tuple[Callback, ...]:
                 f"must be objects with the methods evaluated and ended, got {name}; "
                 f"derive it from raydl.Callback and pass an object of it",
             )
-    return cast(tuple[Callback, ...], tuple(callbacks))
+        if any(map(inspect.iscoroutinefunction, (callback.evaluated, callback.ended))):
+            name = type(callback).__name__
+            raise ConfigError("callbacks", f"are not awaited: leave out the async of {name}")
+    return found
 
 
 class Listeners:
@@ -148,9 +159,20 @@ class Listeners:
         self._callbacks = tuple(callbacks)
 
     def take(self, evaluated: Evaluated) -> None:
-        """Call all with a score; what one of them raises comes as it is."""
+        """Call all with a score, each with a copy; what one of them raises comes as it is.
+
+        Raises:
+            RaydlError: one of them called ``sys.exit``, which would look like a signal.
+        """
         for callback in self._callbacks:
-            answer = callback.evaluated(evaluated)
+            own = replace(evaluated, metrics=dict(evaluated.metrics))
+            try:
+                answer = callback.evaluated(own)
+            except SystemExit as error:
+                raise RaydlError(
+                    f"{_name_of(callback)} called sys.exit({error.code!r}); a callback ends the "
+                    f"run with a checkpoint when it returns the reason"
+                ) from error
             if answer and not self.ended_by:
                 self.ended_by = _name_of(callback)
                 asked = f"{self.ended_by} asked for the end"

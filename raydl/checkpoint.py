@@ -31,7 +31,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from raydl.errors import CheckpointError
+from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage, in_words
 
 FORMAT = 1
@@ -315,6 +315,18 @@ def _require(values: Any, kinds: _Kinds) -> dict[str, Any]:
 def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors that share no memory, as safetensors wants them."""
     return {key: tensor.detach().contiguous().clone() for key, tensor in tensors.items()}
+
+
+def check_state(setting: str, state: dict[str, Any]) -> None:
+    """Raise a ConfigError for a setting whose nested values a checkpoint can not hold."""
+    try:
+        _outline(state, {}, "")
+    except CheckpointError as error:
+        raise ConfigError(
+            setting,
+            f"has in its {error.path.strip('/')} what no checkpoint keeps: it {error.problem}; "
+            f"numbers, texts, tensors, lists and dicts of them will do",
+        ) from error
 
 
 def _pack(state: dict[str, Any]) -> bytes:

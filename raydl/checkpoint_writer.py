@@ -22,9 +22,22 @@ _NOTHING = Totals()
 
 
 def checkpoint_of(
-    collected: Collected, flat: FlatModel, *, seconds: float, totals: Totals = _NOTHING
+    collected: Collected,
+    flat: FlatModel,
+    *,
+    seconds: float,
+    totals: Totals = _NOTHING,
+    order: str = "",
 ) -> Checkpoint:
-    """Return what to write for a collected round."""
+    """Return what to write for a collected round.
+
+    Args:
+        collected: the states of a round.
+        flat: names the weights.
+        seconds: training time up to it, over all starts.
+        totals: what all starts did up to it.
+        order: name of the order of the samples, which the ledger's positions are in.
+    """
     snapshot = collected.snapshot
     weights, buffers = torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
     return Checkpoint(
@@ -36,11 +49,14 @@ def checkpoint_of(
         state={
             "epoch": snapshot.epoch,
             "local_step": snapshot.local_step,
+            # By this clock rates and the run's end go; the checkpoint's has the waits as well.
+            "seconds": snapshot.seconds,
             "optimizer": snapshot.optimizer,
             "num_cuts": snapshot.num_cuts,
             # Who goes on from here has not trained on what was claimed.
             "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
             "totals": totals.to_state(),
+            "order": order,
         },
         workers=collected.workers,
     )
@@ -55,7 +71,7 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
         epoch=checkpoint.state["epoch"],
         num_samples=checkpoint.num_samples,
         local_step=checkpoint.state["local_step"],
-        seconds=checkpoint.seconds,
+        seconds=checkpoint.state.get("seconds", checkpoint.seconds),  # earlier ones have none
         is_kept=True,
         weights=weights.numpy(),
         buffers=np.asarray(buffers),
@@ -72,6 +88,7 @@ class CheckpointWriter:
         store: where checkpoints go.
         flat: names the weights.
         best: where the best center goes.
+        order: name of the order of the samples.
         after: called when a checkpoint was written; an ``OSError`` of it is a failure to be told.
     """
 
@@ -81,11 +98,13 @@ class CheckpointWriter:
         flat: FlatModel,
         best: BestCenter,
         *,
+        order: str = "",
         after: Callable[[], None],
     ) -> None:
         self._store = store
         self._flat = flat
         self._best = best
+        self._order = order
         self._after = after
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: list[Future[None]] = []
@@ -102,7 +121,9 @@ class CheckpointWriter:
         self._writing.append(self._pool.submit(self._write, collected, seconds, totals))
 
     def _write(self, collected: Collected, seconds: float, totals: Totals) -> None:
-        checkpoint = checkpoint_of(collected, self._flat, seconds=seconds, totals=totals)
+        checkpoint = checkpoint_of(
+            collected, self._flat, seconds=seconds, totals=totals, order=self._order
+        )
         self._store.write(checkpoint)
         try:
             self._after()

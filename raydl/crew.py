@@ -209,7 +209,10 @@ class Crew(Protocol):
         ...
 
     def rebuild_center(self, worker_id: str | None) -> None:
-        """Start the center anew: from a worker's copy, else from the newest checkpoint."""
+        """Start the center anew: from a worker's copy, else from the newest checkpoint.
+
+        The score of the center that was, if one is under way, does not come.
+        """
         ...
 
     def hand_in(self, worker_id: str) -> None:

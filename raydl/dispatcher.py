@@ -24,6 +24,7 @@ from raydl.reports import Books, Outcome, Record, Standing
 from raydl.schedules.dues import Due, Dues
 from raydl.schedules.roster import Member, Roster
 from raydl.schedules.turns import Turns
+from raydl.stopwatch import Stopwatch
 
 __all__ = ["Dispatcher", "Due"]
 
@@ -57,9 +58,7 @@ class Dispatcher:
         self._ledger = ledger
         self._extent = Extent.of(config.training, epoch_samples=ledger.num_samples)
         self._version = version
-        self._seconds_before = seconds
-        self._clock = clock
-        self._opened_at: float | None = None
+        self._watch = Stopwatch(clock, seconds=seconds)
         self._books = Books(clock)
         self._changed = threading.Condition()
         self._roster = Roster(local_step=local_step)
@@ -75,13 +74,12 @@ class Dispatcher:
     def open(self, membership: Membership) -> None:
         """Begin with new members alone. Votes and turns of those before end with them."""
         with self._changed:
-            self._ledger.release()  # what was under way when they left
+            self._ledger.release(members=membership.worker_ids)  # claims of before are void
             self._roster.open(membership, version=self._version)
             self._votes, self._is_end = {}, False
             self._dues.end_checkpoint()
             self._turns.open(membership.worker_ids)
-            if self._opened_at is None:
-                self._opened_at = self._clock()
+            self._watch.run(not self._roster.is_closed)
             self._changed.notify_all()
 
     def change(self, membership: Membership) -> None:
@@ -98,6 +96,7 @@ class Dispatcher:
             self._settle_checkpoint()
             if not was_closed:
                 self._want_last()
+            self._watch.run(not self._roster.is_closed)
             self._changed.notify_all()
 
     def dismiss(self, worker_id: str) -> None:
@@ -125,9 +124,8 @@ class Dispatcher:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, over all starts."""
-        since = 0.0 if self._opened_at is None else self._clock() - self._opened_at
-        return self._seconds_before + since
+        """Seconds of training, over all starts; those in which nobody trains do not count."""
+        return self._watch.seconds
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders of a worker.
@@ -141,7 +139,7 @@ class Dispatcher:
         """
 
         def missing() -> list[str]:
-            return self._roster.not_entered_before(stamp.worker_id)
+            return self._roster.not_entered(before=stamp.worker_id)
 
         with self._changed:
             member = self._admit(stamp)
@@ -259,6 +257,7 @@ class Dispatcher:
             is_news, member.has_closed = not member.has_closed, True
             if is_news:
                 self._want_last()
+                self._watch.run(not self._roster.is_closed)
 
     def _want_last(self) -> None:
         """Want the last snapshot if all have left; of those that are gone, none is to come."""
@@ -335,11 +334,13 @@ class Dispatcher:
             member = self._admit(stamp)
             if member.turn == stamp.sequence:  # the call was repeated
                 return
-            # The end of a worker's turn may be overtaken by its call for the next one.
+            absent = self._roster.not_entered
+            # Not before all have entered: a turn ends with a claim, after the first ones of all
+            # others. The end of a worker's turn may be overtaken by its call for the next one.
             self._wait(
                 stamp,
-                lambda: self._holder() == stamp.worker_id and member.turn is None,
-                lambda: [self._holder() or "nobody"],
+                lambda: self._holder() == stamp.worker_id and member.turn is None and not absent(),
+                lambda: absent() or [self._holder() or "nobody"],
             )
             member.turn = stamp.sequence
 

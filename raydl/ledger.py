@@ -11,6 +11,7 @@ block at a time and claims from it; so what it reads of a file is what it trains
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +167,9 @@ class Ledger:
     def _reserve(self, worker_id: str, epoch: int) -> None:
         """Set the next block with a free position aside for a worker."""
         (start, stop), *others = self._free[epoch]
-        cut = min(stop, next(c for c in self._cuts(epoch) or () if c > start))
+        cuts = self._cuts(epoch)
+        assert cuts is not None
+        cut = min(stop, cuts[bisect_right(cuts, start)])
         self._free[epoch] = ([(cut, stop)] if cut < stop else []) + others
         self._reserved.setdefault(worker_id, []).append((epoch, (start, cut)))
 
@@ -209,12 +212,10 @@ class Ledger:
     def give_back(self, worker_id: str, *, keep: int = 0) -> int:
         """Free what the worker has claimed, but for the first ``keep``; return how many it was.
 
-        What it has reserved is free for others, too.
+        What it has reserved stays its own.
         """
         self.num_changes += 1
         freed = 0
-        for epoch, span in self._reserved.pop(worker_id, []):
-            self._free[epoch] = sorted([*self._free[epoch], span])
         for epoch, (start, stop) in self._claimed.pop(worker_id, []):
             cut = min(stop, start + keep)
             keep -= cut - start
@@ -225,23 +226,33 @@ class Ledger:
                 freed += stop - cut
         return freed
 
-    def release(self, *, keep: Iterable[str] = ()) -> int:
-        """Free what all workers but those of ``keep`` have claimed; return how many it was."""
-        return sum(self.give_back(w) for w in {*self._claimed, *self._reserved} - set(keep))
+    def release(self, *, keep: Iterable[str] = (), members: Iterable[str] | None = None) -> int:
+        """Free what workers have claimed; return how many it was. Free their reserves, too.
+
+        Args:
+            keep: workers whose claims stay.
+            members: workers whose reserves stay, as they go on; those of ``keep``, if not given.
+        """
+        keep = set(keep)
+        for worker_id in set(self._reserved) - set(keep if members is None else members):
+            self.num_changes += 1
+            for epoch, span in self._reserved.pop(worker_id):
+                self._free[epoch] = sorted([*self._free[epoch], span])
+        return sum(self.give_back(w) for w in set(self._claimed) - keep)
 
     def state_dict(self, *, with_claims: bool = False) -> dict[str, Any]:
         """Return the state as plain values.
 
         Args:
             with_claims: tell who has claimed what, for workers that go on with it; otherwise
-                what is claimed and not done counts as free.
+                what is claimed and not done counts as free. What is reserved stays so.
         """
         free = {epoch: list(spans) for epoch, spans in self._free.items()}
         claimed, reserved = _listed(self._claimed), _listed(self._reserved)
         if not with_claims:
-            for _, epoch, (start, stop) in claimed + reserved:
+            for _, epoch, (start, stop) in claimed:
                 free[epoch].append((start, stop))
-            claimed, reserved = [], []
+            claimed = []
         return {
             "num_samples": self.num_samples,
             "epoch": self.epoch,

@@ -105,10 +105,14 @@ def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | No
             f"{type(made).__name__}",
         )
     optimizer: Optimizer = made
-    highest = float(optimizer.param_groups[0]["lr"])
+    highest = _highest_lr(optimizer)
     for group in optimizer.param_groups:  # groups keep their rates relative to each other
         group["lr_share"] = float(group["lr"]) / highest if highest else 1.0
     return optimizer
+
+
+def _highest_lr(optimizer: Optimizer) -> float:
+    return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def _over_runs(flat: Tensor, parameters: list[Tensor], config: OptimizerConfig) -> Optimizer:
@@ -159,9 +163,13 @@ def is_elementwise(config: OptimizerConfig, own: OwnOptimizer | None = None) -> 
     """Whether the optimizer looks at no parameter's shape; of one's own it is rarely known."""
     if own is None:
         return config.name in ELEMENTWISE
+    return _unwrapped(own) in [OPTIMIZERS[name] for name in ELEMENTWISE]
+
+
+def _unwrapped(own: OwnOptimizer) -> OwnOptimizer:
     while isinstance(own, functools.partial):
         own = own.func
-    return own in [OPTIMIZERS[name] for name in ELEMENTWISE]
+    return own
 
 
 def _takes(config: OptimizerConfig) -> dict[str, inspect.Parameter]:
@@ -244,16 +252,30 @@ def own_of(config: OptimizerConfig) -> OwnOptimizer | None:
 
 
 def default_lr(config: OptimizerConfig, own: OwnOptimizer | None) -> float:
-    """Return the learning rate that an optimizer has by itself."""
+    """Return the learning rate that an optimizer has by itself, the highest of its groups.
+
+    Raises:
+        ConfigError: one of the user's own does not tell it without the model.
+    """
     if own is None:
         return float(_takes(config)["lr"].default)
-    return float(_over(_sample(), config, own).param_groups[0]["lr"])
+    try:
+        return _highest_lr(_over(_sample(), config, own))
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a function may do that counts on a whole model
+        raise ConfigError(
+            "optimizer.lr",
+            f"must be set for {config.name}, which does not take a single parameter on trial: "
+            f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
     """Raise a ConfigError if the optimizer does not take its settings."""
     if own is not None:
         _check_own(config)
+        _check_warmup(config, own)
         return
     takes = _takes(config)
     for name in ("momentum", "nesterov", "weight_decay"):
@@ -273,8 +295,19 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
         raise ConfigError(
             "optimizer.decay_only_matrices", f"has no meaning for {config.name}: it has no decay"
         )
+    _check_warmup(config, own)
     if config.options:
         _try_step(config)
+
+
+def _check_warmup(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
+    is_rprop = config.name == "rprop" if own is None else _unwrapped(own) is torch.optim.Rprop
+    if is_rprop and config.warmup > 0:
+        raise ConfigError(
+            "optimizer.warmup",
+            f"must be 0 for rprop, which takes its step sizes from the rate of the first step, "
+            f"got {config.warmup}",
+        )
 
 
 def _check_own(config: OptimizerConfig) -> None:
@@ -306,11 +339,15 @@ def _try_step(config: OptimizerConfig) -> None:
 
 def check_for_model(
     config: OptimizerConfig, own: OwnOptimizer | None, model: nn.Module, flat: Tensor
-) -> None:
-    """Raise a ConfigError if the optimizer does not take the parameters of this model."""
+) -> dict[str, Any]:
+    """Return what a checkpoint would hold of the optimizer over this model; often nothing yet.
+
+    Raises:
+        ConfigError: it does not take the parameters.
+    """
     if is_elementwise(config, own):  # those take all; torch's first optimizer loads for seconds
-        return
+        return {}
     try:
-        make_optimizer(config, own, model)([flat])
+        return make_optimizer(config, own, model)([flat]).state_dict()
     except ValueError as error:
         raise ConfigError("optimizer.name", f"{config.name}: {error}") from error

@@ -43,10 +43,13 @@ class Pace:
             self._rounds.append(seconds)
 
     def pause(self, now: float, generation: int) -> None:
-        """Note that nobody of a generation trains any more, unless it was noted."""
+        """Note that nobody of a generation trains any more, unless it was noted.
+
+        One that breaks before it has trained ends no pause: the pause goes on beyond it.
+        """
+        self._paused_generation = max(self._paused_generation, generation)
         if self._paused_at is None:
-            self._paused_at, self._paused_generation = now, generation
-            self._lacks_workers = False
+            self._paused_at, self._lacks_workers = now, False
 
     def wait_for_workers(self) -> None:
         """Note that there are too few to go on: the pause says nothing of what forming costs."""

@@ -34,6 +34,7 @@ from raydl.metrics import (
 from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.progress import Progress, ProgressView
 from raydl.reports import AllreduceReport, Record, WorkerReport
+from raydl.runs.sums import Sum, Sums
 from raydl.runs.totals import Totals, speed_figures
 
 _DRAW_EVERY_S = 20.0
@@ -56,6 +57,7 @@ class RunRecorder:
         best: for the best center.
         flat: names the weights.
         examples: test pictures to draw with what the center says of them.
+        order: name of the order of the samples, for checkpoints.
         after_checkpoint: called when one was written, and at the end: copies the curves. An
             ``OSError`` that it raises is told, and ends nothing.
     """
@@ -74,11 +76,11 @@ class RunRecorder:
         best: BestCenter,
         flat: FlatModel,
         examples: Examples,
+        order: str = "",
         after_checkpoint: Callable[[], None],
     ) -> None:
         self.last: Record | None = None
         self._evaluations = list(before.evaluations)
-        self._staleness_sum = 0.0
         self._allreduce: AllreduceReport | None = None
         self._worker_steps: dict[str, int] = {}
         self._config = config
@@ -101,9 +103,12 @@ class RunRecorder:
         self._ended_at = self._opened_at
         self._bad_samples = BadSamples()
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
+        self._sums = Sums(Sum(round=start.round, seconds=seconds_before, time_parts=self._parts))
         self._speed = RecentSpeed()
         self._best = best
-        self.checkpoints = CheckpointWriter(store, flat, best, after=self._wrote_checkpoint)
+        self.checkpoints = CheckpointWriter(
+            store, flat, best, order=order, after=self._wrote_checkpoint
+        )
         """What writes them."""
 
     def follow(self, controller: Controller) -> None:
@@ -154,10 +159,9 @@ class RunRecorder:
         now = time.monotonic()
         if self.last is not None and record.num_samples < self.last.num_samples:
             self._go_back(record.num_samples, self.last.num_samples)
-        round_before = self.last.round if self.last else self._start.round
-        self._staleness_sum += record.staleness * (record.round - round_before)
         self.last, self._ended_at = record, now
         self._parts = mean_parts([r.time_parts for r in reports.values()])
+        self._add_up(record)
         self._speed.note(now, record.num_samples)
         values = {
             "train/lr": record.lr,
@@ -182,6 +186,18 @@ class RunRecorder:
         values |= time_values(self._parts)
         self._stack.add(record.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.num_samples)
+
+    def _add_up(self, record: Record) -> None:
+        before = self._sums.before(record.round)
+        staleness = record.staleness * max(0, record.round - before.round)
+        self._sums.add(
+            Sum(
+                round=record.round,
+                seconds=self.seconds,
+                staleness_sum=before.staleness_sum + staleness,
+                time_parts=self._parts,
+            )
+        )
 
     def _go_back(self, num_samples: int, num_before: int) -> None:
         """Drop what lies beyond: the center is one of before, and its curves go on from there."""
@@ -260,7 +276,9 @@ class RunRecorder:
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
-        self.checkpoints.checkpoint(collected, seconds=self.seconds, totals=self._totals())
+        reached = self._sums.take(collected.snapshot.round)
+        totals = self._totals(reached)
+        self.checkpoints.checkpoint(collected, seconds=reached.seconds, totals=totals)
 
     @property
     def is_writing(self) -> bool:
@@ -301,14 +319,14 @@ class RunRecorder:
             communication_share=communication_share(self._parts) if last else None,
         )
 
-    def _totals(self) -> Totals:
-        """Return what all starts did up to now."""
+    def _totals(self, reached: Sum) -> Totals:
+        """Return what all starts did up to a round of this one."""
         run = self._controller
         return self._before.plus(
             evaluations=self._evaluations,
             longest_pause_s=run.pace.longest_pause_s if run else 0.0,
-            staleness_sum=self._staleness_sum,
-            time_parts=self._parts,
+            staleness_sum=reached.staleness_sum,
+            time_parts=reached.time_parts,
             faults_fired=run.chaos.fired if run else (),
         )
 
@@ -318,7 +336,7 @@ class RunRecorder:
         num_rounds, num_samples = last.round if last else start.round, self._num_samples
         this_s = self.seconds - self._seconds_before
         return {
-            **self._totals().figures(num_rounds),
+            **self._totals(self._sums.newest).figures(num_rounds),
             **speed_figures(num_samples, self.seconds),
             "rounds": num_rounds,
             "generations": run.generation if run else start.generation,

@@ -235,7 +235,7 @@ class Replica:
             # A gradient that is sent is a sum over samples, so that ranks with fewer
             # samples weigh less in the mean.
             scale = 1.0 if self._rule.steps_replica else float(num_samples)
-            parts = parts_of(batch, self._training.accumulate)
+            parts = parts_of(batch, self._training.accumulate, full=self._training.batch_size)
             losses = [self._backward(part, share, scale) for part, share in parts]
         self._num_seen += num_samples
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -356,6 +356,8 @@ class Replica:
     def copy_first_(self, partners: Partners, *, is_first: bool) -> bool:
         """Become the replica of the first of those that share one; return whether it was another.
 
+        Only weights tell: each has buffers of its own, the statistics of its own batches.
+
         Raises:
             ExchangeError: somebody went away or took too long; all is as it was.
         """
@@ -363,7 +365,8 @@ class Replica:
         if is_first and self._optimizer is not None:
             torch.save(copied_to_cpu(self._optimizer.state_dict()), own)
         memory = partners.bytes_of_first(own.getvalue(), is_first=is_first)
-        is_other = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
+        tensors = [self.flat.weights, self.flat.buffers]
+        is_other, _ = partners.copy_first_(tensors, is_first=is_first)
         if not is_first and self._optimizer is not None:
             load_state(self._optimizer, torch.load(io.BytesIO(memory), weights_only=True))
         return is_other

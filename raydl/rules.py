@@ -233,7 +233,9 @@ class MeanGradient(Rule):
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
     ) -> None:
-        """Step the center's optimizer along total / num_samples."""
+        """Step the center's optimizer along total / num_samples; without samples it stays."""
+        if tally.num_samples == 0:  # none of a batch could be read
+            return
         step_along_(center, total.div_(tally.num_samples), optimizer)
 
 

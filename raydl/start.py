@@ -12,6 +12,7 @@ from raydl.center import Snapshot, first_snapshot
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import snapshot_of
 from raydl.config import TrainConfig
+from raydl.data.order import Order
 from raydl.errors import ConfigError
 from raydl.extent import Extent
 from raydl.flat import FlatModel
@@ -35,38 +36,60 @@ class Start:
 
     @classmethod
     def open(
-        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, num_samples: int
+        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, order: Order
     ) -> Start:
         """Return the start that the run's folder holds, or a new one.
 
+        Args:
+            folder: of the run.
+            config: its settings.
+            flat: names the weights.
+            order: of the training samples.
+
         Raises:
-            ConfigError: the run is complete, or began with another number of samples.
+            ConfigError: the run is complete, or began with other samples or another order.
             CheckpointError: none of its checkpoints can be read.
         """
+        num_samples = order.num_samples
         store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
         best = BestCenter(folder.storage, flat)
         if not config.run.resume:
             folder.open_new()
             return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
         folder.open_again(config)
+        known = best.open_again() if config.checkpoint.keep_best else []
         if not store.names() and not folder.storage.exists("result.json"):
-            sentences = [f"no checkpoint yet: the run begins anew in {folder.root}"]
+            sentences = [*known, f"no checkpoint yet: the run begins anew in {folder.root}"]
             first = first_snapshot(flat, num_samples)
             return cls(folder, store, best, first, {}, 0.0, sentences)
         checkpoint, sentences = store.read()
         snapshot = snapshot_of(checkpoint, flat)
-        if snapshot.ledger["num_samples"] != num_samples:
-            raise ConfigError(
-                "data",
-                f"has {num_samples} training samples, the run began with "
-                f"{snapshot.ledger['num_samples']}",
-            )
+        _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
         _refuse_complete(folder, config, snapshot)
-        sentences += best.open_again() if config.checkpoint.keep_best else []
-        sentences.append(f"resuming from round {snapshot.round} in {folder.root}")
+        sentences += [*known, f"resuming from round {snapshot.round} in {folder.root}"]
         before = Totals.of(checkpoint, folder.storage)
         seconds, states = checkpoint.seconds, checkpoint.workers
         return cls(folder, store, best, snapshot, states, seconds, sentences, before)
+
+
+def _refuse_other_order(order: Order, num_before: int, name_before: str | None) -> None:
+    """Raise ConfigError if the positions of the run's ledger are of other samples than now.
+
+    Args:
+        order: of now.
+        num_before: samples that the run began with.
+        name_before: the order that it began with; earlier checkpoints say none.
+    """
+    if num_before != order.num_samples:
+        raise ConfigError(
+            "data", f"has {order.num_samples} training samples, the run began with {num_before}"
+        )
+    if name_before and name_before != order.name:
+        raise ConfigError(
+            "input",
+            f"has the samples {order.name}, the run began with them {name_before}, so some would "
+            f"be trained on twice; keep the settings of input, and row groups or blocks, to resume",
+        )
 
 
 def _refuse_complete(folder: RunFolder, config: TrainConfig, snapshot: Snapshot) -> None:

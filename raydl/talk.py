@@ -93,8 +93,8 @@ class Partners(Protocol):
         """Replace mean gradients by that of the joined batch; return its samples."""
         ...
 
-    def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> bool:
-        """Replace tensors by the first worker's; return whether any was another."""
+    def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> list[bool]:
+        """Replace tensors by the first worker's; return which were others."""
         ...
 
     def bytes_of_first(self, data: bytes, *, is_first: bool) -> bytes:

@@ -22,7 +22,7 @@ from raydl import models
 from raydl.config import TrainConfig
 from raydl.config.own_code import load_own
 from raydl.data.samples import Batch, DataShape, num_samples_of
-from raydl.errors import ConfigError, ShapeError
+from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.models import ModelFactory
 
 __all__ = [
@@ -298,9 +298,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each metric over a set's samples, and what follows from them.
 
-    Samples that could not be read, and were left out of a batch, do not count.
-
-    The model is put into evaluation mode and back.
+    Samples that could not be read, and were left out of a batch, do not count. The model is put
+    into evaluation mode and back.
 
     Args:
         task: knows the metrics.
@@ -308,6 +307,9 @@ def evaluate(
         get_batch: returns the samples start..stop-1.
         num_samples: in the set.
         batch_size: of a call.
+
+    Raises:
+        DataError: no sample of the set could be read.
     """
     was_training = model.training
     model.eval()
@@ -316,11 +318,15 @@ def evaluate(
     with torch.no_grad():
         for start in range(0, num_samples, batch_size):
             batch = get_batch(start, min(start + batch_size, num_samples))
+            if not num_samples_of(batch):  # all of them were left out
+                continue
             for key, value in task.metrics(model, batch).items():
                 sums[key] = sums.get(key, 0.0) + float(value)
             num_scored += num_samples_of(batch)
     model.train(was_training)
-    means = {key: value / max(1, num_scored) for key, value in sums.items()}
+    if not num_scored:
+        raise DataError("the test set", f"holds {num_samples} samples, none of which can be read")
+    means = {key: value / num_scored for key, value in sums.items()}
     return {**means, **task.derived(means)} if isinstance(task, Derives) else means
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from raydl import models, ray_session
 from raydl.callbacks import Callback, callbacks_of, checked_callbacks
+from raydl.checkpoint import check_state
 from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
@@ -30,8 +31,8 @@ from raydl.config import (
 from raydl.control import Controller, State, kind_for
 from raydl.crew import Crew
 from raydl.data import Batches, Dataset, load, preparation_for
-from raydl.data.samples import num_samples_of
-from raydl.errors import ConfigError, ShapeError
+from raydl.data.samples import num_samples_of, part_of
+from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.examples import Examples
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
@@ -156,8 +157,8 @@ class Trainer:
         faults = _read_faults(config)
         folder = RunFolder(config)
         with folder.held(resume=config.run.resume):
-            start = Start.open(folder, config, flat, num_samples=dataset.train.num_samples)
             order = dataset.train.order(config.training.seed)
+            start = Start.open(folder, config, flat, order=order)
             job = Job(config, method, task, shape, order, faults)
             view = RunView(
                 config, start.snapshot, seconds_before=start.seconds,
@@ -190,10 +191,11 @@ class Trainer:
         model = task.build_model(shape)
         flat = FlatModel(model, name=task.name)
         _check_dtype(self.config, method, task.name, flat)
-        check_for_model(method.inner, method.own_optimizer, model, flat.weights)
+        optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
+        check_state(f"optimizer.name {method.inner.name}", optimizer)
         weights, buffers = flat.weights.clone(), flat.buffers.clone()
         batches = Batches(dataset.train, preparation_for(dataset, self.config))
-        batch = batches.batch(np.arange(min(2, dataset.train.num_samples)))
+        batch = _two_samples(batches)
         try:
             with torch.no_grad(), in_precision(self.config.training.precision, flat.weights.device):
                 if isinstance(task, ChecksOutput):
@@ -206,8 +208,7 @@ class Trainer:
             raise ShapeError(
                 task.name, f"the loss must be one number, it has shape {list(loss.shape)}"
             )
-        if self.config.training.stop_at_accuracy is not None:
-            _check_has_accuracy(task, model, batch)
+        _check_scores(self.config, task, model, batch)
         flat.weights.copy_(weights)
         flat.buffers.copy_(buffers)
         return flat
@@ -239,6 +240,7 @@ class Trainer:
             best=start.best,
             flat=flat,
             examples=examples,
+            order=job.order.name,
             after_checkpoint=folder.publish_events,
         )
         view.follow_recorder(recorder, log)
@@ -303,12 +305,37 @@ def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel
         )
 
 
-def _check_has_accuracy(task: Task, model: nn.Module, batch: Any) -> None:
+def _two_samples(batches: Batches) -> Any:
+    """Return the first two samples that can be read, which batch norm needs; one of a set of one.
+
+    Raises:
+        DataError: one of the first few thousand can not be read, or not two of them.
+    """
+    wanted = min(2, batches.num_samples)
+    for count in (2, 32, 512, 8192):
+        batch = batches.batch(np.arange(min(count, batches.num_samples)))
+        if num_samples_of(batch) >= wanted:
+            return part_of(batch, 0, wanted)
+    raise DataError("the training set", f"holds no {wanted} samples that can be read at its start")
+
+
+def _check_scores(config: TrainConfig, task: Task, model: nn.Module, batch: Any) -> None:
+    """Raise a ConfigError if settings go by scores that the task does not measure."""
+    stops_at = config.training.stop_at_accuracy is not None
+    has_plateau = config.optimizer.schedule == "plateau"
+    if not (stops_at or has_plateau):
+        return
     num_samples = num_samples_of(batch)
     scores = evaluate(
         task, model, lambda first, last: batch, num_samples=num_samples, batch_size=num_samples
     )
-    if "accuracy" not in scores:
+    if has_plateau and not {"accuracy", "loss"} & scores.keys():
+        raise ConfigError(
+            "optimizer.schedule",
+            f"plateau needs a task that measures accuracy or loss, this one measures "
+            f"{', '.join(scores) or 'nothing'}; take another schedule",
+        )
+    if stops_at and "accuracy" not in scores:
         raise ConfigError(
             "training.stop_at_accuracy",
             f"needs a task that measures accuracy, this one measures {', '.join(scores)}; "

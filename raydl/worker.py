@@ -253,7 +253,7 @@ class Worker:
             talk = self._talk(schedule, *plan[step])
             loss, arrived = self._step(talk, round.epoch, positions)
             sums = arrived or sums
-            self._losses.add(self.local_step - 1, len(positions), loss)
+            self._losses.add(self.local_step - 1, self._feed.num_in_batch, loss)
         return sums
 
     def _step(self, talk: Talk, epoch: int, positions: np.ndarray) -> Stepped:

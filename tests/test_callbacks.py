@@ -1,7 +1,9 @@
 """Callbacks: a run ends when they ask for it, the best center is kept, yours are called once."""
 
+import dataclasses
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -9,15 +11,18 @@ import torch
 from conftest import SHAPE, Ensemble, linear
 from safetensors.torch import load_file
 from test_controller import BOTH, Stage, collected, report, scored
+from test_recorder import Store
+from test_recorder import make as recorder_of
 
 import raydl
 from raydl import cli
 from raydl.best import FILE, BestCenter, read_best
 from raydl.callbacks import Listeners, Patience, StopAtAccuracy, score_of
-from raydl.config import CheckpointConfig, TrainConfig, TrainingConfig
+from raydl.checkpoint import CheckpointStore
+from raydl.config import CheckpointConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.control import State
 from raydl.crew import Evaluated, Lost, Published
-from raydl.errors import CheckpointError, ConfigError
+from raydl.errors import CheckpointError, ConfigError, RaydlError
 from raydl.evaluator import Evaluator
 from raydl.flat import FlatModel
 from raydl.local_crew import LocalCrew
@@ -75,6 +80,13 @@ def test_patience_counts_evaluations_in_a_row_and_a_better_one_begins_anew():
 def test_patience_goes_by_the_loss_where_there_is_no_accuracy():
     said = answers(Patience(1), loss(2.0), loss(1.0), loss(1.5))
     assert said == [None, None, "no better loss than 1.0000 in the last 1 evaluation"]
+    said = answers(Patience(1), loss(-2.0), loss(-1.5))
+    assert said == [None, "no better loss than -2.0000 in the last 1 evaluation"]
+
+
+def test_patience_with_what_is_no_number_says_so():
+    said = answers(Patience(2), loss(math.nan), accuracy(math.nan))
+    assert said == [None, "no accuracy that is a number in the last 2 evaluations"]
 
 
 def test_a_score_that_is_no_number_is_worse_than_any():
@@ -173,6 +185,57 @@ def test_what_is_no_callback_is_refused_at_once():
         Trainer(callbacks=[lambda score: True])
 
 
+def test_callbacks_are_a_list_of_what_need_not_be_awaited():
+    class Waits(raydl.Callback):
+        async def evaluated(self, evaluated):
+            return None
+
+    with pytest.raises(ConfigError, match="callbacks must be a list, got a Notes; put it in brac"):
+        Trainer(callbacks=Notes())
+    with pytest.raises(ConfigError, match="callbacks are not awaited: leave out the async of Wait"):
+        Trainer(callbacks=[Waits()])
+
+
+def test_what_a_callback_does_to_its_metrics_is_its_own_affair():
+    class Tidies(Notes):
+        def evaluated(self, evaluated):
+            super().evaluated(evaluated)
+            evaluated.metrics.clear()
+
+    first, second = Tidies(), Notes()
+    stage = Stage(callbacks=[first, second]).start().after(Published((0, 1)))
+    stage.step(accuracy(0.5))
+    assert second.heard[0].metrics == stage.recorder.scores[0].metrics == {"accuracy": 0.5}
+
+
+def test_a_callback_that_exits_is_told_of_as_one_and_not_as_a_signal():
+    class Exits(Notes):
+        def evaluated(self, evaluated):
+            sys.exit("good enough")
+
+    stage = Stage(callbacks=[Exits()]).start()
+    with pytest.raises(
+        RaydlError, match=r"Exits called sys.exit\('good enough'\); a callback ends"
+    ):
+        stage.step(accuracy(0.5))
+
+
+@BOTH
+def test_a_signal_while_the_last_center_is_scored_is_heard(is_sync):
+    stage = Stage(is_sync=is_sync).start()
+    stage.step(
+        *stage.end("finished", 9, "w0", "w1"), Published((0, 9)), report("w0", 9), report("w1", 9)
+    )
+    stage.step(collected(9, "w0", "w1"))
+    stage.step()
+    assert stage.state is State.FINISHING
+    stage.controller.request_stop("SIGTERM")
+    stage.step()
+    assert stage.state is State.DONE
+    assert stage.controller.outcome is Outcome.FINISHED
+    assert stage.said[-1] == "SIGTERM: the run ends without a score of its last center"
+
+
 def test_without_callbacks_nobody_asks_for_the_end():
     listeners = Listeners()
     listeners.take(accuracy(1.0))
@@ -245,6 +308,17 @@ def test_a_best_center_that_could_not_be_written_waits_and_is_tried_again(tmp_pa
     assert not best.take(accuracy(0.2))
 
 
+def test_a_best_center_that_could_not_be_written_is_tried_once_more_at_the_very_end(tmp_path):
+    storage, flat = Full(str(tmp_path)), flat_model()
+    recorder, _ = recorder_of(Store(), best=BestCenter(storage, flat))
+    storage.num_refusals = 1
+    recorder.evaluated(center_at(0.9, 1, flat))
+    recorder.checkpoints.wait()
+    assert not storage.exists(FILE)
+    recorder.close()
+    assert read_best(storage)[1].metrics == {"accuracy": 0.9}
+
+
 def test_a_damaged_best_center_is_told_and_the_next_one_takes_its_place(tmp_path):
     storage, flat = Storage(str(tmp_path)), flat_model()
     storage.write_bytes(FILE, b"half of it")
@@ -312,6 +386,29 @@ def test_the_best_of_a_run_survives_its_resumption_and_is_the_center_of_its_roun
     assert result.metrics["best"] == result.metrics["evaluations"][-1]
 
 
+class Dies(Notes):
+    """Ends the process, so to say, at the third score."""
+
+    def evaluated(self, evaluated):
+        super().evaluated(evaluated)
+        if len(self.heard) == 3:
+            raise KeyboardInterrupt
+
+
+def test_the_best_of_a_start_that_died_before_its_first_checkpoint_is_not_forgotten(tmp_path):
+    run = tmp_path / "run"
+    died = trainer(run, 0.25, 0.75, 0.5, callbacks=[Dies()])
+    rarely = dataclasses.replace(died.config.checkpoint, every_epochs=None, every_s=600.0)
+    died.config = dataclasses.replace(died.config, checkpoint=rarely)
+    with pytest.raises(KeyboardInterrupt):
+        died.fit()
+    assert not list(run.glob("checkpoints/round-*"))
+    written = (run / FILE).read_bytes()
+    result = trainer(run, 0.1, 0.2, 0.15, resume=True).fit()
+    assert result.metrics["best"]["accuracy"] == 0.75
+    assert (run / FILE).read_bytes() == written
+
+
 def test_a_callback_of_ones_own_hears_each_evaluation_once_and_the_end(tmp_path):
     notes = Notes()
     result = trainer(tmp_path / "run", callbacks=[notes]).fit()
@@ -375,6 +472,38 @@ def test_a_task_without_accuracy_can_not_stop_at_one(tmp_path):
     refused = trainer(tmp_path / "run", stop_at_accuracy=0.5)
     refused.task = LossAlone("mlp")
     with pytest.raises(ConfigError, match=r"needs a task that measures accuracy, .* measures loss"):
+        refused.fit()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_counts_the_cuts_on_from_those_before(tmp_path):
+    def cuts(*scores, **more):
+        run = trainer(tmp_path / "run", 0.0, *scores, **more)  # the first before it starts
+        plateau = OptimizerConfig(schedule="plateau", patience=0, warmup=0.0)
+        run.config = dataclasses.replace(run.config, optimizer=plateau)
+        run.fit()
+        return newest_cuts(tmp_path / "run")
+
+    assert cuts(0.5, 0.5, 0.5, 0.6, 0.7, 0.8, epochs=6) == 2
+    assert cuts(0.7, 0.6, 0.8, 0.9, 0.9, epochs=10, resume=True) == 3
+
+
+def newest_cuts(run):
+    checkpoint, _ = CheckpointStore(Storage(str(run)), keep=9).read()
+    return checkpoint.state["num_cuts"]
+
+
+def test_a_plateau_needs_a_task_that_measures_what_can_stand_still(tmp_path):
+    class Neither(Classification):
+        def metrics(self, model, batch):
+            return {"surprise": super().metrics(model, batch)["loss"]}
+
+    refused = trainer(tmp_path / "run")
+    refused.config = dataclasses.replace(
+        refused.config, optimizer=OptimizerConfig(schedule="plateau")
+    )
+    refused.task = Neither("mlp")
+    with pytest.raises(ConfigError, match=r"schedule plateau needs a task .* measures surprise;"):
         refused.fit()
     assert not (tmp_path / "run").exists()
 

@@ -4,7 +4,9 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
-from raydl.on_ray.calls import in_few_words
+from raydl.leases import Leases
+from raydl.on_ray.calls import Calls, in_few_words
+from raydl.on_ray.crew import RayCrew
 
 PROCESS = (
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
@@ -41,3 +43,24 @@ def test_of_an_actor_that_died_it_is_told_what_is_known(message, words):
 )
 def test_of_anything_else_the_first_line_is_told(error, words):
     assert in_few_words(error) == words
+
+
+class Bare(RayCrew):
+    """A crew whose center has no process."""
+
+    def __init__(self):
+        self._calls, self._leases = Calls(), Leases(10.0)
+        self._shards, self._workers, self._places, self._known = [], {}, {}, None
+
+    def _start_center(self, snapshot):
+        return "opened"
+
+
+def test_the_score_of_a_center_that_was_made_again_does_not_come():
+    crew = Bare()
+    crew._calls.expect("score", "evaluator", list, task="evaluation")
+    crew._calls.expect("state", "w0", list, task="state of w0")
+    crew.rebuild_center(None)
+    assert crew._calls.take("score") is None
+    assert crew._calls.take("state") is not None
+    assert crew._calls.take("opened").who == "center"

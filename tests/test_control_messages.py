@@ -3,8 +3,19 @@
 import pytest
 from test_controller import Stage, collected, report, scored, snapshot
 
+from raydl.callbacks import StopAtAccuracy
 from raydl.control import State
-from raydl.crew import Changed, Collected, Draining, GaveUp, HandedIn, Lost, Published, WorkerReady
+from raydl.crew import (
+    Changed,
+    Collected,
+    Draining,
+    Evaluated,
+    GaveUp,
+    HandedIn,
+    Lost,
+    Published,
+    WorkerReady,
+)
 from raydl.reports import Outcome
 
 DIED = "the actor died"
@@ -88,6 +99,28 @@ def test_with_too_few_left_all_leave_and_the_run_waits_with_a_checkpoint():
     assert ("collect", 8, ("w0",)) in stage.step()
     stage.step(collected(8, "w0"))
     assert ("form", 3, ("w0", "w2"), 8) in stage.step(WorkerReady("w2"))
+
+
+@pytest.mark.parametrize("are_lost", [True, False])
+def test_without_anybody_who_trains_it_is_a_pause(are_lost):
+    stage = stage_of(2).after(report("w0", 1, generation=1), report("w1", 1, generation=1))
+    stage.now = 10.0
+    if are_lost:
+        stage.step(Lost("w0", DIED), Lost("w1", DIED))
+    else:
+        stage.step(Lost("w1", DIED))
+        stage.now = 20.0
+        stage.step(Changed(), report("w0", 2, generation=1))
+        stage.step(*stage.end("regroup", 2, "w0", generation=1), Published((2,)))
+    for _ in range(4):
+        stage.step(Changed(), Published((2,)))
+    stage.now = 60.0
+    stage.step(WorkerReady("w2", "node"), WorkerReady("w3", "node"), Published((2,)))
+    stage.steps(3)
+    newest = stage.controller.generation
+    stage.now = 61.0
+    stage.step(*[report(w, 3, generation=newest) for w in stage.crew.formed[-1].worker_ids])
+    assert stage.controller.pace.longest_pause_s == (51.0 if are_lost else 41.0)
 
 
 def test_a_leaver_whose_run_is_over_is_not_waited_for_at_the_end():
@@ -206,6 +239,38 @@ def test_a_rebuilt_center_may_be_behind_what_it_was():
     stage.step(*stage.end("broken", 18, "w0", "w1"))
     stage.step(Published((18,)))
     assert stage.step() == [("evaluate", 18), ("form", 2, ("w0", "w1"), 18)]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_score_of_a_lost_center_ends_no_run_and_keeps_no_later_one_back(is_late):
+    stage = stage_of(callbacks=[StopAtAccuracy(0.5)])
+    assert ("evaluate", 100) in stage.step(Published((0, 100)))
+    stage.step(Lost("center", DIED))
+    assert ("rebuild_center", "w0") in stage.step(*stage.end("broken", 50, "w0", "w1"))
+    if is_late:
+        assert ("evaluate", 50) in stage.after(Published((50,))).crew.told
+    stage.step(scored(100))
+    assert stage.recorder.scores == []
+    stage.step(Published((50,)))
+    stage.step(Changed(), Published((50, 60)), Evaluated(50, 5, 50, 1.0, {"accuracy": 0.1}))
+    assert stage.crew.told[0] == ("evaluate", 60)
+    assert [score.round for score in stage.recorder.scores] == [50]
+    assert not stage.controller.ended_because
+    assert "stop" not in str(stage.said)
+
+
+def test_no_round_is_heard_of_twice_though_the_center_went_back_to_it():
+    stage = stage_of().after(Published((0, 18)), scored(18))
+    stage.step(Published((18, 20)))
+    stage.step(scored(20), Lost("center", DIED))
+    stage.step(*stage.end("broken", 18, "w0", "w1"))
+    stage.step(Published((18,)))
+    assert ("evaluate", 18) not in stage.step()
+    stage.step(scored(18))
+    assert [score.round for score in stage.recorder.scores] == [18, 20]
+    assert stage.step(Changed(), Published((18, 20))) == [("evaluate", 20)]  # another than then
+    stage.step(scored(20))
+    assert [score.round for score in stage.recorder.scores] == [18, 20, 20]
 
 
 # checkpoints

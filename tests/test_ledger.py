@@ -3,6 +3,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,6 +140,53 @@ def test_who_has_claimed_nothing_is_no_claimant():
     assert ledger.complete("w0") == ledger.give_back("w9") == 0
 
 
+def in_blocks():
+    """Return a ledger of 4 blocks: w0 and w1 claim from one each and have one more ahead."""
+    ledger = Ledger(40, cuts=lambda epoch: [10, 20, 30, 40])
+    assert ledger.claim("w0", 4) == (0, [(0, 4)])
+    assert ledger.claim("w1", 4) == (0, [(20, 24)])
+    assert ledger.reserved_by("w0") == [(0, (4, 10)), (0, (10, 20))]
+    assert ledger.reserved_by("w1") == [(0, (24, 30)), (0, (30, 40))]
+    return ledger
+
+
+def test_a_worker_claims_from_its_own_blocks_first():
+    ledger = in_blocks()
+    assert ledger.claim("w0", 9) == (0, [(4, 10), (10, 13)])
+    assert ledger.num_free == 23
+
+
+def test_who_helps_takes_the_end_of_what_another_has_reserved():
+    ledger = in_blocks()
+    assert ledger.claim("w2", 3) == (0, [(17, 20)])
+    assert ledger.reserved_by("w0") == [(0, (4, 10)), (0, (10, 17))]
+    assert ledger.claim("w0", 8) == (0, [(4, 10), (10, 12)])
+
+
+def test_a_lost_worker_gives_its_reserve_to_the_others_though_it_has_claimed_nothing():
+    ledger = in_blocks()
+    ledger.complete("w0")
+    assert ledger.release(keep=("w1",)) == 0
+    assert ledger.reserved_by("w0") == []
+    assert ledger.reserved_by("w1") == [(0, (24, 30)), (0, (30, 40))]
+    assert ledger.claim("w2", 6) == (0, [(4, 10)])
+
+
+def test_claims_can_be_freed_while_those_who_go_on_keep_their_reserves():
+    ledger = in_blocks()
+    assert ledger.release(members=("w1",)) == 8
+    assert (ledger.reserved_by("w0"), ledger.claimants) == ([], ())
+    assert ledger.claim("w1", 7) == (0, [(24, 30), (30, 31)])
+
+
+def test_a_saved_ledger_keeps_who_has_reserved_what():
+    ledger = in_blocks()
+    again = Ledger.from_state_dict(ledger.state_dict(), cuts=lambda epoch: [10, 20, 30, 40])
+    assert again.claimants == ()
+    assert again.reserved_by("w1") == [(0, (24, 30)), (0, (30, 40))]
+    assert again.claim("w0", 7) == (0, [(4, 10), (10, 11)])
+
+
 @given(
     num_samples=st.integers(1, 300),
     num_workers=st.integers(1, 5),
@@ -169,6 +217,9 @@ def test_an_epoch_completes_every_position_once(
     assert sorted(seen) == list(range(num_samples))
 
 
+WORKERS = ["w0", "w1", "w2", "w3"]
+
+
 class WorkersComeAndGo(RuleBasedStateMachine):
     """Any order of claims, exchanges, losses, saves and restores.
 
@@ -176,11 +227,19 @@ class WorkersComeAndGo(RuleBasedStateMachine):
     and who has it now.
     """
 
-    workers = st.sampled_from(["w0", "w1", "w2", "w3"])
+    workers = st.sampled_from(WORKERS)
 
-    @initialize(num_samples=st.integers(1, 12))
-    def begin(self, num_samples):
-        self.ledger = Ledger(num_samples)
+    def cuts(self, epoch):
+        if not self.has_blocks:
+            return None
+        random = np.random.default_rng([self.seed, epoch])
+        inner = np.flatnonzero(random.random(self.num_samples - 1) < random.random()) + 1
+        return [*inner.tolist(), self.num_samples]
+
+    @initialize(num_samples=st.integers(1, 24), has_blocks=st.booleans(), seed=st.integers(0, 99))
+    def begin(self, num_samples, has_blocks, seed):
+        self.num_samples, self.has_blocks, self.seed = num_samples, has_blocks, seed
+        self.ledger = Ledger(num_samples, cuts=self.cuts)
         self.held = {}
         self.num_completed = {}
 
@@ -203,23 +262,33 @@ class WorkersComeAndGo(RuleBasedStateMachine):
             del self.held[position]
             self.num_completed[position] = self.num_completed.get(position, 0) + 1
 
-    @rule(worker=workers)
-    def lose(self, worker):
+    @rule(worker=workers, keep=st.integers(0, 8))
+    def give_back(self, worker, keep):
         mine = [position for position, who in self.held.items() if who == worker]
-        assert self.ledger.give_back(worker) == len(mine)
-        self._forget(mine)
+        reserved = self.ledger.reserved_by(worker)
+        assert self.ledger.give_back(worker, keep=keep) == len(mine[keep:])
+        self._forget(mine[keep:])
+        kept = [(e, i) for e, span in self.ledger.claims_of(worker) for i in range(*span)]
+        assert kept == mine[:keep], "the first ones that it claimed"
+        assert self.ledger.reserved_by(worker) == reserved
 
-    @rule(staying=st.sets(workers))
-    def regroup(self, staying):
-        gone = [position for position, who in self.held.items() if who not in staying]
-        assert self.ledger.release(keep=staying) == len(gone)
+    @rule(keep=st.sets(workers), members=st.none() | st.sets(workers))
+    def regroup(self, keep, members=None):
+        gone = [position for position, who in self.held.items() if who not in keep]
+        before = {worker: self.ledger.reserved_by(worker) for worker in WORKERS}
+        assert self.ledger.release(keep=keep, members=members) == len(gone)
         self._forget(gone)
+        going_on = keep if members is None else members
+        for worker, reserved in before.items():
+            assert self.ledger.reserved_by(worker) == (reserved if worker in going_on else [])
 
     @rule(with_claims=st.booleans())
     def save_and_restore(self, with_claims):
         state = self.ledger.state_dict(with_claims=with_claims)
-        self.ledger = Ledger.from_state_dict(json.loads(json.dumps(state)))
+        before = {worker: self.ledger.reserved_by(worker) for worker in WORKERS}
+        self.ledger = Ledger.from_state_dict(json.loads(json.dumps(state)), cuts=self.cuts)
         assert self.ledger.state_dict(with_claims=with_claims) == state
+        assert {worker: self.ledger.reserved_by(worker) for worker in WORKERS} == before
         if not with_claims:
             self._forget(list(self.held))
 
@@ -235,6 +304,7 @@ class WorkersComeAndGo(RuleBasedStateMachine):
         assert ledger.num_done_ever == len(self.num_completed)
         assert ledger.num_claimed == len(self.held)
         assert set(ledger.claimants) == set(self.held.values())
+        num_free += sum(stop - start for _, _, (start, stop) in state["reserved"])
         num_epochs = ledger.epoch + len(state["open"])
         assert ledger.num_done_ever + ledger.num_claimed + num_free == num_epochs * n
         assert 1 <= ledger.num_free <= n

@@ -472,3 +472,21 @@ def test_orders_are_small():
     orders = settle(dispatcher, "w3")
     assert len(orders.ledger["claimed"]) == 8
     assert len(pickle.dumps(orders)) < 1000
+
+
+def test_the_clock_of_a_run_stands_while_nobody_trains():
+    now = [0.0]
+    dispatcher = make_dispatcher(now=now, seconds=100.0)
+    now[0] = 10.0
+    change(dispatcher, 2)
+    now[0] = 200.0
+    assert dispatcher.seconds == 10.0
+    assert not dispatcher.is_complete()
+    change(dispatcher, 3, "w2")
+    now[0] = 205.0
+    assert dispatcher.seconds == 15.0
+    dispatcher.vote(3, stop=1.0)
+    assert enter(dispatcher, "w2", generation=3).outcome is Outcome.STOPPED
+    leave(dispatcher, "w2", generation=3)
+    now[0] = 300.0
+    assert dispatcher.state()["seconds"] == 15.0

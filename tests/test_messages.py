@@ -212,6 +212,7 @@ def make_dispatcher(
     timeout_s=5.0,
     now=None,
     workers=("w0", "w1"),
+    ledger=None,
     **training,
 ):
     training = training or {"epochs": 2}
@@ -221,7 +222,8 @@ def make_dispatcher(
         exchange=ExchangeConfig(timeout_s=timeout_s),
     )
     clock = (lambda: now[0]) if now else (lambda: 0.0)
-    dispatcher = Dispatcher(config, resolve(config), Ledger(num_samples), clock=clock)
+    ledger = ledger or Ledger(num_samples)
+    dispatcher = Dispatcher(config, resolve(config), ledger, clock=clock)
     dispatcher.open(Membership(1, workers))
     return dispatcher
 
@@ -241,6 +243,25 @@ def test_workers_claim_in_the_order_they_come():
     assert enter(dispatcher, "w0").spans == [(10, 20)]
     orders = settle(dispatcher, "w1")
     assert (orders.spans, orders.num_steps, orders.num_done) == ([(20, 30)], 2, 10)
+
+
+def test_who_claims_in_blocks_is_told_what_it_will_claim_next():
+    ledger = Ledger(100, cuts=lambda epoch: [25, 50, 75, 100])
+    dispatcher = make_dispatcher(ledger=ledger)
+    orders = enter(dispatcher, "w1")
+    assert (orders.spans, orders.ahead) == ([(0, 10)], [(0, (10, 25)), (0, (25, 50))])
+    assert settle(dispatcher, "w1").ahead == [(0, (20, 25)), (0, (25, 50))]
+
+
+def test_what_a_member_has_reserved_stays_and_what_a_lost_one_has_is_free():
+    ledger = Ledger(100, cuts=lambda epoch: [25, 50, 75, 100])
+    dispatcher = make_dispatcher(ledger=ledger)
+    enter(dispatcher, "w0")
+    enter(dispatcher, "w1")
+    dispatcher.open(Membership(2, ("w1",)))
+    assert ledger.reserved_by("w0") == []
+    assert ledger.reserved_by("w1") == [(0, (60, 75)), (0, (75, 100))]
+    assert enter(dispatcher, "w1", generation=2).spans == [(60, 70)]
 
 
 def test_staleness_counts_what_others_settled_in_between():
@@ -298,6 +319,7 @@ def test_calls_that_are_repeated_are_answered_as_before():
     dispatcher = make_dispatcher("original-easgd")
     first = enter(dispatcher, "w0")
     assert enter(dispatcher, "w0") is first  # nothing is claimed twice
+    enter(dispatcher, "w1")  # nobody's turn comes before
     shard = make_shard(Elastic(0.5), 2, settles=dispatcher)
     shard.open(Membership(1, ("w0", "w1")))
     dispatcher.take_turn(Stamp("w0", 1, 0, 1))

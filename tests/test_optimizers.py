@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,13 +22,15 @@ from raydl.config import (
     ExchangeConfig,
     MethodConfig,
     OptimizerConfig,
+    RunConfig,
     ScalingConfig,
     TrainConfig,
     TrainingConfig,
 )
 from raydl.control.plateau import Plateau
-from raydl.crew import Collected, Lost, WorkerReady
+from raydl.crew import Collected, Lost, Published, WorkerReady
 from raydl.data import Batches, Normalizer
+from raydl.data.samples import DataShape
 from raydl.errors import ConfigError
 from raydl.evaluator import Evaluator
 from raydl.exchange.inner import GradientGroup
@@ -48,7 +51,7 @@ from raydl.replica import Replica
 from raydl.reports import Outcome
 from raydl.rules import Elastic, MeanGradient, Tally, lr_factor
 from raydl.storage import Storage
-from raydl.task import Classification, task_for
+from raydl.task import Classification, LanguageModel, task_for, task_on
 from raydl.trainer import Trainer
 
 PLAIN = {"schedule": "constant", "warmup": 0.0, "max_grad_norm": None}
@@ -188,6 +191,60 @@ def test_groups_of_an_optimizer_of_ones_own_keep_their_rates_to_each_other():
     assert rates == pytest.approx([0.005, 0.0005])
 
 
+def low_first(parameters):
+    groups = [{"params": parameters[:1], "lr": 0.001}, {"params": parameters[1:], "lr": 0.1}]
+    return torch.optim.SGD(groups, lr=0.5)
+
+
+def frozen_first(parameters):
+    groups = [{"params": parameters[:1], "lr": 0.0}, {"params": parameters[1:]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def body_and_head(parameters):
+    *body, weight, bias = parameters
+    return torch.optim.SGD([{"params": body}, {"params": [weight, bias], "lr": 0.1}], lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("own", "rates"),
+    [(low_first, [0.0005, 0.05]), (frozen_first, [0.0, 0.05]), (body_and_head, [0.005, 0.05])],
+)
+def test_the_highest_rate_is_that_of_whichever_group_has_it(own, rates):
+    replica, _ = replica_of(OptimizerConfig(name="here:own", **PLAIN), own=own)
+    replica.set_lr(0.05)
+    assert [group["lr"] for group in replica._optimizer.param_groups] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("own", [low_first, frozen_first])
+def test_the_rate_that_is_unset_is_the_highest_of_all_groups(own):
+    settings, taken = as_config(own)
+    assert resolve(TrainConfig(optimizer=settings), None, taken).optimizer.lr == 0.1
+
+
+def test_a_function_that_counts_on_a_whole_model_is_taken_with_a_rate():
+    settings, taken = as_config(body_and_head)
+    settings = dataclasses.replace(settings, lr=0.05)
+    assert resolve(TrainConfig(optimizer=settings), None, taken).optimizer.lr == 0.05
+
+
+def with_an_object(parameters):
+    return torch.optim.SGD([{"params": parameters, "owner": object()}], lr=0.1)
+
+
+def test_an_optimizer_that_no_checkpoint_keeps_is_refused_before_the_start(tmp_path):
+    refused = Trainer(
+        "mlp",
+        "synthetic:96",
+        optimizer=with_an_object,
+        scaling=ScalingConfig(num_workers=0),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    )
+    with pytest.raises(ConfigError, match="has in its param_groups/0/owner what no checkpoint"):
+        refused.fit()
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_optimizer_of_ones_own_is_found_by_module_and_name():
     config = TrainConfig(optimizer=OptimizerConfig(name=f"{__name__}:two_rates", schedule="linear"))
     method = resolve(config)
@@ -209,7 +266,8 @@ def test_what_is_unset_is_the_methods_for_sgd_and_the_optimizers_own_for_others(
 
 def test_the_filled_in_settings_are_taken_again():
     for method, name in [("sync-easgd", "adamw"), ("eamsgd", "sgd"), ("sync-sgd", "rprop")]:
-        config = TrainConfig(method=MethodConfig(name=method), optimizer=OptimizerConfig(name=name))
+        optimizer = OptimizerConfig(name=name, warmup=0.0)
+        config = TrainConfig(method=MethodConfig(name=method), optimizer=optimizer)
         filled = filled_in(config, resolve(config))
         assert filled_in(filled, resolve(filled)) == filled
 
@@ -248,6 +306,16 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         ({"name": "adam", "momentum": 0.9}, "optimizer.momentum has no meaning for adam, got 0.9"),
         ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay has no meaning for rprop"),
         ({"name": "rprop", "decay_only_matrices": True}, "decay_only_matrices has no meaning"),
+        (
+            {"name": "rprop"},
+            "optimizer.warmup must be 0 for rprop, which takes its step sizes from",
+        ),
+        ({"name": "torch.optim:Rprop", "lr": 0.1}, "optimizer.warmup must be 0 for rprop"),
+        (
+            {"name": f"{__name__}:body_and_head"},
+            "optimizer.lr must be set for test_optimizers:body_and_head, which does not take a "
+            "single parameter on trial: ValueError: not enough values to unpack",
+        ),
         ({"name": "adam", "method": "sync-measgd"}, "optimizer.momentum has no meaning for adam"),
         (
             {"name": f"{__name__}:two_rates", "weight_decay": 0.1},
@@ -548,6 +616,33 @@ def test_the_center_stands_still_after_patience_evaluations_that_were_no_better(
     assert Plateau(OptimizerConfig()).take({name: 0.1}) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "scores", "num_cuts"),
+    [
+        ("loss", [-1.0] * 4, 1),
+        ("loss", [-1.0, -0.99, -0.98, -0.97], 1),  # it gets worse
+        ("loss", [-1.0, -1.01, -1.02, -1.03], 0),
+        ("loss", [1.0, 0.0, -1.0, -2.0], 0),
+        ("accuracy", [0.98, 0.98005, 0.9801, 0.98015], 0),  # any better score counts
+        ("accuracy", [math.nan] * 2, 1),
+    ],
+)
+def test_a_plateau_is_told_from_progress_whatever_the_sign_of_the_score(name, scores, num_cuts):
+    plateau = Plateau(OptimizerConfig(schedule="plateau", patience=1))
+    for score in scores:
+        plateau.take({name: score})
+    assert plateau.num_cuts == num_cuts
+
+
+def test_no_cut_is_told_of_that_can_not_come():
+    stage = Stage().start()
+    stage.controller._known.plateau = Plateau(OptimizerConfig(schedule="plateau", patience=0))
+    stage.step(scored(1))
+    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    stage.step(scored(9))
+    assert "stands still" not in str(stage.said)
+
+
 def plateau_of(method):
     config = settings(method, lr=0.1, schedule="plateau", training={"steps": 12, "epochs": None})
     return Ensemble(config, num_workers=2, images=tiny_images(96)).join()
@@ -629,6 +724,24 @@ def test_less_samples_than_parts_make_a_step_all_the_same():
     assert not torch.equal(before, replica.flat.weights)
 
 
+@pytest.mark.parametrize(
+    ("num_samples", "sizes"), [(64, [16] * 4), (5, [5]), (17, [9, 8]), (33, [11] * 3), (1, [1])]
+)
+def test_the_tail_of_an_epoch_makes_fewer_parts_not_smaller_ones(num_samples, sizes):
+    seen = []
+
+    class Seen(nn.Module):
+        def forward(self, inputs):
+            seen.append(len(inputs))
+            return inputs
+
+    training = TrainingConfig(batch_size=64, accumulate=4)
+    model = lambda *shape: nn.Sequential(Seen(), deep(*shape))  # noqa: E731
+    replica, _ = replica_of(OptimizerConfig(lr=0.1), model=model, training=training)
+    replica.step(batches(1, size=num_samples)[0])
+    assert seen == sizes
+
+
 def test_bf16_takes_steps_with_falling_loss_and_keeps_its_weights_in_float32():
     training = TrainingConfig(precision="bf16")
     replica, _ = replica_of(OptimizerConfig(lr=0.2), training=training)
@@ -662,3 +775,52 @@ def test_smoothing_is_in_the_loss_and_not_in_the_metrics():
     assert smooth.metrics(model, batch)["loss"] == plain.metrics(model, batch)["loss"]
     named = task_for("mlp", SHAPE, label_smoothing=0.2)
     assert torch.equal(named.loss(model, batch), expected)
+
+
+def test_a_language_model_is_smoothed_in_its_loss_alone():
+    texts = DataShape((4,), 7)
+    tokens = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(2))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    model = nn.Embedding(7, 7)
+    plain, smooth = (
+        task_for(model_of(model), texts),
+        LanguageModel(model_of(model), label_smoothing=0.2),
+    )
+    expected = functional.cross_entropy(
+        model(batch[0]).flatten(0, 1), batch[1].flatten(), label_smoothing=0.2
+    )
+    assert torch.equal(smooth.loss(model, batch), expected)
+    assert smooth.loss(model, batch) != plain.loss(model, batch)
+    assert smooth.metrics(model, batch)["loss"] == plain.metrics(model, batch)["loss"]
+    named = task_for(model_of(model), texts, label_smoothing=0.2)
+    assert torch.equal(named.loss(model, batch), expected)
+
+
+def model_of(model):
+    return lambda input_shape, num_classes: model
+
+
+def test_the_smoothing_that_is_set_reaches_the_task_of_a_run():
+    model, (batch,) = linear(SHAPE.input_shape, 3), batches(1)
+    config = TrainConfig(model="mlp", training=TrainingConfig(label_smoothing=0.2))
+    expected = functional.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.2)
+    assert torch.equal(task_on(None, SHAPE, config).loss(model, batch), expected)
+
+
+@pytest.mark.parametrize("center_shards", [1, 2])
+def test_shards_that_are_made_again_have_the_masters_momentum(center_shards):
+    config = settings(
+        "async-msgd",
+        lr=0.1,
+        workers=1,
+        momentum=0.9,
+        exchange=ExchangeConfig(center_shards=center_shards, timeout_s=20.0),
+    )
+    ensemble = Ensemble(config, num_workers=1).join()
+    ensemble.run(3)
+    snapshot = ensemble.center()
+    (momentum,) = [s["momentum_buffer"] for s in snapshot.optimizer["state"].values()]
+    assert momentum.abs().sum() > 0
+    again = Ensemble(config, num_workers=1).join(snapshot)
+    (same,) = [s["momentum_buffer"] for s in again.center().optimizer["state"].values()]
+    assert torch.equal(same, momentum)

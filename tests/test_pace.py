@@ -47,6 +47,16 @@ def test_who_still_reports_from_the_generation_that_paused_ends_no_pause():
     assert pace.longest_pause_s == 3.0
 
 
+def test_a_generation_that_breaks_before_its_first_report_ends_no_pause():
+    pace = Pace()
+    pace.pause(5.0, 3)
+    pace.pause(6.0, 4)
+    pace.resume(6.1, 4)
+    assert pace.longest_pause_s == 0.0
+    pace.resume(66.0, 5)
+    assert pace.longest_pause_s == 61.0
+
+
 def test_a_wait_for_workers_is_a_pause_but_no_measure_of_what_forming_costs():
     pace = pace_of(1.0, 1.0, 1.0, 1.0, 1.0)
     before = pace.grace_s()

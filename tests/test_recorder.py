@@ -76,7 +76,7 @@ def flat_model():
     return FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes))
 
 
-def make(store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING):
+def make(store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING, best=None):
     memory, flat = Memory(), flat_model()
     recorder = RunRecorder(
         TrainConfig(training=TrainingConfig(epochs=2)),
@@ -87,7 +87,7 @@ def make(store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING):
         writer=writer or memory,
         progress=memory,
         store=store,
-        best=BestCenter(Storage("runs/x"), flat),
+        best=best or BestCenter(Storage("runs/x"), flat),
         flat=flat,
         examples=Examples(tiny_images()),
         after_checkpoint=after_checkpoint,
@@ -302,6 +302,17 @@ def test_a_snapshot_comes_back_from_its_checkpoint():
     assert again.round == 3
 
 
+def test_a_resumed_run_goes_on_by_the_clock_that_its_end_and_its_rates_go_by():
+    """Of 3600 s by the driver's clock all but 10 s were waits."""
+    gathered = collected(3)
+    gathered = dataclasses.replace(
+        gathered, snapshot=dataclasses.replace(gathered.snapshot, seconds=10.0)
+    )
+    checkpoint = checkpoint_of(gathered, flat_model(), seconds=3600.0)
+    assert checkpoint.seconds == 3600.0
+    assert snapshot_of(checkpoint, flat_model()).seconds == 10.0
+
+
 def test_what_one_start_did_is_added_to_what_the_checkpoint_carries(tmp_path):
     checkpoint = checkpoint_of(
         collected(3), flat_model(), seconds=1.0,
@@ -328,6 +339,39 @@ def test_what_one_start_did_is_added_to_what_the_checkpoint_carries(tmp_path):
     assert (figures["longest_pause_s"], figures["staleness"]) == (2.0, 1.5)
     assert figures["time_parts"] == parts(data_io=1.5, forward_backward=1.0)
     assert figures["faults_fired"] == ["fault 0: w1 dies"]
+
+
+def at_round(round, staleness=2.0):
+    return dataclasses.replace(record_at(round), round=round, staleness=staleness)
+
+
+def test_what_comes_after_a_checkpoints_round_is_not_counted_again_by_who_goes_on(monkeypatch):
+    """A checkpoint of round 50, written when the run is at round 100 already."""
+    now = [0.0]
+    monkeypatch.setattr("raydl.recorder.time.monotonic", lambda: now[0])
+    kept = []
+    recorder, _ = make(Store(), before=Totals(time_parts=parts(data_io=7.0)))
+    recorder.checkpoints._store.write = kept.append
+    recorder.event("generation 1: w0 starts")
+    for round in (20, 50, 100):
+        now[0] = float(round)
+        report = report_of("w0", local_step=round, parts=parts(data_io=round / 10))
+        recorder.record(at_round(round), {"w0": report})
+    recorder.checkpoint(collected(60))
+    recorder.checkpoints.wait()
+    (checkpoint,) = kept
+    totals = checkpoint.state["totals"]
+    assert totals["staleness_sum"] == 100.0
+    assert totals["time_parts"]["data_io"] == 12.0
+    assert checkpoint.seconds == 5.0 + 50.0
+    assert recorder.figures()["staleness"] == 2.0
+
+
+def test_rounds_that_were_lost_and_came_again_count_once():
+    recorder, _ = make(Store())
+    for round, staleness in ((50, 2.0), (100, 8.0), (60, 2.0), (100, 2.0)):
+        recorder.record(at_round(round, staleness), {})
+    assert recorder.figures()["staleness"] == 2.0
 
 
 def parts(**seconds):

@@ -102,6 +102,15 @@ def test_the_mean_gradient_steps_the_optimizer_at_the_center():
     assert center.item() == 0.0  # 1 - 0.5 * 8/4
 
 
+def test_a_gradient_of_no_sample_leaves_the_center_and_its_optimizer_as_they_are():
+    center = torch.tensor([1.0])
+    optimizer = torch.optim.SGD([center], lr=0.5, momentum=0.9, weight_decay=0.1)
+    tally = Tally(num_workers=2, num_messages=2, num_samples=0)
+    MeanGradient().update_center_(center, torch.tensor([0.0]), tally, optimizer)
+    assert center.item() == 1.0
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize(
     ("schedule", "middle", "end"), [("cosine", 0.5, 0), ("linear", 0.5, 0), ("constant", 1, 1)]
 )

@@ -4,23 +4,29 @@ import io
 import json
 import pickle
 import threading
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import Ensemble, tiny_images
+from conftest import Ensemble, linear, tiny_images
 from PIL import Image
 
+from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import InputConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.crew import Collected
 from raydl.data import Batches, Dataset, load
-from raydl.data.feed import Feed
+from raydl.data.feed import Feed, positions_of
 from raydl.data.order import InBlocks
 from raydl.data.row_groups import GroupCache
+from raydl.data.table import StreamedTable
 from raydl.errors import DataError
-from raydl.ledger import Ledger
+from raydl.ledger import Ledger, share_round
 from raydl.metrics import TimeParts
+from raydl.reports import Losses
+from raydl.task import Classification, evaluate
 
 STREAMED = InputConfig(stream="always", shuffle_samples=8)
 
@@ -116,7 +122,7 @@ def test_every_row_has_one_place_in_an_epoch_and_another_in_the_next():
 def test_a_block_is_whole_row_groups_and_mixes_their_rows():
     order = InBlocks([10] * 12, 3, block_samples=30)
     rows = order.rows(0, np.arange(120))
-    assert order.cuts(0) == [30, 60, 90, 120]
+    assert list(order.cuts(0)) == [30, 60, 90, 120]
     for start in range(0, 120, 30):
         groups = rows[start : start + 30] // 10
         assert len(set(groups.tolist())) == 3
@@ -240,6 +246,77 @@ def test_each_batch_is_fetched_once_round_after_round(folder):
     data.fetch_readable = noted
     train(Dataset(data, data, ""), num_workers=1)
     assert len(fetched) == len(set(fetched))
+    order = data.order(0)
+    needed = [row for epoch in (0, 1) for row in order.rows(epoch, np.arange(23)).tolist()]
+    beyond = Counter(row for batch in fetched for row in batch)
+    beyond.subtract(needed)
+    assert min(beyond.values()) == 0
+    assert beyond.total() <= 4 * 3  # the first batches of an epoch that does not begin
+
+
+def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epochs=2):
+    """Train workers in turn, as a synchronous method does; return the most groups one held."""
+    most = 0
+    tables = [StreamedTable(groups, shuffle_samples=block_samples) for _ in range(num_workers)]
+    order = tables[0].order(0)
+    feeds = [
+        Feed(
+            Batches(table, lambda batch, rows, epoch: batch),
+            order,
+            device=torch.device("cpu"),
+            time_parts=TimeParts(),
+        )
+        for table in tables
+    ]
+    ledger = Ledger(order.num_samples, cuts=order.cuts)
+    while ledger.epoch < num_epochs:
+        share = share_round(
+            ledger.num_free, num_workers=num_workers, batch_size=batch_size, max_steps=period
+        )
+        claims = [ledger.claim(f"w{i}", count) for i, count in enumerate(share.counts)]
+        for i, (feed, (epoch, spans)) in enumerate(zip(feeds, claims, strict=True)):
+            steps = np.array_split(positions_of(spans), share.num_steps)
+            feed.expect(epoch, steps, ledger.reserved_by(f"w{i}"))
+            for positions in steps:
+                batch = feed.batch(epoch, positions)
+                rows = order.rows(epoch, positions)
+                assert (
+                    batch["x"].tolist()
+                    == np.searchsorted(np.cumsum(groups.sizes), rows, "right").tolist()
+                )
+                most = max(most, len(tables[i]._groups._read))
+            ledger.complete(f"w{i}")
+    return most
+
+
+@pytest.mark.parametrize("period", [1, 50, 200])
+def test_row_groups_in_memory_do_not_grow_with_the_period(period):
+    groups = Counted([20] * 400)
+    most = fed(groups, block_samples=40, period=period)
+    assert most <= 14  # of two groups each: the blocks of five steps, and two ahead
+    assert len(groups.reads) <= 1.1 * 2 * 400
+
+
+def test_the_first_row_group_is_read_no_more_often_than_others():
+    groups = Counted([20] * 100)
+    fed(groups, block_samples=40, period=2)
+    assert groups.reads.count(0) <= 1 + 2
+
+
+def test_workers_that_help_at_the_end_of_an_epoch_expect_what_they_take():
+    groups = Counted([20] * 100)
+    unexpected = []
+    get = GroupCache.get
+
+    def noted(cache, number):
+        if cache._expected and number not in cache._expected:
+            unexpected.append(number)
+        return get(cache, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupCache, "get", noted)
+        fed(groups, num_workers=4, block_samples=400, period=1)
+    assert not unexpected
 
 
 def test_a_set_in_memory_starts_no_thread():
@@ -290,6 +367,54 @@ def test_a_synchronous_run_on_a_streamed_set_gives_the_same_bits_again(folder):
     data = load(str(folder), input=STREAMED)
     first, second = (train(data).newest.weights for _ in range(2))
     assert np.array_equal(first, second)
+
+
+def whole_run(data, method, num_workers):
+    config = TrainConfig(
+        method=MethodConfig(name=method, period=2),
+        training=TrainingConfig(epochs=2, batch_size=3),
+        optimizer=OptimizerConfig(lr=0.01),
+    )
+    ensemble = Ensemble(config, num_workers=num_workers, images=data.train)
+    ensemble.batches.prepare = lambda batch, rows, epoch: (batch[0].float().div(255), batch[1])
+    return ensemble
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd"])
+def test_a_streamed_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
+    tmp_path, method, num_workers
+):
+    cells = [encoded(p) for p in pictures(120)]
+    write_pictures(tmp_path / "train-0.parquet", cells, np.arange(120) % 3)
+    write_pictures(tmp_path / "test-0.parquet", cells[:7], np.arange(7) % 3)
+    data = load(str(tmp_path), input=STREAMED)
+    uninterrupted = whole_run(data, method, num_workers).join()
+    uninterrupted.run()
+
+    stopped = whole_run(data, method, num_workers).join()
+    stopped.run(4)
+    schedule = stopped.workers[0]._schedule
+    snapshot = schedule.snapshot(is_kept=True, local_step=stopped.workers[0].local_step)
+    states = {worker.worker_id: worker._state_dict() for worker in stopped.workers}
+    checkpoint = checkpoint_of(Collected(snapshot, states), stopped.flat, seconds=0.0)
+    assert checkpoint.state["ledger"]["reserved"]
+
+    resumed = whole_run(data, method, num_workers)
+    resumed.join(snapshot_of(checkpoint, stopped.flat), states).run()
+    assert np.array_equal(resumed.newest.weights, uninterrupted.newest.weights)
+
+
+def test_workers_of_every_schedule_take_blocks_of_their_own(folder):
+    """A worker's first round lies in one block, and it knows what comes after."""
+    data = load(str(folder), input=STREAMED)
+    cuts = data.train.order(0).cuts(0)
+    for method in ("sync-easgd", "async-easgd"):
+        ensemble = whole_run(data, method, 2).join()
+        rounds = [worker._schedule.next_round(0) for worker in ensemble.workers]
+        blocks = [{int(np.searchsorted(cuts, a, "right")) for a, _ in r.spans} for r in rounds]
+        assert blocks[0] != blocks[1]
+        assert all(round.ahead for round in rounds)
 
 
 # bad samples
@@ -345,6 +470,37 @@ def test_a_file_that_was_cut_off_meanwhile_is_named(folder):
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(DataError, match=r"train-0.parquet, row group 4: can not be read"):
         data.train.fetch(np.array([22]))
+
+
+def test_the_reported_loss_is_the_mean_over_what_was_trained_on(tmp_path, monkeypatch):
+    good = [encoded(p) for p in pictures(23)]
+    cells = [cell if n in (0, 7, 20) else None for n, cell in enumerate(good)]
+    write_pictures(tmp_path / "train-0.parquet", cells, np.arange(23) % 3)
+    write_pictures(tmp_path / "test-0.parquet", good[:3], np.arange(3))
+    skips = InputConfig(stream="always", shuffle_samples=8, on_bad_sample="skip")
+    counts, add = [], Losses.add
+
+    def noted(losses, step, count, loss):
+        counts.append(count)
+        add(losses, step, count, loss)
+
+    monkeypatch.setattr(Losses, "add", noted)
+    train(load(str(tmp_path), input=skips), num_workers=1)
+    assert sum(counts) == 2 * 3
+
+
+def test_scores_are_means_over_the_samples_that_can_be_read():
+    task, model = Classification(linear), linear((1, 4, 4), 3)
+    batch = (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.int64))
+
+    def batch_at(start, stop):
+        return tuple(tensor[: 2 if start else 0] for tensor in batch)
+
+    scores = evaluate(task, model, batch_at, num_samples=4, batch_size=2)
+    whole = evaluate(task, model, lambda start, stop: batch, num_samples=2, batch_size=2)
+    assert scores == whole
+    with pytest.raises(DataError, match="the test set: holds 2 samples, none of which can be read"):
+        evaluate(task, model, batch_at, num_samples=2, batch_size=2)
 
 
 # tables

@@ -56,6 +56,22 @@ def test_who_waits_to_enter_behind_a_lost_worker_enters(pool):
         second.result(timeout=5)
 
 
+def test_nobody_begins_before_all_have_claimed_their_first_samples(pool):
+    dispatcher = make_dispatcher("original-easgd", workers=("w0", "w1"))
+    enter(dispatcher, "w0")
+    first = waiting(pool, dispatcher.take_turn, Stamp("w0", 1, 0, 1))
+    assert not first.done()
+    enter(dispatcher, "w1")
+    first.result(timeout=5)
+
+
+def test_who_waits_for_one_that_never_enters_says_whom(pool):
+    dispatcher = make_dispatcher("original-easgd", workers=("w0", "w1"), timeout_s=0.1)
+    enter(dispatcher, "w0")
+    with pytest.raises(ExchangeTimeoutError, match="w1"):
+        dispatcher.take_turn(Stamp("w0", 1, 0, 1))
+
+
 def test_a_removed_worker_that_waits_for_an_answer_is_told_so(pool):
     dispatcher = make_dispatcher()
     enter(dispatcher, "w1")

@@ -126,9 +126,8 @@ class Controller:
             clock=clock,
         )
         self._state_since = clock()
-        self._stop_voted = False
+        self._stop_voted = self._is_idle = False
         self._first_cuts = self._cuts_voted = first_cuts
-        self._is_idle = False
 
     @property
     def _run(self) -> Generation | None:
@@ -331,11 +330,8 @@ class Controller:
         if not self._has_center(run):
             return
         outcome = run.outcome()
-        is_over = outcome is Outcome.STOPPED or (
-            outcome is Outcome.FINISHED and self._keeper.is_complete
-        )
-        if is_over:
-            is_stop = outcome is Outcome.STOPPED
+        is_stop = outcome is Outcome.STOPPED
+        if is_stop or (outcome is Outcome.FINISHED and self._keeper.is_complete):
             self.outcome = self._outcome_of_stop() if is_stop else outcome
             self._enter(State.FINISHING)
             return
@@ -395,5 +391,8 @@ class Controller:
             return
         self._keeper.collect(run, self._round)
         is_scored = self.outcome is Outcome.STOPPED or self._keeper.is_scored(self._round)
+        if self.stop_reason and not is_scored:  # whoever asked may not wait so long
+            self._say(f"{self.stop_reason}: the run ends without a score of its last center")
+            is_scored = True
         if self._keeper.is_collected(self._round) and is_scored and run.is_told():
             self._enter(State.DONE)

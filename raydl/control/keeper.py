@@ -43,6 +43,8 @@ class CenterKeeper:
         self.giving: frozenset[str] = frozenset()
         """Workers that are asked for what they kept for a checkpoint."""
         self._evaluating = self._evaluated = first_round
+        self._scored: set[int] = set()
+        self._lost_round = -1
         self._last_collected = -1
 
     # snapshots
@@ -99,6 +101,7 @@ class CenterKeeper:
         Args:
             copy: what it should start from; None: nobody has any, or one will come.
         """
+        self._lost_round = max(self.newest, self._evaluating)
         self.is_lost, self.is_new, self.published = False, True, ()
         if copy is not None and copy.round < self._last_collected:
             copy = None  # the newest checkpoint knows more
@@ -116,7 +119,9 @@ class CenterKeeper:
         """
         self._publishing = None
         if self._evaluated > self.newest:
-            self._evaluating = self._evaluated = self.newest - 1
+            self._scored = {round for round in self._scored if round <= self.newest}
+            is_scored = self.newest in self._scored
+            self._evaluating = self._evaluated = self.newest if is_scored else self.newest - 1
         if self._last_collected > self.newest:
             self._last_collected = self.newest - 1
 
@@ -147,9 +152,21 @@ class CenterKeeper:
             self._evaluating = self.newest
             self._crew.evaluate(self.newest)
 
-    def take_score(self, evaluated: Evaluated) -> None:
-        """Note that a round was scored: that which was asked for, or a newer one."""
-        self._evaluated = self._evaluating = evaluated.round
+    def take_score(self, evaluated: Evaluated) -> bool:
+        """Note that a round was scored: that which was asked for, or a newer one.
+
+        Returns:
+            Whether it counts: not if the round was scored before, or went with a center that
+            was lost.
+        """
+        round = evaluated.round
+        is_of_lost = self.newest < round <= self._lost_round
+        if is_of_lost or round in self._scored:
+            self.gave_up("evaluation")
+            return False
+        self._scored.add(round)
+        self._evaluated = self._evaluating = round
+        return True
 
     def is_scored(self, round: int) -> bool:
         """Whether a round, or a newer one, was scored."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from raydl.callbacks import score_of
 from raydl.config import OptimizerConfig
 
 
@@ -26,29 +28,31 @@ class Plateau:
         self.num_cuts = num_cuts
         self._config = config
         self._rate = SGD([torch.zeros(1)], lr=1.0)
-        self._decider: ReduceLROnPlateau | None = None
+        # Torch's own threshold is a share of the best score, and wrong for a loss below 0.
+        self._decider = ReduceLROnPlateau(
+            self._rate,
+            mode="max",
+            factor=config.gamma,
+            patience=config.patience,
+            threshold_mode="abs",
+            threshold=0.0,
+        )
 
     def take(self, metrics: Mapping[str, float]) -> str:
         """Take in the scores of the center; return a sentence if they ask for a cut.
 
-        What counts is the accuracy, or the loss where there is none.
+        What counts is the accuracy, or the loss where there is none; any better score counts.
         """
         if self._config.schedule != "plateau":
             return ""
-        name = "accuracy" if "accuracy" in metrics else "loss"
-        if self._decider is None:
-            self._decider = ReduceLROnPlateau(
-                self._rate,
-                mode="max" if name == "accuracy" else "min",
-                factor=self._config.gamma,
-                patience=self._config.patience,
-            )
         self._rate.param_groups[0]["lr"] = 1.0  # torch would cut no further at some point
-        self._decider.step(metrics[name])
+        self._decider.step(score_of(metrics))
         if self._rate.param_groups[0]["lr"] == 1.0:
             return ""
         self.num_cuts += 1
+        name = "accuracy" if "accuracy" in metrics else "loss"
         return (
-            f"the center stands still at {name} {metrics[name]:.4f}: from the next round on the "
-            f"learning rate is multiplied by {self._config.gamma:g}, the cut number {self.num_cuts}"
+            f"the center stands still at {name} {metrics.get(name, math.nan):.4f}: from the next "
+            f"round on the learning rate is multiplied by {self._config.gamma:g}, the cut number "
+            f"{self.num_cuts}"
         )

@@ -84,16 +84,20 @@ class Situation:
                 raise error
             case Lost(name, reason):
                 self._take_loss(name, reason)
-            case Evaluated():
-                self.keeper.take_score(event)
-                self.recorder.evaluated(event)
-                self.listeners.take(event.without_center())
-                sentence = self.plateau.take(event.metrics)
-                if sentence:
-                    self.say(sentence)
+            case Evaluated() if self.keeper.take_score(event):
+                self._take_score(event)
             case Collected():
                 self.keeper.take_collected(event)
                 self.recorder.checkpoint(event)
+
+    def _take_score(self, evaluated: Evaluated) -> None:
+        self.recorder.evaluated(evaluated)
+        self.listeners.take(evaluated.without_center())
+        if not self.staff.is_hiring:  # no round is left in which to learn more slowly
+            return
+        sentence = self.plateau.take(evaluated.metrics)
+        if sentence:
+            self.say(sentence)
 
     def _take_published(self, published: Published) -> None:
         self.keeper.take_published(published)
@@ -127,9 +131,15 @@ class Situation:
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
             if is_pause and self.is_sync:
                 self.pace.pause(self.clock(), run.membership.generation)
+            self._note_if_nobody_trains(run)
         has_begun = end.round >= 0
         copy = Copy(end.worker_id, end.round, end.num_changes) if has_begun else None
         self.workforce.left_loop(end.worker_id, copy)
+
+    def _note_if_nobody_trains(self, run: Generation) -> None:
+        """Begin a pause where nobody is at work; by messages one alone trains on."""
+        if not run.at_work:
+            self.pace.pause(self.clock(), run.membership.generation)
 
     def _take_loss(self, name: str, reason: str) -> None:
         if name in self.workforce:
@@ -145,6 +155,7 @@ class Situation:
         self.keeper.lost(name)
         if self.run and name in self.run.present:
             self.run.lose(name)
+            self._note_if_nobody_trains(self.run)
 
     def _take_failure_of(self, task: str, reason: str) -> None:
         self.keeper.gave_up(task)

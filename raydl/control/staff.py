@@ -48,7 +48,8 @@ class Staff:
         self._say = say
         self._max_workers = max(1, config.scaling.max_workers)
         self._num_lost = 0
-        self._is_hiring = True
+        self.is_hiring = True
+        """Whether the run may go on; near its end nobody is asked for any more."""
         for worker_id in self._saved_order[: self._max_workers]:
             self._ask(worker_id)
         self._ask_for_missing()
@@ -59,10 +60,10 @@ class Staff:
 
     def stop_hiring(self) -> None:
         """Ask for nobody any more: the run is about to end."""
-        self._is_hiring = False
+        self.is_hiring = False
 
     def _ask_for_missing(self) -> None:
-        while self._is_hiring and self._workforce.num_coming < self._max_workers:
+        while self.is_hiring and self._workforce.num_coming < self._max_workers:
             self._ask(self._workforce.new_id())
 
     # who goes

@@ -225,7 +225,9 @@ def read_parts(source: str, *, seed: int) -> dict[str, Part]:
     """
     layout = find_layout(source)
     if layout.kind == "parquet":
-        parts = (open_groups(files) for files in (layout.train, layout.test) if files)
+        parts = (
+            open_groups(files, of_one_type=False) for files in (layout.train, layout.test) if files
+        )
         return _named(*map(ParquetPart, parts))
     if layout.kind == "folders":
         return _named(*_of_folders(layout, source))

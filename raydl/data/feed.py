@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -19,6 +21,15 @@ Fetched = tuple[Batch, np.ndarray, list[str]]
 """A batch, its rows, and what is wrong with those that are left out."""
 _NUM_AHEAD = 4
 """Batches of a streamed set that are fetched while a step computes."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a local step trains on."""
+
+    rows: np.ndarray
+    blocks: np.ndarray
+    """Of each row: the number of its block in the epoch."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,11 @@ class Feed:
         self._ahead: dict[bytes, Future[Fetched]] = {}
         self.left_out = LeftOut()
         self._to_come: list[np.ndarray] = []
-        self._expected: tuple[object, ...] = ()
+        self._steps: deque[_Step] = deque()
+        self._reserved = np.empty(0, np.int64)
+        self._blocks_expected: frozenset[int] = frozenset()
+        self.num_in_batch = 0
+        """Samples in the last batch, but for those that were left out."""
         # No thread runs before there is something to fetch.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="feed")
 
@@ -62,6 +77,7 @@ class Feed:
         with self._parts.measure("data_io"):
             rows = self._order.rows(epoch, positions)
             batch, rows, lacking = self._take(rows)
+            self.num_in_batch = len(rows)
             if lacking:
                 self.left_out = LeftOut(self.left_out.num_samples + len(lacking), lacking[-1])
         if self._device.type != "cpu":
@@ -70,6 +86,9 @@ class Feed:
         with self._parts.measure("data_io"):
             prepared = self._batches.prepare(batch, rows, epoch)
             # Not before: who decodes holds Python's lock, and this thread would wait for it.
+            if self._steps:
+                self._steps.popleft()
+                self._expect_soon()
             self._fetch_ahead()
         return prepared
 
@@ -99,39 +118,57 @@ class Feed:
         if not self._batches.samples.is_streamed or not len(steps):
             return
         with self._parts.measure("data_io"):
-            self._expect_blocks(epoch, steps, ahead)
-            later = [self._order.rows(e, part) for e, part in _first_of(ahead, len(steps[0]))]
-            self._to_come = [self._order.rows(epoch, part) for part in steps] + later
+            self._note(epoch, steps, ahead)
+            self._expect_soon()
+            later = [self._order.rows(e, part) for e, part in self._first_of(ahead, len(steps[0]))]
+            self._to_come = [step.rows for step in self._steps] + later
             wanted = {rows.tobytes() for rows in self._to_come}
             self._ahead = {key: f for key, f in self._ahead.items() if key in wanted}
             self._fetch_ahead()
 
-    def _expect_blocks(
+    def _note(
         self, epoch: int, steps: Sequence[np.ndarray], ahead: Sequence[tuple[int, Span]]
     ) -> None:
-        """Tell the set which rows will come, when a block is new among them."""
-        expected = tuple((e, stop) for e, (_, stop) in ahead)
-        if expected == self._expected:
-            return
-        self._expected = expected
+        """Note what a round will train on, and the row groups of what is reserved."""
+        cuts = self._order.cuts(epoch) or [self._order.num_samples]
+        blocks = [np.searchsorted(cuts, part, side="right") for part in steps]
         rows = [self._order.rows(epoch, part) for part in steps]
-        rows += [self._order.rows(e, positions_of([span])) for e, span in ahead]
-        self._batches.samples.expect(np.concatenate(rows))
+        self._steps = deque(map(_Step, rows, blocks))
+        near = [self._order.near(e, start) for e, (start, _) in ahead]
+        self._reserved = np.concatenate([np.empty(0, np.int64), *near])
+        self._blocks_expected = frozenset()
+
+    def _expect_soon(self) -> None:
+        """Tell the set which rows come soon, when a block is new among them.
+
+        These are the round's in the blocks of the next few steps, and what is reserved. What lies
+        further off waits, so that memory does not grow with the period.
+        """
+        soon = list(islice(self._steps, _NUM_AHEAD + 1))
+        blocks = frozenset(block for step in soon for block in step.blocks.tolist())
+        if blocks and blocks != self._blocks_expected:
+            self._blocks_expected = blocks
+            rows = [step.rows[np.isin(step.blocks, list(blocks))] for step in self._steps]
+            self._batches.samples.expect(np.concatenate([*rows, self._reserved]))
+
+    def _first_of(
+        self, spans: Sequence[tuple[int, Span]], size: int
+    ) -> list[tuple[int, np.ndarray]]:
+        """Return the first few batches of ``size`` positions of the first epoch, with the epoch."""
+        if not spans or size == 0:
+            return []
+        epoch = spans[0][0]
+        positions = positions_of([span for e, span in spans if e == epoch])[: _NUM_AHEAD * size]
+        if positions[-1] + 1 < self._order.num_samples:  # a smaller batch ends the epoch alone
+            positions = positions[: len(positions) // size * size]
+        starts = range(0, len(positions), size)
+        return [(epoch, positions[start : start + size]) for start in starts]
 
     def _fetch_ahead(self) -> None:
         while self._to_come and len(self._ahead) < _NUM_AHEAD:
             rows = self._to_come.pop(0)
             if rows.tobytes() not in self._ahead:
                 self._ahead[rows.tobytes()] = self._pool.submit(self._fetch, rows)
-
-
-def _first_of(spans: Sequence[tuple[int, Span]], size: int) -> list[tuple[int, np.ndarray]]:
-    """Return the first few batches of ``size`` positions of the first epoch, with the epoch."""
-    if not spans or size == 0:
-        return []
-    epoch = spans[0][0]
-    positions = positions_of([span for e, span in spans if e == epoch])[: _NUM_AHEAD * size]
-    return [(epoch, positions[start : start + size]) for start in range(0, len(positions), size)]
 
 
 def positions_of(spans: list[Span]) -> np.ndarray:

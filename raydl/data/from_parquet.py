@@ -12,6 +12,7 @@ from raydl.data.files import Place
 from raydl.data.images import checked_pair, split_off_test
 from raydl.data.parquet import (
     ParquetGroups,
+    check_labels,
     class_names_of,
     has_pictures,
     labelled_pictures,
@@ -23,7 +24,7 @@ from raydl.data.pictures import decode_one, mode_of
 from raydl.data.row_groups import RowGroups
 from raydl.data.samples import Dataset, Samples
 from raydl.data.streamed import StreamedPictures
-from raydl.data.table import StreamedTable, TableSet, arrays_of
+from raydl.data.table import StreamedTable, TableSet, arrays_of, row_bytes
 from raydl.errors import DataError
 
 _Groups = TypeVar("_Groups", bound=RowGroups)
@@ -55,9 +56,10 @@ def load_parquet(
     test_groups = open_groups(test, columns=input.columns_named) if test else None
     if not _is_streamed(groups, input):
         return _in_memory(groups, test_groups, source=source, seed=seed)
+    names = _names(groups, test_groups)
     if test_groups is None:
         groups, test_groups = split_groups(groups, seed=seed, source=source)
-    return streamed(groups, test_groups, names=_names(groups), source=source, input=input)
+    return streamed(groups, test_groups, names=names, source=source, input=input)
 
 
 def _is_streamed(groups: ParquetGroups, input: InputConfig) -> bool:
@@ -67,9 +69,9 @@ def _is_streamed(groups: ParquetGroups, input: InputConfig) -> bool:
 
 
 def _decoded_bytes(groups: ParquetGroups, input: InputConfig) -> int:
-    """Return what the set takes in memory, going by the first picture."""
+    """Return what the set takes in memory, going by the first picture or row."""
     if not has_pictures(groups.columns):
-        return groups.num_bytes
+        return sum(groups.sizes) * row_bytes(groups.read_first())
     first = labelled_pictures(groups.read_first(), source=groups.name(0), allows_null=True)
     encoded, name = first["image"][0].as_py(), groups.name(0)
     if encoded is None:
@@ -121,12 +123,36 @@ def _split(count: int, *, seed: int, what: str, source: str) -> tuple[np.ndarray
     return np.sort(order[:num_test]), np.sort(order[num_test:])
 
 
-def _names(groups: ParquetGroups) -> tuple[str, ...]:
-    """Return the names of the classes; without any as many numbers as the labels need."""
+def _names(groups: ParquetGroups, test: ParquetGroups | None) -> tuple[str, ...]:
+    """Return the names of the classes; without any as many numbers as both parts need.
+
+    Raises:
+        DataError: labels are no integers, or there are none.
+    """
     if not has_pictures(groups.columns):
         return ()
+    parts = [part for part in (groups, test) if part is not None]
+    for part in parts:
+        check_labels(part.schema, part.columns, part.source)
     names = class_names_of(groups.schema)
-    return tuple(names or (str(k) for k in range(largest_label(groups) + 1)))
+    if names:
+        return tuple(names)
+    return numbered(max(largest_label(part) for part in parts), groups.source)
+
+
+def numbered(largest: int, source: str) -> tuple[str, ...]:
+    """Return a number for each class, as its name.
+
+    Args:
+        largest: label; -1: there is none.
+        source: for messages.
+
+    Raises:
+        DataError: there is no label of 0 or more.
+    """
+    if largest < 0:
+        raise DataError(source, "holds no labels of 0 or more, so there are no classes to learn")
+    return tuple(str(number) for number in range(largest + 1))
 
 
 def streamed(

@@ -17,7 +17,7 @@ from raydl.data.layout import Layout, find_layout
 from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures, open_groups
 from raydl.data.pictures import decode_one, mode_of
 from raydl.data.sources import labelled_files
-from raydl.data.table import arrays_of
+from raydl.data.table import arrays_of, row_bytes
 from raydl.data.text import TokenSet, load_text
 from raydl.errors import DataError
 
@@ -187,7 +187,7 @@ def _of_parquet(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
     groups = [open_groups(part, columns=config.columns_named) for part in files]
     bare = [_part_of(name, g) for name, g in zip(("train", "test"), groups, strict=False)]
     if not has_pictures(groups[0].columns):
-        size = sum(g.num_bytes for g in groups)
+        each = row_bytes(groups[0].read_first())
         return SourceInfo(
             source=source,
             kind="parquet",
@@ -195,8 +195,8 @@ def _of_parquet(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
             parts=tuple(bare),
             has_test=len(groups) > 1,
             columns=_columns(groups[0]),
-            decoded_bytes=size,
-            is_streamed=_is_streamed(groups[0].num_bytes, config),
+            decoded_bytes=sum(part.num_rows for part in bare) * each,
+            is_streamed=_is_streamed(bare[0].num_rows * each, config),
         )
     labels = [_labels(g) for g in groups]
     names = _class_names(groups, labels)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,6 +20,11 @@ class Order(Protocol):
     num_samples: int
     """Positions in an epoch."""
 
+    @property
+    def name(self) -> str:
+        """What makes it, but for the seed, in words: two of one name and seed are the same."""
+        ...
+
     def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return the samples at some positions, int64, shape [num_positions]."""
         ...
@@ -26,6 +34,10 @@ class Order(Protocol):
 
         None: it has no blocks; any position is as near as any other.
         """
+        ...
+
+    def near(self, epoch: int, position: int) -> np.ndarray:
+        """Return a row of each row group that the block at a position lies in, int64."""
         ...
 
 
@@ -42,6 +54,11 @@ class Shuffled:
         self._seed = seed
         self._orders: dict[int, np.ndarray] = {}
 
+    @property
+    def name(self) -> str:
+        """What makes it."""
+        return "in memory"
+
     def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return the samples at some positions of an epoch."""
         if epoch not in self._orders:
@@ -54,6 +71,10 @@ class Shuffled:
     def cuts(self, epoch: int) -> None:
         """Return None: there are no blocks."""
         return None
+
+    def near(self, epoch: int, position: int) -> np.ndarray:
+        """Return the row at a position: there are no row groups."""
+        return self.rows(epoch, np.array([position]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_orders": {}}
@@ -78,8 +99,14 @@ class InBlocks:
         self.num_samples = int(self._sizes.sum())
         self._seed = seed
         self._block_samples = block_samples
-        self._plans: dict[int, tuple[list[np.ndarray], np.ndarray]] = {}
+        self._plans: dict[int, tuple[list[np.ndarray], array[int]]] = {}
         self._mixed: dict[tuple[int, int], np.ndarray] = {}
+
+    @property
+    def name(self) -> str:
+        """What makes it: how much is mixed, and the sizes of the row groups."""
+        sizes = f"{len(self._sizes)} row groups, {zlib.crc32(self._sizes.tobytes()):08x}"
+        return f"streamed with input.shuffle_samples {self._block_samples} ({sizes})"
 
     def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return the samples at some positions of an epoch."""
@@ -94,16 +121,22 @@ class InBlocks:
 
     def cuts(self, epoch: int) -> Sequence[int]:
         """Return where the blocks of an epoch end."""
-        cuts: list[int] = self._plan(epoch)[1].tolist()
-        return cuts
+        return self._plan(epoch)[1]
 
-    def _plan(self, epoch: int) -> tuple[list[np.ndarray], np.ndarray]:
+    def near(self, epoch: int, position: int) -> np.ndarray:
+        """Return the first row of each row group of the block at a position."""
+        groups, cuts = self._plan(epoch)
+        first: np.ndarray = self._starts[groups[bisect_right(cuts, position)]]
+        return first
+
+    def _plan(self, epoch: int) -> tuple[list[np.ndarray], array[int]]:
         """Return (the row groups of each block, where each block ends)."""
         if epoch not in self._plans:
             groups = np.random.default_rng([self._seed, epoch]).permutation(len(self._sizes))
             ends = np.cumsum(self._sizes[groups])
             last = np.flatnonzero(np.diff((ends - 1) // self._block_samples, append=-1))
-            plan = np.split(groups, last[:-1] + 1), ends[last]
+            cuts = array("q", ends[last].astype(np.int64).tobytes())  # searched by numpy, bisect
+            plan = np.split(groups, last[:-1] + 1), cuts
             self._plans = {e: p for e, p in self._plans.items() if e == epoch - 1}
             self._plans[epoch] = plan
         return self._plans[epoch]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -23,6 +22,7 @@ from raydl.errors import DataError
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "labels", "fine_label")
+_KEPT_FOOTERS = 16
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,23 @@ class ParquetGroups:
     """Of the first file."""
     columns: tuple[str, ...]
     """What is read."""
-    num_bytes: int
-    """Of the columns' values, encoded and not compressed, in all files."""
+    _footers: dict[int, pq.FileMetaData] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Of the files that were read last: a footer tells of all row groups of its file."""
+
+    def _read_footer(self, file: int, stream: pa.NativeFile) -> pq.FileMetaData:
+        """Return a file's footer, from memory where it was read before."""
+        footer = self._footers.get(file)
+        if footer is None:
+            footer = pq.read_metadata(stream)
+            while len(self._footers) >= _KEPT_FOOTERS:
+                self._footers.pop(next(iter(self._footers)), None)
+            self._footers[file] = footer
+        return footer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_footers": {}}
 
     def read(self, number: int) -> pa.Table:
         """Return the columns of a row group.
@@ -51,7 +66,9 @@ class ParquetGroups:
         place = self.files[file]
         try:
             with place.filesystem.open_input_file(place.path) as stream:
-                return pq.ParquetFile(stream).read_row_group(group, columns=list(self.columns))
+                footer = self._read_footer(file, stream)
+                opened = pq.ParquetFile(stream, metadata=footer)
+                return opened.read_row_group(group, columns=list(self.columns))
         except (OSError, pa.ArrowException) as error:
             reason = str(error).splitlines()[0]
             raise DataError(self.name(number), f"can not be read: {reason}") from error
@@ -88,8 +105,17 @@ class ParquetGroups:
             raise DataError(self.name(0), f"can not be read: {reason}") from error
 
     def read_all(self) -> pa.Table:
-        """Return the columns of all row groups."""
-        return pa.concat_tables([self.read(number) for number in range(len(self.index))])
+        """Return the columns of all row groups.
+
+        Raises:
+            DataError: a file is cut off, or was changed, or files differ in their types.
+        """
+        tables = [self.read(number) for number in range(len(self.index))]
+        try:
+            return pa.concat_tables(tables)
+        except pa.ArrowException as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(self.source, f"files differ in their columns: {reason}") from error
 
     @property
     def source(self) -> str:
@@ -98,40 +124,35 @@ class ParquetGroups:
         return self.files[0].name + others
 
 
-def open_groups(files: Sequence[Place], *, columns: Sequence[str] = ()) -> ParquetGroups:
+def open_groups(
+    files: Sequence[Place], *, columns: Sequence[str] = (), of_one_type: bool = True
+) -> ParquetGroups:
     """Return the row groups of some files; their footers alone are read.
 
     Args:
         files: one or more.
         columns: of a table, those to read; none: all. Of pictures there are two.
+        of_one_type: whether a column must be of one type in all files.
 
     Raises:
-        DataError: a file does not open, lacks a column, or none has a row.
+        DataError: a file does not open, lacks a column or has another type, or none has a row.
     """
     footers = [_footer(file) for file in files]
     schema = footers[0].schema.to_arrow_schema()
     wanted = chosen_columns(schema, columns, files[0].name)
     for file, footer in zip(files[1:], footers[1:], strict=True):
-        chosen_columns(footer.schema.to_arrow_schema(), wanted, file.name)
+        other = footer.schema.to_arrow_schema()
+        chosen_columns(other, wanted, file.name)
+        if of_one_type:
+            _check_like(other, schema, wanted, file.name)
     index = [(f, g) for f, m in enumerate(footers) for g in range(m.num_row_groups)]
     sizes = [footers[f].row_group(g).num_rows for f, g in index]
-    is_wanted = [
-        footers[0].schema.column(i).path.split(".")[0] in wanted
-        for i in range(footers[0].num_columns)
-    ]
-    num_bytes = sum(
-        footers[f].row_group(g).column(i).total_uncompressed_size
-        for f, g in index
-        for i in np.flatnonzero(is_wanted).tolist()
-        if i < footers[f].num_columns
-    )
     groups = ParquetGroups(
         files=tuple(files),
         index=tuple(pair for pair, size in zip(index, sizes, strict=True) if size),
         sizes=tuple(size for size in sizes if size),
         schema=schema,
         columns=wanted,
-        num_bytes=num_bytes,
     )
     if not groups.sizes:
         raise DataError(groups.source, "holds no rows")
@@ -168,6 +189,26 @@ def chosen_columns(schema: pa.Schema, columns: Sequence[str], source: str) -> tu
     for name in columns:
         _column(schema, (name,), source)
     return tuple(columns) or tuple(schema.names)
+
+
+def _check_like(schema: pa.Schema, first: pa.Schema, columns: Sequence[str], source: str) -> None:
+    """Raise DataError if a file's columns are of other types than the first's."""
+    for name in columns:
+        ours, theirs = (
+            _kind_of(s.field(_column(s, (name,), source)).type) for s in (schema, first)
+        )
+        if ours != theirs:
+            raise DataError(
+                source,
+                f"column {name!r} holds {ours}, in the first file {theirs}; all files must hold "
+                f"one type",
+            )
+
+
+def _kind_of(type: pa.DataType) -> pa.DataType:
+    """Return the type of a column; of hub pictures, that of the pictures alone."""
+    is_picture = pa.types.is_struct(type) and type.get_field_index("bytes") >= 0
+    return type.field("bytes").type if is_picture else type
 
 
 def _column(schema: pa.Schema, choices: tuple[str, ...], source: str) -> str:
@@ -221,6 +262,19 @@ def labelled_pictures(
             row = pc.index(pc.is_null(column), True).as_py()
             raise DataError(source, f"column {name!r} is null in row {row}")
     return pa.table({"image": images, "label": labels.cast(pa.int64())})
+
+
+def check_labels(schema: pa.Schema, columns: Sequence[str], source: str) -> None:
+    """Raise DataError if the labels are no integers.
+
+    Args:
+        schema: of the data.
+        columns: (pictures, labels).
+        source: for messages.
+    """
+    label, type = columns[1], schema.field(columns[1]).type
+    if not pa.types.is_integer(type):
+        raise DataError(source, f"column {label!r} must hold integers, it is {type}")
 
 
 def class_names_of(schema: pa.Schema) -> list[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -147,15 +148,18 @@ def part_of(batch: Batch, start: int, stop: int) -> Batch:
     return tuple(tensor[start:stop] for tensor in batch)
 
 
-def parts_of(batch: Batch, num_parts: int) -> Iterator[tuple[Batch, float]]:
+def parts_of(batch: Batch, num_parts: int, *, full: int) -> Iterator[tuple[Batch, float]]:
     """Return a batch in parts of nearly equal size, each with its share of the samples.
 
     Args:
         batch: of 1 sample or more.
-        num_parts: 1 or more; there are no more parts than samples.
+        num_parts: of a full batch, 1 or more; a smaller one, at the tail of an epoch, has as many
+            as it needs to be no larger. Parts of a sample or two would spoil batch norm.
+        full: samples of a full batch.
     """
     num_samples, start = num_samples_of(batch), 0
-    num_parts = min(num_parts, num_samples)
+    largest = math.ceil(full / num_parts)
+    num_parts = min(num_parts, math.ceil(num_samples / largest))
     if num_parts == 1:
         yield batch, 1.0
         return

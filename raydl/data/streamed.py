@@ -24,7 +24,7 @@ from raydl.data.table import tensor_array
 from raydl.errors import DataError
 
 _GROUPS_ACROSS, _PICTURES_ACROSS = 8, 2048
-"""Row groups, and pictures in them, that mean and deviation of a set are taken from."""
+"""Mean and deviation of a set are taken from so many pictures, in so many row groups or more."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,27 @@ class _Open:
         name = self.groups.name(number)
         pictures = labelled_pictures(table, source=name, allows_null=True, allows_tensors=True)
         column = pictures["image"].combine_chunks()
-        is_decoded = isinstance(column.type, pa.BaseExtensionType)
-        return _Group(tensor_array(column) if is_decoded else column, _labels_of(pictures["label"]))
+        labels = _labels_of(pictures["label"])
+        if not isinstance(column.type, pa.BaseExtensionType):
+            return _Group(column, labels)
+        return _Group(_decoded(column, source=name), labels)
+
+
+def _decoded(column: pa.Array, *, source: str) -> np.ndarray:
+    """Return pictures that are tensors: uint8, shape [N, H, W] or [N, H, W, C]."""
+    if column.null_count:
+        row = pa.compute.index(column.is_null(), True).as_py()
+        raise DataError(source, f"row {row} holds no picture")
+    pictures = tensor_array(column)
+    kinds = (
+        {picture.dtype for picture in pictures} if pictures.dtype == object else {pictures.dtype}
+    )
+    if kinds != {np.dtype(np.uint8)}:
+        found = ", ".join(sorted(map(str, kinds)))
+        raise DataError(
+            source, f"holds pictures of {found}; decoded ones must be uint8, from 0 to 255"
+        )
+    return pictures
 
 
 def _labels_of(column: pa.ChunkedArray) -> np.ndarray:
@@ -99,16 +118,16 @@ class StreamedPictures:
         return InBlocks(sizes, seed, block_samples=self._config.shuffle_samples)
 
     def rows_across(self) -> np.ndarray:
-        """Return rows of a few row groups all over the set, enough for mean and deviation."""
+        """Return rows of row groups all over the set, enough for mean and deviation."""
         sizes = np.asarray(self._groups.groups.sizes)
-        starts = np.cumsum(sizes) - sizes
-        numbers = np.unique(np.linspace(0, len(sizes) - 1, _GROUPS_ACROSS).astype(int))
-        count = _PICTURES_ACROSS // len(numbers)
-        rows = [
-            start + np.arange(min(count, size))
-            for start, size in zip(starts[numbers], sizes[numbers], strict=True)
-        ]
-        return np.concatenate(rows)
+        starts, num_groups = np.cumsum(sizes) - sizes, _GROUPS_ACROSS
+        while True:
+            numbers = np.unique(np.linspace(0, len(sizes) - 1, num_groups).astype(int))
+            counts = np.minimum(sizes[numbers], -(-_PICTURES_ACROSS // len(numbers)))
+            if counts.sum() >= _PICTURES_ACROSS or len(numbers) == len(sizes):
+                pairs = zip(starts[numbers], counts, strict=True)
+                return np.concatenate([start + np.arange(count) for start, count in pairs])
+            num_groups *= 2
 
     def expect(self, rows: np.ndarray) -> None:
         """Read the row groups of these rows ahead."""

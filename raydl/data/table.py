@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,7 +67,9 @@ class StreamedTable:
     def __init__(self, groups: RowGroups, *, shuffle_samples: int) -> None:
         self._groups = GroupCache(groups, _Arrays(groups))
         self._shuffle_samples = shuffle_samples
-        self.shape = shape_of(self._groups.get(0))
+        first = self._groups.get(0)
+        self._dtypes = {name: array.dtype for name, array in first.items()}
+        self.shape = shape_of(first)
         """What a model is built for: the shape of each column."""
 
     @property
@@ -91,19 +94,30 @@ class StreamedTable:
         """
         numbers, within = self._groups.places(rows)
         out = {
-            name: np.empty((len(rows), *shape), self._groups.get(0)[name].dtype)
+            name: np.empty((len(rows), *shape), self._dtypes[name])
             for name, shape in self.shape.columns.items()
         }
         for number in np.unique(numbers).tolist():
             columns, is_here = self._groups.get(number), numbers == number
-            if shape_of(columns) != self.shape:
-                raise DataError(
-                    self._groups.groups.name(number),
-                    f"has {shape_of(columns)} of other shapes than the first row group",
-                )
+            self._check(columns, number)
             for name, array in out.items():
                 array[is_here] = columns[name][within[is_here]]
         return {name: torch.from_numpy(array) for name, array in out.items()}
+
+    def _check(self, columns: Columns, number: int) -> None:
+        """Raise DataError if a row group has other shapes or types than the first."""
+        name = self._groups.groups.name(number)
+        if shape_of(columns) != self.shape:
+            raise DataError(
+                name, f"has {shape_of(columns)} of other shapes than the first row group"
+            )
+        for column, array in columns.items():
+            if array.dtype != self._dtypes[column]:
+                raise DataError(
+                    name,
+                    f"column {column!r} holds {array.dtype}, in the first row group "
+                    f"{self._dtypes[column]}; all must hold one type",
+                )
 
     def expect(self, rows: np.ndarray) -> None:
         """Read the row groups of these rows ahead."""
@@ -134,13 +148,24 @@ def arrays_of(table: pa.Table, *, source: str) -> Columns:
     return {name: _array_of(table[name], name, source=source) for name in table.column_names}
 
 
+def row_bytes(row: pa.Table) -> int:
+    """Return the bytes of a table's one row as arrays; what holds no numbers counts as it lies."""
+    return sum(_column_bytes(row.select([name])) for name in row.column_names)
+
+
+def _column_bytes(column: pa.Table) -> int:
+    try:
+        (array,) = arrays_of(column, source="").values()
+    except DataError:
+        return int(column.nbytes)
+    return array.nbytes
+
+
 def _array_of(column: pa.ChunkedArray, name: str, *, source: str) -> np.ndarray:
-    if column.null_count:
-        row = next(i for i, value in enumerate(column) if not value.is_valid)
-        raise DataError(source, f"column {name!r} is null in row {row}")
     values, shape = column.combine_chunks(), [len(column)]
+    _refuse_nulls(values, 1, name, source=source)
     if isinstance(values.type, pa.BaseExtensionType):
-        return _checked_tensor(tensor_array(values), name, source=source)
+        return _checked_tensor(values, name, source=source)
     while _is_list(values.type):
         lengths = np.unique(np.asarray(pa.compute.list_value_length(values)))
         if len(lengths) > 1:
@@ -151,7 +176,15 @@ def _array_of(column: pa.ChunkedArray, name: str, *, source: str) -> np.ndarray:
             )
         shape.append(int(lengths[0]) if len(lengths) else 0)
         values = values.flatten()
+        _refuse_nulls(values, math.prod(shape[1:]), name, source=source)
     return _numbers(values, name, source=source).reshape(shape)
+
+
+def _refuse_nulls(values: pa.Array, per_row: int, name: str, *, source: str) -> None:
+    """Raise DataError if there is a null among values, of which each row has so many."""
+    if values.null_count:
+        row = pa.compute.index(values.is_null(), True).as_py() // per_row
+        raise DataError(source, f"column {name!r} is null in row {row}")
 
 
 def tensor_array(values: pa.Array) -> np.ndarray:
@@ -163,7 +196,11 @@ def tensor_array(values: pa.Array) -> np.ndarray:
     return array
 
 
-def _checked_tensor(array: np.ndarray, name: str, *, source: str) -> np.ndarray:
+def _checked_tensor(values: pa.Array, name: str, *, source: str) -> np.ndarray:
+    if _is_list(values.storage.type):
+        inner = values.storage.flatten()
+        _refuse_nulls(inner, max(1, len(inner) // max(1, len(values))), name, source=source)
+    array = tensor_array(values)
     if array.dtype == object:
         raise DataError(source, f"column {name!r} holds tensors of different shapes")
     kinds = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.bool_}

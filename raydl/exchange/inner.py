@@ -63,8 +63,8 @@ class GradientGroup:
         self._group.start_allreduce(content, round=self._step).wait()
         return content.cpu().numpy().tobytes()
 
-    def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> bool:
-        """Replace tensors by those of the group's first worker; return whether any was another.
+    def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> list[bool]:
+        """Replace tensors by those of the group's first worker; return which were others.
 
         Raises:
             ExchangeError: it went away or took too long; the tensors are as they were.
@@ -72,8 +72,8 @@ class GradientGroup:
         copies = [t.clone() if is_first else torch.zeros_like(t) for t in tensors]
         for copy in copies:
             self._group.start_allreduce(copy, round=self._step).wait()
-        is_other = False
-        for tensor, copy in zip(tensors, copies, strict=True):
-            is_other = is_other or not torch.equal(tensor, copy)
+        pairs = list(zip(tensors, copies, strict=True))
+        were_others = [not torch.equal(tensor, copy) for tensor, copy in pairs]
+        for tensor, copy in pairs:
             tensor.copy_(copy)
-        return is_other
+        return were_others

@@ -141,6 +141,7 @@ class RayCrew:
             ray.kill(shard)
         for who in ("center", *(f"shard {i}" for i in range(1, len(self._shards)))):
             self._forget(who)
+        self._calls.forget(lambda call: call.task == "evaluation")  # of the center that was
         copy = self._workers[worker_id].center.remote() if worker_id else self._known
         self._calls.expect(self._start_center(copy), "center", self._take_address)
 

@@ -12,8 +12,8 @@ import ray
 
 from raydl.config import InputConfig
 from raydl.data import Dataset
-from raydl.data.from_parquet import split_groups, streamed
-from raydl.data.parquet import chosen_columns, has_pictures
+from raydl.data.from_parquet import numbered, split_groups, streamed
+from raydl.data.parquet import check_labels, chosen_columns, has_pictures
 from raydl.errors import DataError
 
 _SOURCE = "ray.data.Dataset"
@@ -81,6 +81,8 @@ def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
     if not full:
         raise DataError(_SOURCE, "holds no rows")
     columns = chosen_columns(full[0][2], input.columns_named, _SOURCE)
+    if has_pictures(columns):
+        check_labels(full[0][2], columns, _SOURCE)
     return RayBlocks(tuple(ref for ref, *_ in full), tuple(size for _, size, _ in full), columns)
 
 
@@ -95,7 +97,7 @@ def _class_names(*parts: RayBlocks) -> tuple[str, ...]:
         return ()
     largest = ray.remote(num_cpus=0)(_largest)
     asked = [largest.remote(ref, part.columns[1]) for part in parts for ref in part.refs]
-    return tuple(str(number) for number in range(max(ray.get(asked, timeout=_READ_S)) + 1))
+    return numbered(max(ray.get(asked, timeout=_READ_S)), _SOURCE)
 
 
 def _largest(table: pa.Table, label: str) -> int:

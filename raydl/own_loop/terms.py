@@ -49,6 +49,7 @@ class Endless:
     """The order of steps: each comes once."""
 
     num_samples = ENDLESS
+    name = "endless"
 
     def rows(self, epoch: int, positions: Any) -> Any:
         """Return the positions."""
@@ -57,6 +58,10 @@ class Endless:
     def cuts(self, epoch: int) -> None:
         """Return None: there are no blocks."""
         return None
+
+    def near(self, epoch: int, position: int) -> Any:
+        """Return no rows: nothing is read."""
+        return ()
 
 
 def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -> Job:

@@ -92,12 +92,16 @@ class Roster:
         entered = None if member is None else member.entered
         return refusal_of(stamp, entered, self.membership.generation)
 
-    def not_entered_before(self, worker_id: str) -> list[str]:
-        """Return the members of lower rank that are awaited and have not entered."""
+    def not_entered(self, *, before: str | None = None) -> list[str]:
+        """Return the members that are awaited and have not entered, by rank.
+
+        Args:
+            before: those of lower rank than this worker alone.
+        """
         workers = self.membership.worker_ids
-        before = [self._members[w] for w in workers[: workers.index(worker_id)]]
-        missing = [m.is_awaited and not m.has_entered for m in before]
-        return [w for w, is_missing in zip(workers, missing, strict=False) if is_missing]
+        asked = workers if before is None else workers[: workers.index(before)]
+        members = ((w, self._members[w]) for w in asked)
+        return [w for w, m in members if m.is_awaited and not m.has_entered]
 
     @property
     def in_training(self) -> set[str]:

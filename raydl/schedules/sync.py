@@ -65,11 +65,12 @@ class SyncSchedule:
         """Free what the lost had claimed.
 
         Those who are still here complete what they have trained on with their next exchange;
-        but a gradient that was not summed is forgotten.
+        but a gradient that was not summed is forgotten. What they have reserved they keep.
         """
         membership = self._site.membership
+        still_here = (*membership.worker_ids, *membership.absent)
         is_kept = self._site.method.rule.sends is not Sends.GRADIENT
-        self._ledger.release(keep=(*membership.worker_ids, *membership.absent) if is_kept else ())
+        self._ledger.release(keep=still_here if is_kept else (), members=still_here)
 
     def _make_centers(self, snapshot: Snapshot) -> None:
         method, device = self._site.method, self._site.center_device()

@@ -1,0 +1,55 @@
+"""What a start of a run has come to at each of its records, so that it can be told at any round.
+
+A checkpoint is written some rounds after its own: what lies between is trained again by whoever
+goes on from it, and would be counted twice.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """What a start has come to at a round."""
+
+    round: int
+    seconds: float
+    """Training time over all starts."""
+    staleness_sum: float = 0.0
+    """Of the rounds of this start."""
+    time_parts: dict[str, float]
+    """Mean seconds per worker by part, of this start."""
+
+
+class Sums:
+    """The sums at the records since the newest checkpoint, oldest first.
+
+    Args:
+        first: where the start begins.
+    """
+
+    def __init__(self, first: Sum) -> None:
+        self._notes = [first]
+
+    def add(self, note: Sum) -> None:
+        """Note a record; of those at its round or beyond, the center went back."""
+        at = bisect.bisect_left(self._notes, note.round, key=lambda known: known.round)
+        self._notes[at:] = [note]
+
+    @property
+    def newest(self) -> Sum:
+        """That of the newest record."""
+        return self._notes[-1]
+
+    def before(self, round: int) -> Sum:
+        """Return the newest of an earlier round, or the oldest that is known."""
+        at = bisect.bisect_left(self._notes, round, key=lambda known: known.round)
+        return self._notes[max(at - 1, 0)]
+
+    def take(self, round: int) -> Sum:
+        """Return the sum of a checkpoint's round, or the newest before it; forget what is older."""
+        at = bisect.bisect_right(self._notes, round, key=lambda known: known.round)
+        self._notes = self._notes[max(at - 1, 0) :]
+        return self._notes[0]

@@ -1,0 +1,67 @@
+"""A run goes on only with the samples in the order that it began with."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from raydl.center import first_snapshot
+from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint_writer import checkpoint_of
+from raydl.config import RunConfig, TrainConfig
+from raydl.crew import Collected
+from raydl.data.order import InBlocks, Shuffled
+from raydl.errors import ConfigError
+from raydl.flat import FlatModel
+from raydl.runs.folder import RunFolder
+from raydl.start import Start
+
+BEGAN = InBlocks([5, 5, 5, 5, 3], 0, block_samples=8)
+
+
+def resume(tmp_path, order, *, is_old=False):
+    """Begin a run in the order BEGAN, keep one checkpoint, and open it again in another order."""
+    config = TrainConfig(data="digits", run=RunConfig(run_dir=str(tmp_path / "run")))
+    flat = FlatModel(torch.nn.Linear(2, 1))
+    folder = RunFolder(config)
+    with folder.held(resume=False):
+        start = Start.open(folder, config, flat, order=BEGAN)
+        folder.write_config(config)
+        snapshot = dataclasses.replace(first_snapshot(flat, 23), round=1, num_samples=5)
+        collected = Collected(snapshot, {})
+        checkpoint = checkpoint_of(collected, flat, seconds=1.0, order=BEGAN.name)
+        if is_old:
+            del checkpoint.state["order"]
+        CheckpointStore(start.folder.storage).write(checkpoint)
+    again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    folder = RunFolder(again)
+    with folder.held(resume=True):
+        return Start.open(folder, again, flat, order=order)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Shuffled(23, 0),
+        InBlocks([5, 5, 5, 5, 3], 0, block_samples=9),
+        InBlocks([5, 5, 5, 3, 5], 0, block_samples=8),
+    ],
+)
+def test_a_run_does_not_go_on_with_its_samples_in_another_order(tmp_path, order):
+    with pytest.raises(ConfigError, match="trained on twice; keep the settings of input"):
+        resume(tmp_path, order)
+
+
+def test_a_run_goes_on_with_its_samples_in_the_same_order(tmp_path):
+    same = InBlocks(np.array([5, 5, 5, 5, 3]), 0, block_samples=8)
+    assert resume(tmp_path, same).snapshot.round == 1
+
+
+def test_a_run_does_not_go_on_with_another_number_of_samples(tmp_path):
+    with pytest.raises(ConfigError, match="has 24 training samples, the run began with 23"):
+        resume(tmp_path, Shuffled(24, 0))
+
+
+def test_a_checkpoint_that_does_not_tell_its_order_is_gone_on_from(tmp_path):
+    assert resume(tmp_path, BEGAN, is_old=True).snapshot.round == 1
