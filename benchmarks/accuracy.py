@@ -22,8 +22,9 @@ from torch import nn
 import raydl
 from raydl.config import TrainConfig
 from raydl.data import Batches, Dataset, load, preparation_for
+from raydl.evaluator import score
 from raydl.rules import lr_factor
-from raydl.task import Classification, evaluate
+from raydl.task import Classification
 
 
 def train_plainly(
@@ -52,14 +53,7 @@ def train_plainly(
         num_done += len(rows)
     seconds = time.perf_counter() - began
     test = Batches(data.test, prepare)
-    scores = evaluate(
-        task,
-        model,
-        lambda first, last: test.batch(np.arange(first, last)),
-        num_samples=test.num_samples,
-        batch_size=500,
-    )
-    return scores["accuracy"], seconds
+    return score(task, model, test, config)["accuracy"], seconds
 
 
 def main() -> None:

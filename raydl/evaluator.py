@@ -6,15 +6,29 @@ import math
 
 import numpy as np
 import torch
+from torch import nn
 
 from raydl.callbacks import score_of
 from raydl.center import Snapshot
+from raydl.config import TrainConfig
 from raydl.crew import Evaluated
 from raydl.data import Batches
 from raydl.examples import example_rows
 from raydl.flat import FlatModel
 from raydl.job import Job
-from raydl.task import Predicts, evaluate, in_precision, predict
+from raydl.task import Predicts, Task, evaluate, in_precision, predict
+
+
+def score(task: Task, model: nn.Module, test: Batches, config: TrainConfig) -> dict[str, float]:
+    """Return the metrics of a model on a test set, in the precision and batches of a run."""
+    with in_precision(config.training.precision, next(model.parameters()).device):
+        return evaluate(
+            task,
+            model,
+            lambda start, stop: test.batch(np.arange(start, stop)),
+            num_samples=test.num_samples,
+            batch_size=config.evaluation.batch_size,
+        )
 
 
 class Evaluator:
@@ -35,14 +49,9 @@ class Evaluator:
         """Return the metrics of a snapshot, and what it says of the examples."""
         self._flat.weights.copy_(torch.tensor(snapshot.weights))
         self._flat.buffers.copy_(torch.tensor(snapshot.buffers))
-        with in_precision(self._job.config.training.precision, self._flat.weights.device):
-            metrics = evaluate(
-                self._job.task,
-                self._flat.model,
-                lambda start, stop: self._test.batch(np.arange(start, stop)),
-                num_samples=self._test.num_samples,
-                batch_size=self._job.config.evaluation.batch_size,
-            )
+        config = self._job.config
+        metrics = score(self._job.task, self._flat.model, self._test, config)
+        with in_precision(config.training.precision, self._flat.weights.device):
             predicted = self._predicted()
         is_best = self._is_best(metrics)
         return Evaluated(

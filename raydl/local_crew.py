@@ -9,7 +9,7 @@ import torch
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
 from raydl.crew import Changed, Collected, Event, Published, Reported, RunEnded, WorkerReady
-from raydl.data import Batches, Dataset, preparation_for
+from raydl.data import Batches, Dataset, Prepare
 from raydl.evaluator import Evaluator
 from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.faults import Fault
@@ -25,10 +25,10 @@ class LocalCrew:
     Args:
         job: what the worker does.
         dataset: training and test set.
+        prepare: makes its samples ready for the model.
     """
 
-    def __init__(self, job: Job, dataset: Dataset) -> None:
-        prepare = preparation_for(dataset, job.config)
+    def __init__(self, job: Job, dataset: Dataset, prepare: Prepare) -> None:
         self._job = job
         self._train = Batches(dataset.train, prepare)
         self._test = Batches(dataset.test, prepare)

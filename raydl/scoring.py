@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from raydl.best import read_best
 from raydl.checkpoint import CheckpointStore
 from raydl.data import Batches, load, preparation_for
 from raydl.errors import DataError
+from raydl.evaluator import score
 from raydl.runs.folder import open_run
-from raydl.task import evaluate, in_precision, task_on
+from raydl.task import task_on
 
 
 def score_run(path: str, *, data: str | None = None, best: bool = False) -> dict[str, float]:
@@ -38,11 +38,4 @@ def score_run(path: str, *, data: str | None = None, best: bool = False) -> dict
     except RuntimeError as error:
         raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
     test = Batches(dataset.test, preparation_for(dataset, config))
-    with in_precision(config.training.precision, torch.device("cpu")):
-        return evaluate(
-            task,
-            model,
-            lambda first, last: test.batch(np.arange(first, last)),
-            num_samples=test.num_samples,
-            batch_size=config.evaluation.batch_size,
-        )
+    return score(task, model, test, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
@@ -114,3 +115,30 @@ class Talk:
     """What travels with the last of those that begin."""
     overlap: bool = True
     """Weights travel while the gradient is computed, rather than before."""
+
+    @classmethod
+    def around(
+        cls,
+        exchanges: Sequence[Exchange],
+        begin: Sequence[int],
+        join: Sequence[int],
+        *,
+        make_header: Callable[[], Header],
+        overlap: bool = True,
+    ) -> Talk:
+        """Return what a step has to do with some of a round's exchanges, by their numbers.
+
+        Args:
+            exchanges: of the round; its header travels with the last one.
+            begin: those that begin around the step.
+            join: those that take effect in it.
+            make_header: asked only if the header travels.
+            overlap: weights travel while the gradient is computed.
+        """
+        is_last = len(exchanges) - 1 in begin
+        return cls(
+            begin=tuple(exchanges[f] for f in begin),
+            join=tuple(exchanges[f] for f in join),
+            header=make_header() if is_last else Header(),
+            overlap=overlap,
+        )

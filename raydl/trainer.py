@@ -30,7 +30,7 @@ from raydl.config import (
 )
 from raydl.control import Controller, State, kind_for
 from raydl.crew import Crew
-from raydl.data import Batches, Dataset, load, preparation_for
+from raydl.data import Batches, Dataset, Prepare, load, preparation_for
 from raydl.data.samples import num_samples_of, part_of
 from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.examples import Examples
@@ -153,7 +153,8 @@ class Trainer:
         shape = dataset.train.shape
         task = task_on(self.task, shape, config)
         _check_batch_size(config, dataset)
-        flat = self._try_model(task, dataset, method)
+        prepare = preparation_for(dataset, config)
+        flat = self._try_model(task, Batches(dataset.train, prepare), method)
         faults = _read_faults(config)
         folder = RunFolder(config)
         with folder.held(resume=config.run.resume):
@@ -165,7 +166,7 @@ class Trainer:
                 center_accuracy=start.before.center_accuracy,
             )  # fmt: skip
             with open_desk(start.folder.storage, view) as desk:
-                crew = _make_crew(job, dataset)
+                crew = _make_crew(job, dataset, prepare)
                 try:
                     result = self._run(crew, job, flat, start, desk, view, Examples(dataset.test))
                 finally:
@@ -184,17 +185,16 @@ class Trainer:
 
         return from_ray(self.data, seed=seed, input=self.config.input)
 
-    def _try_model(self, task: Task, dataset: Dataset, method: Method) -> FlatModel:
+    def _try_model(self, task: Task, batches: Batches, method: Method) -> FlatModel:
         """Build the initial model and try one batch, before any process starts."""
         torch.manual_seed(self.config.training.seed)
-        shape = dataset.train.shape
+        shape = batches.samples.shape
         model = task.build_model(shape)
         flat = FlatModel(model, name=task.name)
         _check_dtype(self.config, method, task.name, flat)
         optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
         check_state(f"optimizer.name {method.inner.name}", optimizer)
         weights, buffers = flat.weights.clone(), flat.buffers.clone()
-        batches = Batches(dataset.train, preparation_for(dataset, self.config))
         batch = _two_samples(batches)
         try:
             with torch.no_grad(), in_precision(self.config.training.precision, flat.weights.device):
@@ -359,10 +359,10 @@ def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
         )
 
 
-def _make_crew(job: Job, dataset: Dataset) -> Crew:
+def _make_crew(job: Job, dataset: Dataset, prepare: Prepare) -> Crew:
     scaling = job.config.scaling
     if scaling.max_workers == 0:
-        return LocalCrew(job, dataset)
+        return LocalCrew(job, dataset, prepare)
     ray_session.prepare()
     from raydl.on_ray.cluster import check_room  # imports Ray, as the next does
     from raydl.on_ray.crew import RayCrew
@@ -370,7 +370,7 @@ def _make_crew(job: Job, dataset: Dataset) -> Crew:
     is_ours = ray_session.connect()
     if is_ours:
         check_room(scaling)
-    return RayCrew(job, dataset)
+    return RayCrew(job, dataset, prepare)
 
 
 def _finish(controller: Controller, recorder: RunRecorder, start: Start) -> Result:

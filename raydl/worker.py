@@ -280,12 +280,11 @@ class Worker:
             )
 
     def _talk(self, schedule: Schedule, begin: list[int], join: list[int]) -> Talk:
-        exchanges = schedule.exchanges
-        is_last = len(exchanges) - 1 in begin
-        return Talk(
-            begin=tuple(exchanges[f] for f in begin),
-            join=tuple(exchanges[f] for f in join),
-            header=self._make_header(schedule) if is_last else Header(),
+        return Talk.around(
+            schedule.exchanges,
+            begin,
+            join,
+            make_header=lambda: self._make_header(schedule),
             overlap=self._method.overlap,
         )
 

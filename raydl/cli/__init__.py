@@ -6,14 +6,13 @@ command needs of torch or Ray it imports when it runs: ``--help`` should not wai
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from raydl.cli.data import data_command
 from raydl.cli.listing import list_methods, list_models
-from raydl.cli.options import STOPPED, parse_train
+from raydl.cli.options import STOPPED, list_commands, parse_train
 from raydl.cli.planning import plan
 from raydl.cli.reporting import report
 from raydl.cli.runs import remove, score, status
@@ -72,11 +71,7 @@ def _version() -> str:
 
 
 def _usage(given: list[str]) -> str:
-    lines = ["usage: raydl COMMAND [OPTIONS]     (raydl COMMAND --help for its options)"]
-    lines += ["       raydl --version", ""]
-    lines += [f"  {name:10} {command.__doc__}" for name, command in COMMANDS.items()]
-    if given and not given[0].startswith("-"):
-        near = difflib.get_close_matches(given[0], COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        lines.insert(0, f"error: there is no command {given[0]!r}{hint}\n")
-    return "\n".join(lines)
+    head = "usage: raydl COMMAND [OPTIONS]     (raydl COMMAND --help for its options)"
+    return list_commands(
+        f"{head}\n       raydl --version", COMMANDS, given[0] if given else "--help"
+    )

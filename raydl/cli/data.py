@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import sys
 import time
@@ -15,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raydl.cli.options import print_table
+from raydl.cli.options import list_commands, print_table
 from raydl.texts import clock_text, seconds_text
 
 if TYPE_CHECKING:
@@ -60,13 +59,7 @@ def data_command(arguments: Sequence[str]) -> int:
 
 
 def _usage(given: str) -> str:
-    lines = ["usage: raydl data COMMAND [OPTIONS]", ""]
-    lines += [f"  {name:10} {command.__doc__}" for name, command in _COMMANDS.items()]
-    if not given.startswith("-"):
-        near = difflib.get_close_matches(given, _COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        lines.insert(0, f"error: there is no command data {given!r}{hint}\n")
-    return "\n".join(lines)
+    return list_commands("usage: raydl data COMMAND [OPTIONS]", _COMMANDS, given, below="data ")
 
 
 def info(arguments: Sequence[str]) -> int:

@@ -85,6 +85,25 @@ def _what_is_unknown(word: str, flags: Mapping[str, str]) -> str:
     return f"has no option {name}; {hint}"
 
 
+def list_commands(
+    usage: str, commands: Mapping[str, Callable[..., int]], given: str, *, below: str = ""
+) -> str:
+    """Return the commands with their sentences; above them, that there is none of this name.
+
+    Args:
+        usage: how they are called.
+        commands: by name.
+        given: what was asked for; options, as ``--help``, are no name.
+        below: the command that they belong to, and a blank.
+    """
+    lines = [usage, "", *(f"  {name:10} {command.__doc__}" for name, command in commands.items())]
+    if not given.startswith("-"):
+        near = difflib.get_close_matches(given, commands, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        lines.insert(0, f"error: there is no command {below}{given!r}{hint}\n")
+    return "\n".join(lines)
+
+
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
 ) -> None:

@@ -70,15 +70,18 @@ class CenterKeeper:
         Raises:
             RaydlError: for too long it has not.
         """
+        if is_here:
+            self._lacking_since = None
+            return True
         now = self._clock()
-        if is_here or self._lacking_since is None:
-            self._lacking_since = None if is_here else now
-        if self._lacking_since is not None and now - self._lacking_since > _CENTER_S:
+        if self._lacking_since is None:
+            self._lacking_since = now
+        if now - self._lacking_since > _CENTER_S:
             raise RaydlError(
                 f"the center did not get the newest copy of itself within {_CENTER_S:.0f} s; the "
                 f"same command with --resume goes on from the newest checkpoint"
             )
-        return is_here
+        return False
 
     def publish(self, copy: Copy) -> None:
         """Let the center take in the copy of a worker that has left its loop, once.

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raydl.data.order import Shuffled
-from raydl.data.samples import Batch, Dataset, DataShape
+from raydl.data.samples import Batch, Dataset, DataShape, InMemory
 from raydl.errors import DataError
 
 _CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class ImageSet:
+class ImageSet(InMemory):
     """Pictures and their classes.
 
     Attributes:
@@ -50,22 +49,10 @@ class ImageSet:
         """What a model is built for."""
         return DataShape(self.image_shape, self.num_classes, self.class_names)
 
-    @property
-    def is_streamed(self) -> bool:
-        """No: all pictures are here."""
-        return False
-
-    def order(self, seed: int) -> Shuffled:
-        """Return the order of the pictures in each epoch."""
-        return Shuffled(self.num_samples, seed)
-
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return (uint8 pictures [B, C, H, W], int64 labels [B]) of these rows."""
         # Fancy indexing copies just these rows, so torch never sees read-only memory.
         return torch.from_numpy(self.images[rows]), torch.from_numpy(self.labels[rows])
-
-    def expect(self, rows: np.ndarray) -> None:
-        """Do nothing: all pictures are here."""
 
 
 def checked_set(

@@ -10,6 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from raydl.data.order import InBlocks
+
 _KEPT_UNEXPECTED = 2
 """Groups that nobody expected and are kept all the same: those of a block that another began."""
 
@@ -110,3 +112,37 @@ class GroupCache(Generic[_T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
+
+
+class InRowGroups(Generic[_T]):
+    """What all sets have in common whose samples are read as they are needed.
+
+    Args:
+        groups: where they lie.
+        convert: makes of a group's table and number what is kept of it.
+        shuffle_samples: row groups are mixed with one another until they hold so many samples.
+    """
+
+    def __init__(
+        self, groups: RowGroups, convert: Callable[[pa.Table, int], _T], *, shuffle_samples: int
+    ) -> None:
+        self._groups = GroupCache(groups, convert)
+        self._shuffle_samples = shuffle_samples
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of all groups."""
+        return self._groups.num_rows
+
+    @property
+    def is_streamed(self) -> bool:
+        """Yes."""
+        return True
+
+    def order(self, seed: int) -> InBlocks:
+        """Return the order of the samples in each epoch: row groups at random, a few mixed."""
+        return InBlocks(self._groups.groups.sizes, seed, block_samples=self._shuffle_samples)
+
+    def expect(self, rows: np.ndarray) -> None:
+        """Read the row groups of these rows ahead."""
+        self._groups.expect(rows)

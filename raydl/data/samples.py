@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raydl.data.order import Order
+from raydl.data.order import Order, Shuffled
 from raydl.ledger import split_evenly
 
 Batch = Any
@@ -80,6 +80,22 @@ class Samples(Protocol):
     def expect(self, rows: np.ndarray) -> None:
         """Get ready what will be fetched soon, and forget what will not."""
         ...
+
+
+class InMemory:
+    """What all sets have in common whose samples are all here."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """No."""
+        return False
+
+    def order(self: Samples, seed: int) -> Shuffled:
+        """Return the order of the samples in each epoch."""
+        return Shuffled(self.num_samples, seed)
+
+    def expect(self, rows: np.ndarray) -> None:
+        """Do nothing: all samples are here."""
 
 
 @runtime_checkable

@@ -15,10 +15,9 @@ import pyarrow as pa
 import torch
 
 from raydl.config import InputConfig
-from raydl.data.order import InBlocks
 from raydl.data.parquet import labelled_pictures
 from raydl.data.pictures import decode_one, mode_of
-from raydl.data.row_groups import GroupCache, RowGroups
+from raydl.data.row_groups import InRowGroups, RowGroups
 from raydl.data.samples import Batch, DataShape
 from raydl.data.table import tensor_array
 from raydl.errors import DataError
@@ -75,7 +74,7 @@ def _labels_of(column: pa.ChunkedArray) -> np.ndarray:
     return labels
 
 
-class StreamedPictures:
+class StreamedPictures(InRowGroups[_Group]):
     """Pictures and their classes, in row groups.
 
     Args:
@@ -90,7 +89,7 @@ class StreamedPictures:
     def __init__(
         self, groups: RowGroups, class_names: tuple[str, ...], config: InputConfig
     ) -> None:
-        self._groups = GroupCache(groups, _Open(groups))
+        super().__init__(groups, _Open(groups), shuffle_samples=config.shuffle_samples)
         self._config = config
         first, name = self._groups.get(0).pictures[0], groups.name(0)
         self._mode = "" if isinstance(first, np.ndarray) else mode_of(first.as_py(), 0, source=name)
@@ -101,21 +100,6 @@ class StreamedPictures:
 
     def _make_pool(self) -> None:
         self._pool = ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="decode")
-
-    @property
-    def num_samples(self) -> int:
-        """Pictures in the set."""
-        return self._groups.num_rows
-
-    @property
-    def is_streamed(self) -> bool:
-        """Yes."""
-        return True
-
-    def order(self, seed: int) -> InBlocks:
-        """Return the order of the pictures in each epoch: row groups at random, a few mixed."""
-        sizes = self._groups.groups.sizes
-        return InBlocks(sizes, seed, block_samples=self._config.shuffle_samples)
 
     def rows_across(self) -> np.ndarray:
         """Return rows of row groups all over the set, enough for mean and deviation."""
@@ -128,10 +112,6 @@ class StreamedPictures:
                 pairs = zip(starts[numbers], counts, strict=True)
                 return np.concatenate([start + np.arange(count) for start, count in pairs])
             num_groups *= 2
-
-    def expect(self, rows: np.ndarray) -> None:
-        """Read the row groups of these rows ahead."""
-        self._groups.expect(rows)
 
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return (uint8 pictures [B, C, H, W], int64 labels [B]) of these rows.

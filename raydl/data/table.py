@@ -10,9 +10,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from raydl.data.order import InBlocks, Shuffled
-from raydl.data.row_groups import GroupCache, RowGroups
-from raydl.data.samples import Batch, DataShape
+from raydl.data.row_groups import InRowGroups, RowGroups
+from raydl.data.samples import Batch, DataShape, InMemory
 from raydl.errors import DataError
 
 Columns = Mapping[str, np.ndarray]
@@ -20,7 +19,7 @@ Columns = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class TableSet:
+class TableSet(InMemory):
     """A table in memory.
 
     Attributes:
@@ -39,24 +38,12 @@ class TableSet:
         """What a model is built for: the shape of each column."""
         return shape_of(self.columns)
 
-    @property
-    def is_streamed(self) -> bool:
-        """No: all rows are here."""
-        return False
-
-    def order(self, seed: int) -> Shuffled:
-        """Return the order of the rows in each epoch."""
-        return Shuffled(self.num_samples, seed)
-
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return ``{column: tensor}`` of these rows."""
         return {name: torch.from_numpy(array[rows]) for name, array in self.columns.items()}
 
-    def expect(self, rows: np.ndarray) -> None:
-        """Do nothing: all rows are here."""
 
-
-class StreamedTable:
+class StreamedTable(InRowGroups[Columns]):
     """A table whose rows are read as they are needed.
 
     Args:
@@ -65,26 +52,11 @@ class StreamedTable:
     """
 
     def __init__(self, groups: RowGroups, *, shuffle_samples: int) -> None:
-        self._groups = GroupCache(groups, _Arrays(groups))
-        self._shuffle_samples = shuffle_samples
+        super().__init__(groups, _Arrays(groups), shuffle_samples=shuffle_samples)
         first = self._groups.get(0)
         self._dtypes = {name: array.dtype for name, array in first.items()}
         self.shape = shape_of(first)
         """What a model is built for: the shape of each column."""
-
-    @property
-    def num_samples(self) -> int:
-        """Rows of the table."""
-        return self._groups.num_rows
-
-    @property
-    def is_streamed(self) -> bool:
-        """Yes."""
-        return True
-
-    def order(self, seed: int) -> InBlocks:
-        """Return the order of the rows in each epoch: row groups at random, a few mixed."""
-        return InBlocks(self._groups.groups.sizes, seed, block_samples=self._shuffle_samples)
 
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return ``{column: tensor}`` of these rows.
@@ -118,10 +90,6 @@ class StreamedTable:
                     f"column {column!r} holds {array.dtype}, in the first row group "
                     f"{self._dtypes[column]}; all must hold one type",
                 )
-
-    def expect(self, rows: np.ndarray) -> None:
-        """Read the row groups of these rows ahead."""
-        self._groups.expect(rows)
 
 
 @dataclass(frozen=True)

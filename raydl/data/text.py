@@ -10,8 +10,7 @@ import torch
 
 from raydl.data import files
 from raydl.data.files import Place
-from raydl.data.order import Shuffled
-from raydl.data.samples import Batch, Dataset, DataShape
+from raydl.data.samples import Batch, Dataset, DataShape, InMemory
 from raydl.errors import DataError
 
 TEXT_ENDINGS = (".txt", ".md", ".npy")
@@ -25,7 +24,7 @@ _TEST_SHARE = 10
 
 
 @dataclass(frozen=True)
-class TokenSet:
+class TokenSet(InMemory):
     """A text cut into samples of equal length, which do not overlap.
 
     Attributes:
@@ -49,23 +48,11 @@ class TokenSet:
         """What a model is built for."""
         return DataShape((self.context,), self.vocabulary)
 
-    @property
-    def is_streamed(self) -> bool:
-        """No: all tokens are here."""
-        return False
-
-    def order(self, seed: int) -> Shuffled:
-        """Return the order of the samples in each epoch."""
-        return Shuffled(self.num_samples, seed)
-
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return (tokens, next tokens) of these rows, both int64, shape [B, context]."""
         positions = rows[:, None] * self.context + np.arange(self.context + 1)
         tokens = torch.from_numpy(self.tokens[positions].astype(np.int64))
         return tokens[:, :-1], tokens[:, 1:]
-
-    def expect(self, rows: np.ndarray) -> None:
-        """Do nothing: all tokens are here."""
 
 
 def load_text(source: str, *, context: int) -> Dataset:

@@ -31,7 +31,7 @@ from raydl.crew import (
     RunEnded,
     WorkerReady,
 )
-from raydl.data import Dataset, preparation_for
+from raydl.data import Dataset, Prepare
 from raydl.errors import RaydlError
 from raydl.exchange.collective import GroupAddress
 from raydl.faults import Fault
@@ -65,15 +65,16 @@ class RayCrew:
     Args:
         job: what the workers do.
         dataset: put into shared memory once; every node holds one copy for its workers.
+        prepare: makes its samples ready for the model.
     """
 
-    def __init__(self, job: Job, dataset: Dataset) -> None:
+    def __init__(self, job: Job, dataset: Dataset, prepare: Prepare) -> None:
         send_by_value(type(job.method.rule))
         self._job = job
         self._run_id = uuid.uuid4().hex[:8]
         self._home = ray.get_runtime_context().get_node_id()
         self._train = ray.put(dataset.train)
-        self._prepare = ray.put(preparation_for(dataset, job.config))
+        self._prepare = ray.put(prepare)
         self._test = ray.put(dataset.test)
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._workers: dict[str, ActorHandle] = {}
