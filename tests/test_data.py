@@ -13,7 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
+from raydl.config import InputConfig
 from raydl.data import Batches, ImageSet, Normalizer, channel_statistics, load
+from raydl.data.info import inspect
 from raydl.errors import DataError, UnknownNameError
 
 
@@ -291,6 +293,21 @@ def test_broken_input_is_named_in_one_sentence(tmp_path, case, sentence):
     with pytest.raises(DataError, match=sentence) as caught:
         load(broken(tmp_path, case))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["missing", "idx without test", "glob without match"])
+def test_what_is_not_there_is_told_alike_by_a_run_and_by_info(tmp_path, case):
+    source = broken(tmp_path, case)
+    with pytest.raises(DataError) as loaded:
+        load(source)
+    with pytest.raises(DataError) as inspected:
+        inspect(source)
+    assert str(loaded.value) == str(inspected.value)
+
+
+def test_the_bundled_digits_are_streamed_where_that_is_asked_for():
+    assert load("digits", input=InputConfig(stream="always")).train.is_streamed
+    assert not load("digits").train.is_streamed
 
 
 def test_a_misspelt_bundled_set_lists_the_nearest():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,14 +51,16 @@ def _idx_array(file: Place, *, num_dims: int) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
 
 
-def read_cifar(files: list[Place], names: Place) -> ImageSet:
-    """Return a set from CIFAR-10's binary batches.
+def read_cifar(files: Sequence[Place], names: Place | None) -> ImageSet:
+    """Return a set from CIFAR-10's binary batches; the classes are numbered where none names them.
 
     Raises:
         DataError: a file is empty or cut off.
     """
     rows = np.concatenate([_cifar_rows(file) for file in files])
-    class_names = names.read().decode().split() if names.is_file() else [str(k) for k in range(10)]
+    class_names = [str(k) for k in range(10)]
+    if names is not None and names.is_file():
+        class_names = names.read().decode().split()
     images = np.ascontiguousarray(rows[:, 1:]).reshape(-1, *_CIFAR_SHAPE)
     return checked_set(
         images, rows[:, 0].astype(np.int64), source=files[0].name, class_names=class_names

@@ -20,11 +20,12 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from raydl.data.binary import npz_parts
+from raydl.data.class_folders import labelled_files
 from raydl.data.files import Place
 from raydl.data.images import ImageSet, checked_pair
 from raydl.data.layout import Layout, find_layout
 from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures, open_groups
-from raydl.data.sources import labelled_files, load
+from raydl.data.sources import load_pictures
 from raydl.errors import DataError
 
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -230,33 +231,30 @@ def read_parts(source: str, *, seed: int) -> dict[str, Part]:
         )
         return _named(*map(ParquetPart, parts))
     if layout.kind == "folders":
-        return _named(*_of_folders(layout, source))
-    return _named(*map(_of_set, image_sets(layout, source, seed=seed)))
+        return _named(*_of_folders(layout))
+    if layout.kind == "text":
+        raise DataError(source, "is a text; pictures and tables alone become Parquet")
+    return _named(*map(_of_set, image_sets(layout, seed=seed)))
 
 
 def _named(train: Part, test: Part | None = None) -> dict[str, Part]:
     return {"train": train} if test is None else {"train": train, "test": test}
 
 
-def image_sets(layout: Layout, source: str, *, seed: int) -> list[ImageSet]:
-    """Return [training set, test set] of a source that is read as a whole; the second may lack.
+def image_sets(layout: Layout, *, seed: int) -> list[ImageSet]:
+    """Return [training set, test set] of pictures that are read as a whole; the second may lack.
 
     Raises:
-        DataError: it can not be read, or holds no pictures.
+        DataError: they can not be read.
     """
-    if layout.kind == "text":
-        raise DataError(source, "is a text; pictures and tables alone become Parquet")
     if layout.kind == "npz":
         train, test = npz_parts(layout.train[0])
         if test is None:
             return [train]
-        data = checked_pair(train, test, source=source)
+        data = checked_pair(train, test, source=layout.name)
     else:
-        data = load(source, seed=seed)
-    sets = [part for part in (data.train, data.test) if isinstance(part, ImageSet)]
-    if not sets:
-        raise DataError(source, f"holds {data.train.shape}; pictures and tables become Parquet")
-    return sets
+        data = load_pictures(layout, seed=seed)
+    return [part for part in (data.train, data.test) if isinstance(part, ImageSet)]
 
 
 def _of_set(images: ImageSet) -> EncodedPictures:
@@ -270,11 +268,11 @@ def _of_set(images: ImageSet) -> EncodedPictures:
     return EncodedPictures(images.labels, images.class_names, encode, order)
 
 
-def _of_folders(layout: Layout, source: str) -> list[EncodedPictures]:
+def _of_folders(layout: Layout) -> list[EncodedPictures]:
     found = [labelled_files(place) for place in (*layout.train, *layout.test)]
     all_names = max((names for _, _, names in found), key=len)
     if any(names != all_names[: len(names)] for _, _, names in found):
-        raise DataError(source, "the training set and the test set name different classes")
+        raise DataError(layout.name, "the training set and the test set name different classes")
     return [_of_files(pictures, labels, all_names) for pictures, labels, _ in found]
 
 

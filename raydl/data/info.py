@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydl.config import InputConfig
+from raydl.data.class_folders import labelled_files
 from raydl.data.encoded import batches_of, image_sets
 from raydl.data.files import Place
 from raydl.data.images import ImageSet
 from raydl.data.layout import Layout, find_layout
 from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures, open_groups
 from raydl.data.pictures import decode_one, mode_of
-from raydl.data.sources import labelled_files
 from raydl.data.table import arrays_of, row_bytes
 from raydl.data.text import TokenSet, load_text
 from raydl.errors import DataError
@@ -145,7 +145,7 @@ def _of_folders(layout: Layout, source: str) -> SourceInfo:
 
 
 def _of_sets(layout: Layout, source: str) -> SourceInfo:
-    sets: list[ImageSet] = image_sets(layout, source, seed=0)
+    sets: list[ImageSet] = image_sets(layout, seed=0)
     files = tuple(place.name for place in layout.train)
     parts = [
         PartInfo(
