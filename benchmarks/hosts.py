@@ -75,14 +75,30 @@ class Hosts:
 
     def __init__(self, number: int, *, mbit: float, burst_bytes: int | None = None) -> None:
         assert 1 <= number <= _MOST_HOSTS, f"1 to {_MOST_HOSTS} hosts, not {number}"
-        assert mbit > 0, "a link needs a rate"
         self.number = number
-        self.mbit = mbit
-        self.burst_bytes = burst_bytes or max(_LEAST_BURST_BYTES, round(mbit * 125))
-        assert self.burst_bytes >= 2000, "a bucket that holds no whole frame lets none pass"
+        self._asked_burst_bytes = burst_bytes
+        self._set_rate(mbit)
         self._hosts: list[_Namespace] = []
         self._switch: _Namespace | None = None
         self._processes: list[subprocess.Popen[Any]] = []
+
+    def _set_rate(self, mbit: float) -> None:
+        assert mbit > 0, "a link needs a rate"
+        self.mbit = mbit
+        self.burst_bytes = self._asked_burst_bytes or max(_LEAST_BURST_BYTES, round(mbit * 125))
+        assert self.burst_bytes >= 2000, "a bucket that holds no whole frame lets none pass"
+
+    def limit(self, mbit: float) -> None:
+        """Give all links another rate, in Mbit/s; connections stay, and go on at it.
+
+        Raises:
+            HostsError: the machine does not permit it; some links may have the new rate.
+        """
+        self._set_rate(mbit)
+        assert self._switch is not None, "the hosts are not up"
+        for number, host in enumerate(self._hosts):
+            host.configure("tc", f"qdisc change dev eth0 root {self._bucket()}")
+            self._switch.configure("tc", f"qdisc change dev port{number} root {self._bucket()}")
 
     @property
     def seconds_per_byte(self) -> float:

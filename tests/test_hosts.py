@@ -83,6 +83,17 @@ def test_a_link_has_the_rate_that_was_asked_in_both_directions(permitted, mbit):
             assert 0.9 < ratio < 1.3  # first a burst goes through at once; a busy CPU comes late
 
 
+def test_links_take_another_rate_while_the_hosts_are_up(permitted):
+    with Hosts(2, mbit=1000) as hosts:
+        burst_bytes = hosts.burst_bytes
+        for mbit in (10, 40):
+            hosts.limit(mbit)
+            for source, target in ((0, 1), (1, 0)):
+                ratio = seconds_per_byte(hosts, source, target, mbit * 60_000)
+                assert 0.9 < ratio / hosts.seconds_per_byte < 1.3
+        assert hosts.burst_bytes < burst_bytes
+
+
 def test_each_host_has_an_address_a_loopback_and_processes_of_its_own(permitted):
     with Hosts(2, mbit=100) as hosts:
         for host in range(2):

@@ -73,7 +73,7 @@ def finished(server, tmp_path_factory):
     path = tmp_path_factory.mktemp("local") / "finished"
     with pytest.MonkeyPatch.context() as patch:
         environment.__wrapped__(server, patch, path.parent)
-        assert train(path, "--epochs", "2") == 0
+        assert train(path, "--epochs", "2", "--checkpoint.keep-best") == 0
     return "s3://kept/runs/finished", path
 
 
@@ -83,7 +83,8 @@ def test_all_of_a_run_is_on_s3_and_nothing_is_left_over(finished):
     names = {name for name in storage.list_dir("") if storage.list_dir(name) or "." in name}
     events = {name for name in names if name.startswith("events.out.tfevents")}
     assert names - events == {
-        "center.safetensors", "checkpoints", "config.json", "result.json", "status.json",
+        "best.safetensors", "center.safetensors", "checkpoints", "config.json", "result.json",
+        "status.json",
     }  # fmt: skip
     assert len(CheckpointStore(storage).names()) == 2
     assert json.loads(storage.read_bytes("result.json"))["samples"] == 2 * 1438
@@ -107,6 +108,9 @@ def test_status_and_evaluate_take_the_uri(finished, capsys):
     assert cli.main(["evaluate", uri]) == 0
     accuracy = json.loads(Storage(uri).read_bytes("result.json"))["center_accuracy"]
     assert accuracy in json.loads(capsys.readouterr().out).values()
+    assert cli.main(["evaluate", uri, "--best"]) == 0
+    best = json.loads(Storage(uri).read_bytes("result.json"))["best"]["accuracy"]
+    assert best in json.loads(capsys.readouterr().out).values()
 
 
 def test_a_run_that_goes_on_elsewhere_ends_with_the_same_bits(finished, tmp_path, monkeypatch):
