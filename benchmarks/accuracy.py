@@ -1,6 +1,6 @@
 """The center's accuracy beside that of plain PyTorch on one core, for the same samples.
 
-Command:   python benchmarks/accuracy.py --model resnet20 --data ../shared/data/cifar10
+Command:   python -m benchmarks.accuracy --model resnet20 --data ../shared/data/cifar10
            (--quick: a tenth of an epoch)
 
 Plain PyTorch is a loop of twenty lines: one process, one thread, torch's SGD, the same network
@@ -11,15 +11,17 @@ number of samples with two workers by its own defaults. Both are scored on the w
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import tempfile
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
 import raydl
+from benchmarks.measure import Figure, Report, Spread, options_of
 from raydl.config import TrainConfig
 from raydl.data import Batches, Dataset, load, preparation_for
 from raydl.evaluator import score
@@ -56,18 +58,41 @@ def train_plainly(
     return score(task, model, test, config)["accuracy"], seconds
 
 
+def train_elastically(
+    data: Dataset, config: TrainConfig, options: argparse.Namespace
+) -> tuple[float, float]:
+    """Return (center test accuracy, seconds of training) of two workers over as many samples."""
+    training = replace(config.training, batch_size=options.worker_batch)
+    with tempfile.TemporaryDirectory() as folder:
+        result = raydl.Trainer(
+            options.model,
+            data,
+            method=raydl.MethodConfig(name=options.method, period=options.period),
+            training=training,
+            input=config.input,
+            optimizer=config.optimizer,
+            scaling=raydl.ScalingConfig(num_workers=2),
+            evaluation=raydl.EvaluationConfig(every_epochs=1000),
+            run=raydl.RunConfig(run_dir=f"{folder}/run", progress="none"),
+        ).fit()
+    return result.metrics["center_accuracy"], result.metrics["seconds"]
+
+
 def main() -> None:
-    """Train both ways, and print a table and a line of JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="resnet20")
-    parser.add_argument("--data", default="../shared/data/cifar10")
-    parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--method", default="sync-easgd")
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--augment", default="none")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="5,000 samples")
+    """Train both ways, and tell the points between them."""
+    parser = options_of(
+        __doc__,
+        model={"default": "resnet20"},
+        data={"default": "../shared/data/cifar10"},
+        samples={"type": int, "default": 100_000},
+        method={"default": "sync-easgd"},
+        period={"type": int, "help": "of the exchanges; unset: the method's"},
+        worker_batch={"type": int, "default": 64, "help": "of a worker; plain PyTorch has 64"},
+        lr={"type": float, "default": 0.1},
+        momentum={"type": float, "default": 0.9},
+        augment={"default": "none"},
+        seed={"type": int, "default": 0},
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = load(options.data)
@@ -79,25 +104,27 @@ def main() -> None:
         input=raydl.InputConfig(augment=options.augment),
         optimizer=raydl.OptimizerConfig(lr=options.lr, momentum=options.momentum),
     )
+    elastic, elastic_s = train_elastically(data, config, options)
     plain, plain_s = train_plainly(data, config, lr=options.lr, momentum=options.momentum)
-    with tempfile.TemporaryDirectory() as folder:
-        result = raydl.Trainer(
-            options.model,
-            data,
-            method=options.method,
-            training=config.training,
-            input=config.input,
-            optimizer=config.optimizer,
-            scaling=raydl.ScalingConfig(num_workers=2),
-            evaluation=raydl.EvaluationConfig(every_epochs=1000),
-            run=raydl.RunConfig(run_dir=f"{folder}/run", progress="none"),
-        ).fit()
-    ours, ours_s = result.metrics["center_accuracy"], result.metrics["seconds"]
-    print("| what | test accuracy | seconds of training |\n| --- | --- | --- |")
-    print(f"| plain PyTorch, one core | {plain:.2%} | {plain_s:.0f} |")
-    print(f"| {options.method}, 2 workers | {ours:.2%} | {ours_s:.0f} |")
-    name = f"accuracy.{options.model}.points_below_plain"
-    print(json.dumps({"name": name, "value": 100 * (plain - ours), "target": 1.0}))
+    report = Report(
+        "accuracy", f"python -m benchmarks.accuracy {' '.join(sys.argv[1:])}", options.quick
+    )
+    report.table(
+        ("what", "test accuracy", "seconds of training"),
+        [
+            ("plain PyTorch, one core", f"{plain:.2%}", f"{plain_s:.0f}"),
+            (f"{options.method}, 2 workers", f"{elastic:.2%}", f"{elastic_s:.0f}"),
+        ],
+    )
+    report.judge(
+        Figure(
+            name=f"accuracy.{options.model}.points_below_plain",
+            value=Spread.of([100 * (plain - elastic)]),
+            target=1.0,
+            is_better="less",
+        )
+    )
+    report.close(options.out)
 
 
 if __name__ == "__main__":

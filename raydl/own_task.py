@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from raydl.data.samples import Batch, DataShape, num_samples_of
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, ShapeError
 
 OwnFactory = Callable[..., nn.Module]
 """Builds a model; of a :class:`DataShape`, or of nothing."""
@@ -32,6 +32,12 @@ class ModelAndLoss:
     def __init__(
         self, build: OwnFactory, loss: OwnLoss, *, metrics: OwnMetrics | None = None
     ) -> None:
+        if isinstance(build, nn.Module):
+            raise ConfigError(
+                "task",
+                f"is a model, a {type(build).__name__}; give a function that builds it, so that "
+                f"each worker has its own",
+            )
         self.name = getattr(build, "__name__", type(build).__name__)
         self._build = build
         self._loss = loss
@@ -56,10 +62,11 @@ class ModelAndLoss:
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         """Return sums over the samples of the batch, the loss among them."""
-        sums = dict(self._metrics(model, batch)) if self._metrics else {}
-        if "loss" not in sums:
-            sums["loss"] = self._loss(model, batch) * num_samples_of(batch)
-        return sums
+        sums = self._metrics(model, batch) if self._metrics else {}
+        if not isinstance(sums, Mapping):
+            raise ShapeError(self.name, f"metrics must return a dict of sums by name, not {sums!r}")
+        loss = {} if "loss" in sums else {"loss": self._loss(model, batch) * num_samples_of(batch)}
+        return {**sums, **loss}
 
 
 class LossFromForward(ModelAndLoss):

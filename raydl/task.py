@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from raydl import models
 from raydl.config import TrainConfig
-from raydl.config.own_code import load_own
+from raydl.config.own_code import made_of
 from raydl.data.samples import Batch, DataShape, num_samples_of
 from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.models import ModelFactory
@@ -235,7 +235,7 @@ def task_on(task: Task | None, shape: DataShape, config: TrainConfig) -> Task:
         return task_for(config.model, shape, label_smoothing=smoothing)
     if smoothing:
         raise ConfigError("training.label_smoothing", "is for a model by name; tell the task")
-    return checked_task(load_own("task", config.task)()) if task is None else task
+    return checked_task(made_of("task", config.task)) if task is None else task
 
 
 def checked_task(task: Any) -> Task:
@@ -244,11 +244,16 @@ def checked_task(task: Any) -> Task:
     Raises:
         ConfigError: it lacks something that a task has.
     """
+    if isinstance(task, type):
+        raise ConfigError(
+            "task", f"is the class {task.__name__}; give an instance: {task.__name__}()"
+        )
     missing = [n for n in ("name", "build_model", "loss", "metrics") if not hasattr(task, n)]
     if missing:
+        name = getattr(task, "__name__", f"a {type(task).__name__}")
         raise ConfigError(
             "task",
-            f"{task!r} has no {', '.join(missing)}; give a task, the name of a model, or a "
+            f"{name} has no {', '.join(missing)}; give a task, the name of a model, or a "
             f"function that builds a model together with loss=",
         )
     own: Task = task

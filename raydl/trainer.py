@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-import numpy as np
-import torch
 from safetensors.torch import save as save_tensors
-from torch import nn
 
 from raydl import models, ray_session
 from raydl.callbacks import Callback, callbacks_of, checked_callbacks
-from raydl.checkpoint import check_state
 from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
@@ -31,16 +27,14 @@ from raydl.config import (
 from raydl.control import Controller, State, kind_for
 from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
-from raydl.data.samples import num_samples_of, part_of
-from raydl.errors import ConfigError, DataError, ShapeError
+from raydl.errors import ConfigError, DataError
 from raydl.examples import Examples
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
 from raydl.job import Job
 from raydl.local_crew import LocalCrew
-from raydl.method import Method
 from raydl.methods import filled_in, resolve
-from raydl.optimizers import OwnOptimizer, as_config, check_for_model
+from raydl.optimizers import OwnOptimizer, as_config
 from raydl.own_task import ModelAndLoss, OwnFactory, OwnLoss
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder
@@ -52,8 +46,11 @@ from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder
 from raydl.start import Start
 from raydl.storage import below
-from raydl.task import ChecksOutput, Task, checked_task, evaluate, in_precision, task_on
+from raydl.task import Task, checked_task, task_on
 from raydl.texts import config_as_markdown
+from raydl.trial import try_model
+
+_Settings = TypeVar("_Settings")
 
 
 @dataclass(frozen=True)
@@ -121,15 +118,15 @@ class Trainer:
             model=task if isinstance(task, str) else cast(Task, self.task).name,
             task="auto" if self.task is None else _name_of(type(self.task)),
             method=_method_config(method),
-            training=training or TrainingConfig(),
+            training=_settings("training", training, TrainingConfig),
             optimizer=optimizer,
-            scaling=scaling or ScalingConfig(),
-            run=run or RunConfig(),
-            checkpoint=checkpoint or CheckpointConfig(),
-            evaluation=evaluation or EvaluationConfig(),
-            input=input or InputConfig(),
-            exchange=exchange or ExchangeConfig(),
-            elastic=elastic or ElasticConfig(),
+            scaling=_settings("scaling", scaling, ScalingConfig),
+            run=_settings("run", run, RunConfig),
+            checkpoint=_settings("checkpoint", checkpoint, CheckpointConfig),
+            evaluation=_settings("evaluation", evaluation, EvaluationConfig),
+            input=_settings("input", input, InputConfig),
+            exchange=_settings("exchange", exchange, ExchangeConfig),
+            elastic=_settings("elastic", elastic, ElasticConfig),
         )
 
     @classmethod
@@ -154,7 +151,8 @@ class Trainer:
         task = task_on(self.task, shape, config)
         _check_batch_size(config, dataset)
         prepare = preparation_for(dataset, config)
-        flat = self._try_model(task, Batches(dataset.train, prepare), method)
+        batches = Batches(dataset.train, prepare)
+        flat = try_model(task, batches, config, method, self.own_optimizer)
         faults = _read_faults(config)
         folder = RunFolder(config)
         with folder.held(resume=config.run.resume):
@@ -181,37 +179,17 @@ class Trainer:
         seed = self.config.training.seed
         if isinstance(self.data, str):
             return load(self.data, seed=seed, input=self.config.input)
+        parts = self.data.values() if isinstance(self.data, Mapping) else [self.data]
+        for part in parts:
+            if not hasattr(part, "materialize"):
+                raise DataError(
+                    "data",
+                    f"must be a path or URI, what raydl.data.load returns, or a ray.data.Dataset "
+                    f"or two of them named train and test; got a {type(part).__name__}",
+                )
         from raydl.on_ray.dataset import from_ray  # imports Ray
 
         return from_ray(self.data, seed=seed, input=self.config.input)
-
-    def _try_model(self, task: Task, batches: Batches, method: Method) -> FlatModel:
-        """Build the initial model and try one batch, before any process starts."""
-        torch.manual_seed(self.config.training.seed)
-        shape = batches.samples.shape
-        model = task.build_model(shape)
-        flat = FlatModel(model, name=task.name)
-        _check_dtype(self.config, method, task.name, flat)
-        optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
-        check_state(f"optimizer.name {method.inner.name}", optimizer)
-        weights, buffers = flat.weights.clone(), flat.buffers.clone()
-        batch = _two_samples(batches)
-        try:
-            with torch.no_grad(), in_precision(self.config.training.precision, flat.weights.device):
-                if isinstance(task, ChecksOutput):
-                    with torch.random.fork_rng(devices=()):  # dropout draws from it
-                        task.check_output(model, batch[0], shape)
-                loss = task.loss(model, batch)
-        except (RuntimeError, IndexError) as error:
-            raise ShapeError(task.name, f"does not take {shape}: {error}") from error
-        if loss.shape != ():
-            raise ShapeError(
-                task.name, f"the loss must be one number, it has shape {list(loss.shape)}"
-            )
-        _check_scores(self.config, task, model, batch)
-        flat.weights.copy_(weights)
-        flat.buffers.copy_(buffers)
-        return flat
 
     def _run(
         self,
@@ -275,9 +253,18 @@ def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None
             raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
         models.find(task)  # which has a sentence if there is none
         return None
-    if loss is not None:
-        return ModelAndLoss(cast(OwnFactory, task), loss)
-    return checked_task(task)
+    if loss is None:
+        return checked_task(task)
+    if hasattr(task, "build_model"):
+        raise ConfigError("loss", "is for a function that builds a model; this task has its own")
+    return ModelAndLoss(task, loss)
+
+
+def _settings(name: str, given: _Settings | None, kind: type[_Settings]) -> _Settings:
+    """Return a group of settings, those as they come if none are given."""
+    if given is not None and not isinstance(given, kind):
+        raise ConfigError(name, f"must be a raydl.{kind.__name__}, got {given!r}")
+    return kind() if given is None else given
 
 
 def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
@@ -290,57 +277,6 @@ def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
 
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel) -> None:
-    dtype = flat.weights.dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise ShapeError(name, f"must have float32 or float64 parameters, they are {dtype}")
-    is_plain = method.is_sync and config.exchange.compression == "none"
-    if dtype is torch.float64 and not is_plain:
-        raise ShapeError(
-            name,
-            f"must have float32 parameters for method {config.method.name} with compression "
-            f"{config.exchange.compression}, they are {dtype}",
-        )
-
-
-def _two_samples(batches: Batches) -> Any:
-    """Return the first two samples that can be read, which batch norm needs; one of a set of one.
-
-    Raises:
-        DataError: one of the first few thousand can not be read, or not two of them.
-    """
-    wanted = min(2, batches.num_samples)
-    for count in (2, 32, 512, 8192):
-        batch = batches.batch(np.arange(min(count, batches.num_samples)))
-        if num_samples_of(batch) >= wanted:
-            return part_of(batch, 0, wanted)
-    raise DataError("the training set", f"holds no {wanted} samples that can be read at its start")
-
-
-def _check_scores(config: TrainConfig, task: Task, model: nn.Module, batch: Any) -> None:
-    """Raise a ConfigError if settings go by scores that the task does not measure."""
-    stops_at = config.training.stop_at_accuracy is not None
-    has_plateau = config.optimizer.schedule == "plateau"
-    if not (stops_at or has_plateau):
-        return
-    num_samples = num_samples_of(batch)
-    scores = evaluate(
-        task, model, lambda first, last: batch, num_samples=num_samples, batch_size=num_samples
-    )
-    if has_plateau and not {"accuracy", "loss"} & scores.keys():
-        raise ConfigError(
-            "optimizer.schedule",
-            f"plateau needs a task that measures accuracy or loss, this one measures "
-            f"{', '.join(scores) or 'nothing'}; take another schedule",
-        )
-    if stops_at and "accuracy" not in scores:
-        raise ConfigError(
-            "training.stop_at_accuracy",
-            f"needs a task that measures accuracy, this one measures {', '.join(scores)}; "
-            f"leave it out, or take training.patience",
-        )
 
 
 def _read_faults(config: TrainConfig) -> FaultPlan:

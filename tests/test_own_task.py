@@ -15,7 +15,7 @@ from torch.nn import functional
 import raydl
 from raydl.cli import main
 from raydl.data import DataShape
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, RaydlError, ShapeError
 from raydl.own_task import LossFromForward, ModelAndLoss
 
 SHAPE = DataShape((), 0, columns={"x": (3,), "y": ()})
@@ -118,7 +118,10 @@ def test_a_model_that_returns_its_loss_is_a_task(way, table, tmp_path):
 @pytest.mark.parametrize(
     ("task", "more", "sentence"),
     [
-        (line, {}, "has no name, build_model, loss, metrics; give a task"),
+        (line, {}, "task line has no name, build_model, loss, metrics; give a task"),
+        (nn.Linear(3, 2), {"loss": cross_entropy}, "is a model, a Linear; give a function"),
+        (ModelAndLoss, {}, r"is the class ModelAndLoss; give an instance: ModelAndLoss\(\)"),
+        (ModelAndLoss(line, cross_entropy), {"loss": cross_entropy}, "this task has its own"),
         ("lenet", {"loss": cross_entropy}, "is for a model of your own, not for lenet by name"),
         (lambda: 3, {"loss": cross_entropy}, "must return a torch.nn.Module"),
         (LossFromForward(lambda: Knowing(lambda loss, logits: logits)), {}, "returned no loss"),
@@ -128,6 +131,86 @@ def test_what_is_no_task_is_told_before_any_process_starts(task, more, sentence,
     with pytest.raises(ConfigError, match=sentence):
         train(task, table, tmp_path, **more)
     assert not (tmp_path / "run").exists()
+
+
+def mean_of(model, batch):
+    return {"loss": cross_entropy(model, batch)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "metrics", "sentence"),
+    [
+        (lambda model, batch: None, None, "the loss must be one number in .*, it is a NoneType"),
+        (lambda model, batch: 0.5, None, "the loss must be one number in .*, it is a float"),
+        (
+            lambda model, batch: model(batch["x"]),
+            None,
+            r"must be one number, it has shape \[2, 2\]",
+        ),
+        (lambda model, batch: cross_entropy(model, batch).detach(), None, "has no gradient"),
+        (
+            cross_entropy,
+            lambda model, batch: 3,
+            "metrics must return a dict of sums by name, not 3",
+        ),
+        (cross_entropy, lambda model, batch: {"x": batch["y"]}, r"metric x .* has shape \[2\]"),
+        (
+            cross_entropy,
+            lambda model, batch: {"x": "1"},
+            "metric x must be one number, it is a str",
+        ),
+        (cross_entropy, mean_of, "metric loss must be the sum over .*, it is the mean"),
+    ],
+)
+def test_what_is_no_loss_and_no_metric_is_told_before_any_process_starts(
+    loss, metrics, sentence, table, tmp_path
+):
+    with pytest.raises(ShapeError, match=sentence):
+        train(ModelAndLoss(line, loss, metrics=metrics), table, tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_without_its_loss_among_the_metrics_is_told(table, tmp_path):
+    class Silent(ModelAndLoss):
+        def metrics(self, model, batch):
+            return {"ones": batch["y"].sum()}
+
+    with pytest.raises(ShapeError, match="must have loss among them, they are ones"):
+        train(Silent(line, cross_entropy), table, tmp_path)
+    Silent.metrics = lambda self, model, batch: None
+    with pytest.raises(ShapeError, match="must be a dict of name and sum, they are a NoneType"):
+        train(Silent(line, cross_entropy), table, tmp_path)
+
+
+def test_a_lazy_model_is_told_in_raydls_words(table, tmp_path):
+    with pytest.raises(ShapeError, match="has lazy layers"):
+        train(lambda: nn.LazyLinear(2), table, tmp_path, loss=cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "sentence"),
+    [
+        (None, {}, "data: must be a path or URI, .* got a NoneType"),
+        (torch.zeros(3), {}, "got a Tensor"),
+        ({"train": "a.parquet", "test": "b.parquet"}, {}, "got a str"),
+        ("digits", {"exchange": 2}, "exchange must be a raydl.ExchangeConfig, got 2"),
+    ],
+)
+def test_arguments_of_other_kinds_are_told_in_one_sentence(data, more, sentence, tmp_path):
+    with pytest.raises(RaydlError, match=sentence):
+        train("mlp", data, tmp_path, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("test_own_task:ModelAndLoss", "must be a class that needs no arguments: missing"),
+        ("test_own_task", "must be written module:name, got test_own_task"),
+    ],
+)
+def test_a_class_that_can_not_be_made_is_told_in_one_sentence(name, sentence, table, capsys):
+    assert main(["train", "--data", table, "--task", name, "--workers", "0"]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_class_that_the_command_line_names_is_the_task(table, tmp_path, monkeypatch, capsys):

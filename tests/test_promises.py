@@ -33,7 +33,7 @@ ROWS = [
     {"crew", "callbacks", "evaluator", "local_crew", "submission", "on_ray"},
     {"control", "bad_samples", "best", "checkpoint_writer", "recorder", "run_view"},
     {
-        "start", "run_loop", "trainer", "scoring", "comparison", "report", "cli",
+        "start", "run_loop", "trial", "trainer", "scoring", "comparison", "report", "cli",
         "__main__", "__init__",
     },
 ]  # fmt: skip

@@ -31,6 +31,9 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         low, high = self.min_workers, self.max_workers
+        for bound in (low, high):
+            is_whole = isinstance(bound, int)
+            require(is_whole, "scaling.num_workers", "a whole number, or two of them", bound)
         require(low >= 0, "scaling.num_workers", "0 or more", low)
         require(low <= high, "scaling.num_workers", "MIN:MAX with MIN <= MAX", f"{low}:{high}")
         require(

@@ -99,7 +99,7 @@ def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
     """
     config, layout = input or InputConfig(), find_layout(source)
     if layout.kind == "text":
-        return _of_text(source)
+        return _of_text(layout, source)
     if layout.kind == "folders":
         info = _of_folders(layout, source)
     elif layout.kind == "parquet":
@@ -109,8 +109,8 @@ def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
     return replace(info, warnings=_warnings(info, config))
 
 
-def _of_text(source: str) -> SourceInfo:
-    data = load_text(source, context=1)
+def _of_text(layout: Layout, source: str) -> SourceInfo:
+    data = load_text(layout.name, context=1)
     train, test = (part for part in (data.train, data.test) if isinstance(part, TokenSet))
     return SourceInfo(
         source=source,
@@ -317,7 +317,8 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
         if part.num_unlabelled:
             found.append(
                 f"{part.name} has {part.num_unlabelled:,} rows whose label is missing or of no "
-                f"class: a run stops at them, or with --on-bad-sample skip leaves them out"
+                f"class: a run stops at them; with --input.stream always and --on-bad-sample skip "
+                f"it leaves them out"
             )
         if _is_sorted(part):
             found.append(
@@ -326,6 +327,7 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
                 f"which mixes only a few row groups, it trains badly; shuffle its rows "
                 f"({_CONVERT} --shuffle does it with class folders and arrays)"
             )
+    found += _empty_classes(info)
     unread = [column.name for column in info.columns if column.shape is None]
     if unread:
         found.append(
@@ -338,6 +340,20 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
             f"{_CONVERT} makes it"
         )
     return tuple(found)
+
+
+def _empty_classes(info: SourceInfo) -> list[str]:
+    """Return a sentence if classes have no rows: one mistyped label makes many of them."""
+    counted = [part.class_counts for part in info.parts if part.class_counts]
+    counts = [sum(of_class) for of_class in zip(*counted, strict=True)]
+    empty = [number for number, count in enumerate(counts) if not count]
+    if not empty:
+        return []
+    last = f" to {empty[-1]}" if len(empty) > 1 else ""
+    return [
+        f"{len(empty)} of {len(counts)} classes have no rows (from {empty[0]}{last}), and a model "
+        f"learns all of them; see whether a label is mistyped"
+    ]
 
 
 def _is_sorted(part: PartInfo) -> bool:

@@ -23,7 +23,7 @@ class Layout:
     kind: str
     """parquet, folders (one per class), idx, cifar, npz, text or synthetic."""
     name: str
-    """Of the source, for messages."""
+    """Of the source, for messages; of a text its path or URI."""
     train: tuple[Place, ...] = ()
     """Of the training set, IDX pictures before their labels; of an .npz file, the file."""
     test: tuple[Place, ...] = ()
@@ -47,7 +47,7 @@ def find_layout(source: str) -> Layout:
     if source.split(":")[0] == "synthetic":
         return Layout("synthetic", source)
     if source.startswith("text:") or source.endswith(TEXT_ENDINGS):
-        return Layout("text", source)
+        return Layout("text", source.removeprefix("text:"))
     if "*" in source:
         found = files.glob(source)
         if not found:
@@ -58,7 +58,8 @@ def find_layout(source: str) -> Layout:
         return _of_folder(place)
     if not place.is_file():
         if re.fullmatch(r"[\w-]+", source):
-            raise UnknownNameError("data", source, _BUNDLED)
+            setting = "data: no such file or folder is there, and the bundled data"
+            raise UnknownNameError(setting, source, _BUNDLED)
         raise DataError(source, "there is no such file or folder")
     return _of_file(place)
 

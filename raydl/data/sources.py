@@ -38,7 +38,7 @@ def load(source: str, *, seed: int = 0, input: InputConfig = _AS_USUAL) -> Datas
     """
     layout = find_layout(source)
     if layout.kind == "text":
-        return load_text(source.removeprefix("text:"), context=input.context)
+        return load_text(layout.name, context=input.context)
     if layout.kind == "parquet":
         return load_parquet(layout.train, layout.test, source=layout.name, seed=seed, input=input)
     return load_pictures(layout, seed=seed)

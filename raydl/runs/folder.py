@@ -16,6 +16,7 @@ events: they are written to the local folder, and copied whenever a checkpoint i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -64,7 +65,7 @@ class RunFolder:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = re.sub(r"[^\w.-]+", ".", f"{config.method.name}-{config.model}")
         default = f"runs/{name}-{stamp}"
-        self.path = Path(config.run.run_dir or default)
+        self.path = Path(config.run.run_dir) if config.run.run_dir else _free(default)
         self.is_remote = config.run.storage_path is not None
         self.root = (
             below(config.run.storage_path, self.path.name)
@@ -234,3 +235,9 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+def _free(default: str) -> Path:
+    """Return this folder or, where a run of the same second has it, one with a number more."""
+    names = itertools.chain([default], (f"{default}-{n}" for n in itertools.count(2)))
+    return next(path for path in map(Path, names) if not path.exists())

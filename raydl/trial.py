@@ -1,0 +1,185 @@
+"""Two samples through model and task before any process starts: what is wrong is one sentence.
+
+A model or a task is the user's own code. What it raises itself keeps its traceback; what it
+returns is checked here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raydl.checkpoint import check_state
+from raydl.config import TrainConfig
+from raydl.data import Batch, Batches
+from raydl.data.samples import num_samples_of, part_of
+from raydl.errors import ConfigError, DataError, ShapeError
+from raydl.flat import FlatModel
+from raydl.method import Method
+from raydl.optimizers import OwnOptimizer, check_for_model
+from raydl.task import ChecksOutput, Task, in_precision
+
+_NEAR = 0.05
+"""Two values this close, relative to the greater one, are one: a mean and a sum are not."""
+
+
+def try_model(
+    task: Task, batches: Batches, config: TrainConfig, method: Method, own: OwnOptimizer | None
+) -> FlatModel:
+    """Build the initial model, try two samples, and return it as it was built.
+
+    Args:
+        task: what is learned.
+        batches: of the training set.
+        config: the run's settings.
+        method: that they name.
+        own: the user's own optimizer, if there is one.
+
+    Raises:
+        ShapeError: the model does not take the data, or the task returns what is no loss and no
+            metrics.
+        ConfigError: settings go by scores that the task does not measure, or the optimizer does
+            not take the model.
+        DataError: there are no two samples that can be read.
+    """
+    torch.manual_seed(config.training.seed)
+    shape = batches.samples.shape
+    model = task.build_model(shape)
+    _check_parameters(task.name, model)
+    flat = FlatModel(model, name=task.name)
+    _check_dtype(config, method, task.name, flat)
+    optimizer = check_for_model(method.inner, own, model, flat.weights)
+    check_state(f"optimizer.name {method.inner.name}", optimizer)
+    weights, buffers = flat.weights.clone(), flat.buffers.clone()
+    batch = two_samples(batches)
+    try:
+        with in_precision(config.training.precision, flat.weights.device):
+            if isinstance(task, ChecksOutput):
+                with torch.no_grad(), torch.random.fork_rng(devices=()):  # dropout draws from it
+                    task.check_output(model, batch[0], shape)
+            _check_loss(task.name, task.loss(model, batch))
+            scores = _try_metrics(task, model, batch)
+    except (RuntimeError, IndexError) as error:
+        raise ShapeError(task.name, f"does not take {shape}: {error}") from error
+    _check_scores(config, scores)
+    flat.weights.copy_(weights)
+    flat.buffers.copy_(buffers)
+    return flat
+
+
+def two_samples(batches: Batches) -> Any:
+    """Return the first two samples that can be read, which batch norm needs; one of a set of one.
+
+    Raises:
+        DataError: one of the first few thousand can not be read, or not two of them.
+    """
+    wanted = min(2, batches.num_samples)
+    for count in (2, 32, 512, 8192):
+        batch = batches.batch(np.arange(min(count, batches.num_samples)))
+        if num_samples_of(batch) >= wanted:
+            return part_of(batch, 0, wanted)
+    raise DataError("the training set", f"holds no {wanted} samples that can be read at its start")
+
+
+def _check_parameters(name: str, model: nn.Module) -> None:
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise ShapeError(
+            name,
+            "has lazy layers, whose parameters have no shape yet; build it with layers of a known "
+            "size, or pass it a batch before it is returned",
+        )
+
+
+def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel) -> None:
+    dtype = flat.weights.dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise ShapeError(name, f"must have float32 or float64 parameters, they are {dtype}")
+    is_plain = method.is_sync and config.exchange.compression == "none"
+    if dtype is torch.float64 and not is_plain:
+        raise ShapeError(
+            name,
+            f"must have float32 parameters for method {config.method.name} with compression "
+            f"{config.exchange.compression}, they are {dtype}",
+        )
+
+
+def _check_loss(name: str, loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise ShapeError(
+            name, f"the loss must be one number in a torch.Tensor, it is a {type(loss).__name__}"
+        )
+    if loss.shape != ():
+        raise ShapeError(name, f"the loss must be one number, it has shape {list(loss.shape)}")
+    if not loss.requires_grad:
+        raise ShapeError(
+            name,
+            "the loss has no gradient; compute it from the model's parameters, with no detach(), "
+            "item() or no_grad()",
+        )
+
+
+def _try_metrics(task: Task, model: nn.Module, batch: Batch) -> dict[str, float]:
+    """Return the metrics of a batch, as they are taken when the center is scored.
+
+    Raises:
+        ShapeError: they are no sums over the samples, by name, with the loss among them.
+    """
+    model.eval()
+    with torch.no_grad():
+        whole = _sums(task.name, task.metrics(model, batch))
+        count = num_samples_of(batch)
+        parts = [
+            _sums(task.name, task.metrics(model, part_of(batch, n, n + 1))) for n in range(count)
+        ]
+    model.train()
+    if "loss" not in whole:
+        raise ShapeError(
+            task.name, f"the metrics must have loss among them, they are {', '.join(whole)}"
+        )
+    for name, value in whole.items():
+        total = sum(part.get(name, math.nan) for part in parts)
+        if count > 1 and _is_near(value, total / count) and not _is_near(value, total):
+            raise ShapeError(
+                task.name,
+                f"the metric {name} must be the sum over the samples of a batch, it is the mean; "
+                f"multiply it by their number",
+            )
+    return whole
+
+
+def _sums(task: str, metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise ShapeError(
+            task, f"the metrics must be a dict of name and sum, they are a {type(metrics).__name__}"
+        )
+    for name, value in metrics.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ShapeError(
+                task,
+                f"the metric {name} must be one number, the sum over the samples of a batch, it "
+                f"has shape {list(value.shape)}",
+            )
+        if not isinstance(value, (Tensor, int, float, np.number)):
+            raise ShapeError(
+                task, f"the metric {name} must be one number, it is a {type(value).__name__}"
+            )
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _is_near(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_NEAR)
+
+
+def _check_scores(config: TrainConfig, scores: Mapping[str, float]) -> None:
+    """Raise a ConfigError if settings go by scores that the task does not measure."""
+    if config.training.stop_at_accuracy is not None and "accuracy" not in scores:
+        raise ConfigError(
+            "training.stop_at_accuracy",
+            f"needs a task that measures accuracy, this one measures {', '.join(scores)}; "
+            f"leave it out, or take training.patience",
+        )
