@@ -1,0 +1,400 @@
+"""Workers in Ray actors that do nothing but exchange, by the classes that a run uses.
+
+A worker has a replica of one vector, whose local step is empty: what is left of a step is what an
+exchange takes, the moves of replica and center with it. Beside it, in the same process, stand what
+it is compared with: a process group of torch without anything around it, and a plain copy.
+
+    with ray_here(), Crowd(431_080, num_workers=2) as crowd:
+        crowd.enter("async-easgd")
+        times = crowd.exchange("async-easgd", 100)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from raydl import ray_session
+from raydl.center import first_snapshot
+from raydl.config import MethodConfig, ScalingConfig, TrainConfig
+from raydl.data import DataShape
+from raydl.exchange.collective import CollectiveGroup, GroupAddress
+from raydl.exchange.remote import RayPost
+from raydl.flat import FlatModel
+from raydl.job import Job
+from raydl.membership import Membership
+from raydl.methods import resolve
+from raydl.metrics import TimeParts
+from raydl.on_ray.actors import CenterActor
+from raydl.own_loop.terms import ENDLESS, Endless, TheirLoop, endless_training
+from raydl.replica import Replica
+from raydl.schedules import MessageSchedule, Schedule, Site, SyncSchedule
+from raydl.schedules.trained import Trained
+from raydl.talk import Header, Talk
+
+ROOT = Path(__file__).resolve().parents[1]
+_BOUND_S = 120.0
+"""The longest wait for an answer of an actor, in seconds."""
+_TOGETHER_S = 0.05
+"""From an order to several workers until all begin at once, in seconds."""
+_dist: Any = torch.distributed  # torch's stubs do not export what its documentation does
+
+
+class Vector(nn.Module):
+    """A model of one parameter, shape [num_parameters]."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.rand(num_parameters))
+
+
+class Still(Optimizer):
+    """An optimizer that moves nothing, so that a local step takes no time."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What one exchange took, in seconds: the mean over several."""
+
+    whole_s: float
+    """All of it: sent, waited for, replica and center moved, the round settled."""
+    message_s: float
+    """Until all has been sent and has arrived."""
+
+
+class Party:
+    """One worker: a replica, and each way in which it exchanges, by the method's name.
+
+    Args:
+        num_parameters: of its vector.
+        seed: of its first values.
+    """
+
+    def __init__(self, num_parameters: int, seed: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self._parts = TimeParts()
+        self._replica = Replica(
+            Vector(num_parameters),
+            TheirLoop("vector"),
+            rule=resolve(settings("sync-easgd", 1)).rule,
+            make_optimizer=lambda tensors: Still(tensors, {}),
+            time_parts=self._parts,
+        )
+        self._replica.flat.release_gradients()
+        self._schedules: dict[str, Schedule] = {}
+        self._num_steps = 0
+        self._bare: Any = None
+
+    def place(self) -> tuple[str, int]:
+        """Return the address of the host, and the process id."""
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    def enter(
+        self, job: Job, worker_id: str, place: GroupAddress, snapshot: Any, center: Any
+    ) -> None:
+        """Join the others, or the center, for a method."""
+        membership = members(job.config.scaling.max_workers)
+        site = Site(
+            config=job.config, method=job.method, membership=membership, worker_id=worker_id,
+            flat=self._replica.flat, time_parts=self._parts, cuts=job.order.cuts, feedback={},
+        )  # fmt: skip
+        if job.method.is_sync:
+            rank = membership.worker_ids.index(worker_id)
+            group = CollectiveGroup(place, membership.worker_ids, rank)
+            schedule: Schedule = SyncSchedule(site, group, snapshot, Trained())
+        else:
+            post = RayPost([center], timeout_s=place.timeout_s)
+            schedule = MessageSchedule(site, post, snapshot, incarnation=0, local_step=0)
+        self._schedules[job.method.name] = schedule
+
+    def enter_bare(self, place: GroupAddress, rank: int, num_workers: int) -> None:
+        """Form a process group of torch, as a program without raydl would."""
+        options = _dist.ProcessGroupGloo._Options()
+        host = ray.util.get_node_ip_address()  # gloo's own guess may be another interface
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=place.timeout_s)
+        store = place.connect_to_store()
+        self._bare = _dist.ProcessGroupGloo(store, rank, num_workers, options)
+        self._summed = torch.ones_like(self._replica.flat.weights)
+
+    def exchange(self, method: str, count: int, begin_at: float) -> Times:
+        """Exchange so many times; return the mean times of one."""
+        schedule = self._schedules[method]
+        _wait_until(begin_at)
+        began, waited_s = time.perf_counter(), self._waited_s()
+        for _ in range(count):
+            self._exchange_once(schedule)
+        whole_s = (time.perf_counter() - began) / count
+        schedule.take_records()  # as a controller does; else they would pile up
+        return Times(whole_s=whole_s, message_s=(self._waited_s() - waited_s) / count)
+
+    def _exchange_once(self, schedule: Schedule) -> None:
+        schedule.next_round(self._num_steps)
+        schedule.set_lr(0.1)
+        talk = Talk.around(schedule.exchanges, [0], [0], make_header=Header)
+        sums = self._replica.step_as_it_is(talk)
+        self._num_steps += 1
+        schedule.settle(sums or Header(), self._num_steps)
+
+    def _waited_s(self) -> float:
+        return self._parts.as_dict()["device_device_parameters"]
+
+    def allreduce(self, count: int) -> float:
+        """Return the mean seconds of the bare group's all-reduce of a vector of that size."""
+        self._summed.fill_(1.0)
+        began = time.perf_counter()
+        for _ in range(count):
+            self._bare.allreduce([self._summed]).wait()
+        return (time.perf_counter() - began) / count
+
+    def copy(self, num_floats: int, count: int, begin_at: float) -> float:
+        """Return the mean seconds of a copy of so many floats, one read and one write of each."""
+        source, target = torch.ones(num_floats), torch.ones(num_floats)
+        _wait_until(begin_at)
+        began = time.perf_counter()
+        for _ in range(count):
+            target.copy_(source)
+        return (time.perf_counter() - began) / count
+
+
+def settings(method: str, num_workers: int) -> TrainConfig:
+    """Return the settings of a method, by its defaults, with an exchange in every step."""
+    return TrainConfig(
+        method=MethodConfig(name=method, period=1),
+        scaling=ScalingConfig(num_workers=num_workers),
+        training=endless_training(),
+    )
+
+
+def members(num_workers: int) -> Membership:
+    """Return the membership of so many workers."""
+    return Membership(1, tuple(f"w{rank}" for rank in range(num_workers)))
+
+
+def _wait_until(at: float) -> None:
+    """Sleep until a time of the clock that all processes of a machine share."""
+    time.sleep(max(0.0, at - time.time()))
+
+
+class Crowd:
+    """So many workers, and a center for each method that they have entered.
+
+    Args:
+        num_parameters: of each replica.
+        num_workers: of them; all on this node, or one on each node there is.
+        is_spread: one on each node, the first one with the centers on the driver's.
+
+    Ray is connected with; all actors end with the context.
+    """
+
+    def __init__(self, num_parameters: int, num_workers: int, *, is_spread: bool = False) -> None:
+        self.num_parameters = num_parameters
+        self.num_workers = num_workers
+        self.centers: dict[str, tuple[Any, int]] = {}
+        """By method, the actor and its process id."""
+        here = ray.get_runtime_context().get_node_id()
+        others = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        nodes = [here, *(node for node in others if node != here)]
+        actor = ray.remote(num_cpus=0)(Party)
+        self.workers = [
+            actor.options(scheduling_strategy=_on(nodes[rank if is_spread else 0])).remote(
+                num_parameters, rank
+            )
+            for rank in range(num_workers)
+        ]
+        self._home = here
+        self._run_id = uuid.uuid4().hex[:8]
+        self._snapshot = ray.put(first_snapshot(FlatModel(Vector(num_parameters)), ENDLESS))
+        self.pids = [pid for _, pid in _answers([w.place.remote() for w in self.workers])]
+
+    def __enter__(self) -> Crowd:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for actor in [*self.workers, *(center for center, _ in self.centers.values())]:
+            ray.kill(actor)
+
+    def enter(self, method: str) -> None:
+        """Open a center, and let all workers join for a method; also for the bare group."""
+        config = settings(method, self.num_workers)
+        job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
+        threads = 1 if job.method.is_sync else 2 * self.num_workers + 4
+        actor: Any = CenterActor  # Ray's decorator gave it what no type checker sees
+        center = actor.options(
+            max_concurrency=threads, scheduling_strategy=_on(self._home)
+        ).remote()
+        opened = center.open.remote(job, self._snapshot, [])
+        [((host, port), (_, pid))] = _answers([opened])
+        self.centers[method] = center, pid
+        place = GroupAddress(host, port, f"{self._run_id}-{method}", 1, "cpu", _BOUND_S / 2)
+        if not job.method.is_sync:
+            [(_, snapshot)] = _answers([center.form.remote(members(self.num_workers))])
+        else:
+            snapshot = self._snapshot
+        ids = members(self.num_workers).worker_ids
+        _answers(
+            [
+                worker.enter.remote(job, worker_id, place, snapshot, center)
+                for worker_id, worker in zip(ids, self.workers, strict=True)
+            ]
+        )
+        if job.method.is_sync:
+            bare = GroupAddress(host, port, f"{self._run_id}-bare", 1, "cpu", _BOUND_S / 2)
+            ranks = enumerate(self.workers)
+            _answers([w.enter_bare.remote(bare, rank, self.num_workers) for rank, w in ranks])
+
+    def exchange(
+        self, method: str, count: int, *, num_workers: int | None = None, far: bool = False
+    ) -> Times:
+        """Let workers exchange at once; return the mean of their times.
+
+        Args:
+            method: one that they have entered.
+            count: exchanges of each.
+            num_workers: so many of them; None: all.
+            far: the last one alone.
+        """
+        at = time.time() + _TOGETHER_S
+        workers = self.workers[-1:] if far else self.workers[:num_workers]
+        times = _answers([w.exchange.remote(method, count, at) for w in workers])
+        _answers([self.centers[method][0].poll.remote()])  # takes the records, as a run does
+        return Times(
+            whole_s=_mean([t.whole_s for t in times]),
+            message_s=_mean([t.message_s for t in times]),
+        )
+
+    def allreduce(self, count: int) -> float:
+        """Return the mean seconds of the bare group's all-reduce."""
+        return _mean(_answers([w.allreduce.remote(count) for w in self.workers]))
+
+    def copy(self, num_floats: int, count: int, *, num_workers: int | None = None) -> float:
+        """Return the mean seconds of a copy while the first so many workers copy at once."""
+        at = time.time() + _TOGETHER_S + num_floats * 1e-8
+        workers = self.workers[:num_workers]
+        return _mean(_answers([w.copy.remote(num_floats, count, at) for w in workers]))
+
+    def swing_bytes(self, method: str, count: int) -> int:
+        """Return the memory that comes and goes with an exchange of one worker, at its peak.
+
+        How far the resident memory of worker and center rises above what they hold between
+        exchanges; other than page faults it does not depend on the size of pages.
+        """
+        pids = [self.pids[0], self.centers[method][1]]
+        before = sum(map(_start_peak, pids))
+        self.exchange(method, count, num_workers=None if method.startswith("sync") else 1)
+        return max(0, sum(_status_bytes(pid, "VmHWM") for pid in pids) - before)
+
+
+def _on(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def _answers(references: Sequence[Any]) -> list[Any]:
+    answers: list[Any] = ray.get(list(references), timeout=_BOUND_S)
+    return answers
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _start_peak(pid: int) -> int:
+    """Let the peak of a process's memory be counted from now on; return what it holds now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return _status_bytes(pid, "VmRSS")
+
+
+def own_bytes(pid: int) -> int:
+    """Return the memory that a process holds and shares with no other."""
+    return _status_bytes(pid, "RssAnon")
+
+
+def _status_bytes(pid: int, name: str) -> int:
+    """Return a size that Linux tells of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+# a process of its own for a cluster of its own
+
+
+def connected(module: str, *words: str, timeout_s: float) -> Any:
+    """Run ``python -m MODULE WORDS --answer FILE`` beside a Ray of its own; return its answer.
+
+    The process and all that it started have ended when this returns.
+
+    Raises:
+        RuntimeError: it failed, or did not end in time; the text has what it said last.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows is undone
+    with tempfile.TemporaryDirectory(prefix="raydl-", ignore_cleanup_errors=True) as folder:
+        answer, log = Path(folder) / "answer", Path(folder) / "log"
+        command = [sys.executable, "-m", module, *words, "--answer", str(answer)]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment(folder), stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end_session(process)
+        if code != 0 or not answer.exists():
+            how = f"did not end within {timeout_s:.0f} s" if code is None else f"ended with {code}"
+            raise RuntimeError(f"{' '.join(words)} {how}:\n{log.read_text()[-4000:]}")
+        return json.loads(answer.read_text())
+
+
+def environment(folder: str) -> dict[str, str]:
+    """Return the environment of a process that starts a Ray of its own, in a folder."""
+    own = {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "token", "RAY_TMPDIR": folder}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def _end_session(process: subprocess.Popen[Any]) -> None:
+    """End a process with all that is left of its session: Ray's own end by themselves with it."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, kind)
+            process.wait(timeout=10.0)
+
+
+@contextlib.contextmanager
+def ray_here() -> Iterator[None]:
+    """Be connected with a Ray of one's own, or that of ``RAY_ADDRESS``."""
+    ray_session.prepare()
+    ray_session.connect()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def write_answer(path: Path, answer: Mapping[str, Any]) -> None:
+    """Write what :func:`connected` returns."""
+    path.write_text(json.dumps(answer))

@@ -1,0 +1,187 @@
+"""What of two cores' speed is left when two workers train one model on them.
+
+Command:   python -m benchmarks.efficiency          (--quick: LeNet, three of the cases, once)
+
+The limit is what two processes of plain PyTorch come to that run at the same time and know nothing
+of one another: their samples per second, added. Beside it: raydl's methods, DistributedDataParallel
+started by torchrun, and Ray Train's TorchTrainer; LeNet on MNIST and ResNet-20 on CIFAR-10, batch
+64, two workers of one thread, float32 on the CPU, SGD without momentum. raydl trains by its
+defaults, clipping of gradients too; the peers do not clip. All read the same decoded pictures from
+memory and normalise each batch in the same way (``peers/loop.py``).
+
+What is compared is steady speed. Every side trains for the same number of seconds and notes now and
+then how many samples are done: the peers in their loop every 0.1 s, raydl as it does in every run,
+in its curves, about every 0.25 s. The speed is the slope of the line through these points (least
+squares), without those of the first seconds: starting processes, meeting and first steps count
+nowhere. Of the two plain processes only the time counts in which both train. Nobody scores the test
+set meanwhile, and no checkpoint falls into so short a run. What else a side needs while it trains
+is part of its speed: raydl's driver and center, Ray's own processes.
+
+The full form takes about 25 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.runs import Point, Workplace, workplace
+
+NUM_WORKERS = 2
+LIMIT, DDP, RAY_TRAIN = "two plain processes", "torchrun DDP", "Ray Train"
+OVER_DDP = 1.25
+"""What sync-easgd should be above either DDP, for LeNet."""
+_NO_SCORES = ("--evaluation.every-epochs", "100000")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method at a period."""
+
+    method: str
+    period: int
+    target: float
+    """The share of the limit that it should reach."""
+
+    @property
+    def name(self) -> str:
+        """METHOD-pPERIOD."""
+        return f"{self.method}-p{self.period}"
+
+
+SETTINGS = (
+    Setting("sync-easgd", 10, 0.97),
+    Setting("sync-easgd", 1, 0.88),
+    Setting("async-easgd", 10, 0.95),
+    Setting("hogwild-easgd", 10, 0.95),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long each case trains."""
+
+    seconds: float
+    skipped: float
+    """Seconds at the start that do not count."""
+
+
+FULL = Length(seconds=14.0, skipped=2.0)
+QUICK = Length(seconds=5.0, skipped=1.0)
+
+
+def speed(points: Sequence[Point], *, start: float, stop: float) -> float:
+    """Return samples per second: the slope of the line through the points of a time.
+
+    Args:
+        points: at least two of them in that time.
+        start, stop: on the clock of the points.
+    """
+    within = [(at, samples) for at, samples in points if start <= at <= stop]
+    assert len(within) > 1, f"{len(within)} points from {start:.1f} s to {stop:.1f} s are too few"
+    at, samples = np.array(within, np.float64).T
+    return float(np.polyfit(at - at[0], samples, 1)[0])
+
+
+def total_speed(runs: Sequence[Sequence[Point]], *, skipped: float) -> float:
+    """Return the added speed of runs in the time in which all of them train.
+
+    Args:
+        runs: the points of each, on one clock.
+        skipped: seconds of the last one to begin that do not count.
+    """
+    start = max(points[0][0] for points in runs) + skipped
+    stop = min(points[-1][0] for points in runs)
+    return sum(speed(points, start=start, stop=stop) for points in runs)
+
+
+def cases_of(
+    place: Workplace, model: str, data: str, length: Length, settings: Sequence[Setting]
+) -> dict[str, Callable[[], float]]:
+    """Return what measures the speed of each case in samples per second, the limit first."""
+    common = ("--model", model, "--data", data, "--seconds", str(length.seconds))
+    skipped = length.skipped
+
+    def limit() -> float:
+        runs = place.plain(*common, copies=NUM_WORKERS)
+        return total_speed([run.points for run in runs], skipped=skipped)
+
+    def raydl(setting: Setting) -> float:
+        words = ("--method", setting.method, "--period", str(setting.period), *_NO_SCORES)
+        run = place.train(*common, *words, "--workers", str(NUM_WORKERS))
+        return total_speed([run.points], skipped=skipped)
+
+    def ddp() -> float:
+        return total_speed([place.ddp(*common).points], skipped=skipped)
+
+    def ray_train() -> float:
+        return total_speed([place.ray_train(*common).points], skipped=skipped)
+
+    ours = {setting.name: partial(raydl, setting) for setting in settings}
+    return {LIMIT: limit, **ours, DDP: ddp, RAY_TRAIN: ray_train}
+
+
+def tell(report: Report, model: str, speeds: Mapping[str, Sequence[float]]) -> None:
+    """Add the table and the figures of a model to a report."""
+    limit = speeds[LIMIT]
+    rows = [
+        (name, Spread.of(found).text(",.0f"), ratios(found, limit).text(".3f"))
+        for name, found in speeds.items()
+    ]
+    report.say(f"{model}, {NUM_WORKERS} workers, {len(limit)} repeats")
+    report.table(("case", "samples per second", "of the limit"), rows)
+    targets = {setting.name: setting.target for setting in SETTINGS}
+    for name in list(speeds)[1:]:
+        figure = f"efficiency.{model}.{name.lower().replace(' ', '-')}"
+        report.judge(
+            Figure(name=figure, value=ratios(speeds[name], limit), target=targets.get(name))
+        )
+    best = SETTINGS[0].name
+    for peer in (DDP, RAY_TRAIN):
+        if peer in speeds:
+            figure = f"efficiency.{model}.{best}_over_{peer.lower().replace(' ', '-')}"
+            target = OVER_DDP if model == "lenet" else None
+            value = ratios(speeds[best], speeds[peer])
+            report.judge(Figure(name=figure, value=value, target=target))
+
+
+def _parser() -> argparse.ArgumentParser:
+    data = "../shared/data"
+    return options_of(
+        __doc__,
+        models={"default": None, "help": "lenet, resnet20, or both by comma"},
+        data={"default": f"{data}/mnist", "help": "for LeNet"},
+        cifar={"default": f"{data}/cifar10", "help": "for ResNet-20"},
+        seconds={"type": float, "help": "of training of each case"},
+    )
+
+
+def main() -> None:
+    """Measure, and tell."""
+    options = _parser().parse_args()
+    length = QUICK if options.quick else FULL
+    if options.seconds:
+        length = Length(seconds=options.seconds, skipped=length.skipped)
+    models = (options.models or ("lenet" if options.quick else "lenet,resnet20")).split(",")
+    repeats = options.repeats or (1 if options.quick else 5)
+    report = Report("efficiency", "python -m benchmarks.efficiency", options.quick)
+    with workplace() as place:
+        for model in models:
+            source = options.data if model == "lenet" else options.cifar
+            # raydl scores the center once more at its end: a small test set shortens that.
+            data = place.arrays(source, num_test=500)
+            settings = SETTINGS[:1] if options.quick else SETTINGS
+            cases = cases_of(place, model, data, length, settings)
+            if options.quick:
+                del cases[RAY_TRAIN]  # which takes its time to start
+            tell(report, model, interleaved(cases, repeats=repeats))
+    report.close(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""How costs grow: with the parameters, with the workers, with the number of exchanges.
+
+Command:   python -m benchmarks.growth            (--quick: small sizes, no prediction)
+
+- An exchange (``crowd.py``) of 1e4 to 1e8 parameters, and of 1 to 8 workers, over what the same
+  processes measured in the same repeat: in sync a bare all-reduce of the size and of the workers,
+  in async four passes over the vector, as two copies of a vector of that size are. The slope of
+  log seconds over log size is 1 on a straight line; it counts from a million on, below which the
+  messages that every exchange needs take longer than its vector. Of all workers together, p of them
+  take p times as long for one exchange each where memory or cores are the limit.
+- The controller's CPU seconds for one poll, over those with 10 workers, per worker. A crew in
+  memory answers it, so Ray's own work for the answers is not in it.
+- The memory of workers and center after 10,000 exchanges over that after 1,000.
+- What ``raydl.plan`` predicts of the communication share of runs with 2 and 4 workers on hosts with
+  links of 25 Mbit/s (``hosts.py``), over what the runs say. A run's own step time goes in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.crowd import Crowd, connected, own_bytes, ray_here, write_answer
+from benchmarks.hosts import Hosts, why_not
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.ray_on_hosts import start_ray
+
+METHODS = ("sync-easgd", "async-easgd")
+STRAIGHT_FROM = 1_000_000
+SLOPE_TARGET = 1.1
+_PART_S = 600.0
+_RUN_S = 180.0
+_POLL_S = 0.25
+MBIT, LATENCY_S, PERIOD, NUM_ROUNDS, BATCH_SIZE = 25.0, 2e-4, 10, 20, 36
+"""Of the runs that are predicted: an epoch of the digits is so whole rounds."""
+
+Series = dict[str, list[float]]
+
+
+# exchanges, within the cluster
+
+
+def exchanges(num_parameters: int, num_workers: int, repeats: int) -> Series:
+    """Return the seconds of exchanges and of their limits, one value per repeat."""
+    count = max(2, min(100, 10_000_000 // num_parameters))
+    with Crowd(num_parameters, num_workers) as crowd:
+        for method in METHODS:
+            crowd.enter(method)
+        cases: dict[str, Callable[[], float]] = {
+            "sync": lambda: crowd.exchange("sync-easgd", count).whole_s,
+            "bare": lambda: crowd.allreduce(count),
+            "async": lambda: crowd.exchange("async-easgd", count).whole_s,
+            "passes": lambda: 2 * crowd.copy(num_parameters, count),
+        }
+        measured = interleaved(cases, repeats=repeats + 1)
+    return {case: values[1:] for case, values in measured.items()}  # the first one is a warm-up
+
+
+def memory(num_parameters: int, first: int, last: int) -> dict[str, float]:
+    """Return the bytes of all processes after so many exchanges over those after fewer."""
+    grown = {}
+    with Crowd(num_parameters, num_workers=2) as crowd:
+        for method in METHODS:
+            crowd.enter(method)
+            pids = [*crowd.pids, crowd.centers[method][1]]
+            crowd.exchange(method, first)
+            before = sum(map(own_bytes, pids))
+            for _ in range(9):  # in parts: the records are taken in between, as in a run
+                crowd.exchange(method, (last - first) // 9)
+            grown[method] = sum(map(own_bytes, pids)) / before
+    return grown
+
+
+def tell_sizes(report: Report, sizes: list[int], repeats: int) -> None:
+    """Judge the growth with the parameters: two workers, both at once."""
+    found = {n: _measured(n, 2, repeats) for n in sizes}
+    rows = [
+        (f"{n:,}", ratios(s["sync"], s["bare"]).text(), ratios(s["async"], s["passes"]).text())
+        for n, s in found.items()
+    ]
+    report.table(("parameters", "sync / all-reduce", "async / four passes"), rows)
+    line = [n for n in sizes if n >= STRAIGHT_FROM]
+    for case in ("sync", "async", "bare", "passes"):
+        slopes = [
+            _slope([(math.log(n), math.log(found[n][case][r])) for n in line])
+            for r in range(repeats)
+        ]
+        is_ours = case in ("sync", "async")
+        report.judge(
+            Figure(
+                name=f"growth.parameters.{case}-slope", value=Spread.of(slopes),
+                target=SLOPE_TARGET if is_ours else None, is_better="less",
+            )
+        )  # fmt: skip
+
+
+def tell_workers(report: Report, workers: list[int], num_parameters: int, repeats: int) -> None:
+    """Judge the growth with the workers: the seconds in which each exchanges once."""
+    found = {p: _measured(num_parameters, p, repeats) for p in workers}
+    rows = [
+        (p, ratios(s["sync"], s["bare"]).text(), ratios(s["async"], s["passes"]).text())
+        for p, s in found.items()
+    ]
+    report.table(("workers", "sync / all-reduce", "async / four passes"), rows)
+    # One worker sums with nobody, and sync begins at two.
+    most, fewest = workers[-1], {"sync": 2, "async": 1, "bare": 2, "passes": 1}
+    for case, p in fewest.items():
+        share = [s * p / most for s in found[most][case]]
+        report.judge(
+            Figure(
+                name=f"growth.workers.{case}-{most}-per-worker-over-{p}",
+                value=ratios(share, found[p][case]),
+                target=SLOPE_TARGET if case in ("sync", "async") and most > 2 else None,
+                is_better="less",
+            )
+        )  # fmt: skip
+
+
+def _measured(num_parameters: int, num_workers: int, repeats: int) -> Series:
+    words = (
+        "--part", "exchanges", "--parameters", str(num_parameters),
+        "--workers", str(num_workers), "--repeats", str(repeats),
+    )  # fmt: skip
+    print(f"{num_parameters:,} parameters, {num_workers} workers", flush=True)
+    found: Series = connected("benchmarks.growth", *words, timeout_s=_PART_S)
+    return found
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """Return the slope of the straight line that lies nearest to some points."""
+    x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    above = sum((a - x) * (b - y) for a, b in points)
+    return float(above / sum((a - x) ** 2 for a, _ in points))
+
+
+def tell_memory(report: Report, num_parameters: int, first: int, last: int) -> None:
+    """Judge the memory after many exchanges."""
+    words = ("--part", "memory", "--parameters", str(num_parameters), "--first", str(first))
+    grown = connected("benchmarks.growth", *words, "--last", str(last), timeout_s=_PART_S)
+    for method, ratio in grown.items():
+        report.judge(
+            Figure(
+                name=f"growth.memory.{method}-{last}-over-{first}", value=Spread.of([ratio]),
+                # Before a thousand, allocators are still about to settle.
+                target=1.02 if first >= 1_000 else None, is_better="less",
+            )
+        )  # fmt: skip
+
+
+# the controller
+
+
+class MemoryCrew:
+    """A crew without processes: all workers answer every poll, and always go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._round = 0
+        self._workers: list[str] = []
+        self._events: list[Any] = []
+
+    def ask(self, worker_id: str) -> None:
+        """Let a worker be up at once."""
+        from raydl.crew import WorkerReady
+
+        self._workers.append(worker_id)
+        self._events.append(WorkerReady(worker_id, "node"))
+
+    def form(self, membership: Any, round: int, own_states: Any) -> None:
+        """Let them train, and be known to the center."""
+        from raydl.crew import Changed
+
+        self._events.append(Changed())
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        """Return a report of each worker, of ten more rounds, and what the center says."""
+        from raydl.crew import Published, Reported
+        from raydl.reports import WorkerReport
+
+        self.now += timeout_s
+        self._round += 10
+        reports = [
+            WorkerReport(w, self._round, (), (), {}, local_step=self._round, step_s=0.1)
+            for w in self._workers
+        ]
+        events, self._events = self._events, []
+        return [*events, *map(Reported, reports), Published((0,))]
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *words, **more: ""
+
+
+class NoRecorder:
+    """Takes what a controller tells."""
+
+    is_writing = False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *words, **more: None
+
+
+def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
+    """Return the CPU seconds of one poll of a controller while so many workers train."""
+    from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
+    from raydl.control import State, kind_for
+    from raydl.methods import resolve
+
+    crew: Any = MemoryCrew()
+    recorder: Any = NoRecorder()
+    config = TrainConfig(
+        method=MethodConfig(name=METHODS[0] if is_sync else METHODS[1]),
+        scaling=ScalingConfig(num_workers=num_workers),
+        training=TrainingConfig(epochs=5),
+    )
+    controller = kind_for(is_sync=is_sync)(
+        crew, config, resolve(config), recorder, first_round=0, own_states={},
+        clock=lambda: crew.now,
+    )  # fmt: skip
+    for _ in range(10):
+        controller.step()
+    assert controller.state is State.TRAINING, f"the controller is {controller.state.value}"
+    assert controller.num_workers == num_workers
+    began = time.process_time()
+    for _ in range(num_polls):
+        controller.step()
+    seconds = (time.process_time() - began) / num_polls
+    assert controller.state is State.TRAINING, f"the controller is {controller.state.value}"
+    return seconds
+
+
+def tell_controller(report: Report, repeats: int) -> None:
+    """Judge the controller's load with 10, 50 and 200 workers."""
+    workers, num_polls = (10, 50, 200), 100
+    rows = []
+    for kind, is_sync in (("rounds", True), ("messages", False)):
+
+        def case(p: int, is_sync: bool = is_sync) -> Callable[[], float]:
+            return lambda: poll_s(p, num_polls, is_sync=is_sync)
+
+        found = interleaved({str(p): case(p) for p in workers}, repeats=repeats)
+        for p in workers:
+            load = Spread.of([s / _POLL_S for s in found[str(p)]])
+            rows.append((kind, p, load.text(".2%")))
+        per_worker = [s / 200 * 10 for s in found["200"]]
+        report.judge(
+            Figure(
+                name=f"growth.controller.{kind}-200-per-worker-over-10",
+                value=ratios(per_worker, found["10"]), target=SLOPE_TARGET, is_better="less",
+            )
+        )  # fmt: skip
+    report.table(("controller", "workers", f"share of a core at a poll in {_POLL_S} s"), rows)
+
+
+# the cost model
+
+
+def tell_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
+    """Judge the prediction of runs on hosts: (method, workers), where this machine permits it."""
+    if reason := why_not():
+        report.say(f"No run is predicted: {reason}.")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="raydl-"))
+    try:
+        with Hosts(max(p for _, p in cases), mbit=MBIT) as hosts:
+            environment = start_ray(hosts, folder)
+            for method, num_workers in cases:
+                run_dir = folder / f"{method}-{num_workers}"
+                words = _words(run_dir, method, num_workers)
+                hosts.run(0, words, env=environment, timeout_s=_RUN_S)
+                found, predicted = _shares(run_dir, method, num_workers, hosts)
+                _judge_plan(report, f"{method}-{num_workers}", found, predicted)
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"a run on hosts:\n{error.output[-4000:]}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _words(run_dir: Path, method: str, num_workers: int) -> list[str]:
+    options = {
+        "data": "digits", "model": "lenet", "method": method, "workers": num_workers,
+        "batch-size": BATCH_SIZE, "period": PERIOD, "steps": NUM_ROUNDS * PERIOD,
+        "evaluation.every-epochs": 1000, "run-dir": run_dir, "run.progress": "plain",
+    }  # fmt: skip
+    words = [sys.executable, "-m", "raydl", "train"]
+    return words + [str(w) for name, value in options.items() for w in (f"--{name}", value)]
+
+
+def _shares(run_dir: Path, method: str, num_workers: int, hosts: Hosts) -> tuple[float, float]:
+    """Return a run's communication share, and what is predicted of it."""
+    from raydl.plan import Plan, parse_network, predict
+    from raydl.report.events import read_history
+
+    files = sorted(run_dir.glob("**/events.out.tfevents.*"))
+    curves = read_history([file.read_bytes() for file in files]).curves
+    # In their first points the workers have just come together.
+    steps = [c.values[1:] for tag, c in curves.items() if tag.startswith("worker_step_s/")]
+    result = json.loads((run_dir / "result.json").read_text())
+    plan = Plan(
+        schedule="sync", period=PERIOD, overlaps=method == "sync-easgd",
+        step_s=sum(Spread.of(values).median for values in steps) / len(steps),
+        num_bytes=result["exchange_bytes"], batch_size=BATCH_SIZE,
+    )  # fmt: skip
+    network = parse_network(f"{LATENCY_S},{hosts.seconds_per_byte}")
+    predicted = predict(plan, network, num_workers).communication_share
+    return result["communication_share"], predicted
+
+
+def _judge_plan(report: Report, case: str, found: float, predicted: float) -> None:
+    report.say(f"{case}: a share of {found:.1%} measured, {predicted:.1%} predicted.")
+    report.judge(
+        Figure(
+            name=f"growth.plan.{case}-off", value=Spread.of([abs(predicted / found - 1)]),
+            target=0.2, is_better="less",
+        )
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Measure, and print tables and a line of JSON per figure."""
+    options = _parser().parse_args()
+    repeats = options.repeats or (2 if options.quick else 5)
+    if options.part:
+        _measure_part(vars(options), repeats)
+        return
+    report = Report("growth", "python -m benchmarks.growth", options.quick)
+    tell_controller(report, repeats)
+    if options.quick:
+        tell_sizes(report, [1_000_000, 10_000_000], repeats)
+        tell_memory(report, 10_000, 100, 1_000)
+        report.say("More workers than two, and predictions, are in the full form alone.")
+    else:
+        tell_sizes(report, [10**e for e in range(4, 9)], repeats)
+        tell_workers(report, [1, 2, 4, 8], 1_000_000, repeats)
+        tell_memory(report, 100_000, 1_000, 10_000)
+        tell_plan(report, [(method, p) for method in ("sync-sgd", "sync-easgd") for p in (2, 4)])
+    report.close(options.out)
+
+
+def _measure_part(options: Mapping[str, Any], repeats: int) -> None:
+    """Measure one thing beside a Ray of its own, and write it."""
+    n = options["parameters"]
+    with ray_here():
+        if options["part"] == "memory":
+            found: Mapping[str, Any] = memory(n, options["first"], options["last"])
+        else:
+            found = exchanges(n, options["workers"], repeats)
+        write_answer(options["answer"], found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    hidden = argparse.SUPPRESS
+    numbers = ("parameters", "workers", "first", "last")
+    return options_of(
+        __doc__,
+        part={"help": hidden},
+        answer={"type": Path, "help": hidden},
+        **{name: {"type": int, "help": hidden} for name in numbers},
+    )
+
+
+if __name__ == "__main__":
+    main()

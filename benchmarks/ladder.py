@@ -1,0 +1,241 @@
+"""SC17's ladder on thin links: Original EASGD, Sync EASGD 1, 2 and 3, and what raydl adds.
+
+Command:   python benchmarks/ladder.py               (--quick: three rungs, and no accuracy)
+
+Four hosts train, one worker in each, and one more is SC17's master, with driver and center (network
+namespaces, ``hosts.py``). The rate of their links is found in the run: at it Original EASGD spends
+87% of its time in communication, as in SC17. Since in Original one worker is active at a time, that
+is the share of the time in which no worker computes; waiting for others' turns is left out.
+
+LeNet on MNIST, 64 samples a step. A gradient takes ``--pause-s`` longer than its arithmetic, a
+pause that needs no CPU, as if a device computed it: four workers whose arithmetic shares the cores
+of one machine would slow one another, and could be only so much faster than one as there are cores.
+
+A speed-up is in samples per second, from a run's first record of a round to its last one, within
+one repeat. Faster rungs get more samples,
+that all may take as long; scores and checkpoints are off. The accuracy is the center's after the
+same samples, without pauses and on links that limit nothing: with one seed the bits are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)] * (str(ROOT) not in sys.path)  # as a script it sees its folder alone
+
+from benchmarks.hosts import why_not  # noqa: E402
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios  # noqa: E402
+from benchmarks.runs_on_hosts import (  # noqa: E402
+    PAUSING_MODEL,
+    UNLIMITED_MBIT,
+    Cluster,
+    RunError,
+    cluster,
+    cut_set,
+)
+
+NUM_WORKERS, BATCH_SIZE = 4, 64
+SHARE = 0.87
+"""Of the time that Original EASGD communicates, in SC17 and here."""
+_SYNC = ("--method", "sync-easgd")
+_IN_PARTS = ("--fragments", "2", "--exchange-delay", "4", "--compression", "int8")
+RUNGS: dict[str, tuple[str, ...]] = {
+    "original": ("--method", "original-easgd", "--period", "1"),
+    "easgd1": (*_SYNC, "--period", "1", "--exchange.overlap", "False", "--exchange.no-resident"),
+    "easgd2": (*_SYNC, "--period", "1", "--exchange.overlap", "False"),
+    "easgd3": (*_SYNC, "--period", "1"),
+    "period": (*_SYNC, "--period", "10"),
+    "delay": (*_SYNC, "--period", "10", "--exchange-delay", "9"),
+    "ours": (*_SYNC, "--period", "10", *_IN_PARTS),
+}
+"""What ``raydl train`` is told on each rung."""
+TARGETS = {"easgd3": 5.3, "ours": 20.0}
+QUICK = ("original", "easgd3", "ours")
+SCORED = ("original", "easgd1", "easgd3", "ours")
+NUM_SAMPLES = {"original": (2560, 768), "easgd": (10_240, 2560), "others": (51_200, 10_240)}
+"""Of a run, in the full and the quick form."""
+SCORED_SAMPLES = 120_000
+CUT = 10_240
+"""Training samples of the runs for speed: an epoch is whole rounds of 10 steps."""
+LENET_BYTES = 4 * 431_080
+LENET_S = 0.02
+"""Seconds of LeNet's arithmetic in a step, for the first guess of a rate."""
+COMPUTING = ("data_io", "forward_backward", "replica_update", "center_update")
+NUM_TRIES = 2
+
+Result = Mapping[str, Any]
+
+
+def train(
+    hosts: Cluster,
+    data: str,
+    rung: str,
+    num_samples: int,
+    *,
+    model: str = PAUSING_MODEL,
+    seed: int = 0,
+) -> Result:
+    """Return the figures of a run on a rung, on the links as they are."""
+    return hosts.train(
+        "--data", data, "--model", model, "--workers", str(NUM_WORKERS), "--seed", str(seed),
+        "--batch-size", str(BATCH_SIZE), "--samples", str(num_samples), *RUNGS[rung],
+    )  # fmt: skip
+
+
+def split(result: Result) -> tuple[float, float]:
+    """Return a worker's (seconds in which it computed, all seconds) since initialization."""
+    parts = result["time_parts"]
+    total = sum(seconds for part, seconds in parts.items() if part != "initialization")
+    return sum(parts[part] for part in COMPUTING), total
+
+
+def share(rung: str, result: Result) -> float:
+    """Return the share of communication; in Original, the others' computing is not in it."""
+    computed_s, total_s = split(result)
+    return 1 - computed_s * (NUM_WORKERS if rung == "original" else 1) / total_s
+
+
+def first_rate(pause_s: float) -> float:
+    """Return the rate in Mbit/s at which Original should communicate for 87% of its time.
+
+    A worker's own message travels while others have their turns, and only the answer counts.
+    """
+    communicates_s = (pause_s + LENET_S) * SHARE / (1 - SHARE)
+    return LENET_BYTES * 8e-6 * 1514 / 1448 / communicates_s
+
+
+def next_rate(mbit: float, result: Result) -> float:
+    """Return a better rate than the one at which Original gave this result."""
+    computed_s, total_s = split(result)
+    computed_s *= NUM_WORKERS
+    return mbit * (total_s - computed_s) / (computed_s * SHARE / (1 - SHARE))
+
+
+def calibrate(hosts: Cluster, report: Report, data: str, options: argparse.Namespace) -> None:
+    """Give the links the rate at which Original communicates for 87% of its time."""
+    mbit = first_rate(options.pause_s)
+    tries = 0 if options.quick else NUM_TRIES
+    for number in range(tries):
+        hosts.limit(mbit)
+        result = train(hosts, data, "original", NUM_SAMPLES["original"][1])
+        print(
+            f"  try {number + 1}: {share('original', result):.1%} at {mbit:.1f} Mbit/s", flush=True
+        )
+        mbit = next_rate(mbit, result)
+    hosts.limit(mbit)
+    report.say(
+        f"Links of {mbit:.1f} Mbit/s, after {tries} tries; a gradient pauses for "
+        f"{options.pause_s * 1000:.0f} ms."
+    )
+
+
+def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.Namespace) -> None:
+    """Run all rungs, interleaved, and report speed-ups and the eight parts of the time."""
+    rungs = QUICK if options.quick else tuple(RUNGS)
+    runs = interleaved(
+        {rung: partial(train, hosts, data, rung, _num_samples(rung, options)) for rung in rungs},
+        repeats=options.repeats or (1 if options.quick else 3),
+    )
+    rates = {rung: [r["steady_samples_per_s"] for r in of] for rung, of in runs.items()}
+    up = {rung: ratios(of, rates["original"]) for rung, of in rates.items()}
+    shares = {rung: Spread.of([share(rung, r) for r in of]) for rung, of in runs.items()}
+    report.table(
+        ("rung", "speed-up", "samples/s", "communication", "settings"),
+        [
+            (rung, f"{up[rung].text()}", f"{Spread.of(rates[rung]).median:,.0f}",
+             shares[rung].text(".1%"), f"`{' '.join(RUNGS[rung])}`")
+            for rung in rungs
+        ],
+    )  # fmt: skip
+    _tell_parts(report, runs)
+    report.judge(Figure(name="ladder.original.communication", value=shares["original"]))
+    report.judge(Figure(name="ladder.easgd3.communication", value=shares["easgd3"]))
+    for rung in rungs[1:]:
+        name = f"ladder.{rung}.speedup"
+        report.judge(Figure(name=name, value=up[rung], target=TARGETS.get(rung)))
+
+
+def _num_samples(rung: str, options: argparse.Namespace) -> int:
+    kind = rung if rung == "original" else "easgd" if rung.startswith("easgd") else "others"
+    return NUM_SAMPLES[kind][options.quick]
+
+
+def _tell_parts(report: Report, runs: Mapping[str, Sequence[Result]]) -> None:
+    """Tell the eight parts of the last repeat."""
+    rows = []
+    for rung, results in runs.items():
+        parts, (_, total_s) = results[-1]["time_parts"], split(results[-1])
+        told = [
+            f"{seconds:.1f} s" if part == "initialization" else f"{seconds / total_s:.1%}"
+            for part, seconds in parts.items()
+        ]
+        rows.append((rung, f"{total_s:.1f} s", *told))
+    parts = next(iter(runs.values()))[-1]["time_parts"]
+    report.say(
+        "A worker's time by part, in the last repeat: shares of what comes after initialization. "
+        "In `original`, device_device_parameters has the wait for the others' turns, too."
+    )
+    report.table(("rung", "time", *parts), rows)
+
+
+def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace) -> None:
+    """Take the center's accuracy after the same samples, a seed per repeat, and report it."""
+    hosts.limit(UNLIMITED_MBIT)
+    seeds = range(options.repeats or 2)
+    found = {rung: [_accuracy(hosts, options.data, rung, s) for s in seeds] for rung in SCORED}
+    report.table(
+        (f"accuracy after {SCORED_SAMPLES:,} samples", *(f"seed {seed}" for seed in seeds)),
+        [(rung, *(f"{accuracy:.2%}" for accuracy in of)) for rung, of in found.items()],
+    )
+    for rung in SCORED[1:]:
+        pairs = zip(found["original"], found[rung], strict=True)
+        points = Spread.of([100 * (original - own) for original, own in pairs])
+        name = f"ladder.{rung}.points_below_original"
+        report.judge(Figure(name=name, value=points, target=1.0, is_better="less"))
+
+
+def _accuracy(hosts: Cluster, data: str, rung: str, seed: int) -> float:
+    result = train(hosts, data, rung, SCORED_SAMPLES, model="lenet", seed=seed)
+    accuracy = float(result["center_accuracy"])
+    print(f"  seed {seed} {rung}: {accuracy:.2%}", flush=True)
+    return accuracy
+
+
+def main(argv: Sequence[str] | None = None) -> Any:
+    """Measure, and report; the return value is what ``sys.exit`` takes."""
+    options = options_of(
+        __doc__,
+        data={"default": "../shared/data/mnist", "help": "MNIST as a folder of Parquet"},
+        pause_s={"type": float, "default": 0.06, "help": "of each gradient, beside its arithmetic"},
+    ).parse_args(argv)
+    options.data = str((ROOT / options.data).resolve())
+    if reason := why_not():
+        return reason
+    if not Path(options.data).is_dir():
+        return f"no data: {options.data} is not there; name a folder of Parquet with --data"
+    command = f"python benchmarks/ladder.py{' --quick' * options.quick}"
+    report = Report("ladder", command, options.quick)
+    report.say(f"LeNet on MNIST, {NUM_WORKERS} hosts with one worker each, and a master.")
+    try:
+        with cluster(NUM_WORKERS, pause_s=options.pause_s, has_master=True) as hosts:
+            cut = cut_set(options.data, hosts.folder / "set", num_train=CUT)
+            calibrate(hosts, report, cut, options)
+            measure_speed(hosts, report, cut, options)
+            if options.quick:
+                report.say("The accuracy is measured in the full form alone.")
+            else:
+                measure_accuracy(hosts, report, options)
+    except RunError as error:
+        return f"{error}"
+    report.close(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""PyTorch's DistributedDataParallel over gloo, one thread per rank.
+
+torchrun --nproc-per-node 2 --standalone -m benchmarks.peers.ddp --samples 60000 --result FILE
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.peers.loop import Run, parser_of, read_data, settings_of
+
+_TIMEOUT = timedelta(seconds=120)
+"""The longest wait of a rank for the others."""
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """Return the model with its gradients summed over the ranks, which saves a copy of them."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def main() -> None:
+    """Train by the options, as one rank of those that torchrun has started."""
+    parser = parser_of(__doc__)
+    settings = settings_of(parser, parser.parse_args())
+    data = read_data(settings)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    try:
+        Run(settings, data, wrap=wrapped).train()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

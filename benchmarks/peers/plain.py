@@ -1,0 +1,19 @@
+"""Plain PyTorch: one process, one thread, no group.
+
+python -m benchmarks.peers.plain --model lenet --samples 60000 --lr 0.1 --result FILE
+"""
+
+from __future__ import annotations
+
+from benchmarks.peers.loop import Run, as_it_is, parser_of, read_data, settings_of
+
+
+def main() -> None:
+    """Train by the options."""
+    parser = parser_of(__doc__)
+    settings = settings_of(parser, parser.parse_args())
+    Run(settings, read_data(settings), wrap=as_it_is).train()
+
+
+if __name__ == "__main__":
+    main()

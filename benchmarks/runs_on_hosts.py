@@ -1,0 +1,239 @@
+"""Runs of ``raydl train`` on a Ray cluster on hosts, whose links are changed from run to run.
+
+    with cluster(2) as hosts:
+        hosts.limit(25)
+        result = hosts.train("--method", "sync-easgd", "--samples", "10000")
+
+Hosts and Ray start once, on links that limit nothing. A run starts on the links that it trains on:
+what it takes to send the training set and the center to the hosts is no part of its rate.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.hosts import Hosts
+from benchmarks.ray_on_hosts import start_ray
+
+ROOT = Path(__file__).resolve().parents[1]
+UNLIMITED_MBIT = 10_000
+"""Of links that do not count: a message of LeNet takes 1.4 ms."""
+BOUND_S = 600.0
+"""The longest run."""
+PAUSING_MODEL = "benchmarks.runs_on_hosts:pausing_lenet"
+"""What ``--model`` takes for :func:`pausing_lenet`."""
+_PAUSE = "RAYDL_BENCHMARK_PAUSE_S"
+_LINES_TOLD = 30
+_FEWEST_RECORDS = 4
+# Neither scores nor checkpoints while the seconds count; the center is scored at the end.
+_SPEED = ("--evaluation.every-epochs", "100000", "--checkpoint.every-s", "100000")
+_RESERVE_HEAD = """
+import ray
+from ray.util.placement_group import placement_group
+ray.init(log_to_driver=False)
+here = "node:" + ray.util.get_node_ip_address()
+group = placement_group([{"CPU": 1, here: 0.001}], lifetime="detached", name="head")
+ray.get(group.ready(), timeout=60)
+"""
+
+
+class RunError(RuntimeError):
+    """A program in a host failed or took too long; the text has what, and the end of its words."""
+
+
+@dataclass
+class Cluster:
+    """Hosts with a Ray node each, and what was started in them."""
+
+    hosts: Hosts
+    environment: Mapping[str, str]
+    """Of a driver in host 0."""
+    folder: Path
+    """Of what is written; it goes with the cluster."""
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def limit(self, mbit: float) -> None:
+        """Give all links a rate, in Mbit/s."""
+        self.hosts.limit(mbit)
+
+    def train(self, *words: str, is_scored: bool = False) -> dict[str, Any]:
+        """Run ``raydl train`` in host 0; return its figures, those of ``result.json``.
+
+        One more is ``steady_samples_per_s``, from the run's first record to its last.
+
+        Args:
+            words: of the command line.
+            is_scored: scores and checkpoints come as the words say, not at the end alone.
+
+        Raises:
+            RunError: it failed, or did not come to its end in time.
+        """
+        run_dir = self.folder / f"run-{next(self._numbers)}"
+        quiet = () if is_scored else _SPEED
+        self.run(
+            [(sys.executable, "-m", "raydl", "train", *words, *quiet, "--run-dir", str(run_dir),
+              "--run.progress", "plain")],
+        )  # fmt: skip
+        result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+        result["steady_samples_per_s"] = _steady_rate(run_dir)
+        shutil.rmtree(run_dir)
+        if result["generations"] != 1:
+            print(f"  {result['generations']} generations: somebody was lost or late", flush=True)
+        return result
+
+    def run(
+        self,
+        programs: Sequence[Sequence[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Run the first program in host 0, the second in host 1, and so on, to their ends.
+
+        Raises:
+            RunError: one failed, or did not come to its end in time; then all are ended.
+        """
+        environment = {**self.environment, **(env or {})}
+        logs = [self.folder / f"log-{next(self._numbers)}" for _ in programs]
+        started = []
+        try:
+            for host, (words, path) in enumerate(zip(programs, logs, strict=True)):
+                with path.open("w") as log:
+                    started.append(
+                        self.hosts.popen(
+                            host, words, env=environment, cwd=ROOT, stdout=log, stderr=log
+                        )
+                    )
+            _wait(started, programs, logs)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+def _wait(
+    started: Sequence[subprocess.Popen[Any]],
+    programs: Sequence[Sequence[str]],
+    logs: Sequence[Path],
+) -> None:
+    """Wait for all; raise a RunError as soon as one has failed."""
+    deadline = time.monotonic() + BOUND_S
+    while any(process.poll() is None for process in started):
+        if time.monotonic() > deadline or any(process.poll() for process in started):
+            break
+        time.sleep(0.05)
+    for process, words, log in zip(started, programs, logs, strict=True):
+        if process.poll():
+            raise RunError(f"`{' '.join(words)}` failed:\n{_end_of(log)}")
+    for process, words, log in zip(started, programs, logs, strict=True):
+        if process.poll() is None:
+            raise RunError(f"`{' '.join(words)}` took over {BOUND_S:.0f} s:\n{_end_of(log)}")
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LINES_TOLD:])
+
+
+@contextmanager
+def cluster(number: int, *, pause_s: float = 0.0, has_master: bool = False) -> Iterator[Cluster]:
+    """Yield so many hosts with a Ray node each, which trains one worker; all goes at the end.
+
+    Args:
+        number: of hosts that train.
+        pause_s: of the workers of :func:`pausing_lenet`.
+        has_master: one host more, host 0, holds driver and center, and no worker.
+
+    Raises:
+        HostsError: this machine does not permit hosts.
+        RunError: Ray did not start in one of them.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="raydl-"))
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    variables = {"PYTHONPATH": paths, _PAUSE: str(pause_s)}  # Ray's workers inherit them
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    try:
+        with (
+            mock.patch.dict(os.environ, variables),
+            Hosts(number + has_master, mbit=UNLIMITED_MBIT) as hosts,
+        ):
+            made = Cluster(hosts, _started(hosts, folder), folder)
+            if has_master:
+                made.run([(sys.executable, "-c", _RESERVE_HEAD)])
+            yield made
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _steady_rate(run_dir: Path) -> float:
+    """Return the samples per second from a run's first record to its last one.
+
+    What lies before is no training at a rate: the center goes to the workers, they meet, and take
+    their first steps.
+
+    Raises:
+        RunError: there are too few records.
+    """
+    from raydl.report.events import read_history
+
+    files = [path.read_bytes() for path in sorted(run_dir.glob("events.out.tfevents*"))]
+    curve = read_history(files).curves["train/lr"]  # which has a point per record
+    seconds = curve.seconds[-1] - curve.seconds[0]
+    if len(curve) < _FEWEST_RECORDS or seconds <= 0:
+        raise RunError(f"a run of {len(curve)} records is too short for a rate: more samples")
+    return (curve.samples[-1] - curve.samples[0]) / seconds
+
+
+def _started(hosts: Hosts, folder: Path) -> Mapping[str, str]:
+    try:
+        return start_ray(hosts, folder)
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "output", None) or error)
+        end = "\n".join(said.splitlines()[-_LINES_TOLD:])
+        raise RunError(f"Ray did not start in the hosts: {end}") from error
+
+
+def cut_set(source: str, folder: Path, *, num_train: int, num_test: int = 1000) -> str:
+    """Write the first samples of a folder of Parquet into another one; return its path."""
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True)
+    for part, count in (("train", num_train), ("test", num_test)):
+        table = pq.read_table(sorted(Path(source).glob(f"{part}-*.parquet"))[0])
+        assert len(table) >= count, f"{source} holds {len(table)} {part} samples, not {count}"
+        pq.write_table(table.slice(0, count), folder / f"{part}-0.parquet")
+    return str(folder)
+
+
+def pausing_lenet(image_shape: tuple[int, int, int], num_classes: int) -> Any:
+    """Return a LeNet whose training steps last longer by a pause that takes no CPU.
+
+    It is as long as the environment says. So a worker is like one whose gradient is computed by a
+    device of its own, and more of them than the machine has cores do not slow one another.
+    """
+    import torch  # here, for the benchmark itself has no need of it
+
+    from raydl import models
+
+    pause_s = float(os.environ.get(_PAUSE, "0"))
+    model = models.find("lenet")(image_shape, num_classes)
+
+    def pause(module: Any, inputs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():  # else it is scored, or tried
+            time.sleep(pause_s)
+
+    model.register_forward_hook(pause)
+    return model

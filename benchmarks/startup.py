@@ -1,0 +1,198 @@
+"""How long a run takes from its command to its first step, beside Ray Train, and where that goes.
+
+Command:   python -m benchmarks.startup            (--quick: with a Ray of its own alone, once)
+
+Two workers train LeNet; each notes when it begins a step (``watching.py``). The first step is over
+when the last of them begins its second. Both sides read the same pictures in their driver, train
+the same network with the same batches, one thread per worker, and begin with files that lie in the
+memory of the machine: each form runs once before it is measured. Two forms, since users do both:
+
+own        nothing runs yet; the command starts Ray on this machine
+cluster    a Ray cluster is up, and the command joins it
+
+What is told besides are the moments on the way, and what the driver's own part consists of: the
+imports, by package, and the reading of the pictures, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.watching import (
+    MODEL,
+    ROOT,
+    Cluster,
+    Watched,
+    WatchError,
+    data_at,
+    end_cleanly,
+    processes_of,
+    started_at,
+)
+
+NUM_WORKERS = 2
+BATCH_SIZE = 64
+_ENDLESS = "1000000000"
+_UP_S = 180.0
+_PROBE_S = 120.0
+_DRIVER, _RAY, _PROCESS, _MODEL, _FIRST, _END = MOMENTS = (
+    "the driver has imported, read the pictures and tried the model",
+    "the first process of Ray starts",
+    "the last worker's process starts",
+    "the last worker has imported torch and built its model",
+    "the last worker begins its first step",
+    "the first step is over",
+)
+"""On the way of a start, in seconds from the command."""
+_RAYDL = (
+    "-m", "raydl", "train", "--model", MODEL, "--workers", str(NUM_WORKERS),
+    "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS, "--run-dir", "{folder}/run",
+    "--run.progress", "plain",
+)  # fmt: skip
+_PEER = (
+    "-m", "benchmarks.peers.ray_train", "--model", MODEL, "--workers", str(NUM_WORKERS),
+    "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
+)  # fmt: skip
+_PARTS = {
+    "import torch": "import torch",
+    "import of all else of raydl.trainer": "import torch; {start}; import raydl.trainer",
+    "reading the pictures": "import raydl.trainer as t; {start}; t.load({data!r})",
+    "import ray": "import raydl.trainer; {start}; import ray",
+}
+"""Programs whose time after ``start`` counts, else all of it."""
+
+Moments = dict[str, float]
+
+
+def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> Moments:
+    """Start a run, wait for its first step, end it; return the moments that were seen.
+
+    Args:
+        words: of its command, without the data.
+        data: a folder.
+        cluster: where it runs; None: it starts a Ray of its own.
+
+    Raises:
+        WatchError: it did not come to its first step.
+    """
+    with Watched([*words, "--data", data], cluster) as run:
+        first = f"{NUM_WORKERS} workers have taken a step"
+        run.wait_until(lambda: run.num_at_work() >= NUM_WORKERS, first, within_s=_UP_S)
+        steps, built = run.steps(), run.built()
+        moments = {
+            _PROCESS: max(started_at(pid) for pid in steps),
+            _MODEL: max(built[pid] for pid in steps),
+            _FIRST: max(of_one[0].began_at for of_one in steps.values()),
+            _END: max(of_one[1].began_at for of_one in steps.values()),
+        }
+        if run.process.pid in built:
+            moments[_DRIVER] = built[run.process.pid]
+        if cluster is None:
+            ray = [p for p, line in processes_of(run.process.pid).items() if "gcs_server" in line]
+            moments[_RAY] = min(map(started_at, ray))
+        return {name: moment - run.began_at for name, moment in moments.items()}
+
+
+def seconds_of_parts(data: str) -> dict[str, float]:
+    """Return how long the parts of the driver's work take, each in a process of its own."""
+    seconds = {}
+    for name, program in _PARTS.items():
+        clock = "import time; began = time.perf_counter()"
+        lines = program.format(start=clock, data=data)
+        before = "" if "began" in lines else f"{clock}; "
+        said = _run("-c", f"{before}{lines}; print('took', time.perf_counter() - began)").stdout
+        seconds[name] = float(said.rpartition("took ")[2])
+    return seconds
+
+
+def seconds_by_package() -> list[tuple[str, float]]:
+    """Return what the imports of a driver take by package, the longest first."""
+    said = _run("-X", "importtime", "-c", "import raydl.trainer, ray").stderr
+    by_package: Counter[str] = Counter()
+    for micros, name in re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", said, re.M):
+        by_package[name.partition(".")[0]] += int(micros)
+    return [(name, micros / 1e6) for name, micros in by_package.most_common(8)]
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, check=True, capture_output=True, text=True,
+        timeout=_PROBE_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, repeats: int) -> None:
+    """Measure one form, and put it into the report."""
+    cases: dict[str, Callable[[], Moments]] = {
+        "raydl": partial(start, _RAYDL, data, cluster),
+        "Ray Train": partial(start, _PEER, data, cluster),
+    }
+    for name, case in cases.items():
+        case()
+        print(f"  {form}: {name}, not measured", flush=True)
+    results = interleaved(cases, repeats=repeats)
+    report.table(
+        (f"{form}: seconds from the command until …", *results),
+        [(moment, *(_cell(runs, moment) for runs in results.values())) for moment in MOMENTS],
+    )
+    totals = {name: [run[_END] for run in runs] for name, runs in results.items()}
+    report.judge(
+        Figure(
+            name=f"startup.{form}.of_ray_train",
+            value=ratios(totals["raydl"], totals["Ray Train"]),
+            target=0.5,
+            is_better="less",
+        ),
+        *(
+            Figure(
+                name=f"startup.{form}.{name.replace(' ', '-').lower()}_s",
+                value=Spread.of(seconds),
+                is_better="less",
+            )
+            for name, seconds in totals.items()
+        ),
+    )
+
+
+def _cell(runs: list[Moments], moment: str) -> str:
+    """Return a moment over the runs; below 0 it was there before the command."""
+    seconds = [run[moment] for run in runs if moment in run]
+    if not seconds:
+        return ""
+    return "before it" if median(seconds) < 0 else Spread.of(seconds).text()
+
+
+def main() -> None:
+    """Measure, and tell."""
+    parser = options_of(__doc__, data={"default": "../shared/data/mnist", "help": "a folder"})
+    options = parser.parse_args()
+    end_cleanly()
+    data, repeats = data_at(options.data), options.repeats or (1 if options.quick else 5)
+    command = f"python -m benchmarks.startup{' --quick' if options.quick else ''}"
+    report = Report("startup", command, options.quick)
+    try:
+        measure(report, "own", data, None, repeats=repeats)
+        if not options.quick:
+            with Cluster(NUM_WORKERS) as cluster:
+                time.sleep(5.0)  # it starts a worker per CPU ahead
+                measure(report, "cluster", data, cluster, repeats=repeats)
+    except WatchError as error:
+        sys.exit(f"the start was not measured: {error}")
+    parts = [(name, f"{s:.2f}") for name, s in seconds_of_parts(data).items()]
+    report.table(("part of raydl's driver", "s"), parts)
+    packages = [(name, f"{s:.2f}") for name, s in seconds_by_package()]
+    report.table(("its imports by package, without those inside", "s"), packages)
+    report.close(options.out)
+
+
+if __name__ == "__main__":
+    main()

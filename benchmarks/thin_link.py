@@ -1,0 +1,196 @@
+"""Two hosts on a thin link: what sync-easgd keeps of its rate, beside torchrun's DDP.
+
+Command:   python benchmarks/thin_link.py            (--quick: at 25 Mbit/s alone, and no accuracy)
+
+Two hosts (network namespaces, ``hosts.py``), one worker in each, LeNet on MNIST, 64 samples a step:
+
+- at 10 Gbit/s, sync-easgd with the defaults of ``raydl train``: the unlimited rate;
+- at 100 and at 25 Mbit/s, sync-easgd with the settings of ``SETTINGS``, and DDP by torchrun.
+
+A rate is samples over seconds of training: for raydl from its first record of a round to its last
+one, for DDP from the first step to the last. Links are changed between runs; scores and checkpoints
+are off, and the cases interleaved. A case with fewer samples per second gets fewer samples, that
+all may take as long. ``--also`` measures further settings at each rate.
+
+What the settings cost in samples to 98.5% is taken on links that limit nothing: with one seed a
+synchronous method gives the same bits on any link. A center is scored every 6,000 samples; all
+runs are as long, so that the learning rate takes the same course.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)] * (str(ROOT) not in sys.path)  # as a script it sees its folder alone
+
+from benchmarks.hosts import why_not  # noqa: E402
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios  # noqa: E402
+from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, RunError, cluster, cut_set  # noqa: E402
+
+SETTINGS: dict[int, tuple[str, ...]] = {
+    100: ("--period", "10", "--exchange-delay", "9", "--compression", "bf16"),
+    25: ("--period", "20", "--exchange-delay", "19", "--compression", "int8"),
+}
+"""What ``raydl train`` is told at a rate in Mbit/s."""
+KEPT = 0.95
+OVER_DDP = {100: 6.0, 25: 20.0}
+ACCURACY, MORE_SAMPLES = 0.985, 1.05
+"""What the center should reach, and the samples that may take, in those of the defaults."""
+BATCH_SIZE, SCORED_EVERY = 64, 6000
+SCORED_SAMPLES = 180_000
+CUT = 12_800
+"""Training samples in the quick form: whole rounds of 10 and of 20 steps."""
+NUM_SAMPLES = {"ours": (128_000, 25_600), "ddp.100": (12_800, 2560), "ddp.25": (5120, 1280)}
+"""Of a run, in the full and the quick form."""
+MASTER_PORT = "29500"
+
+
+def train(hosts: Cluster, mbit: float, data: str, num_samples: int, words: Sequence[str]) -> float:
+    """Return the samples per second of sync-easgd on links of a rate."""
+    hosts.limit(mbit)
+    result = hosts.train(*_common(data, num_samples), *words)
+    return float(result["steady_samples_per_s"])
+
+
+def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int) -> float:
+    """Return the samples per second of DDP by torchrun on links of a rate."""
+    hosts.limit(mbit)
+    told = hosts.folder / "ddp.json"
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    programs = [
+        (
+            torchrun, "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1",
+            "--master-addr", hosts.hosts.address(0), "--master-port", MASTER_PORT,
+            "-m", "benchmarks.peers.ddp", "--model", "lenet", "--data", data,
+            "--batch-size", str(BATCH_SIZE), "--samples", str(num_samples), "--seed", "0",
+            "--result", str(told),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    hosts.run(programs, env={"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"})
+    result = json.loads(told.read_text())
+    told.unlink()
+    return float(result["samples"]) / float(result["seconds"])
+
+
+def samples_to(hosts: Cluster, data: str, seed: int, words: Sequence[str]) -> float:
+    """Return the samples of the first score of 98.5%; infinity: there was none."""
+    hosts.limit(UNLIMITED_MBIT)
+    result = hosts.train(
+        *_common(data, SCORED_SAMPLES), *words, "--seed", str(seed),
+        "--evaluation.every-samples", str(SCORED_EVERY), "--stop-at-accuracy", str(ACCURACY),
+        is_scored=True,
+    )  # fmt: skip
+    reached = [e["samples"] for e in result["evaluations"] if e["accuracy"] >= ACCURACY]
+    return float(min(reached, default=math.inf))
+
+
+def _common(data: str, num_samples: int) -> tuple[str, ...]:
+    return (
+        "--data", data, "--model", "lenet", "--method", "sync-easgd", "--workers", "2",
+        "--batch-size", str(BATCH_SIZE), "--samples", str(num_samples),
+    )  # fmt: skip
+
+
+def measure_rates(
+    hosts: Cluster, report: Report, data: str, options: argparse.Namespace, mbits: Sequence[int]
+) -> None:
+    """Take all rates, interleaved, and report them."""
+    num = {name: counts[options.quick] for name, counts in NUM_SAMPLES.items()}
+    cases: dict[str, Callable[[], float]] = {
+        "unlimited": partial(train, hosts, UNLIMITED_MBIT, data, num["ours"], ())
+    }
+    told: dict[str, Sequence[str]] = {"unlimited": ()}
+    for mbit in mbits:
+        for name, words in (("ours", SETTINGS[mbit]), ("also", shlex.split(options.also))):
+            if words:
+                told[f"{name}.{mbit}"] = words
+                cases[f"{name}.{mbit}"] = partial(train, hosts, mbit, data, num["ours"], words)
+        cases[f"ddp.{mbit}"] = partial(train_ddp, hosts, mbit, data, num[f"ddp.{mbit}"])
+    rates = interleaved(cases, repeats=options.repeats or (1 if options.quick else 5))
+    report.table(
+        ("case", "samples/s", "of the unlimited", "settings"),
+        [
+            (name, Spread.of(of).text(",.0f"), f"{ratios(of, rates['unlimited']).median:.1%}",
+             f"`{shlex.join(told.get(name, ())) or '-'}`")
+            for name, of in rates.items()
+        ],
+    )  # fmt: skip
+    for mbit in mbits:
+        report.judge(*_rate_figures(rates, mbit))
+
+
+def _rate_figures(rates: Mapping[str, Sequence[float]], mbit: int) -> list[Figure]:
+    figures = []
+    for name in ("ours", "also"):
+        if (case := f"{name}.{mbit}") not in rates:
+            continue
+        kept = ratios(rates[case], rates["unlimited"])
+        figures.append(Figure(name=f"thin_link.{case}.kept", value=kept, target=KEPT))
+        over = ratios(rates[case], rates[f"ddp.{mbit}"])
+        figures.append(Figure(name=f"thin_link.{case}.over_ddp", value=over, target=OVER_DDP[mbit]))
+    return figures
+
+
+def measure_accuracy(
+    hosts: Cluster, report: Report, options: argparse.Namespace, mbits: Sequence[int]
+) -> None:
+    """Take the samples to 98.5%, a seed per repeat, and report them."""
+    seeds = range(options.repeats or 3)
+    words_of = {"defaults": (), **{f"ours.{mbit}": SETTINGS[mbit] for mbit in mbits}}
+    found: dict[str, list[float]] = {name: [] for name in words_of}
+    for seed in seeds:
+        for name, words in words_of.items():
+            found[name].append(samples_to(hosts, options.data, seed, words))
+            print(f"  seed {seed} {name}: {found[name][-1]:,.0f} samples", flush=True)
+    report.table(
+        (f"samples to {ACCURACY:.1%}", *(f"seed {seed}" for seed in seeds)),
+        [(name, *(f"{count:,.0f}" for count in counts)) for name, counts in found.items()],
+    )
+    for mbit in mbits:
+        more = ratios(found[f"ours.{mbit}"], found["defaults"])
+        name = f"thin_link.ours.{mbit}.samples_to_98.5"
+        report.judge(Figure(name=name, value=more, target=MORE_SAMPLES, is_better="less"))
+
+
+def main(argv: Sequence[str] | None = None) -> Any:
+    """Measure, and report; the return value is what ``sys.exit`` takes."""
+    options = options_of(
+        __doc__,
+        data={"default": "../shared/data/mnist", "help": "MNIST as a folder of Parquet"},
+        also={"default": "", "help": "settings to measure as well, as one word"},
+    ).parse_args(argv)
+    options.data = str((ROOT / options.data).resolve())
+    if reason := why_not():
+        return reason
+    if not Path(options.data).is_dir():
+        return f"no data: {options.data} is not there; name a folder of Parquet with --data"
+    mbits = (25,) if options.quick else tuple(SETTINGS)
+    command = f"python benchmarks/thin_link.py{' --quick' * options.quick}"
+    report = Report("thin_link", command, options.quick)
+    report.say("LeNet on MNIST, two hosts with one worker each, 64 samples a step.")
+    try:
+        with cluster(2) as hosts:
+            cut = partial(cut_set, options.data, hosts.folder / "set", num_train=CUT)
+            measure_rates(hosts, report, cut() if options.quick else options.data, options, mbits)
+            if options.quick:
+                report.say("The samples to 98.5% are measured in the full form alone.")
+            else:
+                measure_accuracy(hosts, report, options, mbits)
+    except RunError as error:
+        return f"{error}"
+    report.close(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

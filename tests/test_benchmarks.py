@@ -1,0 +1,234 @@
+import copy
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.efficiency import speed, total_speed
+from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
+from benchmarks.peers.loop import Run, Settings, as_it_is, positions_of_step
+from benchmarks.runs import RunError, Trained, workplace
+from benchmarks.time_to_accuracy import reached_by_peer, reached_by_raydl
+from raydl import models
+from raydl.data import Normalizer, load
+
+
+def figure(value: float, **settings) -> Figure:
+    return Figure(name="bench.case.what", value=Spread.of([value]), **settings)
+
+
+def test_a_spread_is_the_middle_and_both_ends():
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert Spread.of([1.0, 2.0]).median == 1.5
+    assert Spread.of([3.0, 1.0, 2.0]).text(".1f") == "2.0 (1.0 to 3.0)"
+
+
+def test_a_ratio_is_taken_within_each_repeat():
+    # The machine was four times as slow in the second repeat: of no consequence.
+    assert ratios([8.0, 2.0], [4.0, 1.0]) == Spread(2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="shorter"):
+        ratios([8.0, 2.0], [4.0])
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "is_met"),
+    [
+        (0.97, {"target": 0.97}, True),
+        (0.96, {"target": 0.97}, False),
+        (0.97, {"target": 0.97, "is_better": "less"}, True),
+        (0.98, {"target": 0.97, "is_better": "less"}, False),
+        (0.5, {}, None),
+    ],
+)
+def test_a_figure_is_met_at_its_target_or_on_the_better_side(value, settings, is_met):
+    assert figure(value, **settings).is_met is is_met
+
+
+def test_a_figure_is_a_line_of_json():
+    assert json.loads(figure(1.23456789, target=1.0).line()) == {
+        "name": "bench.case.what",
+        "value": 1.2346,
+        "target": 1.0,
+        "is_better": "greater",
+        "is_met": True,
+        "least": 1.2346,
+        "greatest": 1.2346,
+    }
+
+
+def test_each_repeat_takes_every_case_and_begins_with_another(capsys):
+    order = []
+
+    def case(name):
+        return lambda: order.append(name) or len(order)
+
+    results = interleaved({name: case(name) for name in "abc"}, repeats=4)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert results == {"a": [1, 6, 8, 10], "b": [2, 4, 9, 11], "c": [3, 5, 7, 12]}
+    assert "4/4 c" in capsys.readouterr().out
+
+
+def test_a_report_has_its_tables_and_says_which_figures_are_met(tmp_path, capsys):
+    report = Report("bench", "python -m benchmarks.bench", is_quick=True)
+    report.table(("case", "seconds"), [("one", 2)])
+    report.say("A sentence.")
+    report.judge(figure(2.0, target=1.0), figure(0.5, target=1.0), figure(3.0))
+    report.close(tmp_path)
+    text = (tmp_path / "bench.md").read_text()
+    assert text.startswith("# bench (quick)\n\n    python -m benchmarks.bench\n\n")
+    assert "| case | seconds |\n| --- | --- |\n| one | 2 |\n\nA sentence.\n" in text
+    assert "| bench.case.what | 2 (2 to 2) | at least 1 | met |" in text
+    assert "| bench.case.what | 0.5 (0.5 to 0.5) | at least 1 | missed |" in text
+    assert "| bench.case.what | 3 (3 to 3) |  |  |" in text
+    lines = (tmp_path / "bench.json").read_text().splitlines()
+    assert [json.loads(line)["is_met"] for line in lines] == [True, False, None]
+    assert capsys.readouterr().out == f"{text}\n" + "".join(f"{line}\n" for line in lines)
+
+
+def test_ranks_share_each_step_of_an_epoch_and_no_sample_comes_twice():
+    done, seen, sizes = 0, [], []
+    while done < 10:
+        parts = [
+            positions_of_step(done, num_samples=11, batch_size=2, rank=rank, num_ranks=2)
+            for rank in range(2)
+        ]
+        assert {epoch for epoch, _, _ in parts} == {0}
+        seen += [position for _, positions, _ in parts for position in positions]
+        sizes.append(parts[0][2])
+        done += parts[0][2]
+    assert sizes == [4, 4, 2]  # 11 samples do not divide by two ranks
+    assert seen == list(range(10))
+    epoch, positions, _ = positions_of_step(10, num_samples=11, batch_size=2, rank=1, num_ranks=2)
+    assert (epoch, positions.tolist()) == (1, [2, 3])
+
+
+class InMemory:
+    """Keeps states, and has the last of them."""
+
+    def __init__(self) -> None:
+        self.states = []
+
+    def load(self):
+        return self.states[-1] if self.states else None
+
+    def save(self, state):
+        self.states.append(copy.deepcopy(state))
+
+
+def test_a_peer_of_one_process_is_torchs_sgd_on_the_batches_of_raydl():
+    data, keeps = load("synthetic:128x1x8x8", seed=3), InMemory()
+    settings = Settings(samples=256, lr=0.1, warmup=0.0, seed=3, checkpoint_every=256)
+    result = Run(settings, data, wrap=as_it_is, keeps=keeps).train()
+    assert (result["steps"], result["samples"], result["ranks"]) == (4, 256, 1)
+    assert (result["accuracy"], result["evaluations"]) == (None, [])
+
+    torch.manual_seed(3)
+    model = models.find("lenet")((1, 8, 8), 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order, normalize = data.train.order(3), Normalizer.of(data.train)
+    for step in range(4):
+        epoch, first = divmod(64 * step, 128)
+        rows = order.rows(epoch, np.arange(first, first + 64))
+        images, labels = normalize(data.train.fetch(rows), rows, epoch)
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.5 * (1 + math.cos(math.pi * step / 4))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    for name, weights in model.state_dict().items():
+        torch.testing.assert_close(keeps.states[0]["model"][name], weights)
+
+
+def test_a_peer_learns_scores_on_its_grid_and_stops_at_an_accuracy(tmp_path):
+    settings = Settings(
+        samples=12_800, lr=0.05, evaluate_every=256, stop_at_accuracy=0.9,
+        events=str(tmp_path / "events"), result=str(tmp_path / "result"),
+    )  # fmt: skip
+    result = Run(settings, load("synthetic:256x1x8x8", seed=0), wrap=as_it_is).train()
+    assert result["accuracy"] >= 0.9
+    assert result["samples"] < 12_800
+    assert [samples for _, samples, _ in result["evaluations"]] == list(
+        range(256, result["samples"] + 1, 256)
+    )
+    told = json.loads((tmp_path / "result").read_text())
+    assert told["accuracy"] == result["accuracy"]
+    assert told["scored_s"][-1] - told["evaluation_seconds"] == pytest.approx(
+        told["evaluations"][-1][0], abs=1e-3
+    )
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert (events[0]["event"], events[0]["samples"]) == ("first_step", 0)
+    assert (events[-1]["event"], events[-1]["samples"]) == ("last_step", result["samples"])
+
+
+def test_a_peer_goes_on_from_its_checkpoint_to_the_same_bits():
+    data = load("synthetic:256x1x8x8", seed=0)
+    settings = Settings(samples=1024, lr=0.05, momentum=0.9, checkpoint_every=512)
+    keeps = InMemory()
+    whole = Run(settings, data, wrap=as_it_is, keeps=keeps)
+    whole.train()
+    last = keeps.states.pop()
+    again = Run(settings, data, wrap=as_it_is, keeps=keeps)
+    assert keeps.load()["num_done"] == 512
+    again.train()
+    end = keeps.states[-1]
+    assert end["num_done"] == last["num_done"] == 1024
+    for name, weights in last["model"].items():
+        assert torch.equal(weights, end["model"][name])
+
+
+def test_a_speed_is_the_slope_of_the_points_within_a_time():
+    points = [(0.0, 0), (1.0, 5), (2.0, 105), (3.0, 205), (4.0, 305), (9.0, 306)]
+    assert speed(points, start=1.0, stop=4.0) == pytest.approx(100.0)
+    with pytest.raises(AssertionError, match="too few"):
+        speed(points, start=5.0, stop=8.0)
+
+
+def test_speeds_add_up_where_all_train():
+    early = [(at, 10 * at) for at in range(0, 11)]
+    late = [(at, 30 * (at - 4)) for at in range(4, 15)]
+    assert total_speed([early, late], skipped=1.0) == pytest.approx(40.0)
+    assert total_speed([late], skipped=1.0) == pytest.approx(30.0)
+
+
+def test_a_peer_reached_an_accuracy_after_the_scores_before_it():
+    result = {
+        "evaluations": [[10.0, 100, 0.5], [20.0, 200, 0.8], [30.0, 300, 0.9]],
+        "scored_s": [11.0, 23.0, 34.0],  # each score took longer than the one before
+    }
+    run = Trained(result=result, points=())
+    found = reached_by_peer(run, accuracy=0.9)
+    assert (found.seconds, found.training_s, found.samples) == (33.0, 30.0, 300)
+    assert reached_by_peer(run, accuracy=0.5).seconds == 10.0
+    missed = reached_by_peer(run, accuracy=0.95)
+    assert (missed.seconds, missed.is_reached, missed.best) == (33.0, False, 0.9)
+
+
+def test_raydl_reached_an_accuracy_when_the_center_was_there():
+    scores = [
+        {"seconds": 10.0, "samples": 100, "accuracy": 0.5},
+        {"seconds": 20.0, "samples": 200, "accuracy": 0.9},
+    ]
+    run = Trained(result={"evaluations": scores, "seconds": 25.0, "samples": 250}, points=())
+    assert reached_by_raydl(run, accuracy=0.9).seconds == 20.0
+    missed = reached_by_raydl(run, accuracy=0.95)
+    assert (missed.seconds, missed.is_reached) == (25.0, False)
+
+
+def test_a_program_that_fails_is_named_with_what_it_said_and_nothing_is_left():
+    with workplace() as place:
+        with pytest.raises(RunError, match=r"(?s)peers\.plain.* failed:.*give one of --samples"):
+            place.plain("--seed", "1")
+        folder = place.folder
+    assert not folder.exists()
+
+
+def test_a_set_becomes_arrays_that_plain_pytorch_trains_on():
+    with workplace() as place:
+        data = place.arrays("digits", num_test=50)
+        (run,) = place.plain("--data", data, "--samples", "640", "--evaluate-every", "320")
+        assert len(load(data).test.images) == 50
+    assert run.result["samples"] == 640
+    assert run.points[0][1] == 0
+    assert run.points[-1][1] == 640
+    assert np.all(np.diff([at for at, _ in run.points]) >= 0)
