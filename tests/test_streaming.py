@@ -22,7 +22,7 @@ from raydl.data.feed import Feed, positions_of
 from raydl.data.order import InBlocks
 from raydl.data.row_groups import GroupCache
 from raydl.data.table import StreamedTable
-from raydl.errors import DataError
+from raydl.errors import ConfigError, DataError
 from raydl.ledger import Ledger, share_round
 from raydl.metrics import TimeParts
 from raydl.reports import Losses
@@ -82,6 +82,12 @@ def test_a_streamed_set_travels_to_another_process_without_what_it_has_read(fold
     again = pickle.loads(pickle.dumps(streamed))
     assert not again._groups._read
     assert torch.equal(again.fetch(rows)[0], before[0])
+
+
+def test_a_set_whose_bad_samples_are_skipped_is_streamed(folder):
+    assert load(str(folder), input=InputConfig(on_bad_sample="skip")).train.is_streamed
+    with pytest.raises(ConfigError, match=r"input.stream must be auto or always for .* skip"):
+        InputConfig(stream="never", on_bad_sample="skip")
 
 
 def test_a_set_is_streamed_when_it_would_take_more_memory_than_allowed(folder):
@@ -428,6 +434,8 @@ def bad_folder(tmp_path, how):
         cells[17] = None
     elif how == "label":
         labels[17] = 9
+    elif how == "no label":
+        labels[17] = None
     elif how == "size":
         cells[17] = encoded(np.zeros((5, 4), np.uint8))
     write_pictures(tmp_path / "train-0.parquet", cells, labels)
@@ -440,6 +448,7 @@ SENTENCES = {
     "cut off": "row group 3: the picture in row 2 does not decode",
     "null": "row group 3: row 2 holds no picture",
     "label": "row group 3: row 2 has label 9; labels must be 0 to 2",
+    "no label": "row group 3: row 2 has no label",
     "size": "row group 3: the picture in row 2 is 1x5x4, the first one 1x4x4",
 }
 

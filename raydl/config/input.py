@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raydl.config.checks import require
@@ -26,11 +27,12 @@ class InputConfig:
     context: int = field(default=128, metadata={"flag": "context"})
     """Tokens in one sample of a text."""
     on_bad_sample: str = field(default="stop", metadata={"flag": "on-bad-sample"})
-    """A sample that can not be read: stop the run and name it, or skip it and count it."""
+    """A sample that can not be read: stop the run and name it, or skip (Parquet) and count it."""
     columns: str = ""
     """Columns of a Parquet table to read, by comma; empty: all of them."""
     stream: str = "auto"
-    """Read Parquet as it is needed: auto (sets beyond ``max_memory_bytes``), always or never."""
+    """Read Parquet as it is needed: auto (sets beyond ``max_memory_bytes``, and where samples are
+    skipped), always or never."""
     max_memory_bytes: int = 1 << 30
     """Sets that take more, decoded, are streamed with ``stream`` auto."""
     shuffle_samples: int = 4096
@@ -43,11 +45,27 @@ class InputConfig:
         """The names in ``columns``."""
         return tuple(name.strip() for name in self.columns.split(",") if name.strip())
 
+    def streams(self, decoded_bytes: Callable[[], int]) -> bool:
+        """Return whether Parquet is streamed.
+
+        Args:
+            decoded_bytes: returns what its training set takes, decoded; asked where that matters.
+        """
+        if self.stream == "auto":
+            return self.on_bad_sample == "skip" or decoded_bytes() > self.max_memory_bytes
+        return self.stream == "always"
+
     def __post_init__(self) -> None:
         self._check_augment()
         for name, choices in (("stream", STREAMS), ("on_bad_sample", ON_BAD_SAMPLE)):
             if getattr(self, name) not in choices:
                 raise UnknownNameError(f"input.{name}", getattr(self, name), choices)
+        require(
+            (self.stream, self.on_bad_sample) != ("never", "skip"),
+            "input.stream",
+            "auto or always for input.on_bad_sample skip, which streamed samples alone can be",
+            self.stream,
+        )
         for name in ("context", "max_memory_bytes", "shuffle_samples", "num_threads"):
             require(getattr(self, name) >= 1, f"input.{name}", "1 or more", getattr(self, name))
 

@@ -54,7 +54,7 @@ def load_parquet(
     """
     groups = open_groups(train, columns=input.columns_named)
     test_groups = open_groups(test, columns=input.columns_named) if test else None
-    if not _is_streamed(groups, input):
+    if not input.streams(lambda: _decoded_bytes(groups)):
         return _in_memory(groups, test_groups, source=source, seed=seed)
     names = _names(groups, test_groups)
     if test_groups is None:
@@ -62,13 +62,7 @@ def load_parquet(
     return streamed(groups, test_groups, names=names, source=source, input=input)
 
 
-def _is_streamed(groups: ParquetGroups, input: InputConfig) -> bool:
-    if input.stream != "auto":
-        return input.stream == "always"
-    return _decoded_bytes(groups, input) > input.max_memory_bytes
-
-
-def _decoded_bytes(groups: ParquetGroups, input: InputConfig) -> int:
+def _decoded_bytes(groups: ParquetGroups) -> int:
     """Return what the set takes in memory, going by the first picture or row."""
     if not has_pictures(groups.columns):
         return sum(groups.sizes) * row_bytes(groups.read_first())

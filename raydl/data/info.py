@@ -196,21 +196,14 @@ def _of_parquet(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
             has_test=len(groups) > 1,
             columns=_columns(groups[0]),
             decoded_bytes=sum(part.num_rows for part in bare) * each,
-            is_streamed=_is_streamed(bare[0].num_rows * each, config),
+            is_streamed=config.streams(lambda: bare[0].num_rows * each),
         )
     labels = [_labels(g) for g in groups]
     names = _class_names(groups, labels)
     parts = [_counted(part, each, len(names)) for part, each in zip(bare, labels, strict=True)]
     shape = _picture_shape(_first_picture(groups[0]), source=groups[0].name(0))
-    is_streamed = _is_streamed(bare[0].num_rows * int(np.prod(shape)), config)
+    is_streamed = config.streams(lambda: bare[0].num_rows * int(np.prod(shape)))
     return _of_pictures("parquet", source, parts, names, shape, is_streamed=is_streamed)
-
-
-def _is_streamed(decoded_bytes: int, config: InputConfig) -> bool:
-    """Return whether ``load`` streams a set whose training part takes so much; it decides alike."""
-    if config.stream != "auto":
-        return config.stream == "always"
-    return decoded_bytes > config.max_memory_bytes
 
 
 def _part_of(name: str, groups: ParquetGroups) -> PartInfo:
@@ -317,8 +310,7 @@ def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
         if part.num_unlabelled:
             found.append(
                 f"{part.name} has {part.num_unlabelled:,} rows whose label is missing or of no "
-                f"class: a run stops at them; with --input.stream always and --on-bad-sample skip "
-                f"it leaves them out"
+                f"class: a run stops at them, or with --on-bad-sample skip leaves them out"
             )
         if _is_sorted(part):
             found.append(

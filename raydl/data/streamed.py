@@ -24,6 +24,8 @@ from raydl.errors import DataError
 
 _GROUPS_ACROSS, _PICTURES_ACROSS = 8, 2048
 """Mean and deviation of a set are taken from so many pictures, in so many row groups or more."""
+_NO_LABEL = np.iinfo(np.int64).min
+"""Stands for a label that is missing; no file is meant to hold it."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def _decoded(column: pa.Array, *, source: str) -> np.ndarray:
 
 
 def _labels_of(column: pa.ChunkedArray) -> np.ndarray:
-    """Return int64 labels, -1 where there is none."""
-    labels: np.ndarray = column.fill_null(-1).to_numpy()
+    """Return int64 labels."""
+    labels: np.ndarray = column.fill_null(_NO_LABEL).to_numpy()
     return labels
 
 
@@ -148,6 +150,8 @@ class StreamedPictures(InRowGroups[_Group]):
 
     def _sample(self, group: _Group, row: int, name: str) -> tuple[np.ndarray, int]:
         label, num_classes = int(group.labels[row]), self.shape.num_classes
+        if label == _NO_LABEL:
+            raise DataError(name, f"row {row} has no label")
         if not 0 <= label < num_classes:
             raise DataError(
                 name, f"row {row} has label {label}; labels must be 0 to {num_classes - 1}"
