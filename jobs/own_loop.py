@@ -2,7 +2,7 @@ r"""Keep a loop of your own: three actors train on the digits, and exchange when
 
 Command:   python jobs/own_loop.py
 Expected:  center test accuracy above 95%
-Time:      about 30 s
+Time:      about 50 s, most of it the start of Ray and of its processes
 Hardware:  two shared CPU cores
 
 Model, optimizer, data and loop are plain PyTorch. What is raydl's are three lines: attach, step in

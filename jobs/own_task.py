@@ -1,8 +1,8 @@
 r"""Train a model of your own on a Parquet table of your own.
 
 Command:   python jobs/own_task.py
-Expected:  center test loss below 0.02: the noise in the data has a variance of 0.01
-Time:      about 30 s
+Expected:  center test loss 0.011: the noise in the data has a variance of 0.01
+Time:      about 40 s, most of it the start of Ray and of its processes
 Hardware:  two shared CPU cores
 
 The table is made here, so that there is something to train on; yours has other columns. A batch
@@ -62,8 +62,8 @@ def main() -> None:
             Regression(),
             f"{folder}/table.parquet",
             method="sync-easgd",
-            training=raydl.TrainingConfig(epochs=10),
-            optimizer=raydl.OptimizerConfig(lr=0.05),
+            training=raydl.TrainingConfig(epochs=20),
+            optimizer=raydl.OptimizerConfig(lr=0.15),
             scaling=raydl.ScalingConfig(num_workers=2),
         ).fit()
     print(f"center test loss {result.metrics['center_loss']:.4f}, run {result.path}")
