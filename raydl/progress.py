@@ -36,6 +36,8 @@ class ProgressView:
     samples_per_s: float | None
     train_loss: float | None
     center_accuracy: float | None
+    center_loss: float | None
+    """Shown of a task that measures no accuracy."""
     workers: Mapping[str, int]
     """How many stand where: ``{"training": 3, "starting": 1}``."""
     wanted_workers: str
@@ -98,19 +100,19 @@ class PlainLines:
         self._clock = clock
         self._start = clock()
         self._shown_at = float("-inf")
-        self._shown_accuracy: float | None = None
+        self._shown_center = ""
 
     def update(self, view: ProgressView) -> None:
-        """Print a line if the last one is old, or the accuracy is new."""
-        now = self._clock()
-        is_news = view.center_accuracy != self._shown_accuracy
+        """Print a line if the last one is old, or the center's score is new."""
+        now, center = self._clock(), _center(view)
+        is_news = center != self._shown_center
         if now - self._shown_at < (1.0 if is_news else _PLAIN_EVERY_S):
             return
-        self._shown_at, self._shown_accuracy = now, view.center_accuracy
+        self._shown_at, self._shown_center = now, center
         self._print(
             f"{_where(view)}  {view.num_samples:,} samples  {_rate(view)}  "
             f"loss {_number(view.train_loss, '.3f')}  "
-            f"center {_number(view.center_accuracy, '.2%')}  "
+            f"center {center}  "
             f"workers {_workers_in_short(view)}  comm {_number(view.communication_share, '.0%')}  "
             f"left {_left(view)}"
         )
@@ -171,7 +173,7 @@ def panel(view: ProgressView, last_event: str) -> Panel:
         facts.add_column(no_wrap=True)
     facts.add_row(
         "progress", _where(view),
-        "center", Text(_number(view.center_accuracy, ".2%"), style="bold green"),
+        "center", Text(_center(view), style="bold green"),
         "comm.", _number(view.communication_share, ".1%"),
     )  # fmt: skip
     facts.add_row(
@@ -229,6 +231,13 @@ def _workers_in_short(view: ProgressView) -> str:
 
 def _rate(view: ProgressView) -> str:
     return f"{_number(view.samples_per_s, ',.0f')}/s"
+
+
+def _center(view: ProgressView) -> str:
+    """Return the center's accuracy, or its loss where the task measures none."""
+    if view.center_accuracy is None and view.center_loss is not None:
+        return f"loss {view.center_loss:.4f}"
+    return _number(view.center_accuracy, ".2%")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -313,6 +313,7 @@ class RunRecorder:
             samples_per_s=self._speed.samples_per_s,
             train_loss=last.loss if last and not math.isnan(last.loss) else None,
             center_accuracy=self.center_accuracy,
+            center_loss=self._evaluations[-1].get("loss") if self._evaluations else None,
             workers=workers,
             wanted_workers=scaling.wanted() if scaling.max_workers else "1",
             generation=last.generation if last else 0,

@@ -21,6 +21,7 @@ VIEW = ProgressView(
     samples_per_s=4200.0,
     train_loss=0.104,
     center_accuracy=0.9861,
+    center_loss=0.0512,
     workers={"training": 3, "starting": 1, "left out": 1},
     wanted_workers="2:8",
     generation=3,
@@ -31,6 +32,7 @@ NOTHING = dataclasses.replace(
     samples_per_s=None,
     train_loss=None,
     center_accuracy=None,
+    center_loss=None,
     communication_share=None,
     share_done=0.0,
 )
@@ -57,6 +59,8 @@ def test_the_panel_says_all_there_is_to_know():
     for word in [*words, "6.0%", "1:15", "30%", "left 0:50"]:
         assert word in text, word
     assert "-/s" in rendered(NOTHING, 80)
+    assert "loss 0.0512" not in text
+    assert "loss 0.0512" in rendered(dataclasses.replace(VIEW, center_accuracy=None), 80)
     assert "epoch 1.5 " in rendered(dataclasses.replace(VIEW, num_epochs=None), 80)
 
 
