@@ -24,7 +24,7 @@ from raydl.metrics import TimeParts
 from raydl.rules import Rule, Sends, Tally
 from raydl.talk import Exchange, Header, Partners, Talk
 from raydl.task import Task, in_precision
-from raydl.trust import Trust
+from raydl.trust import Trusts
 
 _SILENT = Talk()
 _PLAIN = TrainingConfig()
@@ -67,8 +67,7 @@ class Replica:
         self._optimizer = make_optimizer([self.flat.weights]) if rule.steps_replica else None
         self._parts = time_parts
         self._training = training
-        self._trusts: dict[int, Trust] | None = {} if has_dynamic_weights else None
-        self._distrust: dict[int, float] = {}
+        self._trusts = Trusts(is_on=has_dynamic_weights)
         self._pull = torch.empty_like(self.flat.weights)
         self._sent = torch.empty(0)
         self._num_seen = 0
@@ -187,15 +186,14 @@ class Replica:
         weights = self._weights_sent(exchange, talk)
         if self._rule.sends is Sends.PROGRESS:
             return torch.sub(exchange.center.weights, weights, out=self._pull[span])
-        if self._trusts is not None:
-            trust = self._trusts.setdefault(span.start, Trust())
-            distance = float(torch.dist(weights, exchange.center.weights))
-            self._distrust[span.start] = trust.distrust(distance)
+        if self._trusts.is_on:
+            distance = self._distance_squared(exchange, weights) ** 0.5
+            self._trusts.take(span.start, distance)
         return self._trusted(weights, exchange)
 
     def _trusted(self, weights: Tensor, exchange: Exchange) -> Tensor:
         """Return weights as they are sent: closer to the center the less they are trusted."""
-        f = self._distrust.get(exchange.span.start, 0.0)
+        f = self._trusts.distrust_at(exchange.span.start)
         return torch.lerp(weights, exchange.center.weights, f) if f else weights
 
     def _keep_sent(self, span: slice) -> None:
@@ -286,10 +284,10 @@ class Replica:
     def _pull_of(self, exchange: Exchange, tally: Tally, talk: Talk) -> Tensor:
         """Return what the replica subtracts of a span; the harder the less it is trusted."""
         weights, center = self._weights_sent(exchange, talk), exchange.center.weights
-        self._note_distance(exchange, weights, center)
+        self._distances[exchange.span.start] = self._distance_squared(exchange, weights)
         seen = exchange.as_seen(self._trusted(weights, exchange))
         pull = self._rule.pull(seen, center, tally, out=self._pull[exchange.span])
-        f = self._distrust.get(exchange.span.start, 0.0)
+        f = self._trusts.distrust_at(exchange.span.start)
         return pull.add_(weights - center, alpha=f) if f else pull
 
     def _follow(self, talk: Talk) -> None:
@@ -297,7 +295,7 @@ class Replica:
         for exchange in talk.join:
             if self._rule.sends is Sends.PROGRESS:
                 weights = self.flat.weights[exchange.span]
-                self._note_distance(exchange, weights, exchange.center.weights)
+                self._distances[exchange.span.start] = self._distance_squared(exchange, weights)
         self._commit(talk)
         with self._parts.measure("replica_update"):
             for exchange in talk.join:
@@ -328,8 +326,10 @@ class Replica:
             for exchange in talk.join:
                 exchange.commit()
 
-    def _note_distance(self, exchange: Exchange, sent: Tensor, center: Tensor) -> None:
-        self._distances[exchange.span.start] = float(torch.dist(sent, center)) ** 2
+    def _distance_squared(self, exchange: Exchange, weights: Tensor) -> float:
+        # Of a large model torch.dist would take five times as long, and as much memory again.
+        gap = torch.sub(weights, exchange.center.weights, out=self._pull[exchange.span])
+        return float(torch.dot(gap, gap))
 
     @property
     def distance_squared(self) -> float:
@@ -379,7 +379,7 @@ class Replica:
             "gradients": self.flat.gradients.detach().cpu().clone(),
             "optimizer": copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
             "distances": dict(self._distances),
-            "trust": [[start, t.state_dict()] for start, t in (self._trusts or {}).items()],
+            "trust": self._trusts.state(),
             "num_seen": self._num_seen,
             "num_sent": dict(self._num_sent),
         }
@@ -392,9 +392,6 @@ class Replica:
         if self._optimizer and state["optimizer"]:
             load_state(self._optimizer, state["optimizer"])
         self._distances = dict(state["distances"])
-        if self._trusts is not None:
-            for start, logs in state["trust"]:
-                trust = self._trusts[start] = Trust()
-                trust.load_state_dict(logs)
+        self._trusts.load(state["trust"])
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])
         self._num_dropped = self._num_seen

@@ -53,3 +53,34 @@ class Trust:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self._logs = deque(state["logs"], maxlen=_REMEMBERED)
+
+
+class Trusts:
+    """How far one replica is trusted at each span of the center, by the span's start.
+
+    Args:
+        is_on: without dynamic weights it is always trusted.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self._trusts: dict[int, Trust] = {}
+        self._distrust: dict[int, float] = {}
+
+    def take(self, start: int, distance: float) -> None:
+        """Take in the distance to a span at an exchange."""
+        self._distrust[start] = self._trusts.setdefault(start, Trust()).distrust(distance)
+
+    def distrust_at(self, start: int) -> float:
+        """Return f at a span's newest exchange, 0 (trusted) to 1."""
+        return self._distrust.get(start, 0.0)
+
+    def state(self) -> list[list[Any]]:
+        """Return what was seen at each span."""
+        return [[start, trust.state_dict()] for start, trust in self._trusts.items()]
+
+    def load(self, state: list[list[Any]]) -> None:
+        """Take over what :meth:`state` returned, where that matters."""
+        for start, seen in state if self.is_on else ():
+            self._trusts[start] = Trust()
+            self._trusts[start].load_state_dict(seen)

@@ -91,8 +91,10 @@ class FakeCrew:
 
     def __init__(self):
         self.events, self.told, self.formed = [], [], []
+        self.timeouts = []
 
     def poll(self, timeout_s):
+        self.timeouts.append(timeout_s)
         events, self.events = self.events, []
         return events
 
@@ -212,6 +214,12 @@ def test_workers_are_asked_for_and_train_when_all_are_ready_in_the_order_of_thei
     assert stage.step(WorkerReady("w1")) == []
     assert stage.step(WorkerReady("w0")) == [("form", 1, ("w0", "w1"), 0)]
     assert stage.said == ["1 of 2 workers are ready", "generation 1: w0, w1 start"]
+
+
+def test_what_is_to_be_done_in_a_new_state_is_done_without_a_wait():
+    stage = Stage().start()
+    stage.steps(2)
+    assert [timeout == 0 for timeout in stage.crew.timeouts[-2:]] == [True, False]
 
 
 def test_a_resumed_run_numbers_its_memberships_on():

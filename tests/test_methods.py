@@ -24,7 +24,7 @@ from raydl.methods import METHODS, resolve
 from raydl.reports import Outcome
 from raydl.rules import Elastic, Rule, Sends
 from raydl.trainer import Trainer
-from raydl.trust import Trust
+from raydl.trust import Trust, Trusts
 
 ELASTIC = [
     name
@@ -367,6 +367,21 @@ def test_a_replica_that_comes_back_from_far_away_hardly_moves_the_center(method,
     dynamic = jump(method, is_dynamic=True, compression=codec)
     assert dynamic[0] < 0.2 * plain[0]  # the center
     assert dynamic[1] < 0.2 * plain[1]  # the replica, which is with the others at once
+
+
+def test_spans_are_trusted_by_their_own_distances_and_always_without_dynamic_weights():
+    trusts = Trusts(is_on=True)
+    for _ in range(5):
+        trusts.take(0, 2.0)
+        trusts.take(8, 2.0)
+    trusts.take(8, 100.0)
+    assert (trusts.distrust_at(0), trusts.distrust_at(8), trusts.distrust_at(16)) == (0, 1, 0)
+    again, never = Trusts(is_on=True), Trusts(is_on=False)
+    for other in (again, never):
+        other.load(trusts.state())
+    again.take(0, 100.0)
+    assert again.distrust_at(0) == 1
+    assert never.state() == []
 
 
 def test_trust_follows_the_trend_of_the_distance():

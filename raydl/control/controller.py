@@ -126,6 +126,7 @@ class Controller:
             clock=clock,
         )
         self._state_since = clock()
+        self._has_moved = False  # what is to be done in a new state need not wait
         self._stop_voted = self._is_idle = False
         self._first_cuts = self._cuts_voted = first_cuts
 
@@ -158,7 +159,8 @@ class Controller:
         Raises:
             RaydlError: what ends the run; a user's own exception comes as it is.
         """
-        for event in self._crew.poll(_POLL_S):
+        timeout_s, self._has_moved = 0.0 if self._has_moved else _POLL_S, False
+        for event in self._crew.poll(timeout_s):
             self._known.take(event)
         if self.outcome is not Outcome.STOPPED:
             self._keeper.evaluate_newest()
@@ -178,7 +180,7 @@ class Controller:
         return self.state is State.DONE
 
     def _enter(self, state: State) -> None:
-        self.state = state
+        self.state, self._has_moved = state, True
         self._state_since = self._clock()
         if state is State.FINISHING:
             self._staff.stop_hiring()

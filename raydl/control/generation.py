@@ -33,6 +33,10 @@ class Generation:
         """Members that are still there, in their loops or out of them."""
         return tuple(w for w in self.membership.worker_ids if w not in self.lost)
 
+    def is_present(self, worker_id: str) -> bool:
+        """Return whether a worker is a member that is still there."""
+        return worker_id not in self.lost and worker_id in self.membership.worker_ids
+
     @property
     def at_work(self) -> tuple[str, ...]:
         """Members in their loops."""
@@ -69,7 +73,7 @@ class Generation:
             end: how; of another generation it changes nothing.
             now: by the controller's clock.
         """
-        is_ours = end.worker_id in self.present and end.generation == self.entered_with(
+        is_ours = self.is_present(end.worker_id) and end.generation == self.entered_with(
             end.worker_id
         )
         if is_ours:

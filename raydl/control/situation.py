@@ -108,7 +108,7 @@ class Situation:
     def _take_report(self, report: WorkerReport) -> None:
         self.workforce.take_report(report)
         run = self.run
-        if run is None or report.worker_id not in run.present:
+        if run is None or not run.is_present(report.worker_id):
             return
         run.reports[report.worker_id] = report
         self.pace.note_round(report.round, report.round_s)
@@ -125,7 +125,7 @@ class Situation:
         run = self.run
         if end.worker_id not in self.workforce:
             return
-        if run and end.worker_id in run.present:
+        if run and run.is_present(end.worker_id):
             if not run.take_end(end, self.clock()):
                 return  # of a generation before this one
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
@@ -153,7 +153,7 @@ class Situation:
     def expect_nothing_from(self, name: str) -> None:
         """Go on without what a process was asked for that has gone."""
         self.keeper.lost(name)
-        if self.run and name in self.run.present:
+        if self.run and self.run.is_present(name):
             self.run.lose(name)
             self._note_if_nobody_trains(self.run)
 
