@@ -7,7 +7,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow soak test-gpu lint check clean help
+BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link recovery startup growth \
+	accuracy streaming
+BENCH_OPTIONS ?=
+
+.PHONY: train test test-slow soak test-gpu bench lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -45,6 +49,16 @@ soak: $(VENV)/installed-dev  ## minutes of kills, halts and new nodes at random
 
 test-gpu: $(VENV)/installed-dev  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+$(VENV)/installed-bench: $(VENV)/installed
+	$(PIP) --editable '.[bench]'
+	@touch $@
+
+bench: $(VENV)/installed-bench  ## all benchmarks, hours; BENCH_OPTIONS=--quick for a look
+	@failed=; for name in $(BENCHMARKS); do \
+		$(BIN)/python -m benchmarks.$$name --out benchmarks/results $(BENCH_OPTIONS) || \
+		failed="$$failed $$name"; \
+	done; if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

@@ -16,7 +16,6 @@ learning rate is half as much again.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -113,9 +112,7 @@ def main() -> None:
     )
     elastic, elastic_s = train_elastically(data, config, options)
     plain, plain_s = train_plainly(data, config, lr=options.lr)
-    report = Report(
-        "accuracy", f"python -m benchmarks.accuracy {' '.join(sys.argv[1:])}", options.quick
-    )
+    report = Report.of_command("accuracy", options)
     report.table(
         ("what", "test accuracy", "seconds of training"),
         [

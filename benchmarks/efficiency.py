@@ -169,7 +169,7 @@ def main() -> None:
         length = Length(seconds=options.seconds, skipped=length.skipped)
     models = (options.models or ("lenet" if options.quick else "lenet,resnet20")).split(",")
     repeats = options.repeats or (1 if options.quick else 5)
-    report = Report("efficiency", "python -m benchmarks.efficiency", options.quick)
+    report = Report.of_command("efficiency", options)
     with workplace() as place:
         for model in models:
             source = options.data if model == "lenet" else options.cifar

@@ -207,7 +207,7 @@ def main() -> None:
         with ray_here():
             write_answer(options.answer, measure_part(repeats))
         return
-    report = Report("exchange", "python -m benchmarks.exchange", options.quick)
+    report = Report.of_command("exchange", options)
     words = ("--part", "one-node", "--repeats", str(repeats))
     answers = connected("benchmarks.exchange", *words, timeout_s=_PART_S)
     for name, answer in answers.items():

@@ -331,7 +331,7 @@ def main() -> None:
     if options.part:
         _measure_part(vars(options), repeats)
         return
-    report = Report("growth", "python -m benchmarks.growth", options.quick)
+    report = Report.of_command("growth", options)
     tell_controller(report, repeats)
     if options.quick:
         tell_sizes(report, [1_000_000, 10_000_000], repeats)

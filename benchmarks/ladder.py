@@ -1,6 +1,6 @@
 """SC17's ladder on thin links: Original EASGD, Sync EASGD 1, 2 and 3, and what raydl adds.
 
-Command:   python benchmarks/ladder.py               (--quick: three rungs, and no accuracy)
+Command:   python -m benchmarks.ladder               (--quick: three rungs, and no accuracy)
 
 Four hosts train, one worker in each, and one more is SC17's master, with driver and center (network
 namespaces, ``hosts.py``). The rate of their links is found in the run: at it Original EASGD spends
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)] * (str(ROOT) not in sys.path)  # as a script it sees its folder alone
 
 from benchmarks.hosts import why_not  # noqa: E402
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios  # noqa: E402
@@ -219,8 +218,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
         return reason
     if not Path(options.data).is_dir():
         return f"no data: {options.data} is not there; name a folder of Parquet with --data"
-    command = f"python benchmarks/ladder.py{' --quick' * options.quick}"
-    report = Report("ladder", command, options.quick)
+    report = Report.of_command("ladder", options)
     report.say(f"LeNet on MNIST, {NUM_WORKERS} hosts with one worker each, and a master.")
     try:
         with cluster(NUM_WORKERS, pause_s=options.pause_s, has_master=True) as hosts:

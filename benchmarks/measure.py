@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +86,12 @@ class Report:
     is_quick: bool
     figures: list[Figure] = field(default_factory=list)
     _parts: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_command(cls, name: str, options: argparse.Namespace) -> Report:
+        """Return the report of a benchmark that was started by its command."""
+        words = " ".join(sys.argv[1:])
+        return cls(name, f"python -m benchmarks.{name} {words}".rstrip(), options.quick)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Add a table."""

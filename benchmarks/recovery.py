@@ -273,8 +273,7 @@ def main() -> None:
     end_cleanly()
     data = data_at(options.data)
     names = [_QUICK] if options.quick else list(CASES)
-    command = f"python -m benchmarks.recovery{' --quick' if options.quick else ''}"
-    report = Report("recovery", command, options.quick)
+    report = Report.of_command("recovery", options)
     with Cluster(NUM_WORKERS) as cluster:
         cases: dict[str, Callable[[], Recovery]] = {
             name: partial(raydl_case, cluster, data, *CASES[name], [0]) for name in names

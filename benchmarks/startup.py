@@ -177,8 +177,7 @@ def main() -> None:
     options = parser.parse_args()
     end_cleanly()
     data, repeats = data_at(options.data), options.repeats or (1 if options.quick else 5)
-    command = f"python -m benchmarks.startup{' --quick' if options.quick else ''}"
-    report = Report("startup", command, options.quick)
+    report = Report.of_command("startup", options)
     try:
         measure(report, "own", data, None, repeats=repeats)
         if not options.quick:

@@ -1,6 +1,6 @@
 """Memory and waiting of workers that stream a Parquet set larger than they may hold.
 
-Command:   python benchmarks/streaming.py            (--quick: 200 MB instead of 2 GB)
+Command:   python -m benchmarks.streaming            (--quick: 200 MB instead of 2 GB)
 
 Writes pictures of 64x64 with noise, which do not compress, in row groups of 500; trains on them
 with two workers; watches the resident memory of the workers' processes, and reads from the run
@@ -10,7 +10,6 @@ the same workers hold with a set of a few pictures.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -26,6 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
+
+from benchmarks.measure import Figure, Report, Spread, options_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE, ROWS_PER_GROUP, ROWS_PER_FILE = 64, 500, 20_000
@@ -97,10 +98,9 @@ def _resident_bytes(mark: str) -> list[int]:
 
 
 def main() -> None:
-    """Measure, and print a table and a line of JSON per figure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="200 MB instead of 2 GB")
-    num_bytes = 200_000_000 if parser.parse_args().quick else 2_000_000_000
+    """Measure, and tell the memory and the waiting."""
+    options = options_of(__doc__).parse_args()
+    num_bytes = 200_000_000 if options.quick else 2_000_000_000
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "set").mkdir()
@@ -112,13 +112,31 @@ def main() -> None:
     above = (peak - few) / 1e6
     parts = figures["time_parts"]
     trained_s = sum(seconds for part, seconds in parts.items() if part != "initialization")
-    print("| figure | value |\n| --- | --- |")
-    print(f"| rows of the set, {num_bytes / 1e9:.1f} GB | {num_rows:,} |")
-    print(f"| peak of a worker, a few pictures in memory | {few / 1e6:,.0f} MB |")
-    print(f"| peak of a worker, the set streamed | {peak / 1e6:,.0f} MB |")
-    print(f"| above the few pictures | {above:,.0f} MB |")
-    print(f"| share of data in the workers' time | {parts['data_io'] / trained_s:.2%} |")
-    print(json.dumps({"name": "streaming.megabytes_above", "value": above, "target": 1000}))
+    share = parts["data_io"] / trained_s
+    report = Report.of_command("streaming", options)
+    report.table(
+        ("what", "value"),
+        [
+            (f"rows of the set, {num_bytes / 1e9:.1f} GB", f"{num_rows:,}"),
+            ("peak of a worker, a few pictures in memory", f"{few / 1e6:,.0f} MB"),
+            ("peak of a worker, the set streamed", f"{peak / 1e6:,.0f} MB"),
+        ],
+    )
+    report.judge(
+        Figure(
+            name="streaming.megabytes_above",
+            value=Spread.of([above]),
+            target=1000,
+            is_better="less",
+        ),
+        Figure(
+            name="streaming.share_of_time_in_data",
+            value=Spread.of([share]),
+            target=0.02,
+            is_better="less",
+        ),
+    )
+    report.close(options.out)
 
 
 if __name__ == "__main__":

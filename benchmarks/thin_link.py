@@ -1,6 +1,6 @@
 """Two hosts on a thin link: what sync-easgd keeps of its rate, beside torchrun's DDP.
 
-Command:   python benchmarks/thin_link.py            (--quick: at 25 Mbit/s alone, and no accuracy)
+Command:   python -m benchmarks.thin_link            (--quick: at 25 Mbit/s alone, and no accuracy)
 
 Two hosts (network namespaces, ``hosts.py``), one worker in each, LeNet on MNIST, 64 samples a step:
 
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)] * (str(ROOT) not in sys.path)  # as a script it sees its folder alone
 
 from benchmarks.hosts import why_not  # noqa: E402
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios  # noqa: E402
@@ -175,8 +174,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     if not Path(options.data).is_dir():
         return f"no data: {options.data} is not there; name a folder of Parquet with --data"
     mbits = (25,) if options.quick else tuple(SETTINGS)
-    command = f"python benchmarks/thin_link.py{' --quick' * options.quick}"
-    report = Report("thin_link", command, options.quick)
+    report = Report.of_command("thin_link", options)
     report.say("LeNet on MNIST, two hosts with one worker each, 64 samples a step.")
     try:
         with cluster(2) as hosts:

@@ -239,7 +239,7 @@ def main() -> None:
     plan = _plan(options)
     others = options.methods.split(",") if options.methods else METHODS
     methods = (OURS,) if options.quick else (OURS, *(m for m in others if m != OURS))
-    report = Report("time_to_accuracy", "python -m benchmarks.time_to_accuracy", options.quick)
+    report = Report.of_command("time_to_accuracy", options)
     with workplace() as place:
         data = place.arrays(options.data)
         rate = RATES[1] if options.quick else best_rate(place, data, plan, RATES)
