@@ -26,11 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-
-from benchmarks.hosts import why_not  # noqa: E402
-from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios  # noqa: E402
-from benchmarks.runs_on_hosts import (  # noqa: E402
+from benchmarks.hosts import why_not
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.runs_on_hosts import (
     PAUSING_MODEL,
     UNLIMITED_MBIT,
     Cluster,
@@ -38,6 +36,8 @@ from benchmarks.runs_on_hosts import (  # noqa: E402
     cluster,
     cut_set,
 )
+
+ROOT = Path(__file__).resolve().parents[1]
 
 NUM_WORKERS, BATCH_SIZE = 4, 64
 SHARE = 0.87

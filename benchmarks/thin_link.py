@@ -29,11 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-
-from benchmarks.hosts import why_not  # noqa: E402
-from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios  # noqa: E402
-from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, RunError, cluster, cut_set  # noqa: E402
+from benchmarks.hosts import why_not
+from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, RunError, cluster, cut_set
 
 SETTINGS: dict[int, tuple[str, ...]] = {
     100: ("--period", "10", "--exchange-delay", "9", "--compression", "bf16"),
@@ -192,3 +190,5 @@ def main(argv: Sequence[str] | None = None) -> Any:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+ROOT = Path(__file__).resolve().parents[1]
