@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from raydl.config import OptimizerConfig
 from raydl.config.own_code import load_own
@@ -348,6 +348,9 @@ def check_for_model(
     if is_elementwise(config, own):  # those take all; torch's first optimizer loads for seconds
         return {}
     try:
-        return make_optimizer(config, own, model)([flat]).state_dict()
+        optimizer = make_optimizer(config, own, model)([flat])
     except ValueError as error:
         raise ConfigError("optimizer.name", f"{config.name}: {error}") from error
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError("optimizer", f"can not be LBFGS: {_REFUSED['lbfgs']}; take adamw")
+    return optimizer.state_dict()

@@ -206,6 +206,17 @@ def test_who_is_detached_takes_no_step():
         elastic.step()
 
 
+def test_a_model_that_is_attached_is_not_attached_again_before_it_is_detached():
+    model, optimizer, elastic = alone()
+    threads = Threads(settings(MethodConfig(name="sync-easgd"), 1))
+    with elastic, pytest.raises(ConfigError, match="attached to 'run' already, and would wait for"):
+        threads.attach(model, optimizer)
+    again = threads.attach(model, optimizer)
+    del again  # a loop that forgot to detach
+    with threads.attach(model, optimizer) as elastic:
+        take_steps(model, optimizer, elastic, 3)
+
+
 def test_a_model_that_was_moved_is_told():
     model, _, elastic = alone()
     with elastic:

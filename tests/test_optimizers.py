@@ -356,6 +356,14 @@ def test_a_decay_of_matrices_alone_is_refused_where_the_center_is_in_parts():
     assert "exchange.fragments" in sentence
 
 
+def test_lbfgs_is_refused_as_a_class_too():
+    model = linear((1, 4, 4), 3)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    config, own = as_config(torch.optim.LBFGS)
+    with pytest.raises(ConfigError, match="can not be LBFGS: it asks for the loss several times"):
+        check_for_model(config, own, model, flat)
+
+
 def test_a_model_that_the_optimizer_does_not_take_is_refused():
     flat = nn.Parameter(torch.zeros(3))
     with pytest.raises(ConfigError, match=r"optimizer\.name muon: Muon only supports 2D"):

@@ -1,7 +1,8 @@
 """The Python of README and docs runs as it is printed, a page at a time."""
 
 import re
-from functools import partial
+from dataclasses import replace
+from functools import partialmethod
 
 import numpy as np
 import pyarrow as pa
@@ -35,10 +36,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def fit_here(self, fit):
+    if self.config.scaling == ScalingConfig():
+        self.config = replace(self.config, scaling=ScalingConfig(num_workers=0))
+    return fit(self)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_of_a_page_run(page, root, folder, cluster, monkeypatch):
     # Where a snippet says nothing of workers it is trained here, which is sooner done.
-    monkeypatch.setattr(trainer, "ScalingConfig", partial(ScalingConfig, num_workers=0))
+    monkeypatch.setattr(trainer.Trainer, "fit", partialmethod(fit_here, trainer.Trainer.fit))
     snippets = re.findall(r"^```python\n(.*?)^```", (root / page).read_text(), re.M | re.S)
     assert snippets
     names = {"__name__": "snippets"}

@@ -25,6 +25,7 @@ from raydl.data.feed import positions_of
 from raydl.errors import AttachError, ExchangeError
 from raydl.job import Job
 from raydl.metrics import TimeParts
+from raydl.own_loop.claims import claim, release
 from raydl.own_loop.door import Door, Entry
 from raydl.own_loop.meeting import Age, Word
 from raydl.own_loop.terms import ENDLESS
@@ -47,6 +48,7 @@ class Attached:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, job: Job, door: Door) -> None:
+        claim(model, self, door.name)
         self._job, self._door, self._optimizer = job, door, optimizer
         self._method = job.method
         self._parts = TimeParts()
@@ -171,6 +173,7 @@ class Attached:
     def detach(self) -> None:
         """Leave; the others go on. What was done since the last exchange goes with this worker."""
         self._door.leave(self._center)
+        release(self._flat.model)
 
     def __enter__(self) -> Attached:
         self._inside()
