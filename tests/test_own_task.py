@@ -182,6 +182,14 @@ def test_a_task_without_its_loss_among_the_metrics_is_told(table, tmp_path):
         train(Silent(line, cross_entropy), table, tmp_path)
 
 
+def test_a_task_may_need_more_than_one_sample(table, tmp_path):
+    def spread(model, batch):
+        assert len(batch["y"]) > 1
+        return {"spread": batch["x"].std(0).sum() * len(batch["y"])}
+
+    train(ModelAndLoss(line, cross_entropy, metrics=spread), table, tmp_path)
+
+
 def test_a_lazy_model_is_told_in_raydls_words(table, tmp_path):
     with pytest.raises(ShapeError, match="has lazy layers"):
         train(lambda: nn.LazyLinear(2), table, tmp_path, loss=cross_entropy)
