@@ -38,9 +38,12 @@ class Diary:
 
     def __init__(self):
         self.lines = []
+        self.is_heard = True
 
     def announce(self, fault):
-        self.lines.append(fault.sentence)
+        if self.is_heard:
+            self.lines.append(fault.sentence)
+        return self.is_heard
 
     def kill(self):
         self.lines.append("kill")
@@ -260,6 +263,16 @@ def test_a_fault_is_announced_and_then_inflicted():
     assert process.diary.lines == ["fault 1: stop w1 at step 4 for 8 s", "stop 8.0"]
 
 
+def test_a_fault_of_which_nobody_hears_waits_for_a_step_at_which_somebody_does():
+    process = Process(kill(at=4.0))
+    process.diary.is_heard = False  # the center is being started again
+    assert [process.step(step) for step in (4, 5)] == [[], []]
+    process.diary.is_heard = True
+    assert process.step(6, rank=0) == [1]
+    assert process.diary.lines[1:] == ["kill"]
+    assert process.step(7) == [1]
+
+
 @pytest.mark.parametrize(
     ("kind", "line"), [("drain", "drain 8.0"), ("partition", "partition 8.0"), ("kill", "kill")]
 )
@@ -424,7 +437,12 @@ from raydl.faults import Fault, Injector, Partition, ProcessInflicts
 kind, for_s = sys.argv[1], float(sys.argv[2]) or None
 fault = Fault(0, kind, "w0", "step", 3.0, for_s=for_s)
 inflict = ProcessInflicts(Partition(), print)
-injector = Injector([fault], inflict, lambda f: print(f.sentence, flush=True))
+
+def announce(fault):
+    print(fault.sentence, flush=True)
+    return True
+
+injector = Injector([fault], inflict, announce)
 
 def loop():
     for step in range(5):

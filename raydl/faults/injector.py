@@ -35,7 +35,8 @@ class Injector:
     Args:
         faults: those of the plan, perhaps of other processes as well.
         inflict: does them.
-        announce: is called before each; a killed process tells nothing more.
+        announce: is called before each, for a killed process tells nothing more; returns whether
+            somebody heard. A fault of which nobody hears waits for a later step.
         fired: numbers of those that fired before this process was started.
         clock: seconds from any origin, for what lasts a while.
         sleep: waits, in seconds.
@@ -45,7 +46,7 @@ class Injector:
         self,
         faults: Iterable[Fault],
         inflict: Inflicts,
-        announce: Callable[[Fault], None],
+        announce: Callable[[Fault], bool],
         fired: Iterable[int] = (),
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -57,6 +58,7 @@ class Injector:
         self._decided = set(fired)
         self._clock = clock
         self._sleep = sleep
+        self._held: list[Fault] = []
         self._before: dict[str, float] = {}
         self._slow: list[tuple[float, float]] = []  # (until, seconds longer)
 
@@ -91,7 +93,8 @@ class Injector:
         for fault in self._due(now):
             self._decided.add(fault.number)
             if fault.hits(worker_id, rank=rank, num_workers=num_workers):
-                self._fire(fault)
+                self._held.append(fault)
+        self._held = [fault for fault in self._held if not self._fire(fault)]
         self._before.update(now)
         self._be_slow()
 
@@ -103,8 +106,10 @@ class Injector:
             and fault.is_due(self._before.get(fault.when), now[fault.when])
         ]
 
-    def _fire(self, fault: Fault) -> None:
-        self._announce(fault)
+    def _fire(self, fault: Fault) -> bool:
+        """Inflict a fault, if somebody hears of it; return whether that was so."""
+        if not self._announce(fault):
+            return False
         if fault.kind == "kill":
             self._inflict.kill()
         elif fault.kind == "stop":
@@ -116,6 +121,7 @@ class Injector:
             assert fault.for_s is not None, "the plan holds none without"
             lasting = {"partition": self._inflict.partition, "drain": self._inflict.drain}
             lasting[fault.kind](fault.for_s)
+        return True
 
     def _be_slow(self) -> None:
         """Make this step longer by all that slows it down now."""

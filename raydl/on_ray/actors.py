@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import threading
@@ -11,7 +10,7 @@ from typing import Any
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
@@ -137,7 +136,7 @@ class CenterActor:
 
     def exchange(self, push: Push) -> Reply:
         """Take a message."""
-        return self._at_home.exchange(push)
+        return self._at_home.home.exchange(push)
 
     def take_turn(self, stamp: Stamp) -> None:
         """Wait for a worker's turn."""
@@ -234,11 +233,16 @@ class WorkerActor:
     def _publish(self, snapshot: Snapshot) -> None:
         self._shards[HOME].put.remote(snapshot)
 
-    def _announce(self, fault: Fault) -> None:
-        """Tell of a fault before it comes: a killed process tells nothing more."""
-        with contextlib.suppress(RayError):
-            noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
+    def _announce(self, fault: Fault) -> bool:
+        """Tell of a fault before it comes; return whether that may have been heard."""
+        noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
+        try:
             ray.get(noted, timeout=_ANNOUNCE_S)
+        except RayActorError:  # the next generation knows the new center
+            return False
+        except RayError:
+            return True
+        return True
 
     @ray.method(concurrency_group="loop")
     def run(
