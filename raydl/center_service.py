@@ -11,7 +11,7 @@ import torch
 from raydl.center import Snapshot, joined_states, split_states
 from raydl.compression import parse_codec
 from raydl.dispatcher import Dispatcher, Due
-from raydl.exchange.messages import HOME, cells
+from raydl.exchange.messages import HOME, Push, Reply, cells
 from raydl.exchange.shard import Shard, ShardState
 from raydl.job import Job
 from raydl.ledger import Ledger
@@ -88,6 +88,12 @@ class CenterService:
         home = self.home.change(membership)
         self.dispatcher.change(membership)
         return self._assembled(self.dispatcher.version, False, [home, *others])
+
+    def exchange(self, push: Push) -> Reply:
+        """Take a message to the home shard; one that waits for its turn comes back after it."""
+        if push.waits_for_turn:
+            self.dispatcher.take_turn(push.stamp)
+        return self.home.exchange(push)
 
     def snapshot(self, due: Due, others: list[ShardState]) -> Snapshot:
         """Return a copy of the whole center.

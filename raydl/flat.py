@@ -32,7 +32,7 @@ class FlatModel:
     def __init__(self, model: nn.Module, *, name: str = "") -> None:
         name = name or type(model).__name__
         self.model = model
-        _check_is_module(model, name)
+        _check_module(model, name)
         self._parameters = {k: p for k, p in model.named_parameters() if p.requires_grad}
         first = _one_kind(list(self._parameters.values()), name)
         # A buffer that the model does not save, a mask say, is no state of it.
@@ -128,10 +128,16 @@ class FlatModel:
         return _pick(state, self._parameters), _pick(state, self._buffers)
 
 
-def _check_is_module(model: object, name: str) -> None:
+def _check_module(model: object, name: str) -> None:
     if not isinstance(model, nn.Module):
         found = f"what should build it returned a value of type {type(model).__name__}"
         raise ShapeError(name, f"must be a torch.nn.Module, {found}")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise ShapeError(
+            name,
+            "has lazy layers, whose parameters have no shape yet; build it with layers of a known "
+            "size, or pass it a batch before it is returned",
+        )
 
 
 def _one_kind(parameters: Sequence[Tensor], name: str) -> Tensor:

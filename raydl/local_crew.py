@@ -88,7 +88,7 @@ class LocalCrew:
             self._service.open(membership)
             for shard in self._others:
                 shard.open(membership)
-            road = LocalPost([self._service.home, *self._others], self._service.dispatcher)
+            road = LocalPost([self._service, *self._others], self._service.dispatcher)
             self._events.append(Changed())
         self._worker.join(membership, road, self._snapshot(round), own_states.get("w0"))
         self._generation = membership.generation

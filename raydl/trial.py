@@ -50,7 +50,6 @@ def try_model(
     torch.manual_seed(config.training.seed)
     shape = batches.samples.shape
     model = task.build_model(shape)
-    _check_parameters(task.name, model)
     flat = FlatModel(model, name=task.name)
     _check_dtype(config, method, task.name, flat)
     optimizer = check_for_model(method.inner, own, model, flat.weights)
@@ -84,15 +83,6 @@ def two_samples(batches: Batches) -> Any:
         if num_samples_of(batch) >= wanted:
             return part_of(batch, 0, wanted)
     raise DataError("the training set", f"holds no {wanted} samples that can be read at its start")
-
-
-def _check_parameters(name: str, model: nn.Module) -> None:
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise ShapeError(
-            name,
-            "has lazy layers, whose parameters have no shape yet; build it with layers of a known "
-            "size, or pass it a batch before it is returned",
-        )
 
 
 def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel) -> None:

@@ -134,7 +134,7 @@ class Ensemble:
         self.service.open(membership)
         for shard in self.others:
             shard.open(membership)
-        return LocalPost([self.service.home, *self.others], self.service.dispatcher)
+        return LocalPost([self.service, *self.others], self.service.dispatcher)
 
     def now(self) -> Any:
         """Return the center's weights between two rounds."""

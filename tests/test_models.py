@@ -269,7 +269,7 @@ def test_a_function_of_ones_own_is_found_where_the_command_is_given(own_module):
         ("no_such_module:build", "model no_such_module:build can not be imported: No module named"),
         ("raydl_own_net:biuld", "model raydl_own_net:biuld can not be imported: module "),
         ("raydl_own_net:width", "model raydl_own_net:width is no function of "),
-        (":build", "model :build can not be imported: "),
+        (":build", "model must be written module:name, got :build"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_told(own_module, name, sentence):

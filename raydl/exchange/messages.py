@@ -115,6 +115,8 @@ class Push:
     num_samples: float
     lr: float
     settlement: Settlement | None = None
+    waits_for_turn: bool = False
+    """The message counts when it is its worker's turn; it may come before."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,7 @@ class MessageExchange:
                 num_samples=header.num_samples,
                 lr=desk.lr,
                 settlement=desk.settlement(header) if is_home else None,
+                waits_for_turn=desk.take_wait(),
             )
             self._flying.append((part, self._post.push(shard, message)))
 
@@ -355,6 +358,7 @@ class Desk:
         self.local_step = 0
         self.num_bytes = 0
         """Bytes sent and received since the last settlement."""
+        self.waits_for_turn = False
         self.orders: Orders | None = None
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -374,6 +378,11 @@ class Desk:
     def next_stamp(self) -> Stamp:
         """Return the stamp of the next message."""
         return Stamp(self._worker_id, self.generation, self._incarnation, next(self._numbers))
+
+    def take_wait(self) -> bool:
+        """Return whether the message waits for the turn: the first one of a round at most."""
+        waits, self.waits_for_turn = self.waits_for_turn, False
+        return waits
 
     def settlement(self, header: Header) -> Settlement:
         """Return what ends the round."""

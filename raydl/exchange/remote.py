@@ -61,8 +61,12 @@ class RayPost:
         The message itself must stay as it is until the answer has come, for it may have to
         be sent again.
         """
+        timeout_s = self._timeout_s
+        if push.waits_for_turn:
+            self._finish_turn()
+            timeout_s += _TURN_GRACE_S
         send = functools.partial(self._shards[shard].exchange.remote, push)
-        return self._delivery(send, shard, push.stamp, self._timeout_s)
+        return self._delivery(send, shard, push.stamp, timeout_s)
 
     def _delivery(
         self, send: Callable[[], Any], shard: int, stamp: Stamp, timeout_s: float

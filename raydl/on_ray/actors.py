@@ -136,7 +136,7 @@ class CenterActor:
 
     def exchange(self, push: Push) -> Reply:
         """Take a message."""
-        return self._at_home.home.exchange(push)
+        return self._at_home.exchange(push)
 
     def take_turn(self, stamp: Stamp) -> None:
         """Wait for a worker's turn."""

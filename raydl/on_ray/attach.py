@@ -347,7 +347,7 @@ class MeetingActor:
 
     def exchange(self, push: Push) -> Reply:
         """Take a message."""
-        return self._room.service.home.exchange(push)
+        return self._room.service.exchange(push)
 
     def take_turn(self, stamp: Stamp) -> None:
         """Wait for a worker's turn."""

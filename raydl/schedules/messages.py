@@ -38,6 +38,7 @@ class MessageSchedule:
         self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges())
         self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
         self._in_turn = site.method.schedule == "round_robin"
+        self._overlaps = site.method.overlap
 
     def _make_exchanges(self) -> list[MessageExchange]:
         size, fragments = self._weights.numel(), self._config.exchange.fragments
@@ -96,8 +97,12 @@ class MessageSchedule:
     def next_round(self, local_step: int) -> Round:
         """Return what the dispatcher ordered, once it is this worker's turn."""
         orders = self._orders
-        if self._in_turn and orders.num_steps:
-            # Before anything is sent: SC17's transfers come one after the other.
+        # In a round of one step, which its exchange opens, the message itself may wait for
+        # the turn: one answer instead of two. Shards away from home know no turns.
+        is_whole = self._post.num_shards == 1 and len(self.exchanges) == 1
+        is_short = orders.num_steps == 1 and is_whole and not self._overlaps
+        self._desk.waits_for_turn = self._in_turn and is_short
+        if self._in_turn and orders.num_steps and not is_short:
             with self._site.time_parts.measure("device_device_parameters"):
                 self._post.take_turn(self._desk.next_stamp())
         num_samples = sum(stop - start for start, stop in orders.spans)
