@@ -11,6 +11,7 @@ it is compared with: a process group of torch without anything around it, and a 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -33,6 +34,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks.measure import options_of
+from benchmarks.programs import ROOT
 from raydl import ray_session
 from raydl.center import first_snapshot
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
@@ -51,7 +54,6 @@ from raydl.schedules import MessageSchedule, Schedule, Site, SyncSchedule
 from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
 
-ROOT = Path(__file__).resolve().parents[1]
 _BOUND_S = 120.0
 """The longest wait for an answer of an actor, in seconds."""
 _TOGETHER_S = 0.05
@@ -339,6 +341,18 @@ def _status_bytes(pid: int, name: str) -> int:
 
 
 # a process of its own for a cluster of its own
+
+
+def parser_of_parts(doc: str | None, **more: dict[str, Any]) -> argparse.ArgumentParser:
+    """Return a benchmark's options, with those for the processes that :func:`connected` starts.
+
+    Args:
+        doc: of the benchmark.
+        more: further options for those processes, as ``options_of`` takes them.
+    """
+    hidden = argparse.SUPPRESS
+    own: dict[str, dict[str, Any]] = {"part": {}, "answer": {"type": Path}, **more}
+    return options_of(doc, **{name: {**words, "help": hidden} for name, words in own.items()})
 
 
 def connected(module: str, *words: str, timeout_s: float) -> Any:

@@ -17,7 +17,6 @@ is empty. Each figure is the ratio to a limit that the same processes measured i
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -29,9 +28,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.crowd import ROOT, Crowd, connected, ray_here, write_answer
+from benchmarks.crowd import Crowd, connected, parser_of_parts, ray_here, write_answer
 from benchmarks.hosts import Hosts, why_not
-from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
+from benchmarks.programs import ROOT
 from benchmarks.ray_on_hosts import start_ray
 
 SIZES = {"lenet": 431_080, "alexnet": 61_100_840}
@@ -200,7 +200,7 @@ def tell_across(report: Report, repeats: int) -> None:
 
 def main() -> None:
     """Measure, and print tables and a line of JSON per figure."""
-    options = parser().parse_args()
+    options = parser_of_parts(__doc__).parse_args()
     repeats = options.repeats or (1 if options.quick else 7)
     if options.part:
         measure_part = {"one-node": one_node, "across": across}[options.part]
@@ -217,16 +217,6 @@ def main() -> None:
     else:
         tell_across(report, repeats)
     report.close(options.out)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the options, those for the processes that this one starts among them."""
-    hidden = argparse.SUPPRESS
-    return options_of(
-        __doc__,
-        part={"help": hidden},
-        answer={"type": Path, "help": hidden},
-    )
 
 
 if __name__ == "__main__":

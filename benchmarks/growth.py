@@ -17,7 +17,6 @@ Command:   python -m benchmarks.growth            (--quick: small sizes, no pred
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -29,9 +28,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crowd import Crowd, connected, own_bytes, ray_here, write_answer
+from benchmarks.crowd import (
+    Crowd,
+    connected,
+    own_bytes,
+    parser_of_parts,
+    ray_here,
+    write_answer,
+)
 from benchmarks.hosts import Hosts, why_not
-from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
 from benchmarks.ray_on_hosts import start_ray
 
 METHODS = ("sync-easgd", "async-easgd")
@@ -326,7 +332,8 @@ def _judge_plan(report: Report, case: str, found: float, predicted: float) -> No
 
 def main() -> None:
     """Measure, and print tables and a line of JSON per figure."""
-    options = _parser().parse_args()
+    numbers = ("parameters", "workers", "first", "last")
+    options = parser_of_parts(__doc__, **{name: {"type": int} for name in numbers}).parse_args()
     repeats = options.repeats or (2 if options.quick else 5)
     if options.part:
         _measure_part(vars(options), repeats)
@@ -354,17 +361,6 @@ def _measure_part(options: Mapping[str, Any], repeats: int) -> None:
         else:
             found = exchanges(n, options["workers"], repeats)
         write_answer(options["answer"], found)
-
-
-def _parser() -> argparse.ArgumentParser:
-    hidden = argparse.SUPPRESS
-    numbers = ("parameters", "workers", "first", "last")
-    return options_of(
-        __doc__,
-        part={"help": hidden},
-        answer={"type": Path, "help": hidden},
-        **{name: {"type": int, "help": hidden} for name in numbers},
-    )
 
 
 if __name__ == "__main__":

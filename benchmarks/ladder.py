@@ -23,21 +23,18 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import why_not
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.programs import RunError, data_at
 from benchmarks.runs_on_hosts import (
     PAUSING_MODEL,
     UNLIMITED_MBIT,
     Cluster,
-    RunError,
     cluster,
     cut_set,
 )
-
-ROOT = Path(__file__).resolve().parents[1]
 
 NUM_WORKERS, BATCH_SIZE = 4, 64
 SHARE = 0.87
@@ -213,11 +210,9 @@ def main(argv: Sequence[str] | None = None) -> Any:
         data={"default": "../shared/data/mnist", "help": "MNIST as a folder of Parquet"},
         pause_s={"type": float, "default": 0.06, "help": "of each gradient, beside its arithmetic"},
     ).parse_args(argv)
-    options.data = str((ROOT / options.data).resolve())
     if reason := why_not():
         return reason
-    if not Path(options.data).is_dir():
-        return f"no data: {options.data} is not there; name a folder of Parquet with --data"
+    options.data = data_at(options.data)
     report = Report.of_command("ladder", options)
     report.say(f"LeNet on MNIST, {NUM_WORKERS} hosts with one worker each, and a master.")
     try:

@@ -20,19 +20,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.programs import ROOT, wait_for
+
 BOUND_S = 300.0
 """The longest run, its start and end counted in."""
 _STOP_S = 15.0
 """What a program that was asked to end has time for."""
-_LINES_TOLD = 30
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",  # what a program said before it was killed is in its log
@@ -43,10 +42,6 @@ _ENVIRONMENT = {
 
 Point = tuple[float, int]
 """(Seconds, samples by all workers until then)."""
-
-
-class RunError(RuntimeError):
-    """A program failed or took too long; the text has which, and the end of what it said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +147,7 @@ class Workplace:
                             stdout=log, stderr=log, start_new_session=True,
                         )
                     )  # fmt: skip
-            _wait(started, programs, logs)
+            wait_for(started, programs, logs, bound_s=BOUND_S)
         finally:
             _end(started)
 
@@ -167,26 +162,6 @@ def workplace() -> Iterator[Workplace]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(
-    started: Sequence[subprocess.Popen[bytes]],
-    programs: Sequence[Sequence[str]],
-    logs: Sequence[Path],
-) -> None:
-    """Wait for all; raise a RunError as soon as one has failed."""
-    deadline = time.monotonic() + BOUND_S
-    while any(process.poll() is None for process in started):
-        if time.monotonic() > deadline or any(process.poll() for process in started):
-            break
-        time.sleep(0.05)
-    codes = [process.poll() for process in started]
-    for code, words, log in zip(codes, programs, logs, strict=True):
-        if code:
-            raise RunError(f"`{' '.join(words)}` failed:\n{_end_of(log)}")
-    for code, words, log in zip(codes, programs, logs, strict=True):
-        if code is None:
-            raise RunError(f"`{' '.join(words)}` took over {BOUND_S:.0f} s:\n{_end_of(log)}")
-
-
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
     """End what still runs, first by asking: a Ray that is told takes its processes with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -197,10 +172,6 @@ def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_STOP_S)
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LINES_TOLD:])
 
 
 def _files(name: Path) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.hosts import Hosts
+from benchmarks.programs import LINES_TOLD, ROOT, RunError, wait_for
 from benchmarks.ray_on_hosts import start_ray
 
-ROOT = Path(__file__).resolve().parents[1]
 UNLIMITED_MBIT = 10_000
 """Of links that do not count: a message of LeNet takes 1.4 ms."""
 BOUND_S = 600.0
@@ -37,7 +37,6 @@ BOUND_S = 600.0
 PAUSING_MODEL = "benchmarks.runs_on_hosts:pausing_lenet"
 """What ``--model`` takes for :func:`pausing_lenet`."""
 _PAUSE = "RAYDL_BENCHMARK_PAUSE_S"
-_LINES_TOLD = 30
 _FEWEST_RECORDS = 4
 # Neither scores nor checkpoints while the seconds count; the center is scored at the end.
 _SPEED = ("--evaluation.every-epochs", "100000", "--checkpoint.every-s", "100000")
@@ -49,10 +48,6 @@ here = "node:" + ray.util.get_node_ip_address()
 group = placement_group([{"CPU": 1, here: 0.001}], lifetime="detached", name="head")
 ray.get(group.ready(), timeout=60)
 """
-
-
-class RunError(RuntimeError):
-    """A program in a host failed or took too long; the text has what, and the end of its words."""
 
 
 @dataclass
@@ -117,34 +112,11 @@ class Cluster:
                             host, words, env=environment, cwd=ROOT, stdout=log, stderr=log
                         )
                     )
-            _wait(started, programs, logs)
+            wait_for(started, programs, logs, bound_s=BOUND_S)
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-
-
-def _wait(
-    started: Sequence[subprocess.Popen[Any]],
-    programs: Sequence[Sequence[str]],
-    logs: Sequence[Path],
-) -> None:
-    """Wait for all; raise a RunError as soon as one has failed."""
-    deadline = time.monotonic() + BOUND_S
-    while any(process.poll() is None for process in started):
-        if time.monotonic() > deadline or any(process.poll() for process in started):
-            break
-        time.sleep(0.05)
-    for process, words, log in zip(started, programs, logs, strict=True):
-        if process.poll():
-            raise RunError(f"`{' '.join(words)}` failed:\n{_end_of(log)}")
-    for process, words, log in zip(started, programs, logs, strict=True):
-        if process.poll() is None:
-            raise RunError(f"`{' '.join(words)}` took over {BOUND_S:.0f} s:\n{_end_of(log)}")
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LINES_TOLD:])
 
 
 @contextmanager
@@ -202,7 +174,7 @@ def _started(hosts: Hosts, folder: Path) -> Mapping[str, str]:
         return start_ray(hosts, folder)
     except (RuntimeError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "output", None) or error)
-        end = "\n".join(said.splitlines()[-_LINES_TOLD:])
+        end = "\n".join(said.splitlines()[-LINES_TOLD:])
         raise RunError(f"Ray did not start in the hosts: {end}") from error
 
 
@@ -231,9 +203,9 @@ def pausing_lenet(image_shape: tuple[int, int, int], num_classes: int) -> Any:
     pause_s = float(os.environ.get(_PAUSE, "0"))
     model = models.find("lenet")(image_shape, num_classes)
 
-    def pause(module: Any, inputs: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled():  # else it is scored, or tried
-            time.sleep(pause_s)
+    def pause_with_gradient(module: Any, inputs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():  # a driver that tries a model takes no gradient either
+            outputs.register_hook(lambda _: time.sleep(pause_s))
 
-    model.register_forward_hook(pause)
+    model.register_forward_hook(pause_with_gradient)
     return model

@@ -27,13 +27,12 @@ from functools import partial
 from statistics import median
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.programs import ROOT, data_at
 from benchmarks.watching import (
     MODEL,
-    ROOT,
     Cluster,
     Watched,
     WatchError,
-    data_at,
     end_cleanly,
     processes_of,
     started_at,

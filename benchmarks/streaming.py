@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from benchmarks.measure import Figure, Report, Spread, options_of
+from benchmarks.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SIDE, ROWS_PER_GROUP, ROWS_PER_FILE = 64, 500, 20_000
 NUM_WORKERS = 2
 

@@ -31,7 +31,8 @@ from typing import Any
 
 from benchmarks.hosts import why_not
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
-from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, RunError, cluster, cut_set
+from benchmarks.programs import RunError, data_at
+from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, cluster, cut_set
 
 SETTINGS: dict[int, tuple[str, ...]] = {
     100: ("--period", "10", "--exchange-delay", "9", "--compression", "bf16"),
@@ -166,11 +167,9 @@ def main(argv: Sequence[str] | None = None) -> Any:
         data={"default": "../shared/data/mnist", "help": "MNIST as a folder of Parquet"},
         also={"default": "", "help": "settings to measure as well, as one word"},
     ).parse_args(argv)
-    options.data = str((ROOT / options.data).resolve())
     if reason := why_not():
         return reason
-    if not Path(options.data).is_dir():
-        return f"no data: {options.data} is not there; name a folder of Parquet with --data"
+    options.data = data_at(options.data)
     mbits = (25,) if options.quick else tuple(SETTINGS)
     report = Report.of_command("thin_link", options)
     report.say("LeNet on MNIST, two hosts with one worker each, 64 samples a step.")
@@ -190,5 +189,3 @@ def main(argv: Sequence[str] | None = None) -> Any:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-ROOT = Path(__file__).resolve().parents[1]

@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
-from benchmarks.runs import BOUND_S, RunError, Trained, Workplace, workplace
+from benchmarks.programs import RunError
+from benchmarks.runs import BOUND_S, Trained, Workplace, workplace
 from raydl.methods import METHODS
 
 NUM_WORKERS = 2

@@ -1,7 +1,7 @@
 """Looks at a training run from outside: when each of its workers began each step.
 
-The run trains :func:`lenet` of this module, which notes every forward with gradients in a file of
-its process, in a folder that the environment names; so nothing that a run says of itself is
+The run trains :func:`lenet` of this module, which notes each step, when its backward begins, in a
+file of its process, in a folder that the environment names; so nothing that a run says of itself is
 trusted. Times are those of ``time.monotonic()``, which all processes of a machine share.
 """
 
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.programs import ROOT
+
 MODEL = "benchmarks.watching:lenet"
 """What ``--model`` takes for a network whose steps are noted."""
 FOLDER = "RAYDL_BENCHMARK"
@@ -65,11 +66,11 @@ def lenet(image_shape: tuple[int, int, int], num_classes: int) -> Any:
     model = models.find("lenet")(image_shape, num_classes)
     _note("built", 0)
 
-    def note_step(_: Any, inputs: tuple[Any, ...]) -> None:
-        if torch.is_grad_enabled():  # else it is scored, or tried
-            _note("steps", len(inputs[0]))
+    def note_step(_: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
+        if torch.is_grad_enabled():  # a driver that tries a model takes no gradient either
+            outputs.register_hook(lambda _: _note("steps", len(inputs[0])))
 
-    model.register_forward_pre_hook(note_step)
+    model.register_forward_hook(note_step)
     return model
 
 
@@ -83,14 +84,6 @@ def _note(kind: str, number: int) -> None:
 
 
 # beside the run
-
-
-def data_at(place: str) -> str:
-    """Return the folder of a set, which may be given from the project's root; exit without it."""
-    path = (ROOT / place).resolve()
-    if not path.exists():
-        sys.exit(f"there is no data in {place}; name a folder with --data")
-    return str(path)
 
 
 def end_cleanly() -> None:

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import watching
 from benchmarks.efficiency import speed, total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
 from benchmarks.peers.loop import Run, Settings, as_it_is, positions_of_step
-from benchmarks.runs import RunError, Trained, workplace
+from benchmarks.programs import RunError
+from benchmarks.runs import Trained, workplace
 from benchmarks.time_to_accuracy import reached_by_peer, reached_by_raydl
 from raydl import models
 from raydl.data import Normalizer, load
@@ -232,3 +234,13 @@ def test_a_set_becomes_arrays_that_plain_pytorch_trains_on():
     assert run.points[0][1] == 0
     assert run.points[-1][1] == 640
     assert np.all(np.diff([at for at, _ in run.points]) >= 0)
+
+
+def test_a_model_that_is_only_tried_notes_no_step(tmp_path, monkeypatch):
+    monkeypatch.setenv(watching.FOLDER, str(tmp_path))
+    model, pictures = watching.lenet((1, 28, 28), 10), torch.zeros(4, 1, 28, 28)
+    loss = model(pictures).sum()
+    assert not list(tmp_path.glob("*.steps"))
+    loss.backward()
+    (notes,) = tmp_path.glob("*.steps")
+    assert len(notes.read_bytes()) == 16
