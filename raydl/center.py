@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from raydl.cadence import Cadence
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
 from raydl.optimizers import parameters_of
@@ -51,6 +52,8 @@ class Snapshot:
     """State of the :class:`raydl.ledger.Ledger` at this round."""
     num_cuts: int = 0
     """How often the learning rate was cut up to here, for the schedule ``plateau``."""
+    cadence: Cadence | None = None
+    """What the workers chose to exchange by, if they did."""
 
 
 class Center:

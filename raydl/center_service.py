@@ -11,21 +11,32 @@ import torch
 from raydl.center import Snapshot, joined_states, split_states
 from raydl.compression import parse_codec
 from raydl.dispatcher import Dispatcher, Due
-from raydl.exchange.messages import HOME, Push, Reply, cells
+from raydl.exchange.cells import cells
+from raydl.exchange.mapped import can_be_shared
+from raydl.exchange.post import HOME, CellAddress, Push, Reply
 from raydl.exchange.shard import Shard, ShardState
 from raydl.job import Job
-from raydl.ledger import Ledger
+from raydl.ledger import Ledger, Span
 from raydl.membership import Membership
 from raydl.optimizers import make_optimizer
 
 
-def make_shard(job: Job, snapshot: Snapshot, index: int, settles: Dispatcher | None) -> Shard:
+def make_shard(
+    job: Job,
+    snapshot: Snapshot,
+    index: int,
+    settles: Dispatcher | None,
+    *,
+    has_neighbours: bool = False,
+) -> Shard:
     """Return one shard of the center, as it is in a snapshot.
 
     Args:
         index: which; the home shard, 0, has the dispatcher and the float buffers.
+        has_neighbours: workers may be other processes of this node, and map its memory.
     """
     exchange, method = job.config.exchange, job.method
+    is_shared = has_neighbours and can_be_shared(job.config, method)
     weights = torch.tensor(snapshot.weights)
     by_shard = cells(
         weights.numel(), num_shards=exchange.center_shards, num_fragments=exchange.fragments
@@ -40,6 +51,7 @@ def make_shard(job: Job, snapshot: Snapshot, index: int, settles: Dispatcher | N
         is_locked=method.schedule != "hogwild",
         codec=parse_codec(exchange.compression),
         settles=settles,
+        shared_s=exchange.timeout_s if is_shared else None,
     )
     spans = sorted(span for spans in by_shard for span in spans)
     states = split_states(snapshot.optimizer, [stop - start for start, stop in spans])
@@ -53,9 +65,10 @@ class CenterService:
     Args:
         job: what the workers do.
         snapshot: what the center starts from.
+        has_neighbours: workers may be other processes of this node, and map its memory.
     """
 
-    def __init__(self, job: Job, snapshot: Snapshot) -> None:
+    def __init__(self, job: Job, snapshot: Snapshot, *, has_neighbours: bool = False) -> None:
         self.dispatcher = Dispatcher(
             job.config,
             job.method,
@@ -65,7 +78,7 @@ class CenterService:
             local_step=snapshot.local_step,
         )
         self.dispatcher.num_cuts = snapshot.num_cuts
-        self.home = make_shard(job, snapshot, HOME, self.dispatcher)
+        self.home = make_shard(job, snapshot, HOME, self.dispatcher, has_neighbours=has_neighbours)
         self._num_parameters = snapshot.weights.size
 
     def open(self, membership: Membership) -> None:
@@ -89,10 +102,12 @@ class CenterService:
         self.dispatcher.change(membership)
         return self._assembled(self.dispatcher.version, False, [home, *others])
 
+    def shared_cells(self, worker_id: str) -> dict[Span, CellAddress]:
+        """Return the home shard's spans that a worker of this node may map."""
+        return self.home.shared_cells(worker_id)
+
     def exchange(self, push: Push) -> Reply:
-        """Take a message to the home shard; one that waits for its turn comes back after it."""
-        if push.waits_for_turn:
-            self.dispatcher.take_turn(push.stamp)
+        """Take a message to the home shard."""
         return self.home.exchange(push)
 
     def snapshot(self, due: Due, others: list[ShardState]) -> Snapshot:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from raydl.best import BestCenter
+from raydl.cadence import Cadence
 from raydl.center import Snapshot
 from raydl.checkpoint import Checkpoint, CheckpointStore
 from raydl.crew import Collected, Evaluated
@@ -53,6 +54,7 @@ def checkpoint_of(
             "seconds": snapshot.seconds,
             "optimizer": snapshot.optimizer,
             "num_cuts": snapshot.num_cuts,
+            "cadence": vars(snapshot.cadence) if snapshot.cadence else None,
             # Who goes on from here has not trained on what was claimed.
             "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
             "totals": totals.to_state(),
@@ -78,6 +80,7 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
         optimizer=checkpoint.state["optimizer"],
         ledger=checkpoint.state["ledger"],
         num_cuts=checkpoint.state.get("num_cuts", 0),  # earlier ones have none
+        cadence=Cadence(**cadence) if (cadence := checkpoint.state.get("cadence")) else None,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from raydl.config import TrainConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.messages import Orders, Push, Stamp
+from raydl.exchange.post import Orders, Push, Stamp
 from raydl.extent import Extent, num_evaluations_due
 from raydl.ledger import Ledger
 from raydl.membership import Membership

@@ -19,6 +19,9 @@ class Method:
     rule: Rule
     schedule: str
     period: int
+    """Local steps between exchanges; where the workers choose, those that they begin with."""
+    finds_cadence: bool
+    """The workers choose period, delay and compression by measured times."""
     overlap: bool
     by_speed: bool
     optimizer: OptimizerConfig
@@ -40,6 +43,7 @@ def check(config: TrainConfig, method: Method) -> None:
     _check_optimizer(config, method)
     _check_exchange(config, method)
     _check_replicas(config, method)
+    _check_cadence(config, method)
     _check_deterministic(config, method)
 
 
@@ -181,6 +185,21 @@ def _check_replicas(config: TrainConfig, method: Method) -> None:
             raise ConfigError(
                 "method.group_size", f"must divide scaling.num_workers, got {size} and {count}"
             )
+
+
+def _check_cadence(config: TrainConfig, method: Method) -> None:
+    if not method.finds_cadence:
+        return
+    if not method.is_sync or not method.rule.steps_replica:
+        raise ConfigError(
+            "method.period",
+            f"can be auto for synchronous methods with local steps, not {method.name}; give a "
+            f"number",
+        )
+    if config.training.deterministic:
+        raise ConfigError(
+            "method.period", "auto chooses by measured times, not with --deterministic"
+        )
 
 
 def _check_allreduce(config: TrainConfig, method: Method) -> None:

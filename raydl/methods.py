@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raydl.config import MethodConfig, OptimizerConfig, TrainConfig
+from raydl.config import AUTO, MethodConfig, OptimizerConfig, TrainConfig
 from raydl.config.own_code import load_own
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.method import Method, check
@@ -229,11 +229,13 @@ def resolve(
     own_optimizer = own_optimizer or own_of(config.optimizer)
     optimizer = _filled_optimizer(row, config.optimizer, own_optimizer)
     method_config = _filled_method(row, config.method, optimizer)
+    finds_cadence = method_config.period == AUTO
     method = Method(
         name=row.name,
         rule=row.make_rule(method_config),
         schedule=row.schedule,
-        period=method_config.period or row.period,
+        period=row.period if finds_cadence else int(method_config.period or row.period),
+        finds_cadence=finds_cadence,
         overlap=row.overlap if config.exchange.overlap is None else config.exchange.overlap,
         by_speed=row.by_speed,
         optimizer=optimizer,
@@ -319,6 +321,8 @@ def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
     """Return the settings with what the method decides written out, as a run records them."""
     return dataclasses.replace(
         config,
-        method=dataclasses.replace(config.method, period=method.period),
+        method=dataclasses.replace(
+            config.method, period=AUTO if method.finds_cadence else method.period
+        ),
         optimizer=method.optimizer,
     )

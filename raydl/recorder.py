@@ -10,6 +10,7 @@ from typing import Any
 
 from raydl.bad_samples import BadSamples
 from raydl.best import BestCenter
+from raydl.cadence import Choice
 from raydl.center import Snapshot
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import CheckpointWriter
@@ -82,6 +83,7 @@ class RunRecorder:
         self.last: Record | None = None
         self._evaluations = list(before.evaluations)
         self._allreduce: AllreduceReport | None = None
+        self._choice: Choice | None = None
         self._worker_steps: dict[str, int] = {}
         self._config = config
         self._num_train = num_train
@@ -182,6 +184,7 @@ class RunRecorder:
             values["train/loss"] = record.loss
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
+        values |= self._cadence_values(reports)
         values |= self._left_out_values(reports)
         values |= time_values(self._parts)
         self._stack.add(record.num_samples, self._parts)
@@ -242,6 +245,15 @@ class RunRecorder:
             "exchange/allreduce_predicted_s": now.predicted_s,
             "exchange/allreduce_s": now.measured_s,
         }
+
+    def _cadence_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
+        """Tell each cadence that the workers chose once."""
+        chosen = [r.choice for r in reports.values() if r.choice is not None]
+        newest = max(chosen, key=lambda choice: choice.generation, default=self._choice)
+        if newest is not None and newest != self._choice:
+            self.event(f"exchanges go by {newest.cadence}: {newest.reason}")
+        self._choice = newest
+        return {"exchange/period": newest.cadence.period} if newest else {}
 
     def _left_out_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
         """Tell of samples that could not be read; without any there is no curve."""
@@ -346,6 +358,7 @@ class RunRecorder:
             "left_out_samples": self._bad_samples.num_samples,
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
+            "cadence": vars(self._choice.cadence) if self._choice else None,
             "last_start": speed_figures(num_samples - start.num_samples, this_s),
         }
 

@@ -283,6 +283,9 @@ class Replica:
 
     def _pull_of(self, exchange: Exchange, tally: Tally, talk: Talk) -> Tensor:
         """Return what the replica subtracts of a span; the harder the less it is trusted."""
+        if own := exchange.own_pull():
+            pull, self._distances[exchange.span.start] = own
+            return pull
         weights, center = self._weights_sent(exchange, talk), exchange.center.weights
         self._distances[exchange.span.start] = self._distance_squared(exchange, weights)
         seen = exchange.as_seen(self._trusted(weights, exchange))

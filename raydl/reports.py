@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from raydl.cadence import Choice
 from raydl.data.feed import LeftOut
 from raydl.errors import NonFiniteLossError
 from raydl.talk import Header
@@ -134,6 +135,8 @@ class WorkerReport:
     """Seconds that the worker has been waiting for an exchange until now; 0: it computes."""
     allreduce: AllreduceReport | None = None
     """How this worker's group sums, where it chooses for itself."""
+    choice: Choice | None = None
+    """The cadence that the workers chose."""
     left_out: LeftOut = _NONE_LEFT_OUT
     """Samples that it could not read."""
 

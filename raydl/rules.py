@@ -178,6 +178,24 @@ class Rule:
         """Move the center in place by the total of the messages, which is used up."""
         raise NotImplementedError
 
+    def meet_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Move the center in place by one replica's message, where one process may touch both.
+
+        Args:
+            replica: what is sent, weights, shape [n]; stays as it is.
+            center: shape [n].
+            tally: of one message.
+            out: gets what the replica subtracts after its local step, shape [n].
+
+        Returns:
+            The squared distance of the two before.
+        """
+        gap = torch.sub(replica, center, out=out)
+        squares = float(torch.dot(gap, gap))
+        self.pull(replica, center, tally, out=out)
+        self.update_center_(center, replica.clone(), tally, None)
+        return squares
+
     def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
         """Return the rule's own optimizer at the center, over one flat tensor; None: it has none.
 
@@ -216,6 +234,15 @@ class Elastic(Rule):
         """Do c <- c + alpha * (sum(x) - n*c)."""
         alpha = moving_rate(self.beta, tally.num_workers)
         elastic_center_(center, total, num_messages=tally.num_messages, moving_rate=alpha)
+
+    def meet_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Do c <- c + alpha * (x - c): both sides take the one difference."""
+        if type(self) is not Elastic:  # whoever derives from it may have changed either side
+            return super().meet_(replica, center, tally, out=out)
+        alpha = moving_rate(self.beta, tally.num_workers)
+        pull = elastic_difference(replica, center, moving_rate=alpha, out=out)
+        center.add_(pull)
+        return float(torch.dot(pull, pull)) / alpha**2
 
 
 class MeanGradient(Rule):

@@ -70,6 +70,14 @@ class Exchange(Protocol):
         """
         ...
 
+    def own_pull(self) -> tuple[Tensor, float] | None:
+        """Return what the replica subtracts, and its squared distance to the center before.
+
+        None: the replica finds both by the center as it was. Who writes the center's memory
+        knows them from the moment at which the exchange began.
+        """
+        ...
+
     def as_seen(self, weights: Tensor) -> Tensor:
         """Return the weights that were sent as the center sees them: a codec may change them."""
         ...

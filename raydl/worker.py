@@ -20,7 +20,7 @@ from raydl.data import Batches
 from raydl.data.feed import Feed, positions_of
 from raydl.errors import ExchangeError
 from raydl.exchange.inner import GradientGroup
-from raydl.exchange.messages import Post
+from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
 from raydl.generators import generators_state, load_generators, seed_generators
 from raydl.job import BeforeStep, Job
@@ -168,7 +168,8 @@ class Worker:
         if own_state is None:
             seed_generators(self._job.config.training.seed, self.worker_id)
         else:
-            self._load_state(own_state)
+            by = snapshot.cadence or self._job.config.exchange
+            self._load_state(own_state, by.compression)
             is_old = own_state.get("round", snapshot.round) != snapshot.round
             has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
             if (is_old or has_open) and self._method.rule.sends is not Sends.WEIGHTS:
@@ -241,10 +242,10 @@ class Worker:
         return self.parts.as_dict()["device_device_parameters"]
 
     def _take_steps(self, schedule: Schedule, round: Round) -> Header:
-        settings, sums = self._job.config.exchange, Header()
+        fragments, sums = self._job.config.exchange.fragments, Header()
         if not round.num_steps:  # the center has no work for this worker
             return sums
-        plan = plan_talks(round.num_steps, fragments=settings.fragments, delay=settings.delay)
+        plan = plan_talks(round.num_steps, fragments=fragments, delay=round.delay)
         steps = np.array_split(positions_of(round.spans), round.num_steps)
         self._feed.expect(round.epoch, steps, round.ahead)
         for step, positions in enumerate(steps):
@@ -356,6 +357,7 @@ class Worker:
             round_s=self._round_s,
             waiting_s=self.parts.since("device_device_parameters"),
             allreduce=self._schedule.allreduce_report() if self._schedule else None,
+            choice=self._schedule.choice() if self._schedule else None,
             left_out=self._feed.left_out,
         )
 
@@ -387,12 +389,11 @@ class Worker:
                 "generators": generators_state(self._device),
             }
 
-    def _load_state(self, state: dict[str, Any]) -> None:
+    def _load_state(self, state: dict[str, Any], compression: str) -> None:
         self.replica.load_state_dict(state["replica"])
         self.local_step = state["local_step"]
         self._losses.load_state_dict(state)
         for start, stop, residual in state["feedback"]:
-            codec = parse_codec(self._job.config.exchange.compression)
-            self._feedback[start, stop] = ErrorFeedback(codec)
+            self._feedback[start, stop] = ErrorFeedback(parse_codec(compression))
             self._feedback[start, stop].load_state_dict(residual)
         load_generators(state["generators"], self._device)

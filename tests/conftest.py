@@ -75,7 +75,9 @@ class Ensemble:
         images: Samples | None = None,
         model: Callable[..., torch.nn.Module] = linear,
         task: Any = None,
+        has_neighbours: bool = False,
     ) -> None:
+        self.has_neighbours = has_neighbours
         self.images = images or tiny_images()
         self.config, self.num_workers = config, num_workers
         has_pictures = isinstance(self.images, ImageSet)
@@ -128,9 +130,12 @@ class Ensemble:
         return self
 
     def _open_center(self, snapshot: Snapshot, membership: Membership) -> LocalPost:
-        self.service = CenterService(self.job, snapshot)
+        self.service = CenterService(self.job, snapshot, has_neighbours=self.has_neighbours)
         num_shards = self.job.config.exchange.center_shards
-        self.others = [make_shard(self.job, snapshot, i, None) for i in range(1, num_shards)]
+        self.others = [
+            make_shard(self.job, snapshot, i, None, has_neighbours=self.has_neighbours)
+            for i in range(1, num_shards)
+        ]
         self.service.open(membership)
         for shard in self.others:
             shard.open(membership)

@@ -11,7 +11,7 @@ from test_messages import Add, enter, make_dispatcher, make_shard, push, settle,
 from raydl.compression import parse_codec
 from raydl.dispatcher import Due
 from raydl.errors import ExchangeError
-from raydl.exchange.messages import Settlement, Stamp
+from raydl.exchange.post import Settlement, Stamp
 from raydl.membership import Membership
 from raydl.reports import Outcome
 from raydl.rules import Elastic

@@ -10,7 +10,7 @@ from conftest import Ensemble, tiny_images
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.errors import ExchangeError
 from raydl.exchange import remote
-from raydl.exchange.messages import Stamp
+from raydl.exchange.post import Stamp
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.reports import Outcome
@@ -31,8 +31,13 @@ def job(method, *, compression="none", center_shards=1, period=2, **training):
 class Open:
     """Workers that join a center in this process, one after another."""
 
-    def __init__(self, config, *, num_workers, num_first):
-        self.ensemble = Ensemble(config, num_workers=num_workers, images=tiny_images(96))
+    def __init__(self, config, *, num_workers, num_first, has_neighbours=False):
+        self.ensemble = Ensemble(
+            config,
+            num_workers=num_workers,
+            images=tiny_images(96),
+            has_neighbours=has_neighbours,
+        )
         self.workers = {w.worker_id: w for w in self.ensemble.workers}
         self.membership = Membership(1, tuple(self.workers)[:num_first])
         self.post = self.ensemble._open_center(self.ensemble.first, self.membership)
@@ -62,19 +67,23 @@ class Open:
 
 
 CHURN = [
-    ("async-easgd", "none", 1),
-    ("async-easgd", "int8", 2),
-    ("async-sgd", "topk:0.5", 2),
-    ("hogwild-easgd", "int8", 1),
-    ("original-easgd", "none", 1),
-    ("original-easgd", "none", 2),
+    ("async-easgd", "none", 1, False),
+    ("async-easgd", "none", 1, True),
+    ("hogwild-easgd", "none", 1, True),
+    ("async-easgd", "int8", 2, False),
+    ("async-sgd", "topk:0.5", 2, False),
+    ("hogwild-easgd", "int8", 1, False),
+    ("original-easgd", "none", 1, False),
+    ("original-easgd", "none", 2, False),
 ]
 
 
-@pytest.mark.parametrize(("method", "compression", "center_shards"), CHURN)
-def test_workers_come_and_go_while_the_others_train(pool, method, compression, center_shards):
+@pytest.mark.parametrize(("method", "compression", "center_shards", "has_neighbours"), CHURN)
+def test_workers_come_and_go_while_the_others_train(
+    pool, method, compression, center_shards, has_neighbours
+):
     config = job(method, compression=compression, center_shards=center_shards, epochs=20)
-    run = Open(config, num_workers=4, num_first=3)
+    run = Open(config, num_workers=4, num_first=3, has_neighbours=has_neighbours)
     staying = pool.submit(run.run, "w0")
     lost = pool.submit(run.run, "w2")
     dismissed = pool.submit(run.run, "w1")

@@ -13,7 +13,8 @@ from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainCon
 from raydl.dispatcher import Dispatcher, Due
 from raydl.errors import ExchangeTimeoutError
 from raydl.exchange import remote
-from raydl.exchange.messages import Push, Settlement, Stamp, cells, shard_spans
+from raydl.exchange.cells import cells, shard_spans
+from raydl.exchange.post import Push, Settlement, Stamp
 from raydl.exchange.shard import Shard
 from raydl.ledger import Ledger
 from raydl.membership import Membership

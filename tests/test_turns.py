@@ -5,7 +5,7 @@ from test_message_churn import change, settling, waiting
 from test_messages import enter, make_dispatcher
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.messages import Stamp
+from raydl.exchange.post import Stamp
 
 
 def turns(dispatcher, *worker_ids, start=10, generations=None):

@@ -19,13 +19,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from raydl.config import ScalingConfig, TrainConfig
+from raydl.config import AUTO, ScalingConfig, TrainConfig
 from raydl.errors import ConfigError
 
 _Options = TypeVar("_Options")
 _ALIKE = 0.6
 """So alike, from 0 to 1, are two options of which one may be meant for the other."""
-_KINDS: dict[type[Any], tuple[str, str, Callable[[str], Any]]] = {
+_KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
     int: ("INT", "a whole number", int),
     float: ("FLOAT", "a number", float),
     str: ("STR", "a text", str),
@@ -34,8 +34,10 @@ _KINDS: dict[type[Any], tuple[str, str, Callable[[str], Any]]] = {
         "True or False",
         lambda word: {"true": True, "false": False}[word.lower()],
     ),
+    AUTO: ("INT|auto", "a whole number or auto", lambda word: AUTO if word == AUTO else int(word)),
 }
-"""By type: how it is shown, how it is named in a sentence, how a word becomes one."""
+"""By type, or by the word that may stand in place of a number: how it is shown, how it is named in
+a sentence, how a word becomes one."""
 STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 """Exit status by the signal that stopped a command."""
 
@@ -135,7 +137,7 @@ _WORKERS = tyro.constructors.PrimitiveConstructorSpec[Any](
 
 
 def _value(
-    setting: str, kind: type[Any], *, is_required: bool
+    setting: str, kind: Any, *, is_required: bool
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
     """Return how a word becomes a value of a kind, or None unless one is required."""
     metavar, what, read = _KINDS[kind]
@@ -189,6 +191,8 @@ def _with_flags(cls: type[Any], prefix: str = "") -> type[Any]:
 
 def _typed(hint: Any, setting: str) -> Any:
     """Return a type with how its words are read, where tyro's own way says too much or little."""
+    if setting == "method.period":
+        return Annotated[hint, _value(setting, AUTO, is_required=False)]
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     if setting == "scaling.num_workers":
         return Annotated[hint, _WORKERS]

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, get_type_hints
 from raydl.config.cluster import ALLREDUCES, ElasticConfig, ExchangeConfig, ScalingConfig
 from raydl.config.input import ON_BAD_SAMPLE, STREAMS, InputConfig
 from raydl.config.learning import (
+    AUTO,
     SCHEDULES,
     WHO_MAY_TALK,
     MethodConfig,
@@ -35,6 +36,7 @@ from raydl.errors import ConfigError
 
 __all__ = [
     "ALLREDUCES",
+    "AUTO",
     "ON_BAD_SAMPLE",
     "SCHEDULES",
     "STREAMS",

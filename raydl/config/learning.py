@@ -16,6 +16,9 @@ SCHEDULES = ("cosine", "linear", "constant", "step", "plateau")
 PRECISIONS = ("float32", "bf16")
 """The numbers that a loss can be computed in; weights and gradients stay as they are."""
 
+AUTO = "auto"
+"""The period that the workers choose by themselves."""
+
 WHO_MAY_TALK = ("sync", "async", "hogwild", "round_robin")
 """The schedules of exchanges: all at once; one at a time; no lock; in rank order."""
 
@@ -28,8 +31,9 @@ class MethodConfig:
     """The training method (`raydl methods` lists them), or module:Class, a rule of your own."""
     beta: float = field(default=0.9, metadata={"flag": "beta"})
     """Elastic force of all workers together; each one's moving rate is beta / p."""
-    period: int | None = field(default=None, metadata={"flag": "period"})
-    """Local steps from one exchange to the next (tau); unset: the method's own."""
+    period: int | str | None = field(default=None, metadata={"flag": "period"})
+    """Local steps from one exchange to the next (tau); unset: the method's own. auto: the workers
+    choose it by measured times, with delay and compression, so that they wait little."""
     group_size: int = field(default=1, metadata={"flag": "group-size"})
     """Workers that share one replica by summing gradients, on one node where they fit; only
     such groups exchange with the center."""
@@ -44,7 +48,13 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         require(is_positive(self.beta), "method.beta", "a positive number", self.beta)
-        require(self.period is None or self.period >= 1, "method.period", "1 or more", self.period)
+        is_number = isinstance(self.period, int)
+        require(
+            self.period in (None, AUTO) or (is_number and int(self.period or 0) >= 1),
+            "method.period",
+            "1 or more, or auto",
+            self.period,
+        )
         require(self.group_size >= 1, "method.group_size", "1 or more", self.group_size)
         if self.schedule is not None and self.schedule not in WHO_MAY_TALK:
             raise UnknownNameError("method.schedule", self.schedule, WHO_MAY_TALK)

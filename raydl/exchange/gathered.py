@@ -91,6 +91,9 @@ class GatheredExchange:
         self._message_rest[num_buffers:] = packed_header(header, self._rest.dtype)
         self._work = self._group.start_allgather(self._message, self._all, round=self.round)
 
+    def own_pull(self) -> None:
+        """Return None: the replica finds it."""
+
     def as_seen(self, weights: Tensor) -> Tensor:
         """Return the weights that were sent as all ranks decode them."""
         return self._seen

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.messages import Orders, Push, Reply, Stamp
+from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp
+from raydl.ledger import Span
 from raydl.reports import AllreduceReport
 
 
@@ -135,6 +136,10 @@ class LocalWork:
 class TakesMessages(Protocol):
     """A shard of the center."""
 
+    def shared_cells(self, worker_id: str) -> dict[Span, CellAddress]:
+        """Return the spans whose memory a member may map."""
+        ...
+
     def exchange(self, push: Push) -> Reply:
         """Take a message, and answer with the center."""
         ...
@@ -180,6 +185,13 @@ class LocalPost:
     def push(self, shard: int, push: Push) -> LocalDelivery:
         """Let the shard take the message, and keep the answer."""
         return LocalDelivery(self._shards[shard].exchange(push))
+
+    def shared_cells(self, stamp: Stamp) -> dict[Span, CellAddress]:
+        """Return what the shards let a worker map."""
+        shared: dict[Span, CellAddress] = {}
+        for shard in self._shards:
+            shared |= shard.shared_cells(stamp.worker_id)
+        return shared
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders."""

@@ -18,7 +18,8 @@ from ray.exceptions import (
 )
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError, RaydlError
-from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
+from raydl.exchange.post import HOME, CellAddress, Orders, Push, Reply, Stamp
+from raydl.ledger import Span
 
 _AGAIN_S = 0.2
 """How long after a broken connection a message is sent again, in seconds."""
@@ -61,17 +62,26 @@ class RayPost:
         The message itself must stay as it is until the answer has come, for it may have to
         be sent again.
         """
-        timeout_s = self._timeout_s
-        if push.waits_for_turn:
-            self._finish_turn()
-            timeout_s += _TURN_GRACE_S
         send = functools.partial(self._shards[shard].exchange.remote, push)
-        return self._delivery(send, shard, push.stamp, timeout_s)
+        return self._delivery(send, shard, push.stamp, self._timeout_s)
 
     def _delivery(
         self, send: Callable[[], Any], shard: int, stamp: Stamp, timeout_s: float
     ) -> RayDelivery:
         return RayDelivery(send, shard, stamp, timeout_s, self._abandoned)
+
+    def shared_cells(self, stamp: Stamp) -> dict[Span, CellAddress]:
+        """Return what the shards of this node let its workers map."""
+        node = ray.get_runtime_context().get_node_id()
+        asked = [
+            functools.partial(shard.shared_cells.remote, stamp.worker_id, node)
+            for shard in self._shards
+        ]
+        flying = [self._delivery(ask, i, stamp, self._timeout_s) for i, ask in enumerate(asked)]
+        found: dict[Span, CellAddress] = {}
+        for delivery in flying:
+            found |= delivery.wait_for_any()
+        return found
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders."""

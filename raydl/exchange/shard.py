@@ -20,7 +20,8 @@ from torch import Tensor
 
 from raydl.center import Center, MakeOptimizer
 from raydl.compression import Codec
-from raydl.exchange.messages import Orders, Push, Reply, refusal_of
+from raydl.exchange.mapped import MappedCell
+from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp, refusal_of
 from raydl.ledger import Span
 from raydl.membership import Membership
 from raydl.rules import Rule, Sends, Tally, mix_buffers_
@@ -59,10 +60,24 @@ class _Cell:
 
     center: Center
     lock: contextlib.AbstractContextManager[Any]
+    mapped: MappedCell | None
+    """The memory that the span lies in, where workers may write it; it has a lock of its own."""
     scratch: Any
     """Room for a message: one behind a lock, one for each thread without."""
     letters: dict[str, _Letters] = field(default_factory=dict)
     """By worker, with a codec."""
+
+    def held(self, stamp: Stamp) -> contextlib.AbstractContextManager[Any]:
+        """Hold the lock for a message.
+
+        Raises:
+            ExchangeTimeoutError: a worker that maps the memory held it for too long.
+        """
+        return self.mapped.held(stamp.sequence, stamp.generation) if self.mapped else self.lock
+
+    def read(self) -> contextlib.AbstractContextManager[Any]:
+        """Hold the lock for a copy."""
+        return self.mapped.read() if self.mapped else self.lock
 
     def write_to(self, members: dict[str, int], known: Tensor) -> None:
         """Exchange letters with these workers from now on.
@@ -108,6 +123,8 @@ class Shard:
         codec: shortens messages and answers.
         is_locked: one message at a time (async), or all at once (hogwild).
         settles: at the home shard, who gives orders.
+        shared_s: workers of this node may write the memory, and wait for its lock for so many
+            seconds at most; None: they send messages.
     """
 
     def __init__(
@@ -121,6 +138,7 @@ class Shard:
         is_locked: bool,
         codec: Codec | None = None,
         settles: Settles | None = None,
+        shared_s: float | None = None,
     ) -> None:
         self._rule = rule
         self._codec = None if codec is None or codec.name == "none" else codec
@@ -128,8 +146,12 @@ class Shard:
         self._buffers = buffers.clone()
         self._cells: dict[Span, _Cell] = {}
         for start, stop in spans:
+            values, mapped = weights[start:stop].clone(), None
+            if shared_s is not None:
+                mapped = MappedCell.create(values, is_locked=is_locked, timeout_s=shared_s)
+                values = mapped.weights
             center = Center(
-                weights[start:stop].clone(),
+                values,
                 self._buffers[:0],
                 rule=rule,
                 make_optimizer=make_optimizer,
@@ -138,7 +160,7 @@ class Shard:
             # two updates at one place one may be lost.
             lock = threading.Lock() if is_locked else contextlib.nullcontext()
             scratch = SimpleNamespace() if is_locked else threading.local()
-            self._cells[(start, stop)] = _Cell(center, lock, scratch)
+            self._cells[(start, stop)] = _Cell(center, lock, mapped, scratch)
         self._books_lock = threading.Lock()
         self._newest: dict[str, dict[Span, tuple[int, int]]] = {}
         self._generation = 0
@@ -170,7 +192,15 @@ class Shard:
                 for worker_id in membership.worker_ids
             }
             self._newest = {w: self._newest[w] if w in before else {} for w in members}
+        for cell in self._cells.values():
+            if cell.mapped:
+                cell.mapped.let_in(members)
         return self._state(members)
+
+    def shared_cells(self, worker_id: str) -> dict[Span, CellAddress]:
+        """Return the spans whose memory a member may map, from a process of this node."""
+        found = {s: c.mapped.address_for(worker_id) for s, c in self._cells.items() if c.mapped}
+        return {span: address for span, address in found.items() if address}
 
     def exchange(self, push: Push) -> Reply:
         """Apply a message, once, and answer with the center.
@@ -228,7 +258,7 @@ class Shard:
         None: with a codec, if the worker was removed meanwhile.
         """
         cell = self._cells[push.span]
-        with cell.lock:
+        with cell.held(push.stamp):
             if self._codec:
                 return self._move_shortened(cell, self._codec, push, is_new=is_new)
             is_before = self._rule.sends is Sends.WEIGHTS
@@ -281,7 +311,7 @@ class Shard:
         """Return a copy of what is here; let the letters of new members begin with it."""
         weights, optimizers = [], []
         for cell in self._cells.values():
-            with cell.lock:
+            with cell.read():
                 copy = cell.center.weights.clone()
                 optimizers.append(cell.center.optimizer_state())
                 if self._codec and members is not None:

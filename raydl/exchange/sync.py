@@ -139,6 +139,9 @@ class SyncExchange:
             self._group.start_allreduce(piece, round=self.round) for piece in self._pieces
         ]
 
+    def own_pull(self) -> None:
+        """Return None: the replica finds it."""
+
     def as_seen(self, weights: Tensor) -> Tensor:
         """Return the weights that were sent, as they are."""
         return weights
@@ -210,6 +213,9 @@ class StagedExchange:
             if self._host_buffers.numel():
                 self._host_buffers.copy_(buffers)
         self._inner.begin(self._host, self._host_buffers, header)
+
+    def own_pull(self) -> None:
+        """Return None: the replica finds it."""
 
     def as_seen(self, weights: Tensor) -> Tensor:
         """Return the weights that were sent as the ranks see them, on the device."""

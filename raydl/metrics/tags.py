@@ -102,6 +102,7 @@ _TAGS = (
         "exchange/bytes",
         "Bytes of one worker in one round: its messages, and the center's answers.",
     ),
+    Tag("exchange/period", "Local steps between exchanges, where the workers chose them."),
     Tag(
         "exchange/staleness",
         "Exchanges of other workers that the center settled between two of the same worker, mean.",

@@ -20,19 +20,18 @@ from raydl.dispatcher import Due
 from raydl.errors import ExchangeError
 from raydl.evaluator import Evaluator
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
-from raydl.exchange.messages import HOME, Orders, Push, Reply, Stamp
+from raydl.exchange.post import HOME, CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
 from raydl.exchange.shard import ShardState
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.job import Job
+from raydl.ledger import Span
 from raydl.membership import Membership
-from raydl.on_ray.cluster import Place
+from raydl.on_ray.cluster import START_S, Place, node_here
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
 from raydl.worker import Worker
 
-_START_S = 120.0
-"""The longest start of a process: importing torch on a busy machine takes tens of seconds."""
 _ANNOUNCE_S = 5.0
 _A_BYTE = 1
 """Ray puts an actor that reserves nothing on any node, whatever node or spreading was asked for."""
@@ -66,10 +65,9 @@ class CenterActor:
         self._shelf.put(snapshot)
         self._others = others
         if not job.method.is_sync:
-            self._service = CenterService(job, snapshot)
+            self._service = CenterService(job, snapshot, has_neighbours=True)
         # Not always the node that was asked for: of one that it can not use Ray makes another.
-        node: str = ray.get_runtime_context().get_node_id()
-        return (self._host, self._store.port), (node, os.getpid())
+        return (self._host, self._store.port), (node_here(), os.getpid())
 
     def put(self, snapshot: Snapshot) -> None:
         """Take in a snapshot."""
@@ -82,7 +80,7 @@ class CenterActor:
             num_changes = self._shelf.num_changes()
             return Published(self._shelf.rounds(), faults=faults, num_changes=num_changes)
         for due in self._service.dispatcher.take_due():
-            states = ray.get([s.state.remote() for s in self._others], timeout=_START_S)
+            states = ray.get([s.state.remote() for s in self._others], timeout=START_S)
             self._shelf.put(self._service.snapshot(due, states))
         dispatcher = self._service.dispatcher
         return Published(
@@ -110,7 +108,7 @@ class CenterActor:
     def form(self, membership: Membership) -> tuple[int, Snapshot]:
         """Begin a generation; return its number, and what all start from."""
         opened = [shard.form.remote(membership) for shard in self._others]
-        states = ray.get(opened, timeout=_START_S)
+        states = ray.get(opened, timeout=START_S)
         service = self._at_home
         service.open(membership)
         due = Due(service.dispatcher.version, is_kept=False)
@@ -123,12 +121,16 @@ class CenterActor:
             The generation, and what those who join start from.
         """
         changed = [shard.change.remote(membership) for shard in self._others]
-        states = ray.get(changed, timeout=_START_S)
+        states = ray.get(changed, timeout=START_S)
         return membership.generation, self._at_home.change(membership, states)
 
     def dismiss(self, worker_id: str) -> None:
         """Let one worker leave after its next exchange."""
         self._at_home.dispatcher.dismiss(worker_id)
+
+    def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
+        """Return what a worker of a node may map of the home shard."""
+        return self._at_home.shared_cells(worker_id) if node == node_here() else {}
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders of a worker."""
@@ -166,7 +168,7 @@ class ShardActor:
 
     def __init__(self, job: Job, snapshot: Snapshot, index: int) -> None:
         torch.set_num_threads(1)
-        self._shard = make_shard(job, snapshot, index, None)
+        self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
 
     def form(self, membership: Membership) -> ShardState:
         """Begin a generation; return what all start from."""
@@ -183,6 +185,10 @@ class ShardActor:
 
     def ping(self) -> None:
         """Answer."""
+
+    def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
+        """Return what a worker of a node may map."""
+        return self._shard.shared_cells(worker_id) if node == node_here() else {}
 
     def exchange(self, push: Push) -> Reply:
         """Take a message."""
@@ -209,7 +215,7 @@ class WorkerActor:
         Not in ``__init__``: errors arrive as they are.
         """
         torch.set_num_threads(job.config.scaling.num_threads)
-        node: str = ray.get_runtime_context().get_node_id()
+        node = node_here()
         self._partition = Partition()
         self._injector = Injector(
             job.faults.for_workers,

@@ -25,11 +25,12 @@ from raydl.center import Snapshot
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
-from raydl.exchange.messages import Orders, Push, Reply, Stamp
+from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
 from raydl.job import Job
+from raydl.ledger import Span
 from raydl.membership import Membership
-from raydl.on_ray.cluster import send_by_value
+from raydl.on_ray.cluster import START_S, node_here, send_by_value
 from raydl.own_loop.attached import Attached
 from raydl.own_loop.door import Door
 from raydl.own_loop.meeting import Age, Call, Word
@@ -41,8 +42,6 @@ _LINGER_S = 60.0
 """How long the meeting point stays when nobody is there, in seconds."""
 _ANSWER_S = 60.0
 """The longest wait for an answer of the meeting point, in seconds."""
-_START_S = 120.0
-"""The longest start of a process: importing torch on a busy machine takes tens of seconds."""
 _AGAIN_S = 0.2
 _LOST = (
     "the actor in which the workers meet was lost ({}); attach under another name, from a "
@@ -187,7 +186,7 @@ class Roads:
             resources={"node:__internal_head__": 0.001},
         ).remote(self._name, self._job, self.terms)
         point = RayPoint(self._name, self._actor)
-        self._address = point.call("address", timeout_s=_START_S)
+        self._address = point.call("address", timeout_s=START_S)
         return point
 
     def make(self, worker_id: str, membership: Membership, abandoned: threading.Event) -> Any:
@@ -295,7 +294,7 @@ class MeetingActor:
 
     def __init__(self, name: str, job: Job, terms: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
-        self._room = Room(name, job, terms)
+        self._room = Room(name, job, terms, has_neighbours=True)
         self._host = ray.util.get_node_ip_address()
         self._store = open_store(self._host)
         self._run_id = uuid.uuid4().hex[:8]
@@ -340,6 +339,10 @@ class MeetingActor:
         return self._room.center()
 
     # the home shard, for methods that exchange by messages
+
+    def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
+        """Return what a worker of a node may map of the center."""
+        return self._room.service.shared_cells(worker_id) if node == node_here() else {}
 
     def enter(self, stamp: Stamp, local_step: int) -> Orders:
         """Return the first orders of a worker."""

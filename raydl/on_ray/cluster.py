@@ -26,6 +26,8 @@ _RAY_FAILS = (RayError, RuntimeError, OSError, ValueError, AttributeError)
 _OPTIONS = {"CPU": "scaling.cpus_per_worker", "GPU": "scaling.gpus_per_worker"}
 _known_to_add: list[tuple[str, dict[str, float], int]] = []
 
+START_S = 120.0
+"""The longest start of a process: importing torch on a busy machine takes tens of seconds."""
 Place = tuple[str, int]
 """Where something is: (node by hex id, process id), or (host, port)."""
 
@@ -48,6 +50,12 @@ class Notices:
         new = [w for w, node in homes.items() if node in self.nodes and w not in self._told]
         self._told.update(new)
         return new
+
+
+def node_here() -> str:
+    """Return the id of the node that this process runs on."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def kill_process(place: Place, *, home: str) -> None:

@@ -41,18 +41,18 @@ from raydl.membership import Membership
 from raydl.on_ray.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.on_ray.calls import Call, Calls, Handler, in_few_words, original
 from raydl.on_ray.cluster import (
+    START_S,
     Notices,
     Place,
     awaited,
     kill_process,
+    node_here,
     send_by_value,
     worker_options,
 )
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.25
-_START_S = 120.0
-"""The longest start of a process: importing torch on a busy machine takes tens of seconds."""
 
 
 class RayCrew:
@@ -72,7 +72,7 @@ class RayCrew:
         send_by_value(type(job.method.rule))
         self._job = job
         self._run_id = uuid.uuid4().hex[:8]
-        self._home = ray.get_runtime_context().get_node_id()
+        self._home = node_here()
         self._train = ray.put(dataset.train)
         self._prepare = ray.put(prepare)
         self._test = ray.put(dataset.test)
@@ -109,9 +109,9 @@ class RayCrew:
         self._known = ray.put(snapshot)
         opened = self._start_center(self._known)
         try:
-            self._take_address(ray.get(opened, timeout=_START_S))
+            self._take_address(ray.get(opened, timeout=START_S))
         except GetTimeoutError as error:
-            raise RaydlError(f"the center did not start within {_START_S:.0f} s") from error
+            raise RaydlError(f"the center did not start within {START_S:.0f} s") from error
 
     def _start_center(self, snapshot: Any) -> Any:
         """Start all shards of the center; return what will hold its address."""

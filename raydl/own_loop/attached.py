@@ -51,6 +51,7 @@ class Attached:
         claim(model, self, door.name)
         self._job, self._door, self._optimizer = job, door, optimizer
         self._method = job.method
+        self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
         self._parts = TimeParts()
         self._replica = Replica(
             model,
@@ -281,8 +282,8 @@ class Attached:
         if self._method.is_sync and len(schedule.exchanges) > 1:  # they arrive one by one
             self._replica.keep()
         round = schedule.next_round(self.local_step)
-        settings = self._job.config.exchange
-        self._plan = plan_talks(round.num_steps, fragments=settings.fragments, delay=settings.delay)
+        fragments = self._job.config.exchange.fragments
+        self._plan = plan_talks(round.num_steps, fragments=fragments, delay=round.delay)
         self._positions = np.array_split(positions_of(round.spans), round.num_steps)
         self._round, self._at, self._num_flying = round, 0, 0
         self._round_at, self._waited_before = time.perf_counter(), self._waited()
@@ -290,7 +291,7 @@ class Attached:
 
     def _begin(self, schedule: Schedule) -> None:
         """Send what is due around the next step, while the user's code computes its gradient."""
-        if self._method.rule.sends is not Sends.WEIGHTS:
+        if not self._is_ahead:
             return
         begin, _ = self._plan[self._at]
         self._num_flying += len(begin)
@@ -304,8 +305,7 @@ class Attached:
 
     def _take_step(self, schedule: Schedule) -> None:
         begin, join = self._plan[self._at]
-        is_ahead = self._method.rule.sends is Sends.WEIGHTS
-        talk = self._talk(schedule, [] if is_ahead else begin, join)
+        talk = self._talk(schedule, [] if self._is_ahead else begin, join)
         num_steps = self._replica.num_steps
         schedule.set_lr(float(self._optimizer.param_groups[0]["lr"]))
         try:
@@ -314,7 +314,7 @@ class Attached:
             if self._replica.num_steps > num_steps:
                 self._note_step()
         self._sums = sums or self._sums
-        self._num_flying += (0 if is_ahead else len(begin)) - len(join)
+        self._num_flying += (0 if self._is_ahead else len(begin)) - len(join)
         if self._at < len(self._plan):
             self._check_word(schedule)
             self._begin(schedule)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from raydl.center import Snapshot
 from raydl.errors import AttachError, ExchangeError
-from raydl.exchange.messages import Post
+from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
 from raydl.membership import Membership
 from raydl.own_loop.meeting import NO_COPY, Age, Call, Word

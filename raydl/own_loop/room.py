@@ -30,6 +30,7 @@ class Room:
         name: of the run.
         job: what all workers do.
         terms: what all workers must agree on, by setting.
+        has_neighbours: workers may be other processes of this node, and map the center's memory.
         clock: seconds, rising.
     """
 
@@ -39,12 +40,14 @@ class Room:
         job: Job,
         terms: Mapping[str, Any],
         *,
+        has_neighbours: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         scaling = job.config.scaling
         self._name = name
         self._job = job
         self._terms = dict(terms)
+        self._has_neighbours = has_neighbours
         self._lock = threading.RLock()
         self._meeting = Meeting(
             name,
@@ -116,7 +119,9 @@ class Room:
             if self._job.method.is_sync:
                 self._copy, self._copied_in = snapshot, generation
             else:
-                self._service = CenterService(self._job, snapshot)
+                self._service = CenterService(
+                    self._job, snapshot, has_neighbours=self._has_neighbours
+                )
                 self._meeting.take_changes()  # the center was there for none of them
                 self._change(self._service, self._meeting.membership)
             self._meeting.take_center()

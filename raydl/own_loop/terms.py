@@ -91,6 +91,8 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
             f"can not be {method.name}: its optimizer steps at the center, and yours is here; "
             f"take local-sgd with method.period 1",
         )
+    if method.finds_cadence:
+        raise ConfigError("method.period", "must be a number with a loop of your own, got auto")
     for setting, value in (
         ("method.group_size", config.method.group_size),
         ("exchange.center_shards", config.exchange.center_shards),

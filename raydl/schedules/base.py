@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from raydl.cadence import Choice
 from raydl.center import Snapshot
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.config import TrainConfig
@@ -28,6 +29,8 @@ class Round:
     """Positions of the epoch."""
     num_samples: int
     num_steps: int
+    delay: int
+    """Local steps from the start of an exchange to its effect."""
     ahead: list[tuple[int, Span]] = field(default_factory=list)
     """What this worker will claim next, as far as it is known: (epoch, positions)."""
 
@@ -58,10 +61,11 @@ class Site:
     feedback: dict[Span, ErrorFeedback]
     """What this worker's shortened messages left out so far, by span; it stays with the worker."""
 
-    def feedback_of(self, span: Span) -> ErrorFeedback:
+    def feedback_of(self, span: Span, compression: str) -> ErrorFeedback:
         """Return the codec of a span, with what it left out so far."""
-        if span not in self.feedback:
-            self.feedback[span] = ErrorFeedback(parse_codec(self.config.exchange.compression))
+        codec = parse_codec(compression)
+        if span not in self.feedback or self.feedback[span].codec.name != codec.name:
+            self.feedback[span] = ErrorFeedback(codec)
         return self.feedback[span]
 
     @property
@@ -151,6 +155,10 @@ class Schedule(Protocol):
 
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the workers' group sums, where it chooses for itself."""
+        ...
+
+    def choice(self) -> Choice | None:
+        """Return the cadence that the workers of this generation chose, if they did."""
         ...
 
 

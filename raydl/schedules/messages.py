@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from raydl.cadence import Choice
 from raydl.center import Mirror, Snapshot
-from raydl.exchange.messages import Desk, MessageExchange, Post, cells, shard_spans
+from raydl.compression import ErrorFeedback
+from raydl.exchange.cells import cells, shard_spans
+from raydl.exchange.mapped import MappedCell, MappedExchange, can_be_shared, open_cells
+from raydl.exchange.messages import Desk, MessageExchange
+from raydl.exchange.post import Post
 from raydl.extent import Extent
+from raydl.ledger import Span
 from raydl.reports import AllreduceReport, Outcome, Record
 from raydl.schedules.base import Decision, Round, Site
 from raydl.talk import Exchange, Header
@@ -32,42 +39,75 @@ class MessageSchedule:
         self._config = site.config
         self._post = post
         self._extent = Extent.of(site.config.training, epoch_samples=snapshot.ledger["num_samples"])
-        self._weights = torch.tensor(snapshot.weights, device=site.flat.weights.device)
         self._buffers = torch.tensor(snapshot.buffers, device=site.flat.weights.device)
         self._desk = Desk(site.worker_id, site.membership.generation, incarnation)
-        self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges())
+        self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges(snapshot.weights))
         self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
         self._in_turn = site.method.schedule == "round_robin"
         self._overlaps = site.method.overlap
 
-    def _make_exchanges(self) -> list[MessageExchange]:
-        size, fragments = self._weights.numel(), self._config.exchange.fragments
+    def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
+        size, fragments = weights.size, self._config.exchange.fragments
         by_shard = cells(size, num_shards=self._post.num_shards, num_fragments=fragments)
-        exchanges = []
+        mapped = self._open_cells()
+        exchanges: list[Exchange] = []
         for start, stop in shard_spans(size, fragments):
             is_last = stop == size
-            exchanges.append(
-                MessageExchange(
-                    self._post,
-                    self._mirror(start, stop, is_last),
-                    span=slice(start, stop),
-                    shards=[
-                        (shard, span)
-                        for shard, spans in enumerate(by_shard)
-                        for span in spans
-                        if start <= span[0] < stop
-                    ],
-                    sends=self._site.method.rule.sends,
-                    is_last=is_last,
-                    desk=self._desk,
-                    feedback=self._site.feedback_of,
-                )
-            )
+            buffers = self._buffers if is_last else self._buffers[:0]
+            if (start, stop) in mapped:
+                exchanges.append(self._by_memory(*mapped[start, stop], (start, stop), buffers))
+                continue
+            shards = [
+                (shard, span)
+                for shard, spans in enumerate(by_shard)
+                for span in spans
+                if start <= span[0] < stop
+            ]
+            known = torch.tensor(weights[start:stop], device=self._buffers.device)
+            exchanges.append(self._by_message(Mirror(known, buffers), start, shards, is_last))
         return exchanges
 
-    def _mirror(self, start: int, stop: int, is_last: bool) -> Mirror:
-        buffers = self._buffers if is_last else self._buffers[:0]
-        return Mirror(self._weights[start:stop], buffers)
+    def _open_cells(self) -> dict[Span, tuple[MappedCell, int]]:
+        """Return the fragments of the center that this worker may write by itself."""
+        if not can_be_shared(self._config, self._site.method):
+            return {}
+        return open_cells(
+            self._post,
+            self._desk.next_stamp(),
+            is_locked=self._site.method.schedule != "hogwild",
+            timeout_s=self._config.exchange.timeout_s,
+        )
+
+    def _by_memory(
+        self, cell: MappedCell, slot: int, span: Span, buffers: torch.Tensor
+    ) -> MappedExchange:
+        return MappedExchange(
+            cell,
+            slot,
+            span=slice(*span),
+            buffers=buffers,
+            rule=self._site.method.rule,
+            post=self._post,
+            is_last=span[1] == self._site.flat.num_parameters,
+            desk=self._desk,
+        )
+
+    def _by_message(
+        self, mirror: Mirror, start: int, shards: list[tuple[int, Span]], is_last: bool
+    ) -> MessageExchange:
+        return MessageExchange(
+            self._post,
+            mirror,
+            span=slice(start, start + mirror.weights.numel()),
+            shards=shards,
+            sends=self._site.method.rule.sends,
+            is_last=is_last,
+            desk=self._desk,
+            feedback=self._feedback_of,
+        )
+
+    def _feedback_of(self, span: Span) -> ErrorFeedback:
+        return self._site.feedback_of(span, self._config.exchange.compression)
 
     @property
     def _orders(self) -> Any:
@@ -97,17 +137,17 @@ class MessageSchedule:
     def next_round(self, local_step: int) -> Round:
         """Return what the dispatcher ordered, once it is this worker's turn."""
         orders = self._orders
-        # In a round of one step, which its exchange opens, the message itself may wait for
-        # the turn: one answer instead of two. Shards away from home know no turns.
-        is_whole = self._post.num_shards == 1 and len(self.exchanges) == 1
-        is_short = orders.num_steps == 1 and is_whole and not self._overlaps
-        self._desk.waits_for_turn = self._in_turn and is_short
-        if self._in_turn and orders.num_steps and not is_short:
-            with self._site.time_parts.measure("device_device_parameters"):
-                self._post.take_turn(self._desk.next_stamp())
+        if self._in_turn and orders.num_steps:
+            # A round of one step begins with its exchange, which takes the turn itself: a loop of
+            # the user's own then waits for it in its next step, not at the end of this one.
+            self._desk.takes_turn = orders.num_steps == 1 and not self._overlaps
+            if not self._desk.takes_turn:
+                with self._site.time_parts.measure("device_device_parameters"):
+                    self._post.take_turn(self._desk.next_stamp())
         num_samples = sum(stop - start for start, stop in orders.spans)
         self._desk.local_step = local_step + orders.num_steps
-        return Round(orders.epoch, orders.spans, num_samples, orders.num_steps, orders.ahead)
+        delay = self._config.exchange.delay
+        return Round(orders.epoch, orders.spans, num_samples, orders.num_steps, delay, orders.ahead)
 
     def share_done(self, step: int, local_step: int) -> float:
         """Return 0..1 of the run, by what was done at the last orders."""
@@ -140,10 +180,11 @@ class MessageSchedule:
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
         """Return the center as this worker last saw it, to make a lost one again from.
 
-        The center itself makes the snapshots of a run that goes well. Missing here may be:
-        this worker's own newest message, where the rule sends weights and is answered with
-        the center before them; what others sent since; what a codec still owes; and the state
-        of an optimizer at the center, which only the center has. Claims stay in the ledger.
+        The center itself makes the snapshots of a run that goes well. Of a center whose memory
+        this worker maps nothing is missing, though its process is gone. Else there may be: this
+        worker's own newest message, where the rule sends weights and is answered with the center
+        before them; what others sent since; what a codec still owes; and the state of an
+        optimizer at the center, which only the center has. Claims stay in the ledger.
         """
         orders = self._orders
         return Snapshot(
@@ -154,7 +195,7 @@ class MessageSchedule:
             local_step=local_step,
             seconds=orders.seconds,
             is_kept=is_kept,
-            weights=self._weights.cpu().numpy().copy(),
+            weights=torch.cat([e.center.weights for e in self.exchanges]).cpu().numpy(),
             buffers=self._buffers.cpu().numpy().copy(),
             optimizer={},
             ledger=orders.ledger,
@@ -174,4 +215,8 @@ class MessageSchedule:
 
     def allreduce_report(self) -> AllreduceReport | None:
         """Return None: messages are not summed by the workers."""
+        return None
+
+    def choice(self) -> Choice | None:
+        """Return None: workers that meet the center alone choose nothing together."""
         return None

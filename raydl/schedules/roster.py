@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raydl.exchange.messages import Orders, Stamp, refusal_of
+from raydl.exchange.post import Orders, Stamp, refusal_of
 from raydl.membership import Membership
 
 

@@ -6,9 +6,10 @@ import threading
 
 import torch
 
+from raydl.cadence import Cadence, Choice, Limits
 from raydl.center import Center, Snapshot, joined_states, split_states
+from raydl.exchange.cells import shard_spans
 from raydl.exchange.gathered import GatheredExchange
-from raydl.exchange.messages import shard_spans
 from raydl.exchange.sync import Group, StagedExchange, SyncExchange
 from raydl.extent import Extent, num_evaluations_due
 from raydl.ledger import Ledger, Span, share_round
@@ -16,6 +17,7 @@ from raydl.optimizers import make_optimizer
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.rules import Sends
 from raydl.schedules.base import Decision, Round, Site
+from raydl.schedules.tempo import Tempo
 from raydl.schedules.trained import Trained
 from raydl.talk import Exchange, Header
 
@@ -54,8 +56,32 @@ class SyncSchedule:
         self._lr = 0.0
         self._round_steps = 0
         self._make_centers(snapshot)
+        settings = site.config.exchange
+        self._cadence = snapshot.cadence or Cadence(
+            site.method.period, settings.delay, settings.compression
+        )
+        self._choice: Choice | None = None
+        self._tempo = self._make_tempo() if site.method.finds_cadence else None
+        self._make_exchanges()
+
+    def _make_tempo(self) -> Tempo:
+        site, settings = self._site, self._config.exchange
+        may_compress = settings.packed and settings.allreduce == "library"
+        return Tempo(
+            self._group,
+            site.rank,
+            generation=site.membership.generation,
+            limits=Limits(
+                fragments=settings.fragments,
+                overlap=site.method.overlap,
+                may_compress=may_compress and self._config.method.beta <= 1,
+            ),
+            time_parts=site.time_parts,
+        )
+
+    def _make_exchanges(self) -> None:
         exchanges: tuple[AnyExchange, ...] = tuple(
-            self._make_exchange(group, center, span)
+            self._make_exchange(self._group, center, span)
             for center, span in zip(self._centers, self._spans, strict=True)
         )
         self.exchanges: tuple[Exchange, ...] = exchanges
@@ -97,14 +123,14 @@ class SyncSchedule:
         settings, site = self._config.exchange, self._site
         group_size = self._config.method.group_size
         exchange: SyncExchange | GatheredExchange
-        if settings.compression != "none":
+        if (compression := self._cadence.compression) != "none":
             exchange = GatheredExchange(
                 group,
                 center,
                 span=slice(*span),
                 round=self._round,
                 sends=site.method.rule.sends,
-                feedback=site.feedback_of(span),
+                feedback=site.feedback_of(span, compression),
                 group_size=group_size,
             )
         else:
@@ -136,7 +162,8 @@ class SyncSchedule:
         return self._site.rank, self._site.membership.num_workers
 
     def next_round(self, local_step: int) -> Round:
-        """Claim this round's samples for all ranks."""
+        """Claim this round's samples for all ranks; before it, they may choose a cadence."""
+        self._find_cadence()
         if len(self._centers) > 1:  # fragments are committed one by one
             self._kept_feedback = {s: f.state_dict() for s, f in self._site.feedback.items()}
             for center in self._centers:
@@ -148,6 +175,14 @@ class SyncSchedule:
             round = self._claim()
         self._round_steps = round.num_steps
         return round
+
+    def _find_cadence(self) -> None:
+        if self._tempo is None:
+            return
+        choice = self._tempo.next(self._cadence, num_steps=self._round_steps, round=self._round)
+        if choice is not None:  # on all ranks the same, and nothing is under way between rounds
+            self._choice, self._cadence = choice, choice.cadence
+            self._make_exchanges()
 
     def undo_round(self) -> None:
         """Undo the fragments that a round which failed has committed."""
@@ -182,7 +217,7 @@ class SyncSchedule:
         members, site = self._site.membership.worker_ids, self._site
         left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
         steps_left = self._extent.steps_left(self._num_steps)
-        period = site.method.period
+        period = self._cadence.period
         share = share_round(
             self._ledger.num_free if left is None else min(left, self._ledger.num_free),
             num_workers=len(members),
@@ -195,7 +230,8 @@ class SyncSchedule:
         }
         epoch, spans = claims[site.worker_id]
         ahead = self._ledger.reserved_by(site.worker_id)
-        return Round(epoch, spans, share.counts[site.rank], share.num_steps, ahead)
+        num_samples, delay = share.counts[site.rank], self._cadence.delay
+        return Round(epoch, spans, num_samples, share.num_steps, delay, ahead)
 
     def share_done(self, step: int, local_step: int) -> float:
         """Return 0..1 of the run, the same on all ranks."""
@@ -293,6 +329,7 @@ class SyncSchedule:
             optimizer=joined_states(states, sizes),
             ledger=self._ledger.state_dict(with_claims=True),
             num_cuts=self.num_cuts,
+            cadence=self._cadence if self._tempo else None,
         )
 
     def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
@@ -324,6 +361,10 @@ class SyncSchedule:
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the group sums, where it chooses for itself."""
         return self._group.report()
+
+    def choice(self) -> Choice | None:
+        """Return the cadence that this generation chose, if it did."""
+        return self._choice
 
 
 def _pieces(layer_sizes: list[int], span: Span) -> list[int]:

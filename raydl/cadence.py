@@ -1,0 +1,157 @@
+"""How often to exchange, how long an exchange may take, how it is shortened: by measured times.
+
+    symbol  name here     meaning
+    t       step_s        seconds of one local step, waiting not counted
+    w       waited_s      seconds of a round waited for exchanges, of the worker that waits least
+    E       exchange_s    seconds in which all parameters travel, each number in four bytes
+    n, d    period, delay local steps between exchanges, and from the start of one to its effect
+    f       fragments     parts of the parameters that travel one after another
+    r       share         what a codec leaves of the bytes
+    H       HIDDEN_STEP   share of a step behind which an exchange passes: forward and backward
+
+A fragment's exchange passes behind d steps and the gradient of one more. What is left is waited:
+
+    w = f max(0, E r / f - (d + H) t)         the share of waiting is w / (n t + w)
+
+The worker that waits least is the slowest one: its waiting is the link's, that of the others is for
+this worker too, which no cadence helps. Where it waits too much, E follows from w; the first of
+:func:`candidates` by which little would be waited is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from raydl.compression import parse_codec
+
+ENOUGH = 0.03
+"""Share of a round that may be waited."""
+HIDDEN_STEP = 0.75
+_PERIODS = (10, 20, 40, 100)
+_CODECS = ("bf16", "int8")
+_MANY = 1 << 20
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How the workers of a synchronous method exchange."""
+
+    period: int
+    delay: int
+    compression: str
+
+    def __str__(self) -> str:
+        shortened = "" if self.compression == "none" else f", {self.compression}"
+        return f"period {self.period}, delay {self.delay}{shortened}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some rounds under a cadence took."""
+
+    step_s: float
+    waited_s: float
+    num_workers: int
+
+    def waiting(self, period: int) -> float:
+        """Return the share of a round that was waited, 0..1."""
+        return self.waited_s / (period * self.step_s + self.waited_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a choice must keep to."""
+
+    fragments: int = 1
+    overlap: bool = True
+    """An exchange passes behind a gradient."""
+    may_compress: bool = True
+    """Messages may be shortened further than the user said."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A cadence that was chosen, and why."""
+
+    generation: int
+    cadence: Cadence
+    reason: str
+
+
+def share_of_bytes(compression: str, num_workers: int) -> float:
+    """Return the bytes of an exchange over those of an all-reduce that shortens nothing.
+
+    Shortened messages are gathered: p - 1 of them reach every worker, where a ring brings
+    2 (p - 1) / p.
+    """
+    codec = parse_codec(compression)
+    if codec.name == "none":
+        return 1.0
+    return codec.num_bytes(_MANY) / (4 * _MANY) * num_workers / 2
+
+
+def exchange_s(now: Cadence, measured: Measured, limits: Limits) -> float:
+    """Return E, from rounds in which somebody waited."""
+    hidden_s = _hidden_s(now, measured.step_s, limits)
+    share = share_of_bytes(now.compression, measured.num_workers)
+    return (measured.waited_s + limits.fragments * hidden_s) / share
+
+
+def waiting(
+    cadence: Cadence, seconds: float, step_s: float, num_workers: int, limits: Limits
+) -> float:
+    """Return the share of a round that would be waited, 0..1, where E is so many seconds."""
+    sent_s = seconds * share_of_bytes(cadence.compression, num_workers) / limits.fragments
+    waited_s = limits.fragments * max(0.0, sent_s - _hidden_s(cadence, step_s, limits))
+    return Measured(step_s, waited_s, num_workers).waiting(cadence.period)
+
+
+def _hidden_s(cadence: Cadence, step_s: float, limits: Limits) -> float:
+    return (cadence.delay + (HIDDEN_STEP if limits.overlap else 0.0)) * step_s
+
+
+def candidates(now: Cadence, limits: Limits) -> Iterator[Cadence]:
+    """Yield what may be chosen, the mildest first: what exchanges as often, then less often.
+
+    A delay lets an exchange pass behind the whole period, and changes no byte of it; then messages
+    are shortened; then the period grows.
+    """
+    codecs = _CODECS if limits.may_compress and now.compression == "none" else ()
+    yield now
+    for period in (now.period, *(n for n in _PERIODS if n > now.period)):
+        delay = max(now.delay, period // limits.fragments - 1)
+        for compression in (now.compression, *codecs):
+            yield Cadence(period, delay, compression)
+
+
+def choose(
+    now: Cadence, measured: Measured, limits: Limits, *, generation: int = 0
+) -> Choice | None:
+    """Return the mildest cadence by which little would be waited; None: that of now is it.
+
+    Where none is enough, the one by which least would be waited.
+
+    Args:
+        now: under which the times were taken.
+        measured: of at least one round.
+        limits: what the user's settings leave open.
+        generation: which membership chooses.
+    """
+    share_now = measured.waiting(now.period)
+    if share_now <= ENOUGH:
+        return None
+    seconds = exchange_s(now, measured, limits)
+
+    def share(cadence: Cadence) -> float:
+        return waiting(cadence, seconds, measured.step_s, measured.num_workers, limits)
+
+    found = list(candidates(now, limits))
+    best = next((c for c in found if share(c) <= ENOUGH), min(found, key=share))
+    if best == now:
+        return None
+    reason = (
+        f"an exchange of {seconds * 1e3:,.0f} ms beside steps of {measured.step_s * 1e3:,.0f} ms "
+        f"made the workers wait {share_now:.0%} of their time; now {share(best):.0%} is expected"
+    )
+    return Choice(generation, replace(best), reason)

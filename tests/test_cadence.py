@@ -1,0 +1,250 @@
+"""Workers that wait for a thin link exchange otherwise, by what they measure."""
+
+import dataclasses
+
+import pytest
+from conftest import Ensemble, tiny_images
+
+from raydl.cadence import (
+    ENOUGH,
+    HIDDEN_STEP,
+    Cadence,
+    Limits,
+    Measured,
+    candidates,
+    choose,
+    exchange_s,
+    share_of_bytes,
+    waiting,
+)
+from raydl.config import ExchangeConfig, MethodConfig, TrainConfig, TrainingConfig
+from raydl.errors import ConfigError
+from raydl.exchange.local import LocalGroup
+from raydl.methods import filled_in, resolve
+from raydl.metrics import TimeParts
+from raydl.reports import Outcome
+from raydl.schedules.tempo import COUNTED, SKIPPED, Tempo
+
+PLAIN = Cadence(10, 0, "none")
+STEP_S = 0.02
+
+
+def measured(seconds, cadence=PLAIN, *, num_workers=2, limits=None):
+    """Return what rounds take where all parameters travel in so many seconds."""
+    limits = limits or Limits()
+    share = waiting(cadence, seconds, STEP_S, num_workers, limits)
+    in_steps_s = cadence.period * STEP_S
+    return Measured(STEP_S, share / (1 - share) * in_steps_s, num_workers)
+
+
+# the choice
+
+
+def test_who_hardly_waits_changes_nothing():
+    assert choose(PLAIN, measured(HIDDEN_STEP * STEP_S), Limits()) is None
+    assert choose(PLAIN, Measured(STEP_S, 0.0, 1), Limits()) is None
+
+
+def test_the_seconds_of_an_exchange_follow_from_what_was_waited():
+    for cadence in (PLAIN, Cadence(20, 19, "int8"), Cadence(10, 3, "bf16")):
+        assert exchange_s(cadence, measured(2.0, cadence), Limits()) == pytest.approx(2.0)
+    in_parts = Limits(fragments=2)
+    now = Cadence(10, 1, "none")
+    assert exchange_s(now, measured(2.0, now, limits=in_parts), in_parts) == pytest.approx(2.0)
+
+
+def test_on_a_link_of_100_mbit_an_exchange_passes_behind_the_whole_period():
+    choice = choose(PLAIN, measured(0.138), Limits(), generation=3)  # LeNet, two hosts
+    assert choice.cadence == Cadence(10, 9, "none")
+    assert choice.generation == 3
+    assert "an exchange of 138 ms beside steps of 20 ms" in choice.reason
+
+
+def test_on_a_link_of_25_mbit_messages_are_shortened_as_well():
+    choice = choose(PLAIN, measured(0.552), Limits())
+    assert choice.cadence == Cadence(10, 9, "int8")
+
+
+def test_on_the_thinnest_links_the_period_grows():
+    choice = choose(PLAIN, measured(1.2), Limits())
+    assert choice.cadence == Cadence(20, 19, "int8")
+
+
+def test_where_nothing_is_enough_the_least_waiting_is_taken():
+    choice = choose(PLAIN, measured(1000.0), Limits())
+    assert choice.cadence == Cadence(100, 99, "int8")
+    assert choose(choice.cadence, measured(1000.0, choice.cadence), Limits()) is None
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("num_workers", [2, 4, 16])
+@pytest.mark.parametrize("limits", [Limits(), Limits(fragments=2), Limits(may_compress=False)])
+def test_what_is_chosen_is_the_mildest_that_is_enough(seconds, num_workers, limits):
+    def share(cadence):
+        return waiting(cadence, seconds, STEP_S, num_workers, limits)
+
+    choice = choose(PLAIN, measured(seconds, num_workers=num_workers, limits=limits), limits)
+    found = list(candidates(PLAIN, limits))
+    taken = choice.cadence if choice else PLAIN
+    milder = found[: found.index(taken)]
+    assert all(share(c) > ENOUGH for c in milder) or share(taken) == min(map(share, found))
+    assert all(c.delay < c.period // limits.fragments for c in found)
+
+
+def test_what_the_user_set_is_kept():
+    own = Cadence(10, 2, "bf16")
+    for cadence in candidates(own, Limits()):
+        assert cadence.compression == "bf16"
+        assert cadence.delay >= 2
+    for cadence in candidates(PLAIN, Limits(may_compress=False)):
+        assert cadence.compression == "none"
+
+
+def test_gathered_messages_of_many_workers_shorten_nothing():
+    assert share_of_bytes("none", 16) == 1
+    assert share_of_bytes("bf16", 2) == pytest.approx(0.5)
+    assert share_of_bytes("int8", 8) > 1
+    choice = choose(PLAIN, measured(0.552, num_workers=8), Limits())
+    assert choice.cadence.compression == "none"
+
+
+# the measuring
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+        self.parts = TimeParts()
+
+    def round(self, cadence, waited_s, *, step_s=STEP_S):
+        self.now += cadence.period * step_s + waited_s
+        self.parts.add("device_device_parameters", waited_s)
+
+
+def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
+    group = LocalGroup(2, timeout_s=5.0)
+    steps, waits = (0.02, 0.01), (0.3, 0.5)
+
+    def run(rank):
+        clock, now = Clock(), PLAIN
+        tempo = Tempo(
+            group.member(rank), rank, generation=1, limits=Limits(), time_parts=clock.parts,
+            clock=lambda: clock.now,
+        )  # fmt: skip
+        chosen = []
+        for number in range(20):
+            choice = tempo.next(now, num_steps=now.period, round=number)
+            if choice:
+                chosen.append((number, choice))
+                now = choice.cadence
+            clock.round(now, waits[rank] if now == PLAIN else 0.0, step_s=steps[rank])
+        return chosen
+
+    first, second = pool.map(run, range(2))
+    assert first == second
+    [(number, choice)] = first  # measured again, and left as it is
+    assert number == SKIPPED + COUNTED
+    expected = choose(PLAIN, Measured(0.02, 0.3, 2), Limits(), generation=1)
+    assert choice.cadence == expected.cadence
+
+
+def test_rounds_that_were_cut_short_are_not_measured():
+    clock = Clock()
+    tempo = Tempo(
+        LocalGroup(1, timeout_s=1.0).member(0), 0, generation=1, limits=Limits(),
+        time_parts=clock.parts, clock=lambda: clock.now,
+    )  # fmt: skip
+    for number in range(20):
+        assert tempo.next(PLAIN, num_steps=3, round=number) is None
+        clock.round(PLAIN, 1.0)
+    for number in range(SKIPPED + COUNTED - 1):
+        assert tempo.next(PLAIN, num_steps=10, round=number) is None
+        clock.round(PLAIN, 1.0)
+    assert tempo.next(PLAIN, num_steps=10, round=99) is not None
+
+
+# in a run
+
+
+def auto(**more):
+    return TrainConfig(
+        method=MethodConfig(name="sync-easgd", period="auto"),
+        training=TrainingConfig(batch_size=2, epochs=60),
+        **more,
+    )
+
+
+def wait_long(monkeypatch, seconds):
+    """Let every worker believe that it waited so long in each round."""
+    from raydl.schedules import tempo
+
+    real = tempo.Tempo._measured
+
+    def found(self, round):
+        return dataclasses.replace(real(self, round), step_s=STEP_S, waited_s=seconds.pop(0))
+
+    monkeypatch.setattr(tempo.Tempo, "_measured", found)
+
+
+def test_a_run_goes_on_with_the_chosen_cadence_and_keeps_it(monkeypatch):
+    wait_long(monkeypatch, [0.552] * 2 + [0.0] * 20)
+    run = Ensemble(auto(), num_workers=2, images=tiny_images(96)).join()
+    assert run.run(rounds=8) == [Outcome.GO_ON] * 2
+    for worker in run.workers:
+        assert worker.report().choice.cadence == Cadence(10, 9, "int8")
+        assert worker._schedule.exchanges[0].num_bytes < 51 * 4 + 60
+    center = [w.center() for w in run.workers]
+    assert (center[0].weights == center[1].weights).all()
+    assert center[0].cadence == Cadence(10, 9, "int8")
+    again = Ensemble(auto(), num_workers=2, images=tiny_images(96))
+    again.join(center[0])
+    assert again.workers[0]._schedule.next_round(0).delay == 9
+    assert run.run() == [Outcome.FINISHED] * 2
+
+
+def test_without_auto_nothing_is_measured():
+    run = Ensemble(
+        TrainConfig(training=TrainingConfig(batch_size=2, epochs=10)),
+        num_workers=2, images=tiny_images(96),
+    ).join()  # fmt: skip
+    run.run()
+    assert run.workers[0].report().choice is None
+    assert run.newest.cadence is None
+
+
+# the settings
+
+
+def test_a_run_that_chooses_is_recorded_as_such():
+    config = auto()
+    method = resolve(config)
+    assert (method.period, method.finds_cadence) == (10, True)
+    assert filled_in(config, method).method.period == "auto"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"method": MethodConfig(name="async-easgd", period="auto")}, "not async-easgd"),
+        ({"method": MethodConfig(name="sync-sgd", period="auto")}, "not sync-sgd"),
+        ({"training": TrainingConfig(deterministic=True)}, "not with --deterministic"),
+    ],
+)
+def test_a_cadence_that_can_not_be_chosen_is_refused(change, sentence):
+    config = dataclasses.replace(auto(), **change)
+    with pytest.raises(ConfigError, match=sentence):
+        resolve(config)
+
+
+@pytest.mark.parametrize("period", ["often", 0, "10"])
+def test_a_period_is_a_number_or_auto(period):
+    with pytest.raises(ConfigError, match="1 or more, or auto"):
+        MethodConfig(period=period)
+
+
+def test_what_forbids_shorter_messages_forbids_choosing_them(monkeypatch):
+    wait_long(monkeypatch, [5.0] * 20)
+    config = auto(exchange=ExchangeConfig(packed=False))
+    run = Ensemble(config, num_workers=2, images=tiny_images(96)).join()
+    run.run(rounds=8)
+    assert run.workers[0].report().choice.cadence.compression == "none"

@@ -1,0 +1,374 @@
+"""A center in memory that all processes of its node write: no update is lost, every wait ends."""
+
+import contextlib
+import gc
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import Ensemble, tiny_images
+from test_message_workers import job
+
+from raydl.config import ExchangeConfig, ScalingConfig, TrainConfig
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.exchange.mapped import BLOCK, MappedCell, MappedExchange, can_be_shared
+from raydl.exchange.messages import Desk
+from raydl.exchange.post import NOTHING, CellAddress, Orders, Push, Reply, Stamp
+from raydl.exchange.shard import Shard
+from raydl.membership import Membership
+from raydl.methods import resolve
+from raydl.optimizers import make_optimizer
+from raydl.reports import Outcome
+from raydl.rules import Elastic, Rule, Tally
+from raydl.talk import Header
+
+
+class Orderly:
+    """A post that answers every settlement with the same orders."""
+
+    num_shards = 1
+
+    def __init__(self, *, refusal=""):
+        self.settled = []
+        self.refusal = refusal
+
+    def push(self, shard, push):
+        self.settled.append(push)
+        return self
+
+    def wait(self):
+        return Reply(NOTHING, NOTHING, ORDERS, self.refusal)
+
+
+ORDERS = Orders(Outcome.GO_ON, 0, [], [], 1, 2, 0, 0, 0.0, 0, {})
+
+
+def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0", "w1")):
+    shard = Shard(
+        [(0, size)],
+        torch.zeros(size),
+        torch.zeros(0),
+        rule=rule or Elastic(0.5),
+        make_optimizer=make_optimizer(job("async-easgd").optimizer),
+        is_locked=is_locked,
+        shared_s=timeout_s,
+    )
+    shard.open(Membership(1, workers))
+    return shard
+
+
+def reach(shard, worker_id="w0", *, post=None, rule=None, is_locked=True, timeout_s=5.0):
+    """Return a worker's exchange with a center of its node, as another process would have it."""
+    [(span, address)] = shard.shared_cells(worker_id).items()
+    cell = MappedCell.open(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
+    desk = Desk(worker_id, 1, 0)
+    desk.take_orders(ORDERS)
+    return MappedExchange(
+        cell,
+        address.slot,
+        span=slice(*span),
+        buffers=torch.zeros(0),
+        rule=rule or Elastic(0.5),
+        post=post or Orderly(),
+        is_last=True,
+        desk=desk,
+    )
+
+
+def move(exchange, replica):
+    """Exchange once, and let the replica follow."""
+    exchange.begin(replica, torch.zeros(0), Header(num_samples=1.0))
+    exchange.wait()
+    replica.sub_(exchange.own_pull()[0])
+    exchange.commit()
+
+
+def values_of(shard):
+    return shard.state().weights[0]
+
+
+# the arithmetic
+
+
+def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
+    shard, post = open_shard(2), Orderly()
+    exchange = reach(shard, post=post)
+    replica = torch.tensor([4.0, 8.0])  # alpha 1/4
+    exchange.begin(replica, torch.zeros(0), Header(num_samples=3.0))
+    assert values_of(shard).tolist() == [1, 2]  # at once
+    assert replica.tolist() == [4, 8]  # not before its local step
+    pull, squares = exchange.own_pull()
+    assert pull.tolist() == [1, 2]
+    assert squares == pytest.approx(80)
+    tally, _ = exchange.wait()
+    assert tally == Tally(2, 1, 3.0)
+    [settled] = post.settled
+    assert (settled.span, settled.weights.size, settled.num_samples) == ((0, 0), 0, 3.0)
+
+
+def test_a_vector_of_many_blocks_moves_as_one_of_few():
+    size = 2 * BLOCK + 5
+    shard, replica = open_shard(size), torch.randn(size)
+    center = torch.zeros(size)
+    expected = center + (replica - center) / 4
+    exchange = reach(shard)
+    before = float(torch.dot(replica, replica))
+    move(exchange, replica)
+    assert torch.allclose(torch.tensor(values_of(shard)), expected)
+    assert exchange.own_pull()[1] == pytest.approx(before, rel=1e-4)
+
+
+class Halfway(Elastic):
+    """Pulls the replica twice as hard as the center."""
+
+    def pull(self, replica, center, tally, *, out):
+        return super().pull(replica, center, tally, out=out).mul_(2)
+
+
+def test_a_rule_that_derives_from_elastic_averaging_keeps_its_own_arithmetic():
+    shard, rule = open_shard(2, rule=Halfway(0.5)), Halfway(0.5)
+    exchange = reach(shard, rule=rule)
+    exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header())
+    assert exchange.own_pull()[0].tolist() == [2, 4]
+    assert values_of(shard).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("method", ["async-easgd", "hogwild-easgd"])
+def test_a_worker_trains_by_memory_as_it_does_by_message(method):
+    ends = []
+    for has_neighbours in (False, True):
+        run = Ensemble(
+            job(method), num_workers=1, images=tiny_images(48), has_neighbours=has_neighbours
+        ).join()
+        kind = type(run.workers[0]._schedule.exchanges[0])
+        assert (kind is MappedExchange) == has_neighbours
+        assert run.run() == [Outcome.FINISHED]
+        ends.append((run.center().weights, run.workers[0].replica.flat.weights.clone()))
+    (center, replica), (mapped_center, mapped_replica) = ends
+    assert np.allclose(center, mapped_center, atol=1e-6)
+    assert torch.allclose(replica, mapped_replica, atol=1e-6)
+
+
+def test_fragments_that_take_effect_later_go_by_memory_too():
+    config = job("async-easgd", period=4)
+    config = TrainConfig(
+        method=config.method, training=config.training, optimizer=config.optimizer,
+        exchange=ExchangeConfig(fragments=2, delay=1),
+    )  # fmt: skip
+    ends = []
+    for has_neighbours in (False, True):
+        run = Ensemble(
+            config, num_workers=1, images=tiny_images(48), has_neighbours=has_neighbours
+        ).join()
+        run.run()
+        ends.append(run.center().weights)
+    assert np.allclose(*ends, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_shared"),
+    [
+        ({}, True),
+        ({"exchange": ExchangeConfig(compression="bf16")}, False),
+        ({"scaling": ScalingConfig(use_gpu=True)}, False),
+        ({"method": "async-sgd"}, False),  # its optimizer steps at the center
+        ({"method": "original-easgd"}, False),  # in turns
+        ({"method": "sync-easgd"}, False),
+    ],
+)
+def test_what_a_message_must_say_goes_by_message(change, is_shared):
+    base = job(change.pop("method", "async-easgd"))
+    config = TrainConfig(
+        **{"method": base.method, "training": base.training, "optimizer": base.optimizer, **change}
+    )
+    assert can_be_shared(config, resolve(config)) == is_shared
+
+
+# members
+
+
+def test_who_is_no_member_any_more_moves_nothing():
+    shard = open_shard(2)
+    exchange = reach(shard, "w1")
+    shard.change(Membership(2, ("w0",)))
+    with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
+        exchange.begin(torch.ones(2), torch.zeros(0), Header())
+    assert values_of(shard).tolist() == [0, 0]
+    assert shard.shared_cells("w1") == {}
+
+
+def test_a_newcomer_in_the_place_of_another_is_not_taken_for_it():
+    shard = open_shard(2)
+    before = reach(shard, "w1")
+    shard.change(Membership(2, ("w0",)))
+    shard.change(Membership(3, ("w0", "w2")))
+    with pytest.raises(ExchangeError, match="entered generation 3, the message is of 1"):
+        before.begin(torch.ones(2), torch.zeros(0), Header())
+    stays = reach(shard, "w0")
+    move(stays, torch.tensor([4.0, 8.0]))
+    assert values_of(shard).tolist() == [1, 2]
+
+
+def test_a_worker_that_comes_back_is_not_taken_for_who_it_was():
+    shard = open_shard(2)
+    before = reach(shard, "w1")
+    shard.change(Membership(2, ("w0",)))
+    shard.change(Membership(3, ("w0", "w1")))
+    with pytest.raises(ExchangeError, match="entered generation 3"):
+        before.begin(torch.ones(2), torch.zeros(0), Header())
+
+
+def test_workers_beyond_the_places_there_are_send_messages():
+    workers = tuple(f"w{i}" for i in range(600))
+    shard = open_shard(2, workers=workers)
+    mapped = [w for w in workers if shard.shared_cells(w)]
+    assert 500 < len(mapped) < 600
+    assert len({next(iter(shard.shared_cells(w).values())).slot for w in mapped}) == len(mapped)
+
+
+def test_a_settlement_that_is_refused_is_told():
+    exchange = reach(open_shard(2), post=Orderly(refusal="the center refused w0"))
+    exchange.begin(torch.ones(2), torch.zeros(0), Header())
+    with pytest.raises(ExchangeError, match="the center refused w0"):
+        exchange.wait()
+
+
+@pytest.mark.parametrize("path", ["/proc/1/fd/999", "/proc/{pid}/fd/999", "/proc/self/exe"])
+def test_memory_that_can_not_be_reached_is_left_to_messages(path):
+    address = CellAddress(path.format(pid=os.getpid()), 1, 2)
+    assert MappedCell.open(address, 2, is_locked=True, timeout_s=1.0) is None
+
+
+def test_memory_of_another_center_is_not_written():
+    shard = open_shard(2)
+    [address] = shard.shared_cells("w0").values()
+    other = CellAddress(address.path, address.token + 1, address.slot)
+    assert MappedCell.open(other, 2, is_locked=True, timeout_s=1.0) is None
+    assert MappedCell.open(address, 3, is_locked=True, timeout_s=1.0) is None
+
+
+# processes
+
+
+@contextlib.contextmanager
+def child(action):
+    """Run an action in a process of its own; end it with SIGKILL."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def wait_until(is_true, bound_s=20.0):
+    deadline = time.monotonic() + bound_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class Stalls(Rule):
+    """Moves the first block, then no more."""
+
+    def meet_(self, replica, center, tally, *, out):
+        if replica[0] < 0:
+            time.sleep(60)
+        center.add_(replica)
+        return 0.0
+
+
+def stall(shard):
+    """Move the first of two blocks, and stop there with the lock."""
+    replica = torch.ones(2 * BLOCK)
+    replica[BLOCK:] = -1
+    reach(shard, "w1", rule=Stalls()).begin(replica, torch.zeros(0), Header())
+
+
+def test_a_worker_killed_halfway_holds_nobody_up():
+    shard = open_shard(2 * BLOCK)
+    with child(lambda: stall(shard)):
+        wait_until(lambda: shard._cells[0, 2 * BLOCK].center.weights[0] == 1)
+    replica = torch.ones(2 * BLOCK)
+    move(reach(shard), replica)
+    values = values_of(shard)
+    assert set(values[:BLOCK].tolist()) == {1.0}  # it is where the replica is
+    assert set(values[BLOCK:].tolist()) == {0.25}
+
+
+def test_the_wait_for_a_worker_that_stopped_halfway_ends():
+    shard = open_shard(2 * BLOCK, timeout_s=0.3)
+    with child(lambda: stall(shard)) as pid:
+        wait_until(lambda: shard._cells[0, 2 * BLOCK].center.weights[0] == 1)
+        os.kill(pid, signal.SIGSTOP)
+        own = reach(shard, timeout_s=0.3)
+        with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):
+            own.begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
+        message = Push(
+            Stamp("w0", 1, 0, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
+            2, 1.0, 0.1,
+        )  # fmt: skip
+        with pytest.raises(ExchangeTimeoutError, match=f"process {pid}"):
+            shard.exchange(message)
+        assert values_of(shard)[0] == 1  # a copy is to be had all the same
+        shard.change(Membership(2, ("w0",)))  # and workers come and go
+
+
+def hammer(shard, worker_id, count, path):
+    torch.manual_seed(int(worker_id[1:]))
+    replica = torch.randn(BLOCK + 3)
+    np.save(f"{path}-{worker_id}-before.npy", replica.numpy())
+    exchange = reach(shard, worker_id, timeout_s=60.0)
+    for _ in range(count):
+        move(exchange, replica)
+    np.save(f"{path}-{worker_id}-after.npy", replica.numpy())
+
+
+def test_of_updates_by_memory_and_by_message_at_once_none_is_lost(tmp_path):
+    workers, path = ("w0", "w1"), str(tmp_path / "x")
+    shard = open_shard(BLOCK + 3, timeout_s=60.0, workers=(*workers, "w2"))
+    replica = np.full(BLOCK + 3, 3.0, np.float32)
+    with contextlib.ExitStack() as stack:
+        pids = [
+            stack.enter_context(child(lambda w=w: hammer(shard, w, 300, path))) for w in workers
+        ]
+        for number in range(100):  # as a worker of another node does
+            push = Push(Stamp("w2", 1, 0, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1)
+            replica = replica - (replica - shard.exchange(push).weights) / 4
+        assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}
+    before = sum(np.load(f"{path}-{w}-before.npy").astype(np.float64) for w in workers) + 3.0
+    after = sum(np.load(f"{path}-{w}-after.npy").astype(np.float64) for w in workers)
+    # What one gains the other loses: the sum of replicas and center stays as it is.
+    assert np.abs(after + replica + values_of(shard) - before).max() < 1e-3
+
+
+def test_memory_does_not_outlive_those_who_map_it():
+    gc.collect()  # what other tests left
+    before = open_files()
+    shard = open_shard(4)
+    exchange = reach(shard)
+    assert open_files() > before
+    del shard, exchange
+    assert open_files() == before
+
+
+def open_files():
+    return len([name for name in os.listdir("/proc/self/fd") if _is_center(name)])
+
+
+def _is_center(name):
+    try:
+        return "raydl-center" in os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return False
