@@ -149,7 +149,17 @@ def _shorten(max_norm: float) -> Callable[..., None]:
     """Return a hook that shortens the gradient of all groups together to ``max_norm``."""
 
     def shorten(optimizer: Optimizer, *_: Any) -> None:
-        nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
+        parameters = parameters_of(optimizer)
+        if len(parameters) > 1 or parameters[0].is_cuda:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+            return
+        # The same of one tensor, without another pass over a gradient that is short enough: on a
+        # GPU to look at the length would be to wait for it.
+        gradient = parameters[0].grad
+        if gradient is not None:
+            share = max_norm / (torch.linalg.vector_norm(gradient) + 1e-6)
+            if share < 1:
+                gradient.mul_(share)
 
     return shorten
 

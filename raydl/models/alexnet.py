@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from raydl.models.parts import require_size
+from raydl.models.parts import channels_last, require_size
 
 _SMALLEST = 63
 _SMALLEST_CIFAR = 8
@@ -98,7 +98,7 @@ class CifarAlexNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, shape [B, num_classes], for images [B, C, H, W]."""
-        logits: Tensor = self.classifier(self.features(images))
+        logits: Tensor = self.classifier(self.features(channels_last(images)))
         return logits
 
 

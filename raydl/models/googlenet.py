@@ -11,7 +11,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from raydl.models.parts import require_size
+from raydl.models.parts import channels_last, require_size
 
 _WIDTHS = {
     "3a": (192, 64, 96, 128, 16, 32, 32),
@@ -28,7 +28,16 @@ _WIDTHS = {
 _FEATURES = 1024
 
 
-class GoogLeNet(nn.Sequential):
+class _Layers(nn.Sequential):
+    """Layers one after the other, whose pictures come with the channels of a pixel side by side."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits, shape [B, num_classes], for images [B, C, H, W]."""
+        logits: Tensor = super().forward(channels_last(images))  # type: ignore[no-untyped-call]
+        return logits
+
+
+class GoogLeNet(_Layers):
     """GoogLeNet for ImageNet: a stem of three convolutions, nine inception blocks.
 
     Without batch norm it is the published one, in the settings of Caffe's ``bvlc_googlenet``.
@@ -55,7 +64,7 @@ class GoogLeNet(nn.Sequential):
         _first_weights_(self, has_batch_norm=has_batch_norm)
 
 
-class CifarGoogLeNet(nn.Sequential):
+class CifarGoogLeNet(_Layers):
     """GoogLeNet for 32x32 pictures: batch norm, and one 3x3 convolution in place of the stem.
 
     Images [B, C, H, W] become logits [B, num_classes].

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from raydl.models.parts import require_size
+from raydl.models.parts import channels_last, require_size
 
 _SMALLEST_UNPADDED = 16
 _SMALLEST = 4
@@ -46,7 +46,7 @@ class LeNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, shape [B, num_classes], for images [B, C, H, W]."""
-        logits: Tensor = self.classifier(self.features(images))
+        logits: Tensor = self.classifier(self.features(channels_last(images)))
         return logits
 
 
@@ -87,7 +87,7 @@ class LeNet5(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, shape [B, num_classes], for images [B, C, H, W]."""
-        logits: Tensor = self.classifier(self.features(images))
+        logits: Tensor = self.classifier(self.features(channels_last(images)))
         return logits
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from raydl.models.parts import he_convolutions_
+from raydl.models.parts import channels_last, he_convolutions_
 
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 """Blocks of each of the four stages, by depth."""
@@ -144,7 +144,8 @@ class CifarResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, shape [B, num_classes], for images [B, C, H, W]."""
-        maps = self.blocks(functional.relu(self.bn1(self.conv1(images))))
+        maps = self.conv1(channels_last(images))
+        maps = self.blocks(functional.relu(self.bn1(maps)))
         logits: Tensor = self.fc(maps.mean((2, 3)))
         return logits
 

@@ -28,6 +28,7 @@ from raydl.job import Job
 from raydl.ledger import Span
 from raydl.membership import Membership
 from raydl.on_ray.cluster import START_S, Place, node_here
+from raydl.on_ray.upkeep import freeze_objects, keep_freed_memory
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
 from raydl.worker import Worker
@@ -214,6 +215,7 @@ class WorkerActor:
 
         Not in ``__init__``: errors arrive as they are.
         """
+        keep_freed_memory()
         torch.set_num_threads(job.config.scaling.num_threads)
         node = node_here()
         self._partition = Partition()
@@ -234,6 +236,7 @@ class WorkerActor:
         self._lock = threading.Lock()
         self._generation = self._abandoned_up_to = 0
         self._abandoned = threading.Event()
+        freeze_objects()
         return node, os.getpid()
 
     def _publish(self, snapshot: Snapshot) -> None:
@@ -371,6 +374,7 @@ class EvaluatorActor:
     """Scores snapshots of the center, beside the workers."""
 
     def __init__(self, job: Job, test: Samples, prepare: Prepare) -> None:
+        keep_freed_memory()
         torch.set_num_threads(1)
         self._evaluator = Evaluator(job, Batches(test, prepare))
 

@@ -1,0 +1,35 @@
+"""What a process that trains asks of Python and of the C library: little upkeep between steps."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of glibc's ``mallopt``."""
+_MIB = 1 << 20
+
+
+def keep_freed_memory() -> None:
+    """Let memory that a step frees stay with this process, for the next step.
+
+    glibc gives what lies free at the end of a heap back to the system, and the heap of a thread
+    as soon as it is empty; each step then takes the same pages anew, of which the system clears
+    every one. Without glibc nothing is done.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_MMAP_THRESHOLD, 32 * _MIB)  # the most there is
+    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(_TOP_PAD, 64 * _MIB)
+
+
+def freeze_objects() -> None:
+    """Let the garbage collector pass over what there is now: libraries, model, samples.
+
+    They live as long as the process. To look through them all takes a tenth of a second each time,
+    and the exchanges of a run give occasion for it every few seconds.
+    """
+    gc.collect()
+    gc.freeze()
