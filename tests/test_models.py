@@ -25,6 +25,7 @@ from raydl.errors import ConfigError, ShapeError, UnknownNameError
 from raydl.flat import FlatModel
 from raydl.models import MODELS
 from raydl.models.alexnet import LocalNorm
+from raydl.models.parts import channels_last
 from raydl.models.resnet import PlainShortcutBlock
 from raydl.task import Classification, DataShape, evaluate
 from raydl.trainer import Trainer
@@ -175,6 +176,25 @@ def test_a_shortcut_without_parameters_takes_every_other_pixel_and_adds_zeros():
 def test_local_normalisation_worked_by_hand():
     result = LocalNorm()(torch.full((1, 1, 3, 3), 200.0))
     assert result[0, 0, 1, 1].item() == pytest.approx(200 / 3**0.75)  # 1 + 5e-5 * 200^2 = 3
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_channels_of_a_pixel_lie_side_by_side_where_that_is_faster(channels):
+    pictures = torch.arange(2.0 * channels * 12).view(2, channels, 3, 4)
+    laid_out = channels_last(pictures)
+    assert torch.equal(laid_out, pictures)
+    assert laid_out.stride() == (12 * channels, 1, 4 * channels, channels)
+
+
+@pytest.mark.parametrize("name", ["lenet", "lenet5", "alexnet-cifar", "resnet20"])
+def test_a_model_says_the_same_of_pictures_in_either_layout(name, monkeypatch):
+    row = MODELS[name]
+    model = row.build(*row.made_for).eval()
+    pictures = torch.randn(3, *row.made_for[0])
+    found = model(pictures)
+    assert torch.equal(model(pictures.to(memory_format=torch.channels_last)), found)
+    monkeypatch.setattr(f"{type(model).__module__}.channels_last", lambda images: images)
+    assert torch.allclose(model(pictures), found, atol=1e-5)
 
 
 def test_lenet5_sets_digits_of_28_into_a_field_of_32():

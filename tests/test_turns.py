@@ -1,10 +1,13 @@
 """Workers that take turns go on after joins and losses; nobody waits for who is gone."""
 
 import pytest
+from conftest import Ensemble, tiny_images
 from test_message_churn import change, settling, waiting
+from test_message_workers import job
 from test_messages import enter, make_dispatcher
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.exchange.local import LocalPost
 from raydl.exchange.post import Stamp
 
 
@@ -102,3 +105,36 @@ def test_a_worker_that_joins_first_of_all_gets_the_turn():
         dispatcher.take_turn(Stamp("w1", 3, 0, 0))  # it has not entered
     enter(dispatcher, "w1", generation=3)
     turns(dispatcher, "w1", "w1", generations={"w1": 3})
+
+
+class Watched(LocalPost):
+    """Notes what each worker asks of the center, in the order in which it does."""
+
+    def __init__(self, shards, dispatcher):
+        super().__init__(shards, dispatcher)
+        self.calls = []
+
+    def take_turn(self, stamp):
+        super().take_turn(stamp)
+        self.calls.append((stamp.worker_id, "turn"))
+
+    def push(self, shard, push):
+        self.calls.append((push.stamp.worker_id, "send"))
+        return super().push(shard, push)
+
+    def end_turn(self, stamp):
+        self.calls.append((stamp.worker_id, "end"))
+        super().end_turn(stamp)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_a_worker_sends_and_receives_within_its_turn_alone(monkeypatch, period):
+    monkeypatch.setattr("conftest.LocalPost", Watched)
+    run = Ensemble(job("original-easgd", period=period), num_workers=2, images=tiny_images(24))
+    run.join().run()
+    calls = run.workers[0]._schedule._post.calls[:-6]  # nobody waits for one that has done all
+    assert len(calls) > 6
+    for first in range(0, len(calls), 3):
+        workers, words = zip(*calls[first : first + 3], strict=True)
+        assert words == ("turn", "send", "end")
+        assert {*workers} == {f"w{first // 3 % 2}"}

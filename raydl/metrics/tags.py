@@ -100,7 +100,8 @@ _TAGS = (
     Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds.", Thinning.MEAN),
     Tag(
         "exchange/bytes",
-        "Bytes of one worker in one round: its messages, and the center's answers.",
+        "Bytes of one worker in one round: its messages, and the center's answers; by shared "
+        "memory as many.",
     ),
     Tag("exchange/period", "Local steps between exchanges, where the workers chose them."),
     Tag(

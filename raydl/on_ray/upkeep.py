@@ -22,7 +22,7 @@ def keep_freed_memory() -> None:
         return
     mallopt(_MMAP_THRESHOLD, 32 * _MIB)  # the most there is
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(_TOP_PAD, 64 * _MIB)
+    mallopt(_TOP_PAD, 128 * _MIB)  # two heaps of a thread: none is given back
 
 
 def freeze_objects() -> None:

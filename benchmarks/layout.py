@@ -1,0 +1,81 @@
+"""What a CPU gains where the channels of a pixel lie side by side, model by model.
+
+Command:   python -m benchmarks.layout            (--quick: the models for small pictures, once)
+
+Loss and gradient of a batch of pictures (64 small ones, 4 of ImageNet's size), one thread, by each
+named model, with pictures and maps as [B, C, H, W] in memory and as [B, H, W, C]. A figure is the
+time of the first over that of the second: above 1 the model is faster with the channels last.
+``raydl.models.parts.channels_last`` is for those that gain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import torch
+from torch.nn import functional
+
+from benchmarks.measure import Figure, Report, interleaved, options_of, ratios
+from raydl.models import MODELS, ModelRow
+from raydl.on_ray.upkeep import keep_freed_memory
+
+LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
+CONVERTING = ("alexnet", "googlenet", "lenet", "resnet")
+"""Files of models that would choose by themselves."""
+_SMALL = 64
+"""The largest side of small pictures."""
+
+
+@contextlib.contextmanager
+def as_given() -> Iterator[None]:
+    """Let models take pictures in the layout in which they come."""
+    with contextlib.ExitStack() as stack:
+        for name in CONVERTING:
+            stack.enter_context(mock.patch(f"raydl.models.{name}.channels_last", lambda x: x))
+        yield
+
+
+def is_small(row: ModelRow) -> bool:
+    """Whether a model is made for small pictures."""
+    return row.made_for[0][-1] <= _SMALL
+
+
+def cases(row: ModelRow) -> dict[str, Callable[[], float]]:
+    """Return what takes one gradient of a model in each layout, and returns its seconds."""
+    (shape, num_classes), batch_size = row.made_for, 64 if is_small(row) else 4
+    torch.manual_seed(0)
+    model = row.build(shape, num_classes)
+    pictures, labels = torch.randn(batch_size, *shape), torch.randint(num_classes, (batch_size,))
+
+    def gradient(layout: torch.memory_format) -> float:
+        given = pictures.to(memory_format=layout)
+        began = time.process_time()
+        functional.cross_entropy(model(given), labels).backward()  # type: ignore[no-untyped-call]
+        return time.process_time() - began
+
+    return {name: partial(gradient, layout) for name, layout in LAYOUTS.items()}
+
+
+def main() -> None:
+    """Measure, and print a table and a line of JSON per figure."""
+    options = options_of(__doc__).parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    report = Report.of_command("layout", options)
+    repeats = 1 + (options.repeats or (1 if options.quick else 5))  # the first warms up
+    for name, row in MODELS.items():
+        if row.reads_texts or (options.quick and not is_small(row)):
+            continue
+        with as_given():
+            seconds = interleaved(cases(row), repeats=repeats)
+        first, last = (seconds[layout][1:] for layout in LAYOUTS)
+        report.judge(Figure(name=f"layout.{name}", value=ratios(first, last)))
+    report.close(options.out)
+
+
+if __name__ == "__main__":
+    main()
