@@ -8,6 +8,7 @@ import pytest
 from conftest import SHAPE, linear, tiny_images
 
 from raydl.best import BestCenter
+from raydl.cadence import Cadence, Choice
 from raydl.center import first_snapshot
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import TrainConfig, TrainingConfig
@@ -157,7 +158,15 @@ def record_at(num_samples):
 
 
 def report_of(
-    worker_id, *, local_step, step_s=0.25, round_s=1.0, parts=None, allreduce=None, left_out=0
+    worker_id,
+    *,
+    local_step,
+    step_s=0.25,
+    round_s=1.0,
+    parts=None,
+    allreduce=None,
+    choice=None,
+    left_out=0,
 ):
     return WorkerReport(
         worker_id,
@@ -170,6 +179,7 @@ def report_of(
         waited_s=0.5,
         round_s=round_s,
         allreduce=allreduce,
+        choice=choice,
         left_out=LeftOut(left_out, "train-0.parquet, row group 3: row 2 holds no picture"),
     )
 
@@ -192,12 +202,34 @@ def test_samples_that_are_left_out_are_told_of_less_and_less_often():
     recorder.close()
 
 
+def test_a_chosen_cadence_is_told_once_and_recorded():
+    recorder, memory = make(Store())
+    told = []
+    recorder._progress.event = told.append
+    first = Choice(1, Cadence(10, 9, "none"), "the link is thin")
+    second = Choice(2, Cadence(20, 19, "int8"), "the link is thinner")
+    for step, choice in enumerate([None, first, first, second, second, None], 1):
+        report = report_of("w0", local_step=step, choice=choice)
+        recorder.record(record_at(step), {"w0": report})
+    recorder.close()
+    assert told == [
+        "exchanges go by period 10, delay 9: the link is thin",
+        "exchanges go by period 20, delay 19, int8: the link is thinner",
+    ]
+    periods = [values.get("exchange/period") for _, values in memory.points]
+    assert [p for p in periods if p] == [10, 10, 20, 20, 20]
+    assert recorder.figures()["cadence"] == {"period": 20, "delay": 19, "compression": "int8"}
+
+
 def test_a_record_becomes_one_point_of_every_curve():
     recorder, memory = make(Store())
     recorder.event("generation 1: w0 starts")
     parts = {**TimeParts().as_dict(), "forward_backward": 3.0, "device_device_parameters": 1.0}
     allreduce = AllreduceReport(1, "ring", 1000, 0.001, 0.002)
-    report = report_of("w0", local_step=2, parts=parts, allreduce=allreduce, left_out=1)
+    choice = Choice(1, Cadence(20, 19, "int8"), "a thin link")
+    report = report_of(
+        "w0", local_step=2, parts=parts, allreduce=allreduce, choice=choice, left_out=1
+    )
     recorder.record(record_at(5), {"w0": report})
     recorder.evaluated(Evaluated(2, 0, 5, 1.0, {"accuracy": 0.9, "loss": 0.3, "top5": 1.0}))
     recorder.show(State.TRAINING, {"training": 1, "starting": 1})

@@ -48,13 +48,12 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         require(is_positive(self.beta), "method.beta", "a positive number", self.beta)
-        is_number = isinstance(self.period, int)
-        require(
-            self.period in (None, AUTO) or (is_number and int(self.period or 0) >= 1),
-            "method.period",
-            "1 or more, or auto",
-            self.period,
-        )
+        if isinstance(self.period, str):
+            is_auto = self.period == AUTO
+            require(is_auto, "method.period", "a whole number, or auto", self.period)
+        else:
+            is_long = self.period is None or self.period >= 1
+            require(is_long, "method.period", "1 or more", self.period)
         require(self.group_size >= 1, "method.group_size", "1 or more", self.group_size)
         if self.schedule is not None and self.schedule not in WHO_MAY_TALK:
             raise UnknownNameError("method.schedule", self.schedule, WHO_MAY_TALK)
