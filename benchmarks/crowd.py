@@ -21,11 +21,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ray
 import torch
@@ -84,6 +85,9 @@ class Times:
     """All of it: sent, waited for, replica and center moved, the round settled."""
     message_s: float
     """Until all has been sent and has arrived."""
+    moved_s: float
+    """All but the wait for an answer, and what a round takes besides: by memory, all that moves
+    replica and center."""
 
 
 class Party:
@@ -109,6 +113,7 @@ class Party:
         self._schedules: dict[str, Schedule] = {}
         self._num_steps = 0
         self._bare: Any = None
+        self._in_steps_s = 0.0
 
     def place(self) -> tuple[str, int]:
         """Return the address of the host, and the process id."""
@@ -146,20 +151,40 @@ class Party:
         """Exchange so many times; return the mean times of one."""
         schedule = self._schedules[method]
         _wait_until(begin_at)
+        in_steps_s = self._in_steps_s
         began, waited_s = time.perf_counter(), self._waited_s()
         for _ in range(count):
             self._exchange_once(schedule)
         whole_s = (time.perf_counter() - began) / count
         schedule.take_records()  # as a controller does; else they would pile up
-        return Times(whole_s=whole_s, message_s=(self._waited_s() - waited_s) / count)
+        return Times(
+            whole_s=whole_s,
+            message_s=(self._waited_s() - waited_s) / count,
+            moved_s=(self._in_steps_s - in_steps_s) / count,
+        )
 
     def _exchange_once(self, schedule: Schedule) -> None:
         schedule.next_round(self._num_steps)
         schedule.set_lr(0.1)
         talk = Talk.around(schedule.exchanges, [0], [0], make_header=Header)
-        sums = self._replica.step_as_it_is(talk)
+        [exchange] = schedule.exchanges
+        began = time.perf_counter()
+        with mock.patch.object(exchange, "wait", self._answered(exchange.wait)):
+            sums = self._replica.step_as_it_is(talk)
+        self._in_steps_s += time.perf_counter() - began
         self._num_steps += 1
         schedule.settle(sums or Header(), self._num_steps)
+
+    def _answered(self, wait: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a wait whose time counts to no step."""
+
+        def wait_uncounted() -> Any:
+            began = time.perf_counter()
+            answer = wait()
+            self._in_steps_s -= time.perf_counter() - began
+            return answer
+
+        return wait_uncounted
 
     def _waited_s(self) -> float:
         return self._parts.as_dict()["device_device_parameters"]
@@ -286,6 +311,7 @@ class Crowd:
         return Times(
             whole_s=_mean([t.whole_s for t in times]),
             message_s=_mean([t.message_s for t in times]),
+            moved_s=_mean([t.moved_s for t in times]),
         )
 
     def allreduce(self, count: int) -> float:
