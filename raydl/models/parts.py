@@ -29,10 +29,10 @@ def channels_last(images: Tensor) -> Tensor:
     """Return pictures, shape [B, C, H, W], with the channels of a pixel side by side.
 
     For a model that a CPU computes faster in this layout, which its convolutions and poolings hand
-    on: pooling takes several channels at a time. With one thread and a batch of 32 a step of LeNet
-    takes 0.67 of the time, one of CifarAlexNet 0.56, of CifarResNet 0.84, of GoogLeNet 0.7 to 0.85.
-    VGG and ResNet for ImageNet are slower in it, and stay as they are. Figures and the command are
-    in docs/journal.md. On a GPU nothing is changed.
+    on: pooling takes several channels at a time. A gradient of LeNet takes 0.64 of the time, one of
+    CifarAlexNet 0.57, of CifarResNet 0.85, of GoogLeNet 0.57 to 0.88. VGG is as fast in either,
+    ResNet for ImageNet gains less than a tenth; they stay as they are. The figures are those of
+    ``python -m benchmarks.layout``. On a GPU nothing is changed.
     """
     if images.is_cuda:
         return images
