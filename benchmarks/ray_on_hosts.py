@@ -17,6 +17,9 @@ PORT = 6379
 START_S = 100.0
 """The longest start of the head, or of all other nodes: some seconds where nobody else computes."""
 OBJECT_STORE_BYTES = 100 << 20
+PULL_MS = "600000"
+"""How long a node waits for an object before it asks for it once more. By default 10 s: what takes
+a thin link longer is then sent a second time beside the first (Ray's issue 56523)."""
 _LONGEST_FOLDER = 38
 _COMMON = (
     "--num-cpus", "1", "--object-store-memory", str(OBJECT_STORE_BYTES),
@@ -43,7 +46,10 @@ def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
     # The token that all nodes share; one that is there stays as it is.
     subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
     address = f"{hosts.address(0)}:{PORT}"
-    environment = {"RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": ""}
+    environment = {
+        "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "",
+        "RAY_object_manager_pull_timeout_ms": PULL_MS,
+    }  # fmt: skip
     head = [ray, "start", "--head", "--include-dashboard", "false", "--port", str(PORT)]
     hosts.run(0, [*head, *_place(hosts, 0, folder)], env=environment, timeout_s=START_S)
     join = [ray, "start", "--address", address]

@@ -8,6 +8,7 @@ from conftest import Ensemble, tiny_images
 from raydl.cadence import (
     ENOUGH,
     HIDDEN_STEP,
+    SLACK,
     Cadence,
     Limits,
     Measured,
@@ -81,7 +82,7 @@ def test_where_nothing_is_enough_the_least_waiting_is_taken():
 @pytest.mark.parametrize("limits", [Limits(), Limits(fragments=2), Limits(may_compress=False)])
 def test_what_is_chosen_is_the_mildest_that_is_enough(seconds, num_workers, limits):
     def share(cadence):
-        return waiting(cadence, seconds, STEP_S, num_workers, limits)
+        return waiting(cadence, SLACK * seconds, STEP_S, num_workers, limits)
 
     choice = choose(PLAIN, measured(seconds, num_workers=num_workers, limits=limits), limits)
     found = list(candidates(PLAIN, limits))
@@ -146,6 +147,24 @@ def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
     assert number == SKIPPED + COUNTED
     expected = choose(PLAIN, Measured(0.02, 0.3, 2), Limits(), generation=1)
     assert choice.cadence == expected.cadence
+
+
+def test_what_else_crosses_the_link_at_the_start_does_not_count_and_later_what_is_usual_does():
+    clock, now, chosen = Clock(), PLAIN, []
+    tempo = Tempo(
+        LocalGroup(1, timeout_s=1.0).member(0), 0, generation=1, limits=Limits(),
+        time_parts=clock.parts, clock=lambda: clock.now,
+    )  # fmt: skip
+    start, later = [9, 9, 5, 5, 0.3, 0.15], [0.3, 0.3, 0.3, 0.3, 0, 0.3]
+    for number, waited_s in enumerate([*start, *later, *[0] * 6]):
+        clock.round(now, waited_s)
+        choice = tempo.next(now, num_steps=now.period, round=number)
+        if choice:
+            chosen.append(choice.cadence)
+            now = choice.cadence
+    first = choose(PLAIN, Measured(STEP_S, 0.15, 1), Limits()).cadence
+    second = choose(first, Measured(STEP_S, 0.3, 1), Limits()).cadence
+    assert chosen == [first, second]
 
 
 def test_rounds_that_were_cut_short_are_not_measured():

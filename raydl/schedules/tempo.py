@@ -49,7 +49,7 @@ class Tempo:
         self._clock = clock
         self._rounds: list[tuple[float, float]] = []
         self._before: tuple[float, float] | None = None
-        self._is_settled = False
+        self._is_first, self._is_settled = True, False
 
     def next(self, now: Cadence, *, num_steps: int, round: int) -> Choice | None:
         """Take note of the round before; return another cadence for the next ones, if one is due.
@@ -75,6 +75,7 @@ class Tempo:
             return None
         choice = choose(now, self._measured(round), self._limits, generation=self._generation)
         self._rounds, self._before, self._is_settled = [], None, choice is None
+        self._is_first = False
         return choice
 
     def _measured(self, round: int) -> Measured:
@@ -83,9 +84,9 @@ class Tempo:
         p = self._group.num_workers
         times = torch.zeros(2, p, dtype=torch.float32)
         times[0, self._rank] = statistics.median(steps)
-        # The least, for what else crosses the link while a run starts, the samples above all, is
-        # soon gone. What is chosen too mildly by it is seen when the choice is measured.
-        times[1, self._rank] = min(waits)
+        # First the least, for what else crosses the link while a run starts, the samples above
+        # all, is soon gone. What is chosen too mildly by it is seen when the choice is measured.
+        times[1, self._rank] = min(waits) if self._is_first else statistics.median(waits)
         with self._parts.measure("device_device_parameters"):
             self._group.start_allreduce(times.view(-1), round=round).wait()
         return Measured(float(times[0].max()), float(times[1].min()), p)
