@@ -149,7 +149,7 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
     if exchange.allreduce != "library":
         _check_allreduce(config, method)
     if parse_codec(exchange.compression).name != "none":
-        _check_compression(config, method)
+        _check_compression(config)
     for name in ("packed", "resident"):
         if not method.is_sync and not getattr(exchange, name):
             raise ConfigError(
@@ -221,7 +221,16 @@ def _check_allreduce(config: TrainConfig, method: Method) -> None:
         )
 
 
-def _check_compression(config: TrainConfig, method: Method) -> None:
+def may_compress(config: TrainConfig) -> bool:
+    """Whether the other settings permit shorter messages in a synchronous method."""
+    try:
+        _check_compression(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_compression(config: TrainConfig) -> None:
     exchange = config.exchange
     if not exchange.packed:
         raise ConfigError(

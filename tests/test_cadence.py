@@ -121,6 +121,16 @@ class Clock:
         self.now += cadence.period * step_s + waited_s
         self.parts.add("device_device_parameters", waited_s)
 
+    def tempo(self, member, rank=0):
+        return Tempo(
+            member,
+            rank,
+            generation=1,
+            limits=Limits(),
+            time_parts=self.parts,
+            clock=lambda: self.now,
+        )
+
 
 def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
     group = LocalGroup(2, timeout_s=5.0)
@@ -128,10 +138,7 @@ def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
 
     def run(rank):
         clock, now = Clock(), PLAIN
-        tempo = Tempo(
-            group.member(rank), rank, generation=1, limits=Limits(), time_parts=clock.parts,
-            clock=lambda: clock.now,
-        )  # fmt: skip
+        tempo = clock.tempo(group.member(rank), rank)
         chosen = []
         for number in range(20):
             choice = tempo.next(now, num_steps=now.period, round=number)
@@ -151,10 +158,7 @@ def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
 
 def test_what_else_crosses_the_link_at_the_start_does_not_count_and_later_what_is_usual_does():
     clock, now, chosen = Clock(), PLAIN, []
-    tempo = Tempo(
-        LocalGroup(1, timeout_s=1.0).member(0), 0, generation=1, limits=Limits(),
-        time_parts=clock.parts, clock=lambda: clock.now,
-    )  # fmt: skip
+    tempo = clock.tempo(LocalGroup(1, timeout_s=1.0).member(0))
     start, later = [9, 9, 5, 5, 0.3, 0.15], [0.3, 0.3, 0.3, 0.3, 0, 0.3]
     for number, waited_s in enumerate([*start, *later, *[0] * 6]):
         clock.round(now, waited_s)
@@ -169,10 +173,7 @@ def test_what_else_crosses_the_link_at_the_start_does_not_count_and_later_what_i
 
 def test_rounds_that_were_cut_short_are_not_measured():
     clock = Clock()
-    tempo = Tempo(
-        LocalGroup(1, timeout_s=1.0).member(0), 0, generation=1, limits=Limits(),
-        time_parts=clock.parts, clock=lambda: clock.now,
-    )  # fmt: skip
+    tempo = clock.tempo(LocalGroup(1, timeout_s=1.0).member(0))
     for number in range(20):
         assert tempo.next(PLAIN, num_steps=3, round=number) is None
         clock.round(PLAIN, 1.0)

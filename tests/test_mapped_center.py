@@ -1,6 +1,7 @@
 """A center in memory that all processes of its node write: no update is lost, every wait ends."""
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import Ensemble, tiny_images
-from test_message_workers import job
+from test_message_workers import job, wait_for
 
-from raydl.config import ExchangeConfig, ScalingConfig, TrainConfig
+from raydl.config import ExchangeConfig, ScalingConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.mapped import BLOCK, MappedCell, MappedExchange, can_be_shared
 from raydl.exchange.messages import Desk
@@ -153,11 +154,8 @@ def test_a_worker_trains_by_memory_as_it_does_by_message(method):
 
 
 def test_fragments_that_take_effect_later_go_by_memory_too():
-    config = job("async-easgd", period=4)
-    config = TrainConfig(
-        method=config.method, training=config.training, optimizer=config.optimizer,
-        exchange=ExchangeConfig(fragments=2, delay=1),
-    )  # fmt: skip
+    in_parts = ExchangeConfig(fragments=2, delay=1)
+    config = dataclasses.replace(job("async-easgd", period=4), exchange=in_parts)
     ends = []
     for has_neighbours in (False, True):
         run = Ensemble(
@@ -180,10 +178,7 @@ def test_fragments_that_take_effect_later_go_by_memory_too():
     ],
 )
 def test_what_a_message_must_say_goes_by_message(change, is_shared):
-    base = job(change.pop("method", "async-easgd"))
-    config = TrainConfig(
-        **{"method": base.method, "training": base.training, "optimizer": base.optimizer, **change}
-    )
+    config = dataclasses.replace(job(change.pop("method", "async-easgd")), **change)
     assert can_be_shared(config, resolve(config)) == is_shared
 
 
@@ -272,13 +267,6 @@ def child(action):
             os.waitpid(pid, 0)
 
 
-def wait_until(is_true, bound_s=20.0):
-    deadline = time.monotonic() + bound_s
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 class Stalls(Rule):
     """Moves the first block, then no more."""
 
@@ -299,7 +287,7 @@ def stall(shard):
 def test_a_worker_killed_halfway_holds_nobody_up():
     shard = open_shard(2 * BLOCK)
     with child(lambda: stall(shard)):
-        wait_until(lambda: shard._cells[0, 2 * BLOCK].center.weights[0] == 1)
+        wait_for(lambda: shard._cells[0, 2 * BLOCK].center.weights[0] == 1)
     replica = torch.ones(2 * BLOCK)
     move(reach(shard), replica)
     values = values_of(shard)
@@ -310,7 +298,7 @@ def test_a_worker_killed_halfway_holds_nobody_up():
 def test_the_wait_for_a_worker_that_stopped_halfway_ends():
     shard = open_shard(2 * BLOCK, timeout_s=0.3)
     with child(lambda: stall(shard)) as pid:
-        wait_until(lambda: shard._cells[0, 2 * BLOCK].center.weights[0] == 1)
+        wait_for(lambda: shard._cells[0, 2 * BLOCK].center.weights[0] == 1)
         os.kill(pid, signal.SIGSTOP)
         own = reach(shard, timeout_s=0.3)
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):

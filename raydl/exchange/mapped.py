@@ -29,7 +29,7 @@ from torch import Tensor
 from raydl.center import Mirror
 from raydl.compression import parse_codec
 from raydl.config import TrainConfig
-from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.errors import ExchangeTimeoutError
 from raydl.exchange.messages import Desk, copy_in_
 from raydl.exchange.post import (
     HOME,
@@ -37,7 +37,6 @@ from raydl.exchange.post import (
     CellAddress,
     Delivery,
     Post,
-    Push,
     Reply,
     Stamp,
     refusal_of,
@@ -284,24 +283,13 @@ class MappedExchange:
             self._move(weights.detach())
         desk.num_bytes += 2 * self._pull.nbytes
         if self._is_last:  # never before the center has moved: a settled sample counts
-            message = Push(
-                stamp=desk.next_stamp(),
-                span=(0, 0),
-                weights=NOTHING,
-                buffers=buffers.detach().numpy(),
-                num_workers=desk.num_workers,
-                num_samples=header.num_samples,
-                lr=desk.lr,
-                settlement=desk.settlement(header),
-            )
+            message = desk.message(header, (0, 0), NOTHING, settled=buffers)
             self._settling = self._post.push(HOME, message)
 
     def _check_in(self) -> None:
         """Raise an ExchangeError if this worker is not the member that it was."""
-        desk = self._desk
-        problem = refusal_of(desk.next_stamp(), self._cell.entered(self._slot), desk.generation)
-        if problem:
-            raise ExchangeError(desk.version, desk.generation, problem)
+        desk, entered = self._desk, self._cell.entered(self._slot)
+        desk.raise_if(refusal_of(desk.next_stamp(), entered, desk.generation))
 
     def _move(self, weights: Tensor) -> None:
         center, pull, squares = self.center.weights, self._pull, 0.0
@@ -326,8 +314,8 @@ class MappedExchange:
         """
         settling, self._settling = self._settling, None
         self._reply = settling.wait() if settling else None
-        if self._reply and self._reply.refusal:
-            raise ExchangeError(self._desk.version, self._desk.generation, self._reply.refusal)
+        if self._reply:
+            self._desk.raise_if(self._reply.refusal)
         return self._tally, Header()
 
     def commit(self) -> None:

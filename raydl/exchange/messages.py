@@ -91,16 +91,7 @@ class MessageExchange:
             is_home = self._is_last and shard == HOME
             values = self._encoded(weights.detach(), part)
             desk.num_bytes += values.nbytes
-            message = Push(
-                stamp=desk.next_stamp(),
-                span=part,
-                weights=values,
-                buffers=buffers.detach().cpu().numpy() if is_home else NOTHING,
-                num_workers=desk.num_workers,
-                num_samples=header.num_samples,
-                lr=desk.lr,
-                settlement=desk.settlement(header) if is_home else None,
-            )
+            message = desk.message(header, part, values, settled=buffers if is_home else None)
             self._flying.append((part, self._post.push(shard, message)))
 
     def _at(self, part: Span) -> slice:
@@ -137,9 +128,7 @@ class MessageExchange:
         flying, self._flying = self._flying, []
         self._replies = [(part, delivery.wait()) for part, delivery in flying]
         for _, reply in self._replies:
-            if reply.refusal:
-                desk = self._desk
-                raise ExchangeError(desk.version, desk.generation, reply.refusal)
+            self._desk.raise_if(reply.refusal)
         if self._sends is Sends.WEIGHTS:
             self._take()
         return self._tally, Header()
@@ -220,10 +209,37 @@ class Desk:
         """Return the stamp of the next message."""
         return Stamp(self._worker_id, self.generation, self._incarnation, next(self._numbers))
 
-    def settlement(self, header: Header) -> Settlement:
+    def message(
+        self, header: Header, span: Span, weights: np.ndarray, *, settled: Tensor | None
+    ) -> Push:
+        """Return a message to a shard.
+
+        Args:
+            header: the numbers that ride along.
+            span: which of the flat parameters it is about; empty: none.
+            weights: what is sent of them.
+            settled: the float buffers, in the message that ends the round; None in any other.
+        """
+        return Push(
+            stamp=self.next_stamp(),
+            span=span,
+            weights=weights,
+            buffers=NOTHING if settled is None else settled.detach().cpu().numpy(),
+            num_workers=self.num_workers,
+            num_samples=header.num_samples,
+            lr=self.lr,
+            settlement=None if settled is None else self._settlement(header),
+        )
+
+    def _settlement(self, header: Header) -> Settlement:
         """Return what ends the round."""
         num_bytes, self.num_bytes = self.num_bytes, 0
         return Settlement(header, self.local_step, self.lr, num_bytes)
+
+    def raise_if(self, refusal: str) -> None:
+        """Raise an ExchangeError if the center refused; an empty text says that it did not."""
+        if refusal:
+            raise ExchangeError(self.version, self.generation, refusal)
 
     def take_orders(self, orders: Orders) -> None:
         """Note what to do next."""

@@ -13,6 +13,7 @@ from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.sync import Group, StagedExchange, SyncExchange
 from raydl.extent import Extent, num_evaluations_due
 from raydl.ledger import Ledger, Span, share_round
+from raydl.method import may_compress
 from raydl.optimizers import make_optimizer
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.rules import Sends
@@ -65,16 +66,15 @@ class SyncSchedule:
         self._make_exchanges()
 
     def _make_tempo(self) -> Tempo:
-        site, settings = self._site, self._config.exchange
-        may_compress = settings.packed and settings.allreduce == "library"
+        site = self._site
         return Tempo(
             self._group,
             site.rank,
             generation=site.membership.generation,
             limits=Limits(
-                fragments=settings.fragments,
+                fragments=self._config.exchange.fragments,
                 overlap=site.method.overlap,
-                may_compress=may_compress and self._config.method.beta <= 1,
+                may_compress=may_compress(self._config),
             ),
             time_parts=site.time_parts,
         )
