@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.crowd import Crowd, connected, parser_of_parts, ray_here, write_answer
+from benchmarks.crowd import Crowd
 from benchmarks.hosts import Hosts, why_not
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
+from benchmarks.parts import connected, parser_of_parts, ray_here, write_answer
 from benchmarks.programs import ROOT
 from benchmarks.ray_on_hosts import start_ray
 

@@ -28,16 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crowd import (
-    Crowd,
-    connected,
-    own_bytes,
-    parser_of_parts,
-    ray_here,
-    write_answer,
-)
+from benchmarks.crowd import Crowd, own_bytes
 from benchmarks.hosts import Hosts, why_not
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
+from benchmarks.parts import connected, parser_of_parts, ray_here, write_answer
 from benchmarks.ray_on_hosts import start_ray
 
 METHODS = ("sync-easgd", "async-easgd")

@@ -1,0 +1,100 @@
+"""Parts of a benchmark that run in a process of their own, beside a Ray of their own.
+
+    answer = connected("benchmarks.exchange", "--part", "one-node", timeout_s=100.0)
+
+calls the same module again, which tells by its options that it is the part:
+
+    with ray_here():
+        write_answer(options.answer, measure())
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from benchmarks.measure import options_of
+from benchmarks.programs import ROOT
+from raydl import ray_session
+
+
+def parser_of_parts(doc: str | None, **more: dict[str, Any]) -> argparse.ArgumentParser:
+    """Return a benchmark's options, with those for the processes that :func:`connected` starts.
+
+    Args:
+        doc: of the benchmark.
+        more: further options for those processes, as ``options_of`` takes them.
+    """
+    hidden = argparse.SUPPRESS
+    own: dict[str, dict[str, Any]] = {"part": {}, "answer": {"type": Path}, **more}
+    return options_of(doc, **{name: {**words, "help": hidden} for name, words in own.items()})
+
+
+def connected(module: str, *words: str, timeout_s: float) -> Any:
+    """Run ``python -m MODULE WORDS --answer FILE`` beside a Ray of its own; return its answer.
+
+    The process and all that it started have ended when this returns.
+
+    Raises:
+        RuntimeError: it failed, or did not end in time; the text has what it said last.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows is undone
+    with tempfile.TemporaryDirectory(prefix="raydl-", ignore_cleanup_errors=True) as folder:
+        answer, log = Path(folder) / "answer", Path(folder) / "log"
+        command = [sys.executable, "-m", module, *words, "--answer", str(answer)]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment(folder), stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end_session(process)
+        if code != 0 or not answer.exists():
+            how = f"did not end within {timeout_s:.0f} s" if code is None else f"ended with {code}"
+            raise RuntimeError(f"{' '.join(words)} {how}:\n{log.read_text()[-4000:]}")
+        return json.loads(answer.read_text())
+
+
+def environment(folder: str) -> dict[str, str]:
+    """Return the environment of a process that starts a Ray of its own, in a folder."""
+    own = {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "token", "RAY_TMPDIR": folder}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def _end_session(process: subprocess.Popen[Any]) -> None:
+    """End a process with all that is left of its session: Ray's own end by themselves with it."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, kind)
+            process.wait(timeout=10.0)
+
+
+@contextlib.contextmanager
+def ray_here() -> Iterator[None]:
+    """Be connected with a Ray of one's own, or that of ``RAY_ADDRESS``."""
+    ray_session.prepare()
+    ray_session.connect()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def write_answer(path: Path, answer: Mapping[str, Any]) -> None:
+    """Write what :func:`connected` returns."""
+    path.write_text(json.dumps(answer))
