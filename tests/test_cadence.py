@@ -222,6 +222,14 @@ def test_a_run_goes_on_with_the_chosen_cadence_and_keeps_it(monkeypatch):
     assert run.run() == [Outcome.FINISHED] * 2
 
 
+def test_a_run_that_goes_on_with_a_period_of_the_users_leaves_the_chosen_one():
+    config = dataclasses.replace(auto(), method=MethodConfig(name="sync-easgd", period=4))
+    run = Ensemble(config, num_workers=2, images=tiny_images(96))
+    run.join(dataclasses.replace(run.first, cadence=Cadence(10, 9, "int8")))
+    round = run.workers[0]._schedule.next_round(0)
+    assert (round.num_steps, round.delay) == (4, 0)
+
+
 def test_without_auto_nothing_is_measured():
     run = Ensemble(
         TrainConfig(training=TrainingConfig(batch_size=2, epochs=10)),
