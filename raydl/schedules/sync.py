@@ -58,9 +58,8 @@ class SyncSchedule:
         self._round_steps = 0
         self._make_centers(snapshot)
         settings = site.config.exchange
-        chosen = (
-            snapshot.cadence if site.method.finds_cadence else None
-        )  # or the user set one since
+        # A run may have been resumed with a period of the user's.
+        chosen = snapshot.cadence if site.method.finds_cadence else None
         self._cadence = chosen or Cadence(site.method.period, settings.delay, settings.compression)
         self._choice: Choice | None = None
         self._tempo = self._make_tempo() if site.method.finds_cadence else None
