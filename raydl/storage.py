@@ -224,7 +224,10 @@ class Storage:
     def list_dir(self, name: str) -> list[str]:
         """Return the names directly below a folder, sorted; none if it is not there."""
         selector = fs.FileSelector(self._at(name), allow_not_found=True)
-        infos = self._filesystem.get_file_info(selector)
+        try:
+            infos = self._filesystem.get_file_info(selector)
+        except FileNotFoundError:  # PyArrow's, if the folder is made while it looks
+            return []
         return sorted(posixpath.basename(info.path) for info in infos)
 
     def delete_dir(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """A run's desk: what is told, asked and answered through the run's folder."""
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -322,6 +323,18 @@ def test_many_who_ask_at_once_each_get_their_own_answer(tmp_path, desk, clock):
     assert desk.num_failures == 0
 
 
+def test_a_request_that_is_taken_at_once_is_no_failure(tmp_path, desk, clock, monkeypatch):
+    def flush_once_taken(self, path, flush=Storage._flush_to_disk):
+        if "/requests/" in path and not path.endswith(".tmp"):
+            wait_for(lambda: not os.path.exists(path))  # the driver has answered
+        flush(self, path)
+
+    monkeypatch.setattr(Storage, "_flush_to_disk", flush_once_taken)
+    with driver(desk, clock):
+        wait_for(lambda: told(tmp_path))
+        assert request_removal(str(tmp_path), "w1", timeout_s=5) == "w1 leaves after this round"
+
+
 def test_an_unknown_worker_is_not_asked_for_and_the_workers_are_listed(tmp_path, desk):
     desk.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
@@ -448,6 +461,24 @@ def test_an_answer_that_could_not_be_written_is_written_later(tmp_path, clock):
     wait_for(lambda: _pass(clock) and desk.take_requests() == [] and answer_to(tmp_path, "r1"))
     assert answer_to(tmp_path, "r1") == {"ok": True, "sentence": "w1 leaves"}
     desk.close(replace(TRAINING, state="finished"))
+
+
+def test_a_folder_that_is_made_while_it_is_listed_is_no_failure(tmp_path):
+    listed_enough = threading.Event()
+
+    def make_and_remove():
+        while not listed_enough.is_set():
+            (tmp_path / "requests").mkdir()
+            (tmp_path / "requests").rmdir()
+
+    thread = threading.Thread(target=make_and_remove)
+    thread.start()
+    try:
+        for _ in range(5000):  # PyArrow alone raises in one of thirty
+            assert Storage(str(tmp_path)).list_dir("requests") == []
+    finally:
+        listed_enough.set()
+        thread.join()
 
 
 class ReadAtOnce(Storage):

@@ -332,7 +332,9 @@ def _ask(storage: Storage, asked: dict[str, str], timeout_s: float) -> dict[str,
     until = time.monotonic() + timeout_s
     answer: dict[str, Any] | None = None
     try:
-        storage.write_bytes(_REQUEST.format(request_id), json.dumps(asked).encode())
+        # It may be taken, and its folder deleted, before that folder is flushed.
+        with suppress(FileNotFoundError):
+            storage.write_bytes(_REQUEST.format(request_id), json.dumps(asked).encode())
         while answer is None and time.monotonic() < until:
             time.sleep(POLL_S)
             # An answer's folder may be there before the answer.
