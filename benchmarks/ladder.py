@@ -57,8 +57,9 @@ SCORED = ("original", "easgd1", "easgd3", "ours")
 NUM_SAMPLES = {"original": (2560, 768), "easgd": (10_240, 2560), "others": (51_200, 10_240)}
 """Of a run, in the full and the quick form."""
 SCORED_SAMPLES = 120_000
-CUT = 10_240
-"""Training samples of the runs for speed: an epoch is whole rounds of 10 steps."""
+CUT = 2560
+"""Training samples of the runs for speed: few, since they pass the links once, and an epoch is a
+round of 10 steps."""
 LENET_BYTES = 4 * 431_080
 LENET_S = 0.02
 """Seconds of LeNet's arithmetic in a step, for the first guess of a rate."""
@@ -100,10 +101,10 @@ def share(rung: str, result: Result) -> float:
 def first_rate(pause_s: float) -> float:
     """Return the rate in Mbit/s at which Original should communicate for 87% of its time.
 
-    A worker's own message travels while others have their turns, and only the answer counts.
+    All transfers of a worker, to the master and back, lie within its turn.
     """
     communicates_s = (pause_s + LENET_S) * SHARE / (1 - SHARE)
-    return LENET_BYTES * 8e-6 * 1514 / 1448 / communicates_s
+    return 2 * LENET_BYTES * 8e-6 * 1514 / 1448 / communicates_s
 
 
 def next_rate(mbit: float, result: Result) -> float:
