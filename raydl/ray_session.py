@@ -9,8 +9,11 @@ import atexit
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import time
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,10 @@ _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """Where `ray up` puts the cluster's configuration on the head."""
 _ANSWER_S = 5.0
 """The longest wait for a cluster's first answer, in seconds. Ray by itself waits for minutes."""
+_START_S = 60.0
+"""The longest that the end of this process waits for a cluster that has just begun to start."""
+_beginning: Future[None] | None = None
+"""The start of a local cluster that is under way."""
 _TOKEN = "put it into RAY_AUTH_TOKEN or ~/.ray/auth_token (on its head: ray get-auth-token)"
 
 
@@ -75,6 +82,28 @@ def dashboard_url(address: str) -> str:
     return address if mark else f"http://{address}"
 
 
+def begin() -> None:
+    """Start the local cluster in a thread, if :func:`connect` would start one, and return at once.
+
+    Ray's start is seconds of waiting for one process after the other; the caller's imports and
+    data come meanwhile. :func:`connect` waits for it, and raises what it raised. If nobody
+    connects, the end of this process ends the cluster.
+    """
+    global _beginning
+    if _beginning is not None or _address():
+        return
+    prepare()
+    import ray
+
+    if ray.is_initialized():
+        return
+    _beginning = Future()
+    atexit.register(_end, _beginning)  # before what Ray has registered: the last come first
+    threading.Thread(
+        target=_start_and_stay, args=(_beginning,), name="start-of-ray", daemon=True
+    ).start()
+
+
 def connect() -> bool:
     """Connect to Ray; return whether a cluster was started on this machine for this process.
 
@@ -84,17 +113,55 @@ def connect() -> bool:
     Raises:
         ClusterError: none answers there, it wants another token, or is of another version.
     """
+    global _beginning
     import ray
 
+    if _beginning is not None:
+        begun, _beginning = _beginning, None
+        begun.result()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
+        return True
     if ray.is_initialized():
         return False
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address and address != "local":
-        _join(address)
+    if _address():
+        _join(_address())
         return False
-    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
-    atexit.register(ray.shutdown)
+    _start_here()
     return True
+
+
+def _address() -> str:
+    """Return the address of the cluster that the environment names; empty: none."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
+def _start_here() -> None:
+    import ray
+
+    # Not yet what is less than an error: in a thread Ray warns that it leaves SIGTERM alone.
+    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    atexit.register(ray.shutdown)
+
+
+def _start_and_stay(beginning: Future[None]) -> None:
+    """Start the local cluster. Linux kills its processes with the thread that started them."""
+    try:
+        _start_here()
+        beginning.set_result(None)
+    except BaseException as error:
+        beginning.set_exception(error)
+    threading.Event().wait()
+
+
+def _end(beginning: Future[None]) -> None:
+    """End a cluster that may have begun just now, and that nobody came to use."""
+    import ray
+
+    wait([beginning], timeout=_START_S)
+    ray.shutdown()
 
 
 def _join(address: str) -> None:

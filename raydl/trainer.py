@@ -202,6 +202,7 @@ class Trainer:
         examples: Examples,
     ) -> Result:
         config, folder, snapshot = self.config, start.folder, start.snapshot
+        crew.open(snapshot)
         purge_after = snapshot.num_samples if config.run.resume else None
         log = EventLog(make_progress(config.run.progress))
         recorder = RunRecorder(
@@ -227,7 +228,6 @@ class Trainer:
             recorder.describe(config_as_markdown(to_dict(config)))
             for sentence in start.sentences:
                 recorder.event(sentence)
-            crew.open(snapshot)
             controller = kind_for(is_sync=job.method.is_sync)(
                 crew,
                 config,

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from raydl import cli
+from raydl import cli, ray_session
 from raydl.metrics import TAGS, tag_of
 from raydl.metrics.tags import OWN_METRIC
 from raydl.models import MODELS, LeNet
@@ -100,6 +100,19 @@ def test_workers_are_a_number_or_a_range():
 )
 def test_a_mistake_is_told_in_one_sentence_before_anything_starts(capsys, options, sentence):
     assert error_of(capsys, "train", "--workers", "0", *options).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("workers", "data", "is_begun"),
+    [("2", "digits", True), ("0", "digits", False), ("2", "no/such/place", False)],
+)
+def test_ray_starts_ahead_for_workers_unless_the_data_are_mistyped(
+    monkeypatch, capsys, workers, data, is_begun
+):
+    begun = []
+    monkeypatch.setattr(ray_session, "begin", lambda: begun.append(True))
+    assert error_of(capsys, "train", "--workers", workers, "--data", data, "--model", "lnet")
+    assert bool(begun) is is_begun
 
 
 def test_a_word_none_takes_a_limit_away():

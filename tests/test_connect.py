@@ -6,9 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -172,6 +174,66 @@ def test_another_refusal_of_ray_keeps_its_reason(monkeypatch):
     with gcs(None) as address:
         sentence = refused(monkeypatch, address, mode="disabled")
     assert "joined: Failed to connect to Ray cluster: no node of the cluster runs here;" in sentence
+
+
+# a cluster of one's own, beside other work
+
+
+@pytest.fixture
+def init(monkeypatch):
+    """What stands for ``ray.init``: it waits until it may end, and can be told to fail."""
+    stage = SimpleNamespace(may_end=threading.Event(), problem=None, calls=[])
+
+    def init(**how):
+        stage.calls.append(how)
+        assert stage.may_end.wait(5)
+        if stage.problem:
+            raise stage.problem
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_session, "_beginning", None)
+    monkeypatch.setattr(ray_session.atexit, "register", lambda *_: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield stage
+    stage.may_end.set()
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_ray_starts_beside_other_work_once_and_who_connects_waits_for_it(init):
+    ray_session.begin()
+    ray_session.begin()
+    threading.Timer(0.05, init.may_end.set).start()
+    began = time.monotonic()
+    assert ray_session.connect() is True
+    assert time.monotonic() - began > 0.04
+    assert [how["address"] for how in init.calls] == ["local"]
+    with pytest.raises(SystemExit):  # which ends Ray, too
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_what_went_wrong_beside_other_work_is_told_to_who_connects_and_can_be_tried_again(init):
+    init.problem = OSError("no space left")
+    init.may_end.set()
+    ray_session.begin()
+    with pytest.raises(OSError, match="no space left"):
+        ray_session.connect()
+    init.problem = None
+    assert ray_session.connect() is True
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:6379", "auto"])
+def test_nothing_is_begun_where_there_is_a_cluster_to_go_to(monkeypatch, init, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    ray_session.begin()
+    assert init.calls == []
+
+
+def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    ray_session.begin()
+    assert ray_session.connect() is False
+    assert init.calls == []
 
 
 # a real cluster

@@ -30,7 +30,7 @@ from raydl.crew import (
     RunEnded,
     WorkerReady,
 )
-from raydl.errors import NonFiniteLossError, ProcessLostError, ResourceError
+from raydl.errors import NonFiniteLossError, ProcessLostError, RaydlError, ResourceError
 from raydl.faults import FaultPlan
 from raydl.faults.plan import Fault
 from raydl.methods import resolve
@@ -165,6 +165,7 @@ class Stage:
             callbacks=callbacks,
             clock=lambda: self.now,
         )
+        self.crew.events.append(Published((first_round,)))
 
     def step(self, *events):
         """Step with these events; return what the crew was told meanwhile."""
@@ -227,6 +228,24 @@ def test_a_resumed_run_numbers_its_memberships_on():
     told = stage.step(WorkerReady("w0"), WorkerReady("w1"))
     assert told == [("form", 8, ("w0", "w1"), 40)]
     assert stage.controller.num_generations == 1
+
+
+def test_workers_start_while_the_center_does_and_train_once_it_is_up():
+    stage = Stage()
+    stage.crew.events.clear()
+    stage.step(WorkerReady("w0"), WorkerReady("w1"))
+    stage.now += 100.0
+    assert stage.step() == []
+    assert ("form", 1, ("w0", "w1"), 0) in stage.step(Published((0,)))
+
+
+def test_a_center_that_does_not_start_ends_the_run_with_a_sentence():
+    stage = Stage()
+    stage.crew.events.clear()
+    stage.step(WorkerReady("w0"), WorkerReady("w1"))
+    stage.now += 301.0
+    with pytest.raises(RaydlError, match=r"^the center did not start within 300 s; the same"):
+        stage.step()
 
 
 def test_groups_that_share_a_replica_are_put_on_one_node_where_they_fit():

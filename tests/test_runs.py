@@ -1,11 +1,13 @@
 """Whole runs on Ray, as a user starts them: in processes of their own."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +71,32 @@ def whole(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("whole") / "run")
     assert run.wait() == 0, run.output
     return run
+
+
+def test_a_mistake_found_while_ray_starts_is_one_sentence_and_leaves_no_process(tmp_path):
+    mark = f"TEST_RUN={tmp_path}"  # in the environment of all that it starts
+    words = ["--data", "synthetic:40", "--batch-size", "41", "--run.progress", "plain"]
+    done = subprocess.run(
+        [sys.executable, "-m", "raydl", "train", "--workers", "2", *words],
+        env={**os.environ, "TEST_RUN": str(tmp_path)},
+        capture_output=True, text=True, timeout=BOUND_S, check=False,
+    )  # fmt: skip
+    sentence = "error: training.batch_size must be at most the 40 samples, got 41\n"
+    assert (done.returncode, done.stderr, done.stdout) == (2, sentence, "")
+    deadline = time.monotonic() + 10
+    while left := processes_with(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def processes_with(mark):
+    """Return the command lines of the processes whose environment has it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # no process, another's, or it has ended
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes())
+    return found
 
 
 def test_a_run_on_two_workers_reaches_its_accuracy(whole):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from raydl import ray_session
 from raydl.cli.options import STOPPED, parse_train
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ _NO_METRICS = ("round", "samples", "seconds")
 def train(arguments: Sequence[str]) -> int:
     """Train a model, with workers that come and go."""
     config = parse_train(arguments)
+    if config.scaling.max_workers and _may_be_there(config.data):
+        ray_session.begin()
     # Imported here: --help and a wrong option should not wait for torch.
     from raydl.storage import parent_and_name
     from raydl.trainer import Trainer
@@ -41,6 +45,12 @@ def train(arguments: Sequence[str]) -> int:
         f"  to send:      raydl report {result.path}"
     )
     return 0
+
+
+def _may_be_there(source: str) -> bool:
+    """Whether data are there as far as a glance shows: a mistyped path need not wait for Ray."""
+    is_name = source.partition(":")[0] in ("digits", "synthetic", "text")
+    return is_name or "://" in source or "*" in source or os.path.exists(source)
 
 
 def _end_and_best(result: Result) -> str:

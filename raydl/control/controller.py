@@ -49,11 +49,11 @@ class Controller:
     """Brings a run from its first snapshot to its end.
 
     Args:
-        crew: the processes; the center is open.
+        crew: the processes; the center is up, or starts.
         config: the run's settings.
         method: the run's method.
         recorder: where results go.
-        first_round: the round whose snapshot the center holds.
+        first_round: the round that the center starts from.
         own_states: states of workers from a checkpoint, by id, in the order of their ranks.
         first_generation: memberships before this start.
         first_cuts: cuts of the learning rate before this start.

@@ -21,15 +21,17 @@ class CenterKeeper:
     Args:
         crew: the processes.
         config: the run's settings.
-        first_round: the round whose snapshot the center holds.
+        first_round: the round that the center starts from.
         clock: seconds, rising.
     """
 
     def __init__(
         self, crew: Crew, config: TrainConfig, *, first_round: int, clock: Callable[[], float]
     ) -> None:
-        self.published: tuple[int, ...] = (first_round,)
+        self.published: tuple[int, ...] = ()
+        """Rounds that the center holds; none before it is up."""
         self._num_changes = 0
+        self._was_up = False
         self.is_complete = True
         self.is_lost = False
         """Whether it has to be started again."""
@@ -51,6 +53,7 @@ class CenterKeeper:
 
     def take_published(self, published: Published) -> None:
         """Note what the center holds."""
+        self._was_up = True
         self.published, self._num_changes = published.rounds, published.num_changes
         self.is_complete = published.is_complete
 
@@ -77,9 +80,10 @@ class CenterKeeper:
         if self._lacking_since is None:
             self._lacking_since = now
         if now - self._lacking_since > _CENTER_S:
+            what = "get the newest copy of itself" if self._was_up else "start"
             raise RaydlError(
-                f"the center did not get the newest copy of itself within {_CENTER_S:.0f} s; the "
-                f"same command with --resume goes on from the newest checkpoint"
+                f"the center did not {what} within {_CENTER_S:.0f} s; the same command with "
+                f"--resume goes on from the newest checkpoint"
             )
         return False
 

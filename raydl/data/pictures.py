@@ -6,11 +6,18 @@ import io
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from raydl.errors import DataError
+
+_THREADS_FROM = 128 * 128
+"""Pixels of a picture from which several threads are faster: with smaller ones they mostly wait
+for one another's turn in the interpreter."""
+_STRETCH = 256
+"""Pictures that a thread takes at a time."""
 
 
 def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarray:
@@ -38,9 +45,16 @@ def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarr
             )
         images[row] = picture
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    def put_all(stretch: list[tuple[int, bytes]]) -> None:
+        for row, data in stretch:
+            put(row, data)
+
+    rows = zip(range(1, count), iterator, strict=False)
+    stretches = iter(lambda: list(islice(rows, _STRETCH)), [])
+    num_threads = os.cpu_count() if picture[0].size >= _THREADS_FROM else 1
+    with ThreadPoolExecutor(num_threads) as pool:
         # list() brings the first error of any thread here.
-        list(pool.map(put, range(1, count), iterator))
+        list(pool.map(put_all, stretches))
     return images
 
 

@@ -8,12 +8,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import (
-    ActorUnavailableError,
-    GetTimeoutError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.center import Snapshot
@@ -32,7 +27,6 @@ from raydl.crew import (
     WorkerReady,
 )
 from raydl.data import Dataset, Prepare
-from raydl.errors import RaydlError
 from raydl.exchange.collective import GroupAddress
 from raydl.faults import Fault
 from raydl.job import Job
@@ -41,7 +35,6 @@ from raydl.membership import Membership
 from raydl.on_ray.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.on_ray.calls import Call, Calls, Handler, in_few_words, original
 from raydl.on_ray.cluster import (
-    START_S,
     Notices,
     Place,
     awaited,
@@ -52,7 +45,7 @@ from raydl.on_ray.cluster import (
 )
 from raydl.reports import Outcome, WorkerReport
 
-_ASK_EVERY_S = 0.25
+_ASK_EVERY_S = 0.5
 
 
 class RayCrew:
@@ -77,6 +70,7 @@ class RayCrew:
         self._prepare = ray.put(prepare)
         self._test = ray.put(dataset.test)
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
+        self._shards: list[ActorHandle] = []
         self._workers: dict[str, ActorHandle] = {}
         self._places: dict[str, Place] = {}
         self._calls = Calls()
@@ -87,34 +81,21 @@ class RayCrew:
         self._members: tuple[str, ...] = ()
         self._collected: dict[str, Any] = {}
         self._events: list[Event] = []
-        self._start_evaluator()
+        self._evaluator: ActorHandle | None = None
 
     # the processes
-
-    def _start_evaluator(self) -> None:
-        self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
-            self._job, self._test, self._prepare
-        )
 
     def _at_home(self) -> dict[str, Any]:
         """Return the options of an actor that should live on the driver's node."""
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._home, soft=True)}
 
     def open(self, snapshot: Snapshot) -> None:
-        """Start the center.
-
-        Raises:
-            RaydlError: it did not come up.
-        """
+        """Start the center."""
         self._known = ray.put(snapshot)
-        opened = self._start_center(self._known)
-        try:
-            self._take_address(ray.get(opened, timeout=START_S))
-        except GetTimeoutError as error:
-            raise RaydlError(f"the center did not start within {START_S:.0f} s") from error
+        self._start_center(self._known)
 
-    def _start_center(self, snapshot: Any) -> Any:
-        """Start all shards of the center; return what will hold its address."""
+    def _start_center(self, snapshot: Any) -> None:
+        """Start all shards of the center."""
         threads = self._threads
         center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()
         others = [
@@ -123,9 +104,10 @@ class RayCrew:
             )
             for index in range(1, self._job.config.exchange.center_shards)
         ]
-        self._shards: list[ActorHandle] = [center, *others]
+        self._shards = [center, *others]
         self._is_open = False
-        return center.open.remote(self._job, snapshot, others)
+        opened = center.open.remote(self._job, snapshot, others)
+        self._calls.expect(opened, "center", self._take_address)
 
     def _take_address(self, opened: tuple[Place, Place]) -> list[Event]:
         self._address, self._places["center"] = opened
@@ -144,7 +126,7 @@ class RayCrew:
             self._forget(who)
         self._calls.forget(lambda call: call.task == "evaluation")  # of the center that was
         copy = self._workers[worker_id].center.remote() if worker_id else self._known
-        self._calls.expect(self._start_center(copy), "center", self._take_address)
+        self._start_center(copy)
 
     def ask(self, worker_id: str) -> None:
         """Ask for one more worker."""
@@ -183,9 +165,11 @@ class RayCrew:
         """End the actors at once."""
         for worker_id, worker in self._workers.items():
             self._kill(worker_id, worker)
-        self._kill("center", self._center)
-        for actor in (*self._shards[1:], self._evaluator):
-            ray.kill(actor)
+        if self._shards:
+            self._kill("center", self._center)
+        for shard in self._shards[1:]:
+            ray.kill(shard)
+        self._end_evaluator()
         self._calls.forget(lambda _: True)
 
     # what happened
@@ -259,8 +243,7 @@ class RayCrew:
 
     def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
         if call.who == "evaluator":
-            ray.kill(self._evaluator)
-            self._start_evaluator()
+            self._end_evaluator()
         if not call.task:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
@@ -283,6 +266,7 @@ class RayCrew:
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Let the members meet and train."""
         self._members = membership.worker_ids
+        self._wake_evaluator()  # not before: the start of the workers goes first
         if self._job.method.is_sync:
             snapshot = self._center.get.remote(round)
         else:  # workers send only to shards that know them
@@ -357,8 +341,21 @@ class RayCrew:
     def evaluate(self, round: int) -> None:
         """Let the evaluator score the center of a round."""
         # That of the round may be gone by now; a newer one is as good.
-        ref = self._evaluator.evaluate.remote(self._center.newest.remote())
+        ref = self._wake_evaluator().evaluate.remote(self._center.newest.remote())
         self._calls.expect(ref, "evaluator", lambda evaluated: [evaluated], task="evaluation")
+
+    def _wake_evaluator(self) -> ActorHandle:
+        """Return the evaluator; it starts if it does not run."""
+        if self._evaluator is None:
+            self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
+                self._job, self._test, self._prepare
+            )
+        return self._evaluator
+
+    def _end_evaluator(self) -> None:
+        if self._evaluator is not None:
+            ray.kill(self._evaluator)
+            self._evaluator = None
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Gather center and workers of a round."""
