@@ -120,7 +120,7 @@ def calibrate(hosts: Cluster, report: Report, data: str, options: argparse.Names
     tries = 0 if options.quick else NUM_TRIES
     for number in range(tries):
         hosts.limit(mbit)
-        result = train(hosts, data, "original", NUM_SAMPLES["original"][1])
+        result = train(hosts, data, "original", NUM_SAMPLES["original"][0])
         print(
             f"  try {number + 1}: {share('original', result):.1%} at {mbit:.1f} Mbit/s", flush=True
         )

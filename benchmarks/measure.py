@@ -95,12 +95,12 @@ class Report:
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Add a table."""
-        lines = [columns, ["---"] * len(columns), *rows]
-        self._parts.append("\n".join(f"| {' | '.join(map(str, line))} |" for line in lines))
+        self.say(_markdown(columns, rows))
 
-    def say(self, sentence: str) -> None:
-        """Add a paragraph."""
-        self._parts.append(sentence)
+    def say(self, paragraph: str) -> None:
+        """Add a paragraph, and print it at once: what comes after it may take an hour, or fail."""
+        self._parts.append(paragraph)
+        print(f"{paragraph}\n", flush=True)
 
     def judge(self, *figures: Figure) -> None:
         """Add figures."""
@@ -108,24 +108,31 @@ class Report:
 
     def text(self) -> str:
         """Return all of it as Markdown, the figures at the end."""
-        head = [f"# {self.name}{' (quick)' if self.is_quick else ''}", f"    {self.command}"]
-        rows = [
-            (f.name, f.value.text(), _target(f), {True: "met", False: "missed", None: ""}[f.is_met])
-            for f in self.figures
-        ]
-        judged = Report(self.name, self.command, self.is_quick)
-        judged.table(("figure", "median (least to greatest)", "target", ""), rows)
-        return "\n\n".join([*head, machine(), *self._parts, *judged._parts]) + "\n"
+        return "\n\n".join([*self._head(), *self._parts, self._judged()]) + "\n"
+
+    def _head(self) -> list[str]:
+        title = f"# {self.name}{' (quick)' if self.is_quick else ''}"
+        return [title, f"    {self.command}", machine()]
+
+    def _judged(self) -> str:
+        words = {True: "met", False: "missed", None: ""}
+        rows = [(f.name, f.value.text(), _target(f), words[f.is_met]) for f in self.figures]
+        return _markdown(("figure", "median (least to greatest)", "target", ""), rows)
 
     def close(self, out: Path | None) -> None:
-        """Print it, and write it into a folder as NAME.md and NAME.json, if one is given."""
+        """Print the figures, and write all into a folder as NAME.md and NAME.json, if one is given."""
         lines = "\n".join(figure.line() for figure in self.figures) + "\n"
-        print(self.text())
+        print("\n\n".join([*self._head(), self._judged()]), end="\n\n")
         print(lines, end="", flush=True)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             (out / f"{self.name}.md").write_text(self.text())
             (out / f"{self.name}.json").write_text(lines)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def options_of(doc: str | None, **more: dict[str, Any]) -> argparse.ArgumentParser:

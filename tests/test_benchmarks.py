@@ -76,17 +76,21 @@ def test_a_report_has_its_tables_and_says_which_figures_are_met(tmp_path, capsys
     report = Report("bench", "python -m benchmarks.bench", is_quick=True)
     report.table(("case", "seconds"), [("one", 2)])
     report.say("A sentence.")
+    printed = capsys.readouterr().out
+    assert printed == "| case | seconds |\n| --- | --- |\n| one | 2 |\n\nA sentence.\n\n"
     report.judge(figure(2.0, target=1.0), figure(0.5, target=1.0), figure(3.0))
     report.close(tmp_path)
     text = (tmp_path / "bench.md").read_text()
     assert text.startswith("# bench (quick)\n\n    python -m benchmarks.bench\n\n")
-    assert "| case | seconds |\n| --- | --- |\n| one | 2 |\n\nA sentence.\n" in text
+    assert printed in text
     assert "| bench.case.what | 2 (2 to 2) | at least 1 | met |" in text
     assert "| bench.case.what | 0.5 (0.5 to 0.5) | at least 1 | missed |" in text
     assert "| bench.case.what | 3 (3 to 3) |  |  |" in text
     lines = (tmp_path / "bench.json").read_text().splitlines()
     assert [json.loads(line)["is_met"] for line in lines] == [True, False, None]
-    assert capsys.readouterr().out == f"{text}\n" + "".join(f"{line}\n" for line in lines)
+    printed = capsys.readouterr().out
+    assert "| bench.case.what | 2 (2 to 2) | at least 1 | met |" in printed
+    assert printed.endswith("".join(f"{line}\n" for line in lines))
 
 
 def test_ranks_share_each_step_of_an_epoch_and_no_sample_comes_twice():
