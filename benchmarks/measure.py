@@ -120,7 +120,7 @@ class Report:
         return _markdown(("figure", "median (least to greatest)", "target", ""), rows)
 
     def close(self, out: Path | None) -> None:
-        """Print the figures, and write all into a folder as NAME.md and NAME.json, if one is given."""
+        """Print the figures, and write all as NAME.md and NAME.json into a folder, if given."""
         lines = "\n".join(figure.line() for figure in self.figures) + "\n"
         print("\n\n".join([*self._head(), self._judged()]), end="\n\n")
         print(lines, end="", flush=True)
