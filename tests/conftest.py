@@ -39,6 +39,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_ray_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command in the process of the tests starts no Ray that outlives its test."""
+    monkeypatch.setattr(ray_session, "begin", lambda: None)
+
+
 @pytest.fixture
 def root() -> Path:
     return ROOT

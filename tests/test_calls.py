@@ -53,7 +53,7 @@ class Bare(RayCrew):
         self._shards, self._workers, self._places, self._known = [], {}, {}, None
 
     def _start_center(self, snapshot):
-        return "opened"
+        self._calls.expect("opened", "center", list)
 
 
 def test_the_score_of_a_center_that_was_made_again_does_not_come():

@@ -22,6 +22,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from raydl import ray_session
 from raydl.errors import ClusterError
+from raydl.ray_session import begin
 
 TOKEN = "a" * 64
 BOUND_S = 20
@@ -201,8 +202,8 @@ def init(monkeypatch):
 
 
 def test_ray_starts_beside_other_work_once_and_who_connects_waits_for_it(init):
-    ray_session.begin()
-    ray_session.begin()
+    begin()
+    begin()
     threading.Timer(0.05, init.may_end.set).start()
     began = time.monotonic()
     assert ray_session.connect() is True
@@ -215,7 +216,7 @@ def test_ray_starts_beside_other_work_once_and_who_connects_waits_for_it(init):
 def test_what_went_wrong_beside_other_work_is_told_to_who_connects_and_can_be_tried_again(init):
     init.problem = OSError("no space left")
     init.may_end.set()
-    ray_session.begin()
+    begin()
     with pytest.raises(OSError, match="no space left"):
         ray_session.connect()
     init.problem = None
@@ -225,13 +226,13 @@ def test_what_went_wrong_beside_other_work_is_told_to_who_connects_and_can_be_tr
 @pytest.mark.parametrize("address", ["127.0.0.1:6379", "auto"])
 def test_nothing_is_begun_where_there_is_a_cluster_to_go_to(monkeypatch, init, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    ray_session.begin()
+    begin()
     assert init.calls == []
 
 
 def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    ray_session.begin()
+    begin()
     assert ray_session.connect() is False
     assert init.calls == []
 
