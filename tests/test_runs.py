@@ -1,15 +1,14 @@
 """Whole runs on Ray, as a user starts them: in processes of their own."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from processes import environment_of, processes_that
 
 pytestmark = pytest.mark.cluster
 
@@ -84,19 +83,9 @@ def test_a_mistake_found_while_ray_starts_is_one_sentence_and_leaves_no_process(
     sentence = "error: training.batch_size must be at most the 40 samples, got 41\n"
     assert (done.returncode, done.stderr, done.stdout) == (2, sentence, "")
     deadline = time.monotonic() + 10
-    while left := processes_with(mark):
+    while left := processes_that(lambda pid: mark in environment_of(pid)):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-def processes_with(mark):
-    """Return the command lines of the processes whose environment has it."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # no process, another's, or it has ended
-            if mark.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes())
-    return found
 
 
 def test_a_run_on_two_workers_reaches_its_accuracy(whole):

@@ -35,26 +35,23 @@ def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarr
     images = np.empty((count, *picture.shape), np.uint8)
     images[0] = picture
 
-    def put(row: int, data: bytes) -> None:
-        picture = decode_one(data, row, mode=mode, source=source)
-        if picture.shape != images.shape[1:]:
-            raise DataError(
-                source,
-                f"the picture in row {row} is {_size(picture)}, the first one {_size(images[0])} "
-                f"(height x width); all must be of one size",
-            )
-        images[row] = picture
-
-    def put_all(stretch: list[tuple[int, bytes]]) -> None:
+    def put(stretch: list[tuple[int, bytes]]) -> None:
         for row, data in stretch:
-            put(row, data)
+            picture = decode_one(data, row, mode=mode, source=source)
+            if picture.shape != images.shape[1:]:
+                raise DataError(
+                    source,
+                    f"the picture in row {row} is {_size(picture)}, the first one "
+                    f"{_size(images[0])} (height x width); all must be of one size",
+                )
+            images[row] = picture
 
     rows = zip(range(1, count), iterator, strict=False)
     stretches = iter(lambda: list(islice(rows, _STRETCH)), [])
     num_threads = os.cpu_count() if picture[0].size >= _THREADS_FROM else 1
     with ThreadPoolExecutor(num_threads) as pool:
         # list() brings the first error of any thread here.
-        list(pool.map(put_all, stretches))
+        list(pool.map(put, stretches))
     return images
 
 
