@@ -58,6 +58,8 @@ class Feed:
         self, batches: Batches, order: Order, *, device: torch.device, time_parts: TimeParts
     ) -> None:
         self._batches = batches
+        # Asked once: to ask for a protocol takes as long as to fetch a small batch.
+        self._may_lack = batches.samples if isinstance(batches.samples, MayLack) else None
         self._order = order
         self._device = device
         self._parts = time_parts
@@ -100,10 +102,9 @@ class Feed:
         return self._fetch(rows) if future is None else future.result()
 
     def _fetch(self, rows: np.ndarray) -> Fetched:
-        samples = self._batches.samples
-        if isinstance(samples, MayLack):
-            return samples.fetch_readable(rows)
-        return samples.fetch(rows), rows, []
+        if self._may_lack is not None:
+            return self._may_lack.fetch_readable(rows)
+        return self._batches.samples.fetch(rows), rows, []
 
     def expect(
         self, epoch: int, steps: Sequence[np.ndarray], ahead: Sequence[tuple[int, Span]]
