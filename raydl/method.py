@@ -209,7 +209,7 @@ def _check_allreduce(config: TrainConfig, method: Method) -> None:
             "exchange.allreduce",
             f"has no meaning for {method.name}: its workers exchange with the center alone",
         )
-    if config.scaling.device != "cpu":
+    if config.exchange_device != "cpu":
         raise ConfigError(
             "exchange.allreduce", f"can be {exchange.allreduce} on CPUs only; NCCL chooses itself"
         )

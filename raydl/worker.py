@@ -132,16 +132,16 @@ class Worker:
                 self._generation, self._schedule = membership.generation, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
             self._seconds_at = (snapshot.seconds, time.monotonic())
-            self._join_partners(partners, membership)
+            self._join_partners(partners, site)
 
-    def _join_partners(self, group: Group | None, membership: Membership) -> None:
+    def _join_partners(self, group: Group | None, site: Site) -> None:
         """Share the replica of the group's first worker."""
         self.replica.partners = None
         if group is None:
             return
-        flat, size = self.replica.flat, self._job.config.method.group_size
-        partners = GradientGroup(group, flat.num_parameters, like=flat.weights)
-        is_first = membership.worker_ids.index(self.worker_id) % size == 0
+        weights, device = site.flat.weights, site.center_device()
+        partners = GradientGroup(group, weights.numel(), dtype=weights.dtype, device=device)
+        is_first = site.rank % self._job.config.method.group_size == 0
         try:
             is_other = self.replica.copy_first_(partners, is_first=is_first)
         except ExchangeError:

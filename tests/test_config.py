@@ -183,6 +183,17 @@ def test_resources_are_said_in_ray_trains_words():
     assert gpu.num_threads == 4
 
 
+@pytest.mark.parametrize(
+    ("gpus", "resident", "device"),
+    [(0, True, "cpu"), (1, True, "cuda"), (2, True, "cuda"), (0.5, True, "cpu"), (1, False, "cpu")],
+)
+def test_workers_sum_on_a_gpu_of_their_own_and_in_host_memory_otherwise(gpus, resident, device):
+    config = TrainConfig(
+        scaling=ScalingConfig(gpus_per_worker=gpus), exchange=ExchangeConfig(resident=resident)
+    )
+    assert config.exchange_device == device
+
+
 def test_every_setting_is_frozen_and_keyword_only():
     for field in dataclasses.fields(TrainConfig):
         section = getattr(TrainConfig(), field.name)

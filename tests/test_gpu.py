@@ -32,10 +32,11 @@ def settings(**scaling):
     )
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])  # the center on the device, or in host memory
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_run_on_the_device_agrees_with_the_cpu(num_workers):
+def test_a_run_on_the_device_agrees_with_the_cpu(num_workers, share):
     weights = []
-    for gpus in (0.0, 0.5):
+    for gpus in (0.0, share):
         ensemble = Ensemble(
             settings(gpus_per_worker=gpus), num_workers=num_workers, images=tiny_images(24)
         )
@@ -54,12 +55,21 @@ def test_flat_storage_lives_on_the_device():
 
 
 @pytest.mark.cluster
-def test_a_worker_with_a_gpu_trains_through_nccl(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "scaling"),
+    [
+        ("sync-easgd", {"num_workers": 1, "gpus_per_worker": 1}),  # NCCL
+        ("sync-easgd", {"num_workers": 2, "gpus_per_worker": 0.5}),  # gloo
+        ("async-easgd", {"num_workers": 2, "gpus_per_worker": 0.5}),  # messages
+    ],
+)
+def test_workers_with_a_gpu_or_a_share_of_one_learn(tmp_path, method, scaling):
     result = Trainer(
         "lenet",
         "digits",
+        method=method,
         training=TrainingConfig(epochs=30),
-        scaling=ScalingConfig(num_workers=1, gpus_per_worker=1),
+        scaling=ScalingConfig(**scaling),
         run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
     ).fit()
     assert result.metrics["center_accuracy"] >= 0.97

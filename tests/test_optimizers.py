@@ -543,7 +543,12 @@ def test_a_replica_that_is_copied_goes_on_as_the_first_does():
 
     def copied(rank, replica):
         flat = replica.flat
-        partners = GradientGroup(group.member(rank), flat.num_parameters, like=flat.weights)
+        partners = GradientGroup(
+            group.member(rank),
+            flat.num_parameters,
+            dtype=flat.weights.dtype,
+            device=flat.weights.device,
+        )
         return replica.copy_first_(partners, is_first=rank == 0)
 
     with ThreadPoolExecutor(2) as pool:

@@ -20,6 +20,7 @@ from raydl.crew import Collected
 from raydl.data import Batches, Dataset, load
 from raydl.data.feed import Feed, positions_of
 from raydl.data.order import InBlocks
+from raydl.data.pictures import decode_one
 from raydl.data.row_groups import GroupCache
 from raydl.data.table import StreamedTable
 from raydl.errors import ConfigError, DataError
@@ -82,6 +83,25 @@ def test_a_streamed_set_travels_to_another_process_without_what_it_has_read(fold
     again = pickle.loads(pickle.dumps(streamed))
     assert not again._groups._read
     assert torch.equal(again.fetch(rows)[0], before[0])
+
+
+@pytest.mark.parametrize(("side", "by"), [(128, "decode"), (127, "MainThread")])
+def test_threads_decode_large_pictures_and_who_asks_decodes_small_ones(
+    tmp_path, monkeypatch, side, by
+):
+    cells = [encoded(np.zeros((side, side), np.uint8))] * 6
+    for part in ("train", "test"):
+        write_pictures(tmp_path / f"{part}-0.parquet", cells, np.arange(6) % 3)
+    train, threads = load(str(tmp_path), input=STREAMED).train, []
+
+    def noted(*words, **more):
+        threads.append(threading.current_thread().name)
+        return decode_one(*words, **more)
+
+    monkeypatch.setattr("raydl.data.streamed.decode_one", noted)
+    train.fetch(np.arange(6))
+    assert len(threads) == 6
+    assert all(thread.startswith(by) for thread in threads)
 
 
 def test_a_set_whose_bad_samples_are_skipped_is_streamed(folder):

@@ -91,6 +91,15 @@ class TrainConfig:
     elastic: ElasticConfig = ElasticConfig()
     """How workers come and go."""
 
+    @property
+    def exchange_device(self) -> str:
+        """Where synchronous workers sum: ``cuda``, by NCCL, or ``cpu``, by gloo in host memory.
+
+        NCCL takes a device for each worker: those that share one go by the host.
+        """
+        has_own = self.scaling.resources().get("GPU", 0.0) >= 1
+        return "cuda" if has_own and self.exchange.resident else "cpu"
+
 
 def to_dict(config: object) -> dict[str, Any]:
     """Return a configuration as nested plain values, ready for JSON."""

@@ -38,7 +38,8 @@ class InputConfig:
     shuffle_samples: int = 4096
     """Row groups of a streamed set are mixed with one another until they hold so many samples."""
     num_threads: int = 2
-    """Threads of a worker that decode pictures of a streamed set."""
+    """Threads of a worker that decode pictures of a streamed set, those of 128x128 pixels or more;
+    smaller ones are decoded sooner by one thread."""
 
     @property
     def columns_named(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,11 +49,16 @@ def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarr
 
     rows = zip(range(1, count), iterator, strict=False)
     stretches = iter(lambda: list(islice(rows, _STRETCH)), [])
-    num_threads = os.cpu_count() if picture[0].size >= _THREADS_FROM else 1
+    num_threads = os.cpu_count() if pays_threads(picture.shape) else 1
     with ThreadPoolExecutor(num_threads) as pool:
         # list() brings the first error of any thread here.
         list(pool.map(put, stretches))
     return images
+
+
+def pays_threads(shape: tuple[int, ...]) -> bool:
+    """Whether several threads decode pictures of a shape, [C, H, W], sooner than one does."""
+    return math.prod(shape[1:]) >= _THREADS_FROM
 
 
 def mode_of(data: bytes, row: int, *, source: str) -> str:

@@ -151,10 +151,16 @@ def num_samples_of(batch: Batch) -> int:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch on a device."""
+    """Return the batch on a device, which may still compute what was asked of it before."""
     if isinstance(batch, Mapping):
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    return tuple(tensor.to(device) for tensor in batch)
+        return {name: _on(device, tensor) for name, tensor in batch.items()}
+    return tuple(_on(device, tensor) for tensor in batch)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    # From pinned memory the device copies by itself; torch keeps that until it has.
+    is_pinned = device.type == "cuda"
+    return (tensor.pin_memory() if is_pinned else tensor).to(device, non_blocking=is_pinned)
 
 
 def part_of(batch: Batch, start: int, stop: int) -> Batch:

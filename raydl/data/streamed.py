@@ -16,7 +16,7 @@ import torch
 
 from raydl.config import InputConfig
 from raydl.data.parquet import labelled_pictures
-from raydl.data.pictures import decode_one, mode_of
+from raydl.data.pictures import decode_one, mode_of, pays_threads
 from raydl.data.row_groups import InRowGroups, RowGroups
 from raydl.data.samples import Batch, DataShape
 from raydl.data.table import tensor_array
@@ -101,7 +101,9 @@ class StreamedPictures(InRowGroups[_Group]):
         self._make_pool()
 
     def _make_pool(self) -> None:
-        self._pool = ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="decode")
+        self._pool: ThreadPoolExecutor | None = None
+        if pays_threads(self.shape.input_shape):
+            self._pool = ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="decode")
 
     def rows_across(self) -> np.ndarray:
         """Return rows of row groups all over the set, enough for mean and deviation."""
@@ -130,7 +132,8 @@ class StreamedPictures(InRowGroups[_Group]):
             DataError: one can not be read, and ``on_bad_sample`` is stop.
         """
         numbers, within = self._groups.places(rows)
-        found = list(self._pool.map(self._try, numbers.tolist(), within.tolist()))
+        each = map if self._pool is None else self._pool.map
+        found = list(each(self._try, numbers.tolist(), within.tolist()))
         bad = [str(sample) for sample in found if isinstance(sample, DataError)]
         if bad and self._config.on_bad_sample == "stop":
             raise next(sample for sample in found if isinstance(sample, DataError))

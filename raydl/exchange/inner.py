@@ -19,12 +19,15 @@ class GradientGroup:
     Args:
         group: connects them.
         num_parameters: elements of a gradient.
-        like: a tensor of the dtype and device of the gradients.
+        dtype: of the gradients.
+        device: where the group sums; the gradients may be elsewhere.
     """
 
-    def __init__(self, group: Group, num_parameters: int, *, like: Tensor) -> None:
+    def __init__(
+        self, group: Group, num_parameters: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._group = group
-        self._message = like.new_zeros(num_parameters + 1)
+        self._message = torch.zeros(num_parameters + 1, dtype=dtype, device=device)
         self._step = 0
 
     def mean_(self, gradients: Tensor, num_samples: int) -> int:
@@ -38,7 +41,7 @@ class GradientGroup:
             ExchangeError: a worker of the group went away or took too long; the gradients
                 are as they were.
         """
-        torch.mul(gradients, num_samples, out=self._message[:-1])
+        self._message[:-1].copy_(gradients).mul_(num_samples)
         self._message[-1] = num_samples
         self._group.start_allreduce(self._message, round=self._step).wait()
         self._step += 1
@@ -69,10 +72,12 @@ class GradientGroup:
         Raises:
             ExchangeError: it went away or took too long; the tensors are as they were.
         """
-        copies = [t.clone() if is_first else torch.zeros_like(t) for t in tensors]
+        copies = [t.to(self._message.device, copy=True) for t in tensors]
         for copy in copies:
+            if not is_first:
+                copy.zero_()
             self._group.start_allreduce(copy, round=self._step).wait()
-        pairs = list(zip(tensors, copies, strict=True))
+        pairs = [(t, copy.to(t.device)) for t, copy in zip(tensors, copies, strict=True)]
         were_others = [not torch.equal(tensor, copy) for tensor, copy in pairs]
         for tensor, copy in pairs:
             tensor.copy_(copy)

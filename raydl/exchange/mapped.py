@@ -30,7 +30,7 @@ from raydl.center import Mirror
 from raydl.compression import parse_codec
 from raydl.config import TrainConfig
 from raydl.errors import ExchangeTimeoutError
-from raydl.exchange.messages import Desk, copy_in_
+from raydl.exchange.messages import Desk
 from raydl.exchange.post import (
     HOME,
     NOTHING,
@@ -322,7 +322,7 @@ class MappedExchange:
         """Take note of the orders; the center itself has moved."""
         if self._reply and self._reply.orders:
             if self._reply.buffers.size and self.center.buffers.numel():
-                copy_in_(self.center.buffers, self._reply.buffers)
+                np.copyto(self.center.buffers.numpy(), self._reply.buffers)
             self._desk.take_orders(self._reply.orders)
         self._reply = None
 

@@ -23,6 +23,7 @@ from raydl.exchange.post import (
     Settlement,
     Stamp,
 )
+from raydl.exchange.staging import Staging
 from raydl.ledger import Span
 from raydl.rules import Sends, Tally
 from raydl.talk import Header
@@ -69,6 +70,8 @@ class MessageExchange:
         self._is_last = is_last
         self._desk = desk
         self._feedback = {part: feedback(part) for _, part in shards}
+        self._staging = {part: Staging() for _, part in shards}
+        self._staging_of_buffers = Staging()
         self._is_plain = all(f.codec.name == "none" for f in self._feedback.values())
         self._seen = torch.empty_like(mirror.weights[: 0 if self._is_plain else None])
         self._flying: list[tuple[Span, Delivery]] = []
@@ -104,7 +107,7 @@ class MessageExchange:
             return NOTHING
         values, feedback = weights[self._at(part)], self._feedback[part]
         if self._is_plain:
-            return np.asarray(values.cpu().numpy())
+            return self._staging[part].fetch(values)
         if self._sends is not Sends.WEIGHTS:
             return np.array(feedback.encode(values.contiguous()).cpu().numpy())
         mirror, seen = self.center.weights[self._at(part)], self._seen[self._at(part)]
@@ -152,24 +155,16 @@ class MessageExchange:
             if part[0] < part[1]:
                 self._take_part(part, reply.weights)
             if reply.buffers.size and self.center.buffers.numel():
-                copy_in_(self.center.buffers, reply.buffers)
+                self._staging_of_buffers.put_(self.center.buffers, reply.buffers)
 
     def _take_part(self, part: Span, values: np.ndarray) -> None:
         mirror = self.center.weights[self._at(part)]
         if self._is_plain:
-            copy_in_(mirror, values)
+            self._staging[part].put_(mirror, values)
             return
         change = torch.empty_like(mirror)
         message = torch.tensor(values, device=mirror.device)
         mirror.add_(self._feedback[part].codec.decode(message, out=change))
-
-
-def copy_in_(target: Tensor, values: np.ndarray) -> None:
-    """Copy an array into a tensor; torch itself takes no read-only arrays, as Ray's are."""
-    if target.device.type == "cpu":
-        np.copyto(target.numpy(), values)
-    else:
-        target.copy_(torch.tensor(values))
 
 
 class Desk:

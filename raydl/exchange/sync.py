@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from raydl.center import Center, Mirror
+from raydl.exchange.staging import host_like
 from raydl.metrics import TimeParts
 from raydl.reports import AllreduceReport
 from raydl.rules import Tally
@@ -191,10 +192,10 @@ class StagedExchange:
     def __init__(self, inner: OnDevice, device: torch.device, time_parts: TimeParts) -> None:
         self._inner = inner
         self._parts = time_parts
-        self._host = torch.empty_like(inner.center.weights)
-        self._host_buffers = torch.empty_like(inner.center.buffers)
         weights, buffers = inner.center.weights, inner.center.buffers
         self.center = Mirror(weights.to(device, copy=True), buffers.to(device, copy=True))
+        self._host = host_like(self.center.weights)
+        self._host_buffers = host_like(self.center.buffers)
 
     @property
     def span(self) -> slice:

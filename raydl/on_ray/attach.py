@@ -200,10 +200,11 @@ class Roads:
         if not self._job.method.is_sync:
             return RayPost([self._actor], timeout_s=timeout_s, abandoned=abandoned)
         host, port, run_id = self._address
+        address = GroupAddress(
+            host, port, run_id, membership.generation, config.exchange_device, timeout_s
+        )
         return CollectiveGroup(
-            GroupAddress(
-                host, port, run_id, membership.generation, config.scaling.device, timeout_s
-            ),
+            address,
             membership.worker_ids,
             membership.worker_ids.index(worker_id),
             algorithm=config.exchange.allreduce,

@@ -291,7 +291,7 @@ class RayCrew:
             port=self._address[1],
             run_id=self._run_id,
             generation=generation,
-            device=config.scaling.device,
+            device=config.exchange_device,
             timeout_s=config.exchange.timeout_s,
         )
         ref = self._workers[worker_id].run.remote(

@@ -75,7 +75,8 @@ class Site:
 
     def center_device(self) -> torch.device:
         """Return where a rank's own copy of the center lies."""
-        return self.flat.weights.device if self.config.exchange.resident else torch.device("cpu")
+        device = self.flat.weights.device
+        return device if device.type == self.config.exchange_device else torch.device("cpu")
 
 
 class Schedule(Protocol):

@@ -142,9 +142,10 @@ class SyncSchedule:
                 pieces=None if settings.packed else _pieces(site.flat.layer_sizes, span),
                 group_size=group_size,
             )
-        if settings.resident:
+        device = site.flat.weights.device
+        if settings.resident and site.center_device() == device:
             return exchange
-        return StagedExchange(exchange, site.flat.weights.device, site.time_parts)
+        return StagedExchange(exchange, device, site.time_parts)
 
     @property
     def version(self) -> int:
