@@ -12,11 +12,13 @@ Command:   python -m benchmarks.growth            (--quick: small sizes, no pred
   memory answers it, so Ray's own work for the answers is not in it.
 - The memory of workers and center after 10,000 exchanges over that after 1,000.
 - What ``raydl.plan`` predicts of the communication share of runs with 2 and 4 workers on hosts with
-  links of 25 Mbit/s (``hosts.py``), over what the runs say. A run's own step time goes in.
+  links of 25 and of 250 Mbit/s (``hosts.py``), over what the runs say. A run's own step time goes
+  in.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -40,8 +42,10 @@ SLOPE_TARGET = 1.1
 _PART_S = 600.0
 _RUN_S = 180.0
 _POLL_S = 0.25
-MBIT, LATENCY_S, PERIOD, NUM_ROUNDS, BATCH_SIZE = 25.0, 2e-4, 10, 20, 36
+LATENCY_S, PERIOD, NUM_ROUNDS, BATCH_SIZE = 2e-4, 10, 20, 36
 """Of the runs that are predicted: an epoch of the digits is so whole rounds."""
+MBITS = (25.0, 250.0)
+"""Rates of their links: at the first nearly all is communication, at the second about half."""
 
 Series = dict[str, list[float]]
 
@@ -270,14 +274,15 @@ def tell_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="raydl-"))
     try:
-        with Hosts(max(p for _, p in cases), mbit=MBIT) as hosts:
+        with Hosts(max(p for _, p in cases), mbit=MBITS[0]) as hosts:
             environment = start_ray(hosts, folder)
-            for method, num_workers in cases:
-                run_dir = folder / f"{method}-{num_workers}"
-                words = _words(run_dir, method, num_workers)
+            for mbit, (method, num_workers) in itertools.product(MBITS, cases):
+                hosts.limit(mbit)
+                case = f"{method}-{num_workers}-{mbit:.0f}-mbit"
+                words = _words(folder / case, method, num_workers)
                 hosts.run(0, words, env=environment, timeout_s=_RUN_S)
-                found, predicted = _shares(run_dir, method, num_workers, hosts)
-                _judge_plan(report, f"{method}-{num_workers}", found, predicted)
+                found, predicted = _shares(folder / case, method, num_workers, hosts)
+                _judge_plan(report, case, found, predicted)
     except subprocess.CalledProcessError as error:
         raise RuntimeError(f"a run on hosts:\n{error.output[-4000:]}") from error
     finally:

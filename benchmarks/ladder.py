@@ -1,6 +1,6 @@
 """SC17's ladder on thin links: Original EASGD, Sync EASGD 1, 2 and 3, and what raydl adds.
 
-Command:   python -m benchmarks.ladder               (--quick: three rungs, and no accuracy)
+Command:   python -m benchmarks.ladder               (--quick: two hosts and rungs, no accuracy)
 
 Four hosts train, one worker in each, and one more is SC17's master, with driver and center (network
 namespaces, ``hosts.py``). The rate of their links is found in the run: at it Original EASGD spends
@@ -36,7 +36,7 @@ from benchmarks.runs_on_hosts import (
     cut_set,
 )
 
-NUM_WORKERS, BATCH_SIZE = 4, 64
+NUM_WORKERS, QUICK_WORKERS, BATCH_SIZE = 4, 2, 64
 SHARE = 0.87
 """Of the time that Original EASGD communicates, in SC17 and here."""
 _SYNC = ("--method", "sync-easgd")
@@ -52,7 +52,7 @@ RUNGS: dict[str, tuple[str, ...]] = {
 }
 """What ``raydl train`` is told on each rung."""
 TARGETS = {"easgd3": 5.3, "ours": 20.0}
-QUICK = ("original", "easgd3", "ours")
+QUICK = ("original", "easgd3")
 SCORED = ("original", "easgd1", "easgd3", "ours")
 NUM_SAMPLES = {"original": (2560, 768), "easgd": (10_240, 2560), "others": (51_200, 10_240)}
 """Of a run, in the full and the quick form."""
@@ -80,7 +80,7 @@ def train(
 ) -> Result:
     """Return the figures of a run on a rung, on the links as they are."""
     return hosts.train(
-        "--data", data, "--model", model, "--workers", str(NUM_WORKERS), "--seed", str(seed),
+        "--data", data, "--model", model, "--workers", str(hosts.num_workers), "--seed", str(seed),
         "--batch-size", str(BATCH_SIZE), "--samples", str(num_samples), *RUNGS[rung],
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def split(result: Result) -> tuple[float, float]:
 def share(rung: str, result: Result) -> float:
     """Return the share of communication; in Original, the others' computing is not in it."""
     computed_s, total_s = split(result)
-    return 1 - computed_s * (NUM_WORKERS if rung == "original" else 1) / total_s
+    return 1 - computed_s * (result["workers"] if rung == "original" else 1) / total_s
 
 
 def first_rate(pause_s: float) -> float:
@@ -110,7 +110,7 @@ def first_rate(pause_s: float) -> float:
 def next_rate(mbit: float, result: Result) -> float:
     """Return a better rate than the one at which Original gave this result."""
     computed_s, total_s = split(result)
-    computed_s *= NUM_WORKERS
+    computed_s *= int(result["workers"])
     return mbit * (total_s - computed_s) / (computed_s * SHARE / (1 - SHARE))
 
 
@@ -215,9 +215,10 @@ def main(argv: Sequence[str] | None = None) -> Any:
         return reason
     options.data = data_at(options.data)
     report = Report.of_command("ladder", options)
-    report.say(f"LeNet on MNIST, {NUM_WORKERS} hosts with one worker each, and a master.")
+    num_workers = QUICK_WORKERS if options.quick else NUM_WORKERS
+    report.say(f"LeNet on MNIST, {num_workers} hosts with one worker each, and a master.")
     try:
-        with cluster(NUM_WORKERS, pause_s=options.pause_s, has_master=True) as hosts:
+        with cluster(num_workers, pause_s=options.pause_s, has_master=True) as hosts:
             cut = cut_set(options.data, hosts.folder / "set", num_train=CUT)
             calibrate(hosts, report, cut, options)
             measure_speed(hosts, report, cut, options)

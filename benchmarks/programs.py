@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES_TOLD = 30
+LINES_TOLD = 60
 """Of what a program said, when it failed."""
 
 

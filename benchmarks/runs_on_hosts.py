@@ -59,6 +59,8 @@ class Cluster:
     """Of a driver in host 0."""
     folder: Path
     """Of what is written; it goes with the cluster."""
+    num_workers: int
+    """Hosts that train."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def limit(self, mbit: float) -> None:
@@ -141,7 +143,7 @@ def cluster(number: int, *, pause_s: float = 0.0, has_master: bool = False) -> I
             mock.patch.dict(os.environ, variables),
             Hosts(number + has_master, mbit=UNLIMITED_MBIT) as hosts,
         ):
-            made = Cluster(hosts, _started(hosts, folder), folder)
+            made = Cluster(hosts, _started(hosts, folder), folder, number)
             if has_master:
                 made.run([(sys.executable, "-c", _RESERVE_HEAD)])
             yield made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,14 @@ class Membership:
     worker_ids: tuple[str, ...]
     absent: tuple[str, ...] = ()
     """Workers left out for now: they finish what they have claimed, and come back."""
+
+    def __contains__(self, worker_id: object) -> bool:
+        """Return whether a worker trains."""
+        return worker_id in self._members
+
+    @cached_property
+    def _members(self) -> frozenset[str]:
+        return frozenset(self.worker_ids)
 
     @property
     def num_workers(self) -> int:
@@ -98,9 +107,11 @@ def _chosen(
 ) -> tuple[str, ...]:
     """Return whole groups: those that are, members of broken ones by rank, then newcomers."""
     groups = [now.worker_ids[i : i + group_size] for i in range(0, now.num_workers, group_size)]
-    whole = [w for group in groups if set(group) <= set(ready) for w in group]
-    members = [*whole, *(w for w in now.worker_ids if w in ready and w not in whole)]
-    newcomers = [w for w in ready if w not in members]
+    are_ready = set(ready)
+    whole = [w for group in groups if are_ready.issuperset(group) for w in group]
+    of_broken = are_ready.difference(whole)
+    members = [*whole, *(w for w in now.worker_ids if w in of_broken)]
+    newcomers = [w for w in ready if w not in now]
     joining = newcomers[: max(0, max_workers - len(members))]
     return _whole((*members, *joining), group_size)
 
@@ -108,14 +119,15 @@ def _chosen(
 def _out(now: Membership, candidates: Candidates, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """Return all that trained or were to come back, and do not train now."""
     known = dict.fromkeys((*now.worker_ids, *now.absent, *candidates.absent))
-    return tuple(w for w in known if w not in chosen)
+    train = set(chosen)
+    return tuple(w for w in known if w not in train)
 
 
 def _reason(now: Membership, next: Membership, candidates: Candidates, out: tuple[str, ...]) -> str:
     """Tell what is new about each worker."""
     still_absent = set(now.absent) & set(next.absent)
     gone = tuple(w for w in out if w not in still_absent)
-    joining = [w for w in next.worker_ids if w not in now.worker_ids]
+    joining = [w for w in next.worker_ids if w not in now]
     back = tuple(w for w in joining if w in now.absent)
     new = tuple(w for w in joining if w not in now.absent)
     parts = [_told(gone, candidates)] if gone else []

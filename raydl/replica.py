@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from raydl.blocks import blocks_of, squared_distance
 from raydl.center import copied_to_cpu, load_state, set_lr
 from raydl.config import TrainingConfig
 from raydl.data.samples import Batch, num_samples_of, parts_of
@@ -187,8 +188,7 @@ class Replica:
         if self._rule.sends is Sends.PROGRESS:
             return torch.sub(exchange.center.weights, weights, out=self._pull[span])
         if self._trusts.is_on:
-            distance = self._distance_squared(exchange, weights) ** 0.5
-            self._trusts.take(span.start, distance)
+            self._trusts.take(span.start, self._distance_squared(exchange, weights) ** 0.5)
         return self._trusted(weights, exchange)
 
     def _trusted(self, weights: Tensor, exchange: Exchange) -> Tensor:
@@ -243,8 +243,7 @@ class Replica:
         with in_precision(self._training.precision, self.flat.weights.device):
             loss = self._task.loss(self.flat.model, part)
         mean = loss if share == 1.0 else loss * share
-        scaled = mean if scale == 1.0 else mean * scale
-        scaled.backward()  # type: ignore[no-untyped-call]
+        (mean if scale == 1.0 else mean * scale).backward()  # type: ignore[no-untyped-call]
         return mean.detach()
 
     def _joined(self, num_samples: int) -> int:
@@ -287,9 +286,12 @@ class Replica:
             pull, self._distances[exchange.span.start] = own
             return pull
         weights, center = self._weights_sent(exchange, talk), exchange.center.weights
-        self._distances[exchange.span.start] = self._distance_squared(exchange, weights)
-        seen = exchange.as_seen(self._trusted(weights, exchange))
-        pull = self._rule.pull(seen, center, tally, out=self._pull[exchange.span])
+        seen, pull = exchange.as_seen(self._trusted(weights, exchange)), self._pull[exchange.span]
+        self._distances[exchange.span.start] = 0.0
+        for block in blocks_of(weights):
+            squares = squared_distance(weights[block], center[block], scratch=pull[block])
+            self._distances[exchange.span.start] += squares
+            self._rule.pull(seen[block], center[block], tally, out=pull[block])
         f = self._trusts.distrust_at(exchange.span.start)
         return pull.add_(weights - center, alpha=f) if f else pull
 
@@ -330,9 +332,8 @@ class Replica:
                 exchange.commit()
 
     def _distance_squared(self, exchange: Exchange, weights: Tensor) -> float:
-        # Of a large model torch.dist would take five times as long, and as much memory again.
-        gap = torch.sub(weights, exchange.center.weights, out=self._pull[exchange.span])
-        return float(torch.dot(gap, gap))
+        scratch = self._pull[exchange.span]
+        return squared_distance(weights, exchange.center.weights, scratch=scratch)
 
     @property
     def distance_squared(self) -> float:
@@ -368,11 +369,10 @@ class Replica:
         if is_first and self._optimizer is not None:
             torch.save(copied_to_cpu(self._optimizer.state_dict()), own)
         memory = partners.bytes_of_first(own.getvalue(), is_first=is_first)
-        tensors = [self.flat.weights, self.flat.buffers]
-        is_other, _ = partners.copy_first_(tensors, is_first=is_first)
+        others = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
         if not is_first and self._optimizer is not None:
             load_state(self._optimizer, torch.load(io.BytesIO(memory), weights_only=True))
-        return is_other
+        return others[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that this replica needs to go on, on the CPU."""

@@ -13,9 +13,10 @@ import torch
 from conftest import Ensemble, tiny_images
 from test_message_workers import job, wait_for
 
+from raydl.blocks import BLOCK
 from raydl.config import ExchangeConfig, ScalingConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.mapped import BLOCK, MappedCell, MappedExchange, can_be_shared
+from raydl.exchange.mapped import MappedCell, MappedExchange, can_be_shared
 from raydl.exchange.messages import Desk
 from raydl.exchange.post import NOTHING, CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.shard import Shard

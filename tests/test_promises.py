@@ -19,7 +19,7 @@ ROWS = [
     {"errors", "config", "ray_session", "spot_notice", "texts"},
     {
         "rules", "flat", "membership", "pace", "ledger", "extent", "compression",
-        "optimizers", "trust", "network", "cadence", "stopwatch",
+        "optimizers", "trust", "network", "cadence", "stopwatch", "blocks",
     },
     {
         "method", "methods", "models", "task", "own_task", "data", "metrics", "progress", "storage",

@@ -35,7 +35,7 @@ class Generation:
 
     def is_present(self, worker_id: str) -> bool:
         """Return whether a worker is a member that is still there."""
-        return worker_id not in self.lost and worker_id in self.membership.worker_ids
+        return worker_id not in self.lost and worker_id in self.membership
 
     @property
     def at_work(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Generation:
         """Take note that members have come and gone while the others train on."""
         before = self.membership
         self.entered = {
-            w: self.entered_with(w) if w in before.worker_ids else membership.generation
+            w: self.entered_with(w) if w in before else membership.generation
             for w in membership.worker_ids
         }
         self.membership = membership

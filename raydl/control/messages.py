@@ -88,7 +88,7 @@ class MessagesController(Controller):
     def _change(self, run: Generation, membership: Membership, reason: str) -> None:
         membership = self._number(membership, reason)
         self._known.is_changing = True
-        new = tuple(w for w in membership.worker_ids if w not in run.membership.worker_ids)
+        new = tuple(w for w in membership.worker_ids if w not in run.membership)
         self._crew.change(membership, self._staff.states_for(new))
         run.change(membership)
         self.workforce.formed(membership)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raydl.blocks import blocks_of
 from raydl.center import Mirror
 from raydl.compression import parse_codec
 from raydl.config import TrainConfig
@@ -46,9 +47,6 @@ from raydl.method import Method
 from raydl.rules import Rule, Sends, Tally
 from raydl.talk import Header
 
-BLOCK = 1 << 17
-"""Floats that are moved at a time: replica, center and difference stay in the cache between the
-few passes over them, and a pass takes long beside the call that begins it."""
 _PAGE = 4096
 _TOKEN, _HOLDER, _SLOTS = 0, 1, 2
 """Where the first page has its numbers: which memory this is, the process that holds the lock, and
@@ -293,8 +291,7 @@ class MappedExchange:
 
     def _move(self, weights: Tensor) -> None:
         center, pull, squares = self.center.weights, self._pull, 0.0
-        for start in range(0, center.numel(), BLOCK):
-            block = slice(start, start + BLOCK)
+        for block in blocks_of(center):
             squares += self._rule.meet_(weights[block], center[block], self._tally, out=pull[block])
         self._distance_squared = squares
 

@@ -64,7 +64,7 @@ class Group(Protocol):
 
 def packed_header(header: Header, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a header, shape [HEADER_SIZE]."""
-    return torch.tensor(dataclasses.astuple(header), dtype=dtype)
+    return torch.tensor(header.numbers(), dtype=dtype)
 
 
 def settled(
