@@ -1,6 +1,6 @@
 """Long vectors a block at a time: what several passes touch stays in the processor's cache.
 
-All arithmetic of an exchange is elementwise, so that the bits are those of the whole at once.
+What is done to each element alone has the bits of the whole at once.
 """
 
 from __future__ import annotations

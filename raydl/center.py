@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from raydl.blocks import blocks_of
 from raydl.cadence import Cadence
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
@@ -96,11 +95,7 @@ class Center:
         weights, optimizer = self._handle()
         if optimizer is not None and self._lr is not None:
             set_lr(optimizer, self._lr)
-        if optimizer is None:
-            for block in blocks_of(weights):
-                self._rule.update_center_(weights[block], total_weights[block], tally, None)
-        else:
-            self._rule.update_center_(weights, total_weights, tally, optimizer)
+        self._rule.update_center_(weights, total_weights, tally, optimizer)
         mix_buffers_(self.buffers, total_buffers, tally)
 
     def _handle(self) -> tuple[Tensor, Optimizer | None]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raydl.blocks import blocks_of, squared_distance
+from raydl.blocks import squared_distance
 from raydl.center import copied_to_cpu, load_state, set_lr
 from raydl.config import TrainingConfig
 from raydl.data.samples import Batch, num_samples_of, parts_of
@@ -287,11 +287,9 @@ class Replica:
             return pull
         weights, center = self._weights_sent(exchange, talk), exchange.center.weights
         seen, pull = exchange.as_seen(self._trusted(weights, exchange)), self._pull[exchange.span]
-        self._distances[exchange.span.start] = 0.0
-        for block in blocks_of(weights):
-            squares = squared_distance(weights[block], center[block], scratch=pull[block])
-            self._distances[exchange.span.start] += squares
-            self._rule.pull(seen[block], center[block], tally, out=pull[block])
+        sent = None if seen is weights else self._distance_squared(exchange, weights)
+        squares = self._rule.measured_pull(seen, center, tally, out=pull)
+        self._distances[exchange.span.start] = squares if sent is None else sent
         f = self._trusts.distrust_at(exchange.span.start)
         return pull.add_(weights - center, alpha=f) if f else pull
 

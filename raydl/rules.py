@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from raydl.blocks import blocks_of, squared_distance
 from raydl.config import MethodConfig
 
 
@@ -63,7 +64,10 @@ def elastic_difference(
     The replica subtracts it and the center adds it: what one gains is what the other
     loses. (SC17, eq. 1 and 2.)
     """
-    return torch.sub(replica, center, out=out).mul_(moving_rate)
+    pull = torch.empty_like(replica) if out is None else out
+    for block in blocks_of(replica):
+        torch.sub(replica[block], center[block], out=pull[block]).mul_(moving_rate)
+    return pull
 
 
 def elastic_center_(
@@ -73,8 +77,10 @@ def elastic_center_(
 
     With n = p this is all workers at once (SC17, eq. 2), with n = 1 a single one.
     """
-    total.sub_(center, alpha=num_messages)
-    return center.add_(total, alpha=moving_rate)
+    for block in blocks_of(center):
+        gaps = total[block].sub_(center[block], alpha=num_messages)
+        center[block].add_(gaps, alpha=moving_rate)
+    return center
 
 
 def mix_buffers_(buffers: Tensor, total: Tensor, tally: Tally) -> Tensor:
@@ -178,6 +184,14 @@ class Rule:
         """Move the center in place by the total of the messages, which is used up."""
         raise NotImplementedError
 
+    def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Put into ``out`` what the replica subtracts; return the squared distance of the two."""
+        squares = squared_distance(replica, center, scratch=out)
+        pull = self.pull(replica, center, tally, out=out)
+        if pull is not out:  # a rule may leave it alone
+            out.copy_(pull)
+        return squares
+
     def meet_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
         """Move the center in place by one replica's message, where one process may touch both.
 
@@ -190,9 +204,7 @@ class Rule:
         Returns:
             The squared distance of the two before.
         """
-        gap = torch.sub(replica, center, out=out)
-        squares = float(torch.dot(gap, gap))
-        self.pull(replica, center, tally, out=out)
+        squares = self.measured_pull(replica, center, tally, out=out)
         self.update_center_(center, replica.clone(), tally, None)
         return squares
 
@@ -235,14 +247,26 @@ class Elastic(Rule):
         alpha = moving_rate(self.beta, tally.num_workers)
         elastic_center_(center, total, num_messages=tally.num_messages, moving_rate=alpha)
 
+    def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Return |x - c|^2 by the one difference, a block at a time."""
+        if type(self) is not Elastic:  # whoever derives from it may have changed the pull
+            return super().measured_pull(replica, center, tally, out=out)
+        alpha, squares = moving_rate(self.beta, tally.num_workers), 0.0
+        for block in blocks_of(replica):
+            x, c = replica[block], center[block]
+            pull = elastic_difference(x, c, moving_rate=alpha, out=out[block])
+            squares += float(torch.dot(pull, pull))
+        return squares / alpha**2
+
     def meet_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
         """Do c <- c + alpha * (x - c): both sides take the one difference."""
         if type(self) is not Elastic:  # whoever derives from it may have changed either side
             return super().meet_(replica, center, tally, out=out)
-        alpha = moving_rate(self.beta, tally.num_workers)
-        pull = elastic_difference(replica, center, moving_rate=alpha, out=out)
-        center.add_(pull)
-        return float(torch.dot(pull, pull)) / alpha**2
+        squares = 0.0
+        for block in blocks_of(replica):
+            squares += self.measured_pull(replica[block], center[block], tally, out=out[block])
+            center[block].add_(out[block])
+        return squares
 
 
 class MeanGradient(Rule):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from raydl.blocks import BLOCK, blocks_of, squared_distance
-from raydl.center import Center
-from raydl.rules import Elastic, Tally
+from raydl.rules import Elastic, Rule, Tally, elastic_center_, elastic_difference
 
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]
+TALLY = Tally(num_workers=3, num_messages=3, num_samples=1.0)
 
 
 def vectors(size, *, count):
@@ -26,16 +26,41 @@ def test_blocks_are_all_of_a_vector_once_and_in_order(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_distance_is_that_of_the_whole_vectors(size):
     a, b = vectors(size, count=2)
-    squares = squared_distance(a, b, scratch=torch.empty(size))
-    assert squares == pytest.approx(float((a.double() - b.double()).square().sum()), rel=1e-5)
+    wanted = pytest.approx(float((a.double() - b.double()).square().sum()), rel=1e-5)
+    assert squared_distance(a, b, scratch=torch.empty(size)) == wanted
+    assert Elastic(0.9).measured_pull(a, b, TALLY, out=torch.empty(size)) == wanted
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_center_that_moves_in_blocks_has_the_bits_of_one_that_moves_at_once(size):
-    start, total = vectors(size, count=2)
-    rule, tally = Elastic(0.9), Tally(num_workers=3, num_messages=3, num_samples=1.0)
-    at_once = start.clone()
-    rule.update_center_(at_once, total.clone(), tally, None)
-    center = Center(start.clone(), torch.empty(0), rule=rule, make_optimizer=lambda tensors: None)
-    center.apply_(total.clone(), torch.empty(0), tally)
-    assert torch.equal(center.weights, at_once)
+def test_replica_and_center_get_the_bits_of_the_equations_over_the_whole(size):
+    x, c, total = vectors(size, count=3)
+    assert torch.equal(elastic_difference(x, c, moving_rate=0.3), (x - c) * 0.3)
+    pull = torch.empty(size)
+    Elastic(0.9).measured_pull(x, c, TALLY, out=pull)
+    assert torch.equal(pull, (x - c) * (0.9 / 3))
+    at_once = c.clone().add_(total.clone().sub_(c, alpha=3), alpha=0.3)
+    assert torch.equal(elastic_center_(c, total, num_messages=3, moving_rate=0.3), at_once)
+
+
+class Forgetful(Rule):
+    """Returns its pull in memory of its own, and counts how often it is asked."""
+
+    def __init__(self):
+        self.num_asked = 0
+
+    def pull(self, replica, center, tally, *, out):
+        self.num_asked += 1
+        return 0.5 * (replica - center)
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.copy_(total / tally.num_messages)
+
+
+def test_a_rule_of_ones_own_is_asked_once_and_may_leave_out_alone():
+    x, c = vectors(2 * BLOCK, count=2)
+    rule, pull, before = Forgetful(), torch.empty(2 * BLOCK), c.clone()
+    squares = rule.meet_(x, c, Tally(1, 1, 1.0), out=pull)
+    assert rule.num_asked == 1
+    assert torch.equal(pull, 0.5 * (x - before))
+    assert torch.equal(c, x)
+    assert squares == pytest.approx(float((x - before).square().sum()), rel=1e-4)

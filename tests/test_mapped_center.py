@@ -269,20 +269,17 @@ def child(action):
 
 
 class Stalls(Rule):
-    """Moves the first block, then no more."""
+    """Moves the first half, then no more."""
 
     def meet_(self, replica, center, tally, *, out):
-        if replica[0] < 0:
-            time.sleep(60)
-        center.add_(replica)
-        return 0.0
+        half = len(center) // 2
+        center[:half].add_(replica[:half])
+        time.sleep(60)
 
 
 def stall(shard):
-    """Move the first of two blocks, and stop there with the lock."""
-    replica = torch.ones(2 * BLOCK)
-    replica[BLOCK:] = -1
-    reach(shard, "w1", rule=Stalls()).begin(replica, torch.zeros(0), Header())
+    """Move half of the center, and stop there with the lock."""
+    reach(shard, "w1", rule=Stalls()).begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
 
 
 def test_a_worker_killed_halfway_holds_nobody_up():

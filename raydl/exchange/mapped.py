@@ -1,12 +1,12 @@
 """The center in memory that all processes of its node may write: an exchange without a copy.
 
-A worker beside the center maps the center's memory and moves it by itself, a block at a time while
-that is in the processor's cache. What a message says besides - which samples are done, the loss,
-the float buffers - follows as a message that only settles, once the center has moved.
+A worker beside the center maps the center's memory and moves it by itself. What a message says
+besides - which samples are done, the loss, the float buffers - follows as a message that only
+settles, once the center has moved.
 
 Async: whoever moves the center, worker or shard, holds a lock for the whole of it. Hogwild: none.
-The lock goes with the process that holds it: one that is killed half-way leaves some blocks moved
-and others not, each of them whole, which no worker can tell from an exchange with fragments.
+The lock goes with the process that holds it: one that is killed half-way leaves some parameters
+moved and others not, which no worker can tell from an exchange with fragments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raydl.blocks import blocks_of
 from raydl.center import Mirror
 from raydl.compression import parse_codec
 from raydl.config import TrainConfig
@@ -290,10 +289,9 @@ class MappedExchange:
         desk.raise_if(refusal_of(desk.next_stamp(), entered, desk.generation))
 
     def _move(self, weights: Tensor) -> None:
-        center, pull, squares = self.center.weights, self._pull, 0.0
-        for block in blocks_of(center):
-            squares += self._rule.meet_(weights[block], center[block], self._tally, out=pull[block])
-        self._distance_squared = squares
+        self._distance_squared = self._rule.meet_(
+            weights, self.center.weights, self._tally, out=self._pull
+        )
 
     def own_pull(self) -> tuple[Tensor, float]:
         """Return what the replica subtracts, and its squared distance to the center before."""
