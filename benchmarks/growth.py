@@ -42,10 +42,11 @@ SLOPE_TARGET = 1.1
 _PART_S = 600.0
 _RUN_S = 180.0
 _POLL_S = 0.25
-LATENCY_S, PERIOD, NUM_ROUNDS, BATCH_SIZE = 2e-4, 10, 20, 36
+LATENCY_S, PERIOD, BATCH_SIZE = 2e-4, 10, 36
 """Of the runs that are predicted: an epoch of the digits is so whole rounds."""
-MBITS = (25.0, 250.0)
-"""Rates of their links: at the first nearly all is communication, at the second about half."""
+NUM_ROUNDS = {25.0: 20, 250.0: 120}
+"""Of them, by the rate of their links in Mbit/s: at the first nearly all is communication, at the
+second about half."""
 
 Series = dict[str, list[float]]
 
@@ -274,12 +275,12 @@ def tell_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="raydl-"))
     try:
-        with Hosts(max(p for _, p in cases), mbit=MBITS[0]) as hosts:
+        with Hosts(max(p for _, p in cases), mbit=min(NUM_ROUNDS)) as hosts:
             environment = start_ray(hosts, folder)
-            for mbit, (method, num_workers) in itertools.product(MBITS, cases):
+            for mbit, (method, num_workers) in itertools.product(NUM_ROUNDS, cases):
                 hosts.limit(mbit)
                 case = f"{method}-{num_workers}-{mbit:.0f}-mbit"
-                words = _words(folder / case, method, num_workers)
+                words = _words(folder / case, method, num_workers, NUM_ROUNDS[mbit])
                 hosts.run(0, words, env=environment, timeout_s=_RUN_S)
                 found, predicted = _shares(folder / case, method, num_workers, hosts)
                 _judge_plan(report, case, found, predicted)
@@ -289,10 +290,10 @@ def tell_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _words(run_dir: Path, method: str, num_workers: int) -> list[str]:
+def _words(run_dir: Path, method: str, num_workers: int, num_rounds: int) -> list[str]:
     options = {
         "data": "digits", "model": "lenet", "method": method, "workers": num_workers,
-        "batch-size": BATCH_SIZE, "period": PERIOD, "steps": NUM_ROUNDS * PERIOD,
+        "batch-size": BATCH_SIZE, "period": PERIOD, "steps": num_rounds * PERIOD,
         "evaluation.every-epochs": 1000, "run-dir": run_dir, "run.progress": "plain",
     }  # fmt: skip
     words = [sys.executable, "-m", "raydl", "train"]
