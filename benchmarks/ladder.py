@@ -52,10 +52,11 @@ RUNGS: dict[str, tuple[str, ...]] = {
 }
 """What ``raydl train`` is told on each rung."""
 TARGETS = {"easgd3": 5.3, "ours": 20.0}
-QUICK = ("original", "easgd3")
+QUICK = {"original": 768, "easgd3": 2560}
+"""Rungs of the quick form, each with its samples."""
 SCORED = ("original", "easgd1", "easgd3", "ours")
-NUM_SAMPLES = {"original": (2560, 768), "easgd": (10_240, 2560), "others": (51_200, 10_240)}
-"""Of a run, in the full and the quick form."""
+NUM_SAMPLES = {"original": 2560, "easgd": 10_240, "others": 51_200}
+"""Of a run of the full form, by the kind of its rung."""
 SCORED_SAMPLES = 120_000
 CUT = 2560
 """Training samples of the runs for speed: few, since they pass the links once, and an epoch is a
@@ -120,7 +121,7 @@ def calibrate(hosts: Cluster, report: Report, data: str, options: argparse.Names
     tries = 0 if options.quick else NUM_TRIES
     for number in range(tries):
         hosts.limit(mbit)
-        result = train(hosts, data, "original", NUM_SAMPLES["original"][0])
+        result = train(hosts, data, "original", NUM_SAMPLES["original"])
         print(
             f"  try {number + 1}: {share('original', result):.1%} at {mbit:.1f} Mbit/s", flush=True
         )
@@ -134,9 +135,10 @@ def calibrate(hosts: Cluster, report: Report, data: str, options: argparse.Names
 
 def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.Namespace) -> None:
     """Run all rungs, interleaved, and report speed-ups and the eight parts of the time."""
-    rungs = QUICK if options.quick else tuple(RUNGS)
+    num_samples = QUICK if options.quick else {rung: _num_samples(rung) for rung in RUNGS}
+    rungs = tuple(num_samples)
     runs = interleaved(
-        {rung: partial(train, hosts, data, rung, _num_samples(rung, options)) for rung in rungs},
+        {rung: partial(train, hosts, data, rung, num_samples[rung]) for rung in rungs},
         repeats=options.repeats or (1 if options.quick else 3),
     )
     rates = {rung: [r["steady_samples_per_s"] for r in of] for rung, of in runs.items()}
@@ -158,9 +160,9 @@ def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.N
         report.judge(Figure(name=f"ladder.{rung}.speedup", value=up[rung], target=target))
 
 
-def _num_samples(rung: str, options: argparse.Namespace) -> int:
+def _num_samples(rung: str) -> int:
     kind = rung if rung == "original" else "easgd" if rung.startswith("easgd") else "others"
-    return NUM_SAMPLES[kind][options.quick]
+    return NUM_SAMPLES[kind]
 
 
 def _tell_parts(report: Report, runs: Mapping[str, Sequence[Result]]) -> None:

@@ -64,10 +64,7 @@ def elastic_difference(
     The replica subtracts it and the center adds it: what one gains is what the other
     loses. (SC17, eq. 1 and 2.)
     """
-    pull = torch.empty_like(replica) if out is None else out
-    for block in blocks_of(replica):
-        torch.sub(replica[block], center[block], out=pull[block]).mul_(moving_rate)
-    return pull
+    return torch.sub(replica, center, out=out).mul_(moving_rate)
 
 
 def elastic_center_(
@@ -185,7 +182,10 @@ class Rule:
         raise NotImplementedError
 
     def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
-        """Put into ``out`` what the replica subtracts; return the squared distance of the two."""
+        """Put into ``out`` what :meth:`pull` returns; return the squared distance of the two.
+
+        All are of shape [n]; see :meth:`pull`.
+        """
         squares = squared_distance(replica, center, scratch=out)
         pull = self.pull(replica, center, tally, out=out)
         if pull is not out:  # a rule may leave it alone
