@@ -140,8 +140,14 @@ def _address() -> str:
 def _start_here() -> None:
     import ray
 
-    # Not yet what is less than an error: in a thread Ray warns that it leaves SIGTERM alone.
-    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        # Not yet what is less than an error: in a thread Ray warns that it leaves SIGTERM alone.
+        logging_level=logging.ERROR,
+        # Ray starts a process per core ahead; so these have torch before an actor comes.
+        _system_config={"preload_python_modules": ["torch"]},
+    )
     logging.getLogger("ray").setLevel(logging.WARNING)
     atexit.register(ray.shutdown)
 

@@ -240,6 +240,21 @@ def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
 # a real cluster
 
 
+@pytest.mark.cluster
+def test_the_processes_of_a_cluster_of_ones_own_have_torch_before_they_are_needed(tmp_path):
+    code = (
+        "import sys, ray; from raydl import ray_session; ray_session.begin(); "
+        "ray_session.connect(); has_torch = ray.remote(lambda: 'torch' in sys.modules); "
+        "sys.exit(not ray.get(has_torch.remote(), timeout=60))"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(
+        words, env=environment | {"HOME": str(tmp_path)}, timeout=120, check=False
+    )
+    assert done.returncode == 0
+
+
 def free_ports(count):
     """Return so many free ports, all of them others."""
     found = set()

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import math
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -627,6 +629,15 @@ def test_the_center_stands_still_after_patience_evaluations_that_were_no_better(
         cuts.append(plateau.num_cuts)
     assert cuts == [2, 2, 2, 3, 3, 3, 3, 4]
     assert Plateau(OptimizerConfig()).take({name: 0.1}) == ""
+
+
+def test_a_driver_does_not_wait_for_the_compiler_that_torch_imports_with_an_optimizer():
+    code = (
+        "import sys, raydl.trainer; from raydl.config import OptimizerConfig; "
+        "from raydl.control.plateau import Plateau; Plateau(OptimizerConfig()); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ _AGREE_STEPS = 20
 """Steps from one agreement of the ranks on the time to the next, in a run by seconds."""
 _EVENT_S = 0.1
 """The shortest time between two lines of a rank's progress."""
-_SCORED_AT_ONCE = 500
+_SCORED_AT_ONCE = 128
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,8 +74,8 @@ class EvaluationConfig:
     """Epochs from one evaluation to the next; a center kept for a checkpoint is scored as well."""
     every_samples: int | None = None
     """Samples, by all workers, from one evaluation to the next, instead of epochs."""
-    batch_size: int = 500
-    """Samples in one evaluation step."""
+    batch_size: int = 128
+    """Samples in one evaluation step. With many more, what lies between layers leaves the cache."""
 
     def __post_init__(self) -> None:
         require(self.every_epochs >= 1, "evaluation.every_epochs", "1 or more", self.every_epochs)

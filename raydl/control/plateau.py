@@ -27,27 +27,19 @@ class Plateau:
     def __init__(self, config: OptimizerConfig, *, num_cuts: int = 0) -> None:
         self.num_cuts = num_cuts
         self._config = config
-        self._rate = SGD([torch.zeros(1)], lr=1.0)
-        # Torch's own threshold is a share of the best score, and wrong for a loss below 0.
-        self._decider = ReduceLROnPlateau(
-            self._rate,
-            mode="max",
-            factor=config.gamma,
-            patience=config.patience,
-            threshold_mode="abs",
-            threshold=0.0,
-        )
+        self._decider = _decider(config) if config.schedule == "plateau" else None
 
     def take(self, metrics: Mapping[str, float]) -> str:
         """Take in the scores of the center; return a sentence if they ask for a cut.
 
         What counts is the accuracy, or the loss where there is none; any better score counts.
         """
-        if self._config.schedule != "plateau":
+        if self._decider is None:
             return ""
-        self._rate.param_groups[0]["lr"] = 1.0  # torch would cut no further at some point
+        rate = self._decider.optimizer.param_groups[0]
+        rate["lr"] = 1.0  # torch would cut no further at some point
         self._decider.step(score_of(metrics))
-        if self._rate.param_groups[0]["lr"] == 1.0:
+        if rate["lr"] == 1.0:
             return ""
         self.num_cuts += 1
         name = "accuracy" if "accuracy" in metrics else "loss"
@@ -56,3 +48,16 @@ class Plateau:
             f"round on the learning rate is multiplied by {self._config.gamma:g}, the cut number "
             f"{self.num_cuts}"
         )
+
+
+def _decider(config: OptimizerConfig) -> ReduceLROnPlateau:
+    # For a plateau alone: torch's first optimizer in a process imports its compiler, 0.8 s.
+    return ReduceLROnPlateau(
+        SGD([torch.zeros(1)], lr=1.0),
+        mode="max",
+        factor=config.gamma,
+        patience=config.patience,
+        # Torch's own threshold is a share of the best score, and wrong for a loss below 0.
+        threshold_mode="abs",
+        threshold=0.0,
+    )
