@@ -18,7 +18,7 @@ has the peer's time without any of its scores, too.
 The peer is DistributedDataParallel in Ray Train's TorchTrainer. Its learning rate and momentum are
 the best of a few, found at the beginning with the first seed (by torchrun, which computes the
 same): those that need the fewest samples; the quick form takes one of them. raydl's are not looked
-for.
+for; ``--also`` measures sync-easgd with further settings beside the defaults.
 
 What does not reach the accuracy in five epochs, or takes too long, counts with the time that it
 was given: ratios to it are at least so large. The full form takes about an hour on two cores.
@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ from benchmarks.runs import BOUND_S, Trained, Workplace, workplace
 from raydl.methods import METHODS
 
 NUM_WORKERS = 2
-OURS, PEER, TIED = "sync-easgd", "Ray Train", "hogwild-easgd"
+OURS, ALSO, PEER, TIED = "sync-easgd", "also", "Ray Train", "hogwild-easgd"
 OVER_PEER = 1.3
 TIE = 0.95
 """What TIED may be sooner by and still not be sooner: runs of one seed differ by as much."""
@@ -148,17 +149,25 @@ def _peer_words(data: str, plan: Plan, rate: Rate, *, seed: int) -> tuple[str, .
 
 
 def cases_of(
-    place: Workplace, data: str, plan: Plan, rate: Rate, methods: Sequence[str]
+    place: Workplace, data: str, plan: Plan, rate: Rate, methods: Mapping[str, Sequence[str]]
 ) -> dict[str, Callable[[], Reached]]:
-    """Return what takes the time of each case; its next call takes the next seed."""
+    """Return what takes the time of each case; its next call takes the next seed.
 
-    def raydl(method: str, seeds: Callable[[], int]) -> Reached:
+    Args:
+        place: where they run.
+        data: a folder.
+        plan: what they have in common.
+        rate: the peer's.
+        methods: the words of each case of raydl, by name.
+    """
+
+    def raydl(name: str, seeds: Callable[[], int]) -> Reached:
         scores = ("--evaluation.every-samples", str(plan.scored_every))
-        words = ("--method", method, "--workers", str(NUM_WORKERS), "--seed", str(seeds()))
+        words = (*methods[name], "--workers", str(NUM_WORKERS), "--seed", str(seeds()))
         try:
             run = place.train("--data", data, *plan.words, *scores, *words)
         except RunError as error:
-            return _failed(method, error)
+            return _failed(name, error)
         return reached_by_raydl(run, accuracy=plan.accuracy)
 
     def ray_train(seeds: Callable[[], int]) -> Reached:
@@ -166,7 +175,7 @@ def cases_of(
         run = place.ray_train(*words, num_workers=NUM_WORKERS)
         return reached_by_peer(run, accuracy=plan.accuracy)
 
-    ours = {method: partial(raydl, method, _seeds()) for method in methods}
+    ours = {name: partial(raydl, name, _seeds()) for name in methods}
     return {**ours, PEER: partial(ray_train, _seeds())}
 
 
@@ -195,7 +204,7 @@ def tell(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
     for name, found in cases.items():
         if name == OURS:
             continue
-        target = {PEER: OVER_PEER, TIED: TIE}.get(name, 1.0)
+        target = {PEER: OVER_PEER, TIED: TIE, ALSO: None}.get(name, 1.0)
         value = ratios([one.seconds for one in found], ours)
         figure = f"time_to_accuracy.{name.lower().replace(' ', '-')}_over_{OURS}"
         report.judge(
@@ -222,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         samples={"type": int, "help": "that all may train on, and at whose end the rate is 0"},
         scored_every={"type": int, "help": "samples from one score to the next"},
         methods={"help": "of raydl by comma, besides sync-easgd; default: all"},
+        also={"default": "", "help": "settings to measure as well, as one word"},
     )
 
 
@@ -239,7 +249,10 @@ def main() -> None:
     options = _parser().parse_args()
     plan = _plan(options)
     others = options.methods.split(",") if options.methods else METHODS
-    methods = (OURS,) if options.quick else (OURS, *(m for m in others if m != OURS))
+    names = (OURS,) if options.quick else (OURS, *(m for m in others if m != OURS))
+    methods: dict[str, tuple[str, ...]] = {name: ("--method", name) for name in names}
+    if options.also:
+        methods[ALSO] = (*methods[OURS], *shlex.split(options.also))
     report = Report.of_command("time_to_accuracy", options)
     with workplace() as place:
         data = place.arrays(options.data)
