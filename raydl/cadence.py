@@ -117,15 +117,17 @@ def _hidden_s(cadence: Cadence, step_s: float, limits: Limits) -> float:
 def candidates(now: Cadence, limits: Limits) -> Iterator[Cadence]:
     """Yield what may be chosen, the mildest first: what exchanges as often, then less often.
 
-    A delay lets an exchange pass behind the whole period, and changes no byte of it; then messages
-    are shortened; then the period grows.
+    A delay lets an exchange pass behind as much as the whole period, and changes no byte of it;
+    then messages are shortened; then the period grows. With each of them the shortest delay comes
+    first: replicas that move on for longer with an older pull need more samples.
     """
     codecs = _CODECS if limits.may_compress and now.compression == "none" else ()
     yield now
     for period in (now.period, *(n for n in _PERIODS if n > now.period)):
-        delay = max(now.delay, period // limits.fragments - 1)
+        longest = max(now.delay, period // limits.fragments - 1)
         for compression in (now.compression, *codecs):
-            yield Cadence(period, delay, compression)
+            for delay in range(now.delay, longest + 1):
+                yield Cadence(period, delay, compression)
 
 
 def choose(

@@ -54,16 +54,19 @@ def test_the_seconds_of_an_exchange_follow_from_what_was_waited():
     assert exchange_s(now, measured(2.0, now, limits=in_parts), in_parts) == pytest.approx(2.0)
 
 
-def test_on_a_link_of_100_mbit_an_exchange_passes_behind_the_whole_period():
+def test_on_a_link_of_100_mbit_the_delay_is_as_long_as_an_exchange_and_no_longer():
     choice = choose(PLAIN, measured(0.138), Limits(), generation=3)  # LeNet, two hosts
-    assert choice.cadence == Cadence(10, 9, "none")
+    assert choice.cadence == Cadence(10, 8, "none")
+    enough, too_short = (Cadence(10, delay, "none") for delay in (8, 7))
+    assert waiting(enough, SLACK * 0.138, STEP_S, 2, Limits()) <= ENOUGH
+    assert waiting(too_short, SLACK * 0.138, STEP_S, 2, Limits()) > ENOUGH
     assert choice.generation == 3
     assert "an exchange of 138 ms beside steps of 20 ms" in choice.reason
 
 
 def test_on_a_link_of_25_mbit_messages_are_shortened_as_well():
     choice = choose(PLAIN, measured(0.552), Limits())
-    assert choice.cadence == Cadence(10, 9, "int8")
+    assert choice.cadence == Cadence(10, 8, "int8")
 
 
 def test_on_the_thinnest_links_the_period_grows():
