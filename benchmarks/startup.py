@@ -5,7 +5,8 @@ Command:   python -m benchmarks.startup            (--quick: with a Ray of its o
 Two workers train LeNet; each notes when it begins a step (``watching.py``). The first step is over
 when the last of them begins its second. Both sides read the same pictures in their driver, train
 the same network with the same batches, one thread per worker, and begin with files that lie in the
-memory of the machine: each form runs once before it is measured. Two forms, since users do both:
+memory of the machine: each form runs once before it is measured, if more than once. Two forms,
+since users do both:
 
 own        nothing runs yet; the command starts Ray on this machine
 cluster    a Ray cluster is up, and the command joins it
@@ -135,7 +136,7 @@ def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, re
         "raydl": partial(start, _RAYDL, data, cluster),
         "Ray Train": partial(start, _PEER, data, cluster),
     }
-    for name, case in cases.items():
+    for name, case in cases.items() if repeats > 1 else ():
         case()
         print(f"  {form}: {name}, not measured", flush=True)
     results = interleaved(cases, repeats=repeats)
