@@ -36,7 +36,7 @@ from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, cluster, cut_set
 
 SETTINGS: dict[int, tuple[str, ...]] = {
     100: ("--period", "10", "--exchange-delay", "4", "--compression", "int8"),
-    25: ("--period", "20", "--exchange-delay", "15", "--compression", "int8"),
+    25: ("--period", "20", "--fragments", "2", "--exchange-delay", "9", "--compression", "int8"),
 }
 """What ``raydl train`` is told at a rate in Mbit/s: the delay as short as hides an exchange."""
 KEPT = 0.95
