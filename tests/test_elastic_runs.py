@@ -70,10 +70,11 @@ def test_a_worker_that_is_stopped_is_found_by_its_lease_and_leaves_no_process(cl
 
 
 def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(cluster, tmp_path):
-    faults = [{"fault": "slow", "target": "w1", "at": "round 40", "by_s": 1.5, "for_s": 4}]
-    options = ["--epochs", "120", "--period", "4", "--workers", "2:3"]
+    # What is usual is known after five reports, two a second: by then some 125 rounds have passed.
+    faults = [{"fault": "slow", "target": "w1", "at": "round 240", "by_s": 1.5, "for_s": 4}]
+    options = ["--epochs", "400", "--period", "4", "--workers", "2:3"]
     with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
-        check_end(run, epochs=120, faults=1)
+        check_end(run, epochs=400, faults=1)
         assert "w1 is late and left out" in run.output
         assert "w1 comes back" in run.output
 
