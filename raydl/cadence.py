@@ -13,6 +13,10 @@ A fragment's exchange passes behind d steps and the gradient of one more. What i
 
     w = f max(0, E r / f - (d + H) t)         the share of waiting is w / (n t + w)
 
+Where the period grows, the fragments grow with it: as many steps lie between two messages, each
+message carries less, and a delay remains a short one. (Streaming DiLoCo, Douillard and others 2025,
+exchanges so.)
+
 The worker that waits least is the slowest one: its waiting is the link's, that of the others is for
 this worker too, which no cadence helps. Where it waits too much, E follows from w; the first of
 :func:`candidates` by which little would be waited is taken.
@@ -31,7 +35,10 @@ HIDDEN_STEP = 0.75
 SLACK = 1.3
 """What an exchange may take beyond what was measured: first steps are slower than later ones, so
 that more seems to pass behind them, and links are not even."""
-_PERIODS = (10, 20, 40, 100)
+_TIMES = (1, 2, 3, 4, 6, 10)
+"""What period and fragments may be multiplied by."""
+_LONGEST = 100
+"""Local steps between exchanges."""
 _CODECS = ("bf16", "int8")
 _MANY = 1 << 20
 
@@ -43,10 +50,12 @@ class Cadence:
     period: int
     delay: int
     compression: str
+    fragments: int = 1
 
     def __str__(self) -> str:
+        parts = "" if self.fragments == 1 else f", {self.fragments} fragments"
         shortened = "" if self.compression == "none" else f", {self.compression}"
-        return f"period {self.period}, delay {self.delay}{shortened}"
+        return f"period {self.period}{parts}, delay {self.delay}{shortened}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,6 @@ class Measured:
 class Limits:
     """What a choice must keep to."""
 
-    fragments: int = 1
     overlap: bool = True
     """An exchange passes behind a gradient."""
     may_compress: bool = True
@@ -98,15 +106,15 @@ def exchange_s(now: Cadence, measured: Measured, limits: Limits) -> float:
     """Return E, from rounds in which somebody waited."""
     hidden_s = _hidden_s(now, measured.step_s, limits)
     share = share_of_bytes(now.compression, measured.num_workers)
-    return (measured.waited_s + limits.fragments * hidden_s) / share
+    return (measured.waited_s + now.fragments * hidden_s) / share
 
 
 def waiting(
     cadence: Cadence, seconds: float, step_s: float, num_workers: int, limits: Limits
 ) -> float:
     """Return the share of a round that would be waited, 0..1, where E is so many seconds."""
-    sent_s = seconds * share_of_bytes(cadence.compression, num_workers) / limits.fragments
-    waited_s = limits.fragments * max(0.0, sent_s - _hidden_s(cadence, step_s, limits))
+    sent_s = seconds * share_of_bytes(cadence.compression, num_workers) / cadence.fragments
+    waited_s = cadence.fragments * max(0.0, sent_s - _hidden_s(cadence, step_s, limits))
     return Measured(step_s, waited_s, num_workers).waiting(cadence.period)
 
 
@@ -117,17 +125,20 @@ def _hidden_s(cadence: Cadence, step_s: float, limits: Limits) -> float:
 def candidates(now: Cadence, limits: Limits) -> Iterator[Cadence]:
     """Yield what may be chosen, the mildest first: what exchanges as often, then less often.
 
-    A delay lets an exchange pass behind as much as the whole period, and changes no byte of it;
-    then messages are shortened; then the period grows. With each of them the shortest delay comes
-    first: replicas that move on for longer with an older pull need more samples.
+    A delay lets a message pass behind all steps up to the next one, and changes no byte of it; then
+    messages are shortened; then period and fragments grow. With each of them the shortest delay
+    comes first: replicas that move on for longer with an older pull need more samples.
     """
     codecs = _CODECS if limits.may_compress and now.compression == "none" else ()
     yield now
-    for period in (now.period, *(n for n in _PERIODS if n > now.period)):
-        longest = max(now.delay, period // limits.fragments - 1)
+    longest = max(now.delay, now.period // now.fragments - 1)
+    for times in _TIMES:
+        period, fragments = times * now.period, times * now.fragments
+        if times > 1 and period > _LONGEST:
+            return
         for compression in (now.compression, *codecs):
             for delay in range(now.delay, longest + 1):
-                yield Cadence(period, delay, compression)
+                yield Cadence(period, delay, compression, fragments)
 
 
 def choose(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Protocol
 
@@ -221,6 +221,28 @@ class ErrorFeedback:
         self.residual = residual.to(values)
         self.decoded, self._next = torch.empty_like(values), torch.empty_like(values)
         self._message = _room(self.codec, values, None)
+
+
+def relaid(
+    feedback: Mapping[tuple[int, int], ErrorFeedback], spans: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], ErrorFeedback]:
+    """Return codecs of other spans of the same parameters, with what the ones before left out.
+
+    Args:
+        feedback: at least one codec by span, all of one kind.
+        spans: [start, stop) each, end to end.
+    """
+    codec = next(iter(feedback.values())).codec
+    left = {span: before.residual for span, before in feedback.items() if len(before.residual)}
+    if not left:
+        return {}
+    whole = next(iter(left.values())).new_zeros(spans[-1][1])
+    for (start, stop), residual in left.items():
+        whole[start:stop] = residual
+    laid = {span: ErrorFeedback(codec) for span in spans}
+    for (start, stop), after in laid.items():
+        after.load_state_dict({"residual": whole[start:stop]})
+    return laid
 
 
 def _largest(values: Tensor, *, k: int) -> Tensor:

@@ -201,6 +201,7 @@ class Worker:
         """
         schedule = self._schedule
         assert schedule is not None, "join comes first"
+        schedule.find_cadence()  # should it fail, there is nothing of this round to undo
         if self._method.is_sync and len(schedule.exchanges) > 1:  # they arrive one by one
             self.replica.keep()
         try:
@@ -242,10 +243,10 @@ class Worker:
         return self.parts.as_dict()["device_device_parameters"]
 
     def _take_steps(self, schedule: Schedule, round: Round) -> Header:
-        fragments, sums = self._job.config.exchange.fragments, Header()
+        sums = Header()
         if not round.num_steps:  # the center has no work for this worker
             return sums
-        plan = plan_talks(round.num_steps, fragments=fragments, delay=round.delay)
+        plan = plan_talks(round.num_steps, fragments=len(schedule.exchanges), delay=round.delay)
         steps = np.array_split(positions_of(round.spans), round.num_steps)
         self._feed.expect(round.epoch, steps, round.ahead)
         for step, positions in enumerate(steps):

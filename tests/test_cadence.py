@@ -19,7 +19,7 @@ from raydl.cadence import (
     waiting,
 )
 from raydl.config import ExchangeConfig, MethodConfig, TrainConfig, TrainingConfig
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, ExchangeError
 from raydl.exchange.local import LocalGroup
 from raydl.methods import filled_in, resolve
 from raydl.metrics import TimeParts
@@ -49,9 +49,8 @@ def test_who_hardly_waits_changes_nothing():
 def test_the_seconds_of_an_exchange_follow_from_what_was_waited():
     for cadence in (PLAIN, Cadence(20, 19, "int8"), Cadence(10, 3, "bf16")):
         assert exchange_s(cadence, measured(2.0, cadence), Limits()) == pytest.approx(2.0)
-    in_parts = Limits(fragments=2)
-    now = Cadence(10, 1, "none")
-    assert exchange_s(now, measured(2.0, now, limits=in_parts), in_parts) == pytest.approx(2.0)
+    in_parts = Cadence(10, 1, "none", fragments=2)
+    assert exchange_s(in_parts, measured(2.0, in_parts), Limits()) == pytest.approx(2.0)
 
 
 def test_on_a_link_of_100_mbit_the_delay_is_as_long_as_an_exchange_and_no_longer():
@@ -69,30 +68,37 @@ def test_on_a_link_of_25_mbit_messages_are_shortened_as_well():
     assert choice.cadence == Cadence(10, 8, "int8")
 
 
-def test_on_the_thinnest_links_the_period_grows():
+def test_on_the_thinnest_links_period_and_fragments_grow_and_the_delay_does_not():
     choice = choose(PLAIN, measured(1.2), Limits())
-    assert choice.cadence == Cadence(20, 19, "int8")
+    assert choice.cadence == Cadence(20, 9, "int8", fragments=2)
+    choice = choose(PLAIN, measured(1.5), Limits())
+    assert choice.cadence == Cadence(30, 8, "int8", fragments=3)
+    assert str(choice.cadence) == "period 30, 3 fragments, delay 8, int8"
+    assert str(PLAIN) == "period 10, delay 0"
 
 
 def test_where_nothing_is_enough_the_least_waiting_is_taken():
     choice = choose(PLAIN, measured(1000.0), Limits())
-    assert choice.cadence == Cadence(100, 99, "int8")
+    assert choice.cadence == Cadence(100, 9, "int8", fragments=10)
     assert choose(choice.cadence, measured(1000.0, choice.cadence), Limits()) is None
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize("num_workers", [2, 4, 16])
-@pytest.mark.parametrize("limits", [Limits(), Limits(fragments=2), Limits(may_compress=False)])
-def test_what_is_chosen_is_the_mildest_that_is_enough(seconds, num_workers, limits):
+@pytest.mark.parametrize("limits", [Limits(), Limits(may_compress=False)])
+@pytest.mark.parametrize("now", [PLAIN, Cadence(10, 0, "none", fragments=2)])
+def test_what_is_chosen_is_the_mildest_that_is_enough(seconds, num_workers, limits, now):
     def share(cadence):
         return waiting(cadence, SLACK * seconds, STEP_S, num_workers, limits)
 
-    choice = choose(PLAIN, measured(seconds, num_workers=num_workers, limits=limits), limits)
-    found = list(candidates(PLAIN, limits))
-    taken = choice.cadence if choice else PLAIN
+    rounds = measured(seconds, now, num_workers=num_workers, limits=limits)
+    choice = choose(now, rounds, limits)
+    found = list(candidates(now, limits))
+    taken = choice.cadence if choice else now
     milder = found[: found.index(taken)]
     assert all(share(c) > ENOUGH for c in milder) or share(taken) == min(map(share, found))
-    assert all(c.delay < c.period // limits.fragments for c in found)
+    assert all(c.delay < c.period // c.fragments for c in found)
+    assert {c.period / c.fragments for c in found} == {now.period / now.fragments}
 
 
 def test_what_the_user_set_is_kept():
@@ -223,6 +229,57 @@ def test_a_run_goes_on_with_the_chosen_cadence_and_keeps_it(monkeypatch):
     again.join(center[0])
     assert again.workers[0]._schedule.next_round(0).delay == 9
     assert run.run() == [Outcome.FINISHED] * 2
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "diloco"])
+def test_a_run_goes_on_in_the_chosen_fragments(monkeypatch, method):
+    wait_long(monkeypatch, [15.0] * 2 + [0.0] * 20)
+    config = dataclasses.replace(auto(), method=MethodConfig(name=method, period="auto"))
+    run = Ensemble(config, num_workers=2, images=tiny_images(200)).join()
+    num_before = len(run.workers[0]._schedule.exchanges)
+    run.run(rounds=SKIPPED + COUNTED)
+    before = [w.center() for w in run.workers]
+    run.run(rounds=1)
+    for worker in run.workers:
+        chosen = worker.report().choice.cadence
+        assert chosen.fragments > num_before == 1
+        assert len(worker._schedule.exchanges) == chosen.fragments
+    after = [w.center() for w in run.workers]
+    assert after[0].round == before[0].round + 1
+    assert (after[0].weights == after[1].weights).all()
+    assert (after[0].weights != before[0].weights).any()
+    assert len(flat_states(after[0])) == len(flat_states(before[0])) == (method == "diloco")
+    for state in flat_states(after[0]):
+        assert state.shape == after[0].weights.shape
+    again = Ensemble(config, num_workers=2, images=tiny_images(200))
+    again.join(after[0])
+    assert len(again.workers[0]._schedule.exchanges) == chosen.fragments
+    assert run.run() == [Outcome.FINISHED] * 2
+
+
+def flat_states(center):
+    """Return the vectors of the optimizer at a center."""
+    of_first = center.optimizer.get("state", {}).get(0, {}) if center.optimizer else {}
+    return [value for value in of_first.values() if getattr(value, "ndim", 0)]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_choice_to_which_somebody_does_not_come_changes_nothing(monkeypatch, fragments):
+    def lost(self, round):
+        raise ExchangeError(round, 1, "w1 is gone")
+
+    config = auto(exchange=ExchangeConfig(fragments=fragments))
+    run = Ensemble(config, num_workers=2, images=tiny_images(200)).join()
+    run.run(rounds=SKIPPED + COUNTED)
+    before = run.workers[0].center()
+    replica = run.workers[0].replica.flat.weights.clone()
+    monkeypatch.setattr(Tempo, "_measured", lost)
+    with pytest.raises(ExchangeError):
+        run.workers[0].run_round()
+    after = run.workers[0].center()
+    assert after.round == before.round == SKIPPED + COUNTED
+    assert (after.weights == before.weights).all()
+    assert (run.workers[0].replica.flat.weights == replica).all()
 
 
 def test_a_run_that_goes_on_with_a_period_of_the_users_leaves_the_chosen_one():

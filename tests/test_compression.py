@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydl.compression import BFloat16, ErrorFeedback, Int8Blocks, Plain, TopK, parse_codec
+from raydl.compression import (
+    BFloat16,
+    ErrorFeedback,
+    Int8Blocks,
+    Plain,
+    TopK,
+    parse_codec,
+    relaid,
+)
 from raydl.errors import ConfigError
 
 CODECS = [Plain(), BFloat16(), Int8Blocks(), Int8Blocks(block_size=7), TopK(0.01), TopK(0.3)]
@@ -253,6 +261,21 @@ def test_a_loaded_state_goes_on_with_the_same_bytes(codec):
     third = ErrorFeedback(codec)
     third.load_state_dict(state)  # later steps did not change it
     assert torch.equal(third.residual, state["residual"])
+
+
+def test_what_was_left_out_is_made_up_for_by_other_spans_of_the_same_parameters():
+    before = {(0, 200): ErrorFeedback(Int8Blocks()), (200, 300): ErrorFeedback(Int8Blocks())}
+    left = torch.zeros(300)
+    for (start, stop), feedback in before.items():
+        feedback.encode(vector(300)[start:stop])
+        feedback.commit()
+        left[start:stop] = feedback.residual
+    assert left.abs().max() > 0
+    after = relaid(before, [(0, 100), (100, 300)])
+    assert torch.equal(torch.cat([after[0, 100].residual, after[100, 300].residual]), left)
+    assert {feedback.codec.name for feedback in after.values()} == {"int8"}
+    unused = {(0, 300): ErrorFeedback(Int8Blocks())}
+    assert relaid(unused, [(0, 100), (100, 300)]) == {}
 
 
 def test_a_state_of_another_length_is_noticed():

@@ -282,8 +282,8 @@ class Attached:
         if self._method.is_sync and len(schedule.exchanges) > 1:  # they arrive one by one
             self._replica.keep()
         round = schedule.next_round(self.local_step)
-        fragments = self._job.config.exchange.fragments
-        self._plan = plan_talks(round.num_steps, fragments=fragments, delay=round.delay)
+        parts = len(schedule.exchanges)
+        self._plan = plan_talks(round.num_steps, fragments=parts, delay=round.delay)
         self._positions = np.array_split(positions_of(round.spans), round.num_steps)
         self._round, self._at, self._num_flying = round, 0, 0
         self._round_at, self._waited_before = time.perf_counter(), self._waited()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,7 +10,7 @@ import torch
 
 from raydl.cadence import Choice
 from raydl.center import Snapshot
-from raydl.compression import ErrorFeedback, parse_codec
+from raydl.compression import ErrorFeedback, parse_codec, relaid
 from raydl.config import TrainConfig
 from raydl.flat import FlatModel
 from raydl.ledger import Cuts, Span
@@ -67,6 +68,13 @@ class Site:
         if span not in self.feedback or self.feedback[span].codec.name != codec.name:
             self.feedback[span] = ErrorFeedback(codec)
         return self.feedback[span]
+
+    def lay_feedback(self, spans: Sequence[Span]) -> None:
+        """Lay what was left out into other spans of the same parameters, where they are others."""
+        if self.feedback and set(self.feedback) != set(spans):
+            laid = relaid(self.feedback, spans)
+            self.feedback.clear()
+            self.feedback.update(laid)
 
     @property
     def rank(self) -> int:
@@ -156,6 +164,14 @@ class Schedule(Protocol):
 
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the workers' group sums, where it chooses for itself."""
+        ...
+
+    def find_cadence(self) -> None:
+        """Let the workers choose how they exchange from here on, if a choice is due.
+
+        Raises:
+            ExchangeError: somebody did not come to the choice; nothing has changed.
+        """
         ...
 
     def choice(self) -> Choice | None:

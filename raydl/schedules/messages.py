@@ -217,6 +217,9 @@ class MessageSchedule:
         """Return None: messages are not summed by the workers."""
         return None
 
+    def find_cadence(self) -> None:
+        """Do nothing: workers that meet the center alone choose nothing together."""
+
     def choice(self) -> Choice | None:
-        """Return None: workers that meet the center alone choose nothing together."""
+        """Return None: there is none."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -56,14 +57,21 @@ class SyncSchedule:
         self._votes_lock = threading.Lock()
         self._lr = 0.0
         self._round_steps = 0
-        self._make_centers(snapshot)
-        settings = site.config.exchange
         # A run may have been resumed with a period of the user's.
         chosen = snapshot.cadence if site.method.finds_cadence else None
-        self._cadence = chosen or Cadence(site.method.period, settings.delay, settings.compression)
+        self._cadence = chosen or self._their_cadence()
         self._choice: Choice | None = None
         self._tempo = self._make_tempo() if site.method.finds_cadence else None
+        self._weights = torch.tensor(snapshot.weights, device=site.center_device())
+        self._buffers = torch.tensor(snapshot.buffers, device=site.center_device())
+        self._make_centers(snapshot.optimizer)
         self._make_exchanges()
+
+    def _their_cadence(self) -> Cadence:
+        settings = self._config.exchange
+        return Cadence(
+            self._site.method.period, settings.delay, settings.compression, settings.fragments
+        )
 
     def _make_tempo(self) -> Tempo:
         site = self._site
@@ -72,7 +80,6 @@ class SyncSchedule:
             site.rank,
             generation=site.membership.generation,
             limits=Limits(
-                fragments=self._config.exchange.fragments,
                 overlap=site.method.overlap,
                 may_compress=may_compress(self._config),
             ),
@@ -98,13 +105,12 @@ class SyncSchedule:
         is_kept = self._site.method.rule.sends is not Sends.GRADIENT
         self._ledger.release(keep=still_here if is_kept else (), members=still_here)
 
-    def _make_centers(self, snapshot: Snapshot) -> None:
-        method, device = self._site.method, self._site.center_device()
-        self._weights = torch.tensor(snapshot.weights, device=device)
-        self._buffers = torch.tensor(snapshot.buffers, device=device)
-        self._spans = shard_spans(self._weights.numel(), self._config.exchange.fragments)
+    def _make_centers(self, optimizer: dict[str, Any]) -> None:
+        method = self._site.method
+        self._spans = shard_spans(self._weights.numel(), self._cadence.fragments)
+        self._site.lay_feedback(self._spans)
         sizes = [stop - start for start, stop in self._spans]
-        states = split_states(snapshot.optimizer, sizes)
+        states = split_states(optimizer, sizes)
         self._centers = []
         for (start, stop), state in zip(self._spans, states, strict=True):
             is_last = stop == self._weights.numel()
@@ -163,8 +169,7 @@ class SyncSchedule:
         return self._site.rank, self._site.membership.num_workers
 
     def next_round(self, local_step: int) -> Round:
-        """Claim this round's samples for all ranks; before it, they may choose a cadence."""
-        self._find_cadence()
+        """Claim this round's samples for all ranks."""
         if len(self._centers) > 1:  # fragments are committed one by one
             self._kept_feedback = {s: f.state_dict() for s, f in self._site.feedback.items()}
             for center in self._centers:
@@ -177,12 +182,19 @@ class SyncSchedule:
         self._round_steps = round.num_steps
         return round
 
-    def _find_cadence(self) -> None:
+    def find_cadence(self) -> None:
+        """Let the workers choose how they exchange from here on, if a choice is due.
+
+        Raises:
+            ExchangeError: somebody did not come to the choice; nothing has changed.
+        """
         if self._tempo is None:
             return
         choice = self._tempo.next(self._cadence, num_steps=self._round_steps, round=self._round)
         if choice is not None:  # on all ranks the same, and nothing is under way between rounds
+            state = self._optimizer_state()
             self._choice, self._cadence = choice, choice.cadence
+            self._make_centers(state)
             self._make_exchanges()
 
     def undo_round(self) -> None:
@@ -315,8 +327,6 @@ class SyncSchedule:
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
         """Return a copy of this rank's center, the same on all ranks."""
-        sizes = [stop - start for start, stop in self._spans]
-        states = [center.optimizer_state() for center in self._centers]
         return Snapshot(
             round=self._round,
             generation=self._site.membership.generation,
@@ -327,11 +337,15 @@ class SyncSchedule:
             is_kept=is_kept,
             weights=self._weights.cpu().numpy().copy(),
             buffers=self._buffers.cpu().numpy().copy(),
-            optimizer=joined_states(states, sizes),
+            optimizer=self._optimizer_state(),
             ledger=self._ledger.state_dict(with_claims=True),
             num_cuts=self.num_cuts,
             cadence=self._cadence if self._tempo else None,
         )
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        sizes = [stop - start for start, stop in self._spans]
+        return joined_states([center.optimizer_state() for center in self._centers], sizes)
 
     def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
         """Return the weights that the replica goes on with in the next generation, if others.
