@@ -10,6 +10,7 @@ what it takes to send the training set and the center to the hosts is no part of
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import os
@@ -38,6 +39,8 @@ PAUSING_MODEL = "benchmarks.runs_on_hosts:pausing_lenet"
 """What ``--model`` takes for :func:`pausing_lenet`."""
 _PAUSE = "RAYDL_BENCHMARK_PAUSE_S"
 _FEWEST_RECORDS = 4
+_AT_ONCE_S = 0.1
+"""Records that come less apart came in one report; reports come every 0.5 s."""
 # Neither scores nor checkpoints while the seconds count; the center is scored at the end.
 _SPEED = ("--evaluation.every-epochs", "100000", "--checkpoint.every-s", "100000")
 _RESERVE_HEAD = """
@@ -70,7 +73,7 @@ class Cluster:
     def train(self, *words: str, is_scored: bool = False) -> dict[str, Any]:
         """Run ``raydl train`` in host 0; return its figures, those of ``result.json``.
 
-        One more is ``steady_samples_per_s``, from the run's first record to its last.
+        One more is ``steady_samples_per_s``, from the first record of its training to the last.
 
         Args:
             words: of the command line.
@@ -153,10 +156,10 @@ def cluster(number: int, *, pause_s: float = 0.0, has_master: bool = False) -> I
 
 
 def _steady_rate(run_dir: Path) -> float:
-    """Return the samples per second from a run's first record to its last one.
+    """Return the samples per second from a run's first record to the last one of its training.
 
     What lies before is no training at a rate: the center goes to the workers, they meet, and take
-    their first steps.
+    their first steps. The run's last report comes when the center has gone back, by the link.
 
     Raises:
         RunError: there are too few records.
@@ -165,10 +168,11 @@ def _steady_rate(run_dir: Path) -> float:
 
     files = [path.read_bytes() for path in sorted(run_dir.glob("events.out.tfevents*"))]
     curve = read_history(files).curves["train/lr"]  # which has a point per record
-    seconds = curve.seconds[-1] - curve.seconds[0]
-    if len(curve) < _FEWEST_RECORDS or seconds <= 0:
+    last = bisect.bisect_left(curve.seconds, curve.seconds[-1] - _AT_ONCE_S) - 1
+    if last < _FEWEST_RECORDS - 1:
         raise RunError(f"a run of {len(curve)} records is too short for a rate: more samples")
-    return (curve.samples[-1] - curve.samples[0]) / seconds
+    seconds = curve.seconds[last] - curve.seconds[0]
+    return (curve.samples[last] - curve.samples[0]) / seconds
 
 
 def _started(hosts: Hosts, folder: Path) -> Mapping[str, str]:

@@ -7,10 +7,11 @@ Two hosts (network namespaces, ``hosts.py``), one worker in each, LeNet on MNIST
 - at 10 Gbit/s, sync-easgd with the defaults of ``raydl train``: the unlimited rate;
 - at 100 and at 25 Mbit/s, sync-easgd with ``SETTINGS``, and DDP by torchrun.
 
-A rate is samples over seconds of training: for raydl from its first record of a round to its last
-one, for DDP from the first step to the last. Links are changed between runs; scores and checkpoints
-are off, and the cases interleaved. A case with fewer samples per second gets fewer samples, that
-all may take as long. ``--also`` measures further settings at each rate.
+A rate is samples over seconds of training: for raydl from its first record of a round to the last
+one before the center goes back, for DDP from the first step to the last. Links are changed between
+runs; scores and checkpoints are off, and the cases interleaved. A case with fewer samples per
+second gets fewer samples, that all may take as long. ``--also`` measures further settings at each
+rate.
 
 What the settings cost in samples to 98.5% is taken on links that limit nothing: with one seed a
 synchronous method gives the same bits on any link. A center is scored at the first round after
