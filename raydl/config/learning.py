@@ -33,7 +33,7 @@ class MethodConfig:
     """Elastic force of all workers together; each one's moving rate is beta / p."""
     period: int | str | None = field(default=None, metadata={"flag": "period"})
     """Local steps from one exchange to the next (tau); unset: the method's own. auto: the workers
-    choose it by measured times, with delay and compression, so that they wait little."""
+    choose it by measured times, with fragments, delay and compression, so that they wait little."""
     group_size: int = field(default=1, metadata={"flag": "group-size"})
     """Workers that share one replica by summing gradients, on one node where they fit; only
     such groups exchange with the center."""
