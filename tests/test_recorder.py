@@ -207,18 +207,20 @@ def test_a_chosen_cadence_is_told_once_and_recorded():
     told = []
     recorder._progress.event = told.append
     first = Choice(1, Cadence(10, 9, "none"), "the link is thin")
-    second = Choice(2, Cadence(20, 19, "int8"), "the link is thinner")
+    second = Choice(2, Cadence(20, 9, "int8", fragments=2), "the link is thinner")
     for step, choice in enumerate([None, first, first, second, second, None], 1):
         report = report_of("w0", local_step=step, choice=choice)
         recorder.record(record_at(step), {"w0": report})
     recorder.close()
     assert told == [
         "exchanges go by period 10, delay 9: the link is thin",
-        "exchanges go by period 20, delay 19, int8: the link is thinner",
+        "exchanges go by period 20, 2 fragments, delay 9, int8: the link is thinner",
     ]
     periods = [values.get("exchange/period") for _, values in memory.points]
     assert [p for p in periods if p] == [10, 10, 20, 20, 20]
-    assert recorder.figures()["cadence"] == {"period": 20, "delay": 19, "compression": "int8"}
+    assert recorder.figures()["cadence"] == {
+        "period": 20, "delay": 9, "compression": "int8", "fragments": 2
+    }  # fmt: skip
 
 
 def test_a_record_becomes_one_point_of_every_curve():
