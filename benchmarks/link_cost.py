@@ -24,9 +24,9 @@ from benchmarks.hosts import Hosts, why_not
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.programs import ROOT, data_at
 from benchmarks.runs_on_hosts import UNLIMITED_MBIT
+from benchmarks.thin_link import MBITS
 from benchmarks.watching import MODEL, Watched, WatchError, end_cleanly
 
-MBITS = (100, 25)
 NUM_BYTES, EVERY_S = 144_000, 0.09
 _PORT, _NUM_TRAINING = 29777, 2
 _TRAIN = (

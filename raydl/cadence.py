@@ -130,7 +130,6 @@ def candidates(now: Cadence, limits: Limits) -> Iterator[Cadence]:
     comes first: replicas that move on for longer with an older pull need more samples.
     """
     codecs = _CODECS if limits.may_compress and now.compression == "none" else ()
-    yield now
     longest = max(now.delay, now.period // now.fragments - 1)
     for times in _TIMES:
         period, fragments = times * now.period, times * now.fragments
