@@ -33,6 +33,8 @@ _LEAST_BURST_BYTES = 16_384
 _LEAST_QUEUE_BYTES = 100_000
 _QUEUE_S = 0.2
 """The longest that a byte waits in a link's queue; what comes then is dropped, and sent again."""
+_ETHERNET_BYTES, _IP_AND_TCP_BYTES = 14, 52
+"""Of headers in a frame, and in its IP packet."""
 _BOUND_S = 20.0
 _TOOLS = {
     "ip": "iproute2",
@@ -65,6 +67,7 @@ class Hosts:
         number: hosts, 1 to 250.
         mbit: the rate of each link in each direction, in Mbit/s of whole Ethernet frames: of 1514
             bytes of a full one TCP has 1448, 95.6%.
+        mtu: the most bytes of an IP packet; larger ones than Ethernet's 1500 are "jumbo" frames.
         burst_bytes: what a link that was idle takes at once, whatever its rate: so much too fast
             is a message. Unset: what passes in a millisecond, at least 16 KB; a bucket that is
             smaller runs over between two turns of the kernel, and slows the link.
@@ -73,9 +76,12 @@ class Hosts:
         HostsError: on entering, if the machine does not permit it.
     """
 
-    def __init__(self, number: int, *, mbit: float, burst_bytes: int | None = None) -> None:
+    def __init__(
+        self, number: int, *, mbit: float, mtu: int = 1500, burst_bytes: int | None = None
+    ) -> None:
         assert 1 <= number <= _MOST_HOSTS, f"1 to {_MOST_HOSTS} hosts, not {number}"
         self.number = number
+        self.mtu = mtu
         self._asked_burst_bytes = burst_bytes
         self._set_rate(mbit)
         self._hosts: list[_Namespace] = []
@@ -86,7 +92,8 @@ class Hosts:
         assert mbit > 0, "a link needs a rate"
         self.mbit = mbit
         self.burst_bytes = self._asked_burst_bytes or max(_LEAST_BURST_BYTES, round(mbit * 125))
-        assert self.burst_bytes >= 2000, "a bucket that holds no whole frame lets none pass"
+        whole = self.burst_bytes >= self.mtu + _ETHERNET_BYTES
+        assert whole, "a bucket that holds no whole frame lets none pass"
 
     def limit(self, mbit: float) -> None:
         """Give all links another rate, in Mbit/s; connections stay, and go on at it.
@@ -103,7 +110,8 @@ class Hosts:
     @property
     def seconds_per_byte(self) -> float:
         """Seconds that a link takes for each byte of a TCP connection, headers counted in."""
-        return 8e-6 / self.mbit * 1514 / 1448
+        frame_bytes, data_bytes = self.mtu + _ETHERNET_BYTES, self.mtu - _IP_AND_TCP_BYTES
+        return 8e-6 / self.mbit * frame_bytes / data_bytes
 
     def address(self, host: int) -> str:
         """Return the address of a host, by its number from 0."""
@@ -185,7 +193,8 @@ class Hosts:
         port = f"port{number}"
         switch.configure(
             "ip",
-            f"link add {port} type veth peer name eth0 netns {host.keeper.pid}",
+            f"link add {port} mtu {self.mtu} type veth peer name eth0 mtu {self.mtu} "
+            f"netns {host.keeper.pid}",
             f"link set {port} master bridge up",
         )
         host.configure(

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -71,13 +71,19 @@ def _receive(connection: socket.socket) -> None:
         pass
 
 
-def speed(hosts: Hosts, runs: Sequence[Watched], mbit: float) -> float:
-    """Return the steps per second of all runs, with links of a rate."""
+def speed(hosts: Hosts, num_steps: Callable[[], int], mbit: float) -> float:
+    """Return the steps per second of all that train, with links of a rate.
+
+    Args:
+        hosts: whose links get that rate.
+        num_steps: returns the steps of all so far.
+        mbit: the rate.
+    """
     hosts.limit(mbit)
     time.sleep(_SETTLE_S)
-    before, began = _num_steps(runs), time.monotonic()
+    before, began = num_steps(), time.monotonic()
     time.sleep(_WINDOW_S)
-    return (_num_steps(runs) - before) / (time.monotonic() - began)
+    return (num_steps() - before) / (time.monotonic() - began)
 
 
 def _trains(run: Watched) -> bool:
@@ -105,9 +111,10 @@ def measure(data: str, repeats: int) -> dict[str, list[float]]:
         ]
         for run in runs:
             run.wait_until(partial(_trains, run), "a step is taken", within_s=_UP_S)
+        num_steps = partial(_num_steps, runs)
         cases = {
-            "unlimited": partial(speed, hosts, runs, UNLIMITED_MBIT),
-            **{f"{mbit} Mbit/s": partial(speed, hosts, runs, mbit) for mbit in MBITS},
+            "unlimited": partial(speed, hosts, num_steps, UNLIMITED_MBIT),
+            **{f"{mbit} Mbit/s": partial(speed, hosts, num_steps, mbit) for mbit in MBITS},
         }
         speeds = interleaved(cases, repeats=repeats)
         if any(process.poll() is not None for process in talking):

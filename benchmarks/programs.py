@@ -38,13 +38,14 @@ def wait_for(
     codes = [process.poll() for process in started]
     for code, words, log in zip(codes, programs, logs, strict=True):
         if code:
-            raise RunError(f"`{' '.join(words)}` failed:\n{_end_of(log)}")
+            raise RunError(f"`{' '.join(words)}` failed:\n{end_of(log)}")
     for code, words, log in zip(codes, programs, logs, strict=True):
         if code is None:
-            raise RunError(f"`{' '.join(words)}` took over {bound_s:.0f} s:\n{_end_of(log)}")
+            raise RunError(f"`{' '.join(words)}` took over {bound_s:.0f} s:\n{end_of(log)}")
 
 
-def _end_of(log: Path) -> str:
+def end_of(log: Path) -> str:
+    """Return the last lines of what a program said."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-LINES_TOLD:])
 
 

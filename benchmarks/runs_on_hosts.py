@@ -41,8 +41,8 @@ _PAUSE = "RAYDL_BENCHMARK_PAUSE_S"
 _FEWEST_RECORDS = 4
 _AT_ONCE_S = 0.1
 """Records that come less apart came in one report; reports come every 0.5 s."""
-# Neither scores nor checkpoints while the seconds count; the center is scored at the end.
-_SPEED = ("--evaluation.every-epochs", "100000", "--checkpoint.every-s", "100000")
+UNSCORED = ("--evaluation.every-epochs", "100000", "--checkpoint.every-s", "100000")
+"""Neither scores nor checkpoints while the seconds count; the center is scored at the end."""
 _RESERVE_HEAD = """
 import ray
 from ray.util.placement_group import placement_group
@@ -83,7 +83,7 @@ class Cluster:
             RunError: it failed, or did not come to its end in time.
         """
         run_dir = self.folder / f"run-{next(self._numbers)}"
-        quiet = () if is_scored else _SPEED
+        quiet = () if is_scored else UNSCORED
         self.run(
             [(sys.executable, "-m", "raydl", "train", *words, *quiet, "--run-dir", str(run_dir),
               "--run.progress", "plain")],
@@ -125,13 +125,16 @@ class Cluster:
 
 
 @contextmanager
-def cluster(number: int, *, pause_s: float = 0.0, has_master: bool = False) -> Iterator[Cluster]:
+def cluster(
+    number: int, *, pause_s: float = 0.0, has_master: bool = False, mtu: int = 1500
+) -> Iterator[Cluster]:
     """Yield so many hosts with a Ray node each, which trains one worker; all goes at the end.
 
     Args:
         number: of hosts that train.
         pause_s: of the workers of :func:`pausing_lenet`.
         has_master: one host more, host 0, holds driver and center, and no worker.
+        mtu: of the links, see :class:`Hosts`.
 
     Raises:
         HostsError: this machine does not permit hosts.
@@ -144,7 +147,7 @@ def cluster(number: int, *, pause_s: float = 0.0, has_master: bool = False) -> I
     try:
         with (
             mock.patch.dict(os.environ, variables),
-            Hosts(number + has_master, mbit=UNLIMITED_MBIT) as hosts,
+            Hosts(number + has_master, mbit=UNLIMITED_MBIT, mtu=mtu) as hosts,
         ):
             made = Cluster(hosts, _started(hosts, folder), folder, number)
             if has_master:

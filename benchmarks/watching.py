@@ -220,8 +220,7 @@ class Watched(Session):
 
     def num_steps(self) -> int:
         """Return the steps of all workers so far."""
-        paths = [path for path in _notes_in(self._notes_at) if path.suffix == ".steps"]
-        return sum(path.stat().st_size // _NOTE.size for path in paths)
+        return num_steps_in(self._notes_at)
 
     def _notes(self, kind: str) -> dict[int, list[Any]]:
         found = {}
@@ -231,6 +230,12 @@ class Watched(Session):
                 whole = data[: len(data) // _NOTE.size * _NOTE.size]
                 found[int(path.stem)] = list(_NOTE.iter_unpack(whole))
         return {pid: notes for pid, notes in found.items() if notes}
+
+
+def num_steps_in(folder: Path) -> int:
+    """Return the steps that are noted in a folder so far, of all workers."""
+    paths = [path for path in _notes_in(folder) if path.suffix == ".steps"]
+    return sum(path.stat().st_size // _NOTE.size for path in paths)
 
 
 def _notes_in(folder: Path) -> list[Path]:

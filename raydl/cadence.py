@@ -162,8 +162,9 @@ def choose(
         p, step_s = measured.num_workers, measured.step_s
         return waiting(cadence, slack * seconds, step_s, p, limits)
 
-    found = list(candidates(now, limits))
-    best = next((c for c in found if share(c) <= ENOUGH), min(found, key=share))
+    shares = {cadence: share(cadence) for cadence in candidates(now, limits)}
+    enough = (cadence for cadence, waited in shares.items() if waited <= ENOUGH)
+    best = next(enough, min(shares, key=shares.__getitem__))
     if best == now:
         return None
     reason = (

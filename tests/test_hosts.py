@@ -74,10 +74,11 @@ def network():
     return [subprocess.check_output(words.split(), text=True) for words in commands]
 
 
-@pytest.mark.parametrize("mbit", [10, 40])
-def test_a_link_has_the_rate_that_was_asked_in_both_directions(permitted, mbit):
+@pytest.mark.parametrize(("mbit", "mtu"), [(10, 1500), (40, 1500), (40, 9000)])
+def test_a_link_has_the_rate_that_was_asked_in_both_directions(permitted, mbit, mtu):
     num_bytes = mbit * 60_000  # half a second
-    with Hosts(2, mbit=mbit) as hosts:
+    with Hosts(2, mbit=mbit, mtu=mtu) as hosts:
+        assert f" mtu {mtu} " in hosts.run(0, ["ip", "link", "show", "eth0"], timeout_s=BOUND_S)
         for source, target in ((0, 1), (1, 0)):
             ratio = seconds_per_byte(hosts, source, target, num_bytes) / hosts.seconds_per_byte
             assert 0.9 < ratio < 1.3  # first a burst goes through at once; a busy CPU comes late
