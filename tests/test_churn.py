@@ -1,403 +1,19 @@
-"""Workers come and go under synchronous methods: what holds whoever joins, is lost or is late.
-
-A history of memberships is scripted, and run in threads. Who goes leaves its group before a
-given step, so which exchange fails where follows from the script and not from any clock.
-"""
+"""Workers come and go under synchronous methods: what holds whoever joins, is lost or is late."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-from conftest import SHAPE, Ensemble, linear, tiny_images
+from conftest import tiny_images
+from histories import COUNTING, AllProgress, History, assert_same, config, counting, num_counted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raydl.checkpoint import CheckpointStore
-from raydl.checkpoint_writer import checkpoint_of, snapshot_of
-from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.crew import Collected
-from raydl.data import Batches, ImageSet, Normalizer
 from raydl.errors import ExchangeError
 from raydl.exchange.local import LocalGroup
-from raydl.job import Job
-from raydl.ledger import Ledger
-from raydl.membership import Membership
-from raydl.methods import resolve
 from raydl.reports import Outcome
-from raydl.rules import Elastic, MeanGradient, Outer, Sends
-from raydl.schedules.trained import Trained
-from raydl.storage import Storage
-from raydl.worker import Worker
 
-Place = tuple[int, int]
-"""A round of the generation, and a local step of it, both counted from 0."""
-
-
-class Died(Exception):
-    """A worker was lost."""
-
-
-class Watched(Batches):
-    """Notes the samples that one worker reads."""
-
-    def __init__(self, images):
-        super().__init__(self, Normalizer.of(images))
-        self.images = images
-        self.open = []
-
-    def __getattr__(self, name):
-        return getattr(self.images, name)
-
-    num_samples = property(lambda self: self.images.num_samples)
-
-    def fetch(self, rows):
-        self.open += rows.tolist()
-        return self.images.fetch(rows)
-
-
-class Road:
-    """A group one of whose sums does not reach this member, though it does the others.
-
-    It is named by its round, and its number there; the roll call, one number for each worker, is
-    number -1.
-    """
-
-    def __init__(self, member, missed=None):
-        self._member = member
-        self._missed = missed
-        self._numbers = Counter()
-
-    def __getattr__(self, name):
-        return getattr(self._member, name)
-
-    def start_allreduce(self, tensor, *, round):
-        work = self._member.start_allreduce(tensor, round=round)
-        if tensor.numel() == self._member.num_workers:
-            return LostSum(round) if (round, -1) == self._missed else work
-        return self._maybe_lost(work, round)
-
-    def start_allgather(self, tensor, out, *, round):
-        return self._maybe_lost(self._member.start_allgather(tensor, out, round=round), round)
-
-    def _maybe_lost(self, work, round):
-        number = self._numbers[round]
-        self._numbers[round] += 1
-        return LostSum(round) if (round, number) == self._missed else work
-
-
-class LostSum:
-    def __init__(self, round):
-        self._round = round
-
-    def wait(self):
-        raise ExchangeError(self._round, 0, "the connection was reset")
-
-
-@dataclass
-class Part:
-    """What a worker does in one generation."""
-
-    road: Any
-    partners: Any
-    first_round: int
-    dies: Place | None = None
-    lags: Place | None = None
-    now: Place = (-1, 0)
-
-    def leave(self):
-        self.road.close()
-        if self.partners is not None:
-            self.partners.close()
-
-
-@dataclass
-class End:
-    """How a generation ended."""
-
-    outcomes: dict[str, Outcome]
-    errors: list[Exception] = field(default_factory=list)
-
-    @property
-    def outcome(self) -> Outcome:
-        (outcome,) = set(self.outcomes.values())
-        return outcome
-
-
-class History:
-    """One run through several memberships; the center goes on from the freshest survivor."""
-
-    def __init__(self, config, *, images=None, model=linear, task=None, rule=None):
-        self.images = images or tiny_images(25)
-        base = Ensemble(config, num_workers=0, images=self.images, model=model)
-        self.job, self.snapshot = base.job, base.first
-        self.published = base.published
-        self._publish = base._publish
-        if task is not None:
-            self.job = Job(
-                config, resolve(config, rule), task, SHAPE, self.images.order(config.training.seed)
-            )
-            self.snapshot = base.first = self._first_of(base, task)
-        self.flat = base.flat
-        self.workers: dict[str, Worker] = {}
-        self.watched: dict[str, Watched] = {}
-        self.parts: dict[str, Part] = {}
-        self.away: tuple[str, ...] = ()
-        self.generation = 0
-        self.done = Counter()
-
-    def _first_of(self, base, task):
-        base.use_task(task)
-        return base.first
-
-    @property
-    def sends(self):
-        return self.job.method.rule.sends
-
-    def train(
-        self,
-        *members: str,
-        rounds: int | None = None,
-        lost: Mapping[str, Place] | None = None,
-        late: Mapping[str, Place] | None = None,
-        missed: Mapping[str, Place] | None = None,
-        states: Mapping[str, Any] | None = None,
-    ) -> End:
-        """Run one generation.
-
-        Args:
-            members: who trains.
-            rounds: how many all complete, if nothing happens; None: up to the end.
-            lost: who dies before which step.
-            late: who goes on alone from which step, left out by the others.
-            missed: who does not receive which sum: the number of the round, and of its sums.
-            states: what newcomers start from besides the center.
-        """
-        self.generation += 1
-        self.away = tuple(w for w in self.away if w not in members)
-        membership = Membership(self.generation, members, self.away)
-        self._hand_out_parts(membership, lost or {}, late or {}, missed or {})
-        end = End({})
-
-        def live(worker_id):
-            try:
-                end.outcomes[worker_id] = self._live(worker_id, membership, rounds, states or {})
-            except Died:
-                pass
-            except Exception as error:
-                end.errors.append(error)
-            finally:
-                self.parts[worker_id].leave()
-
-        with ThreadPoolExecutor(len(members)) as pool:
-            list(pool.map(live, members))
-        if end.errors:
-            raise end.errors[0]
-        self._settle(members, tuple(lost or ()), tuple(late or ()))
-        return end
-
-    def _hand_out_parts(self, membership, lost, late, missed):
-        members, size = membership.worker_ids, self.job.config.method.group_size
-        group = LocalGroup(len(members), timeout_s=30.0, generation=self.generation)
-        shared = [LocalGroup(size, timeout_s=30.0) for _ in range(len(members) // size)]
-        first = self.snapshot.round
-        for rank, worker_id in enumerate(members):
-            miss = missed.get(worker_id)
-            road = Road(group.member(rank), miss and (first + miss[0], miss[1]))
-            partners = shared[rank // size].member(rank % size) if size > 1 else None
-            self.parts[worker_id] = Part(
-                road, partners, first, lost.get(worker_id), late.get(worker_id)
-            )
-            if worker_id not in self.workers:
-                self.watched[worker_id] = Watched(self.images)
-                self.workers[worker_id] = Worker(
-                    self.job,
-                    worker_id,
-                    batches=self.watched[worker_id],
-                    publish=self._publish,
-                    before_step=self._before_step,
-                )
-
-    def _before_step(self, worker_id, *, round, **_):
-        part = self.parts[worker_id]
-        number, step = part.now
-        now = round - part.first_round
-        part.now = (now, step + 1) if now == number else (now, 0)
-        if part.now == part.dies:
-            raise Died
-        if part.now == part.lags:
-            part.leave()
-
-    def _live(self, worker_id, membership, rounds, states):
-        worker, part = self.workers[worker_id], self.parts[worker_id]
-        num_done, outcome = 0, Outcome.GO_ON
-        try:
-            own = states.get(worker_id)
-            worker.join(membership, part.road, self.snapshot, own, part.partners)
-            while outcome is Outcome.GO_ON and (rounds is None or num_done < rounds):
-                outcome = worker.run_round()
-                self._complete(worker_id)
-                num_done += 1
-        except ExchangeError:
-            return Outcome.BROKEN
-        return outcome
-
-    def _complete(self, worker_id):
-        """Count what a worker has read as done: it has reached a completed exchange."""
-        self.done.update(self.watched[worker_id].open)
-        self.watched[worker_id].open = []
-
-    def _settle(self, members, lost, late):
-        for worker_id in lost:
-            self.forget(worker_id)
-        self.away += tuple(w for w in late if w in self.workers)
-        here = [w for w in members if w not in lost and w not in late]
-        newest, _ = age = max(self.workers[w].copy_age for w in here)
-        freshest, *others = [w for w in here if self.workers[w].copy_age == age]
-        for worker_id in here:
-            if self.workers[worker_id].round < newest:
-                self._complete(worker_id)  # the others have received what it sent
-            elif self.sends is Sends.GRADIENT:
-                self.watched[worker_id].open = []  # done again
-        for worker_id in late if self.sends is Sends.GRADIENT else ():
-            self.watched[worker_id].open = []
-        self.snapshot = self.workers[freshest].center()
-        for worker_id in others:
-            assert_same(self.workers[worker_id].center(), self.snapshot)
-
-    def forget(self, worker_id):
-        """Lose a worker."""
-        del self.workers[worker_id], self.watched[worker_id]
-        self.away = tuple(w for w in self.away if w != worker_id)
-
-    def weights(self, worker_id):
-        return self.workers[worker_id].replica.flat.weights.clone()
-
-    def bits(self) -> dict[str, Any]:
-        """Return the center and all replicas."""
-        states = {w: worker.replica.state_dict() for w, worker in self.workers.items()}
-        center = {"weights": self.snapshot.weights, "buffers": self.snapshot.buffers}
-        return {"center": {**center, "optimizer": self.snapshot.optimizer}, **states}
-
-    def end(self, *members: str) -> None:
-        """Train up to the end."""
-        assert self.train(*members).outcome is Outcome.FINISHED
-
-    def assert_every_sample_once_an_epoch(self):
-        epochs = self.job.config.training.epochs
-        assert self.done == dict.fromkeys(range(self.images.num_samples), epochs)
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """Compare nested values bit for bit."""
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, np.ndarray):
-        assert np.array_equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one.keys() - {"param_groups"}:  # settings, which are set before each step
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    elif hasattr(one, "weights"):
-        assert one.round == other.round
-        assert_same(one.weights, other.weights)
-        assert_same(one.buffers, other.buffers)
-        assert_same(one.optimizer, other.optimizer)
-    else:
-        assert one == other
-
-
-def config(method="local-sgd", *, period=2, optimizer=None, exchange=None, group_size=1, **more):
-    dynamic = more.pop("dynamic_weights", False)
-    more.setdefault("batch_size", 2)
-    if not {"steps", "seconds"} & set(more):
-        more.setdefault("epochs", 3)
-    return TrainConfig(
-        method=MethodConfig(
-            name=method, period=period, group_size=group_size, dynamic_weights=dynamic
-        ),
-        training=TrainingConfig(**more),
-        optimizer=OptimizerConfig(**(optimizer or {"lr": 0.1})),
-        exchange=ExchangeConfig(**(exchange or {})),
-    )
-
-
-# a model that counts: each sample adds one to a number of its own
-
-
-class Counts(torch.nn.Module):
-    """One weight for each sample."""
-
-    def __init__(self, num_samples):
-        super().__init__()
-        self.counts = torch.nn.Parameter(torch.zeros(num_samples))
-
-
-class Counting:
-    """A step of rate 1 adds one to the weight of each sample of the batch."""
-
-    name = "counts"
-
-    def __init__(self, num_samples, rule):
-        self._num_samples = num_samples
-        self._rule = rule
-
-    def build_model(self, shape):
-        return Counts(self._num_samples)
-
-    def loss(self, model, batch):
-        total = -model.counts[batch[1]].sum()
-        return total if self._rule.steps_replica else total / len(batch[1])
-
-    def metrics(self, model, batch):
-        raise NotImplementedError
-
-
-class AllProgress(Outer):
-    """Adds the progress of all workers to the center."""
-
-    period = 2
-
-    def make_center_optimizer(self, tensors):
-        return None
-
-    def update_center_(self, center, total, tally, optimizer):
-        center.sub_(total)
-
-
-class AllGradients(MeanGradient):
-    """Adds the gradients of all samples to the center."""
-
-    period = 2
-
-    def update_center_(self, center, total, tally, optimizer):
-        center.sub_(total)
-
-
-def counting(rule, *, num_samples=25, **more):
-    """Return a history whose center counts how often it was reached by each sample."""
-    plain = {"lr": 1.0, "schedule": "constant", "warmup": 0.0, "max_grad_norm": None}
-    images = tiny_images(num_samples)
-    images = ImageSet(images.images, np.arange(num_samples), tuple(map(str, range(num_samples))))
-    settings = config("local-sgd", optimizer=plain, **more)
-    return History(settings, images=images, task=Counting(num_samples, rule), rule=rule)
-
-
-def num_counted(history):
-    return int(history.snapshot.weights.sum())
-
-
-# 1. the same bits
+# the same bits
 
 CASES = {
     "sync-easgd": config("sync-easgd", period=3),
@@ -463,9 +79,7 @@ def test_replicas_that_follow_the_center_are_its_copies_at_the_end(case):
         assert_same(history.weights(worker_id).numpy(), history.snapshot.weights)
 
 
-# 2. every sample once
-
-COUNTING = {"progress": AllProgress(), "gradients": AllGradients()}
+# every sample once
 
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
@@ -602,7 +216,7 @@ def test_whatever_happens_every_sample_is_done_once_an_epoch(
     history.assert_every_sample_once_an_epoch()
 
 
-# 3. one is a round behind
+# one is a round behind
 
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
@@ -659,52 +273,7 @@ def test_one_that_stood_by_begins_at_the_center_as_it_is_now():
     assert_same(history.weights("w1").numpy(), history.snapshot.weights)
 
 
-# 4. a round in several fragments
-
-FRAGMENTS = ["sync-easgd", "sync-msgd", "diloco", "streaming diloco, int8"]
-
-
-@pytest.mark.parametrize("method", FRAGMENTS)
-def test_a_round_that_broke_after_its_first_fragment_leaves_the_center_as_it_was(method):
-    plain = {"fragments": 2}
-    name, _, codec = method.partition(", ")
-    name = name.removeprefix("streaming ")
-    exchange = {**plain, "compression": codec} if codec else plain
-    case = config(name, period=4, exchange=exchange, optimizer={"lr": 0.1, "max_grad_norm": None})
-    history = History(case, images=tiny_images(100), model=with_buffer)
-    history.train("w0", "w1", rounds=2)
-    before = history.snapshot
-    feedback = feedback_of(history.workers["w1"])
-    history.train("w0", "w1", late={"w0": (0, 3)})  # the first fragment joins in step 1
-    assert history.parts["w1"].now == (0, 3)
-    assert_same(history.snapshot, before)
-    assert_same(feedback_of(history.workers["w1"]), feedback)
-
-
-def feedback_of(worker):
-    return [tensors for *_, tensors in worker.take_kept(-1)["feedback"]]
-
-
-def with_buffer(image_shape, num_classes):
-    return torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, num_classes)
-    )
-
-
-@pytest.mark.parametrize("rule", [AllProgress(), Elastic(0.9)], ids=["progress", "weights"])
-def test_what_a_fragment_did_to_the_replica_is_undone_with_the_round(rule):
-    """Two workers that train alone, but for a first fragment that comes to nothing."""
-    history = counting(rule, num_samples=100, period=4, exchange={"fragments": 2})
-    history.train("w0", "w1", late={"w0": (0, 3)})
-    assert (history.snapshot.weights == 0).all()
-    for worker_id in ("w0", "w1"):
-        rows = history.watched[worker_id].open
-        expected = np.bincount(rows, minlength=100)
-        np.testing.assert_allclose(history.weights(worker_id).numpy(), expected, atol=1e-6)
-        assert len(rows) == 8
-
-
-# 5. newcomers
+# newcomers
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "diloco", "sync-msgd"])
@@ -725,53 +294,7 @@ def test_a_newcomer_with_the_state_of_one_that_left_starts_as_that_replica():
     history.end("w0", "w2")
 
 
-# 6. another size
-
-
-@pytest.mark.parametrize("num_after", [2, 6])
-@pytest.mark.parametrize("method", ["sync-easgd", "sync-msgd", "diloco"])
-def test_a_checkpoint_of_four_goes_on_with_two_and_with_six(method, num_after, tmp_path):
-    case = config(method)
-    before = History(case, images=tiny_images(60))
-    before.train("w0", "w1", "w2", "w3", rounds=2)
-    states = {w: worker.take_kept(2) for w, worker in before.workers.items()}
-    store = CheckpointStore(Storage(str(tmp_path)))
-    store.write(checkpoint_of(Collected(before.snapshot, states), before.flat, seconds=1.0))
-
-    checkpoint, damage = store.read()
-    assert not damage
-    after = History(case, images=tiny_images(60))
-    after.snapshot = snapshot_of(checkpoint, after.flat)
-    after.done = before.done
-    members = [f"w{i}" for i in range(num_after)]
-    after.train(*members, rounds=0, states=checkpoint.workers)
-    assert_same(after.snapshot, before.snapshot)
-    assert after.snapshot.ledger == before.snapshot.ledger
-    for worker_id in members:
-        if worker_id in before.workers:
-            replica = before.workers[worker_id].replica.state_dict()
-            assert_same(after.workers[worker_id].replica.state_dict(), replica)
-        else:
-            assert_same(after.weights(worker_id).numpy(), before.snapshot.weights)
-    after.end(*members)
-    after.assert_every_sample_once_an_epoch()
-
-
-def test_a_checkpoint_of_a_broken_generation_counts_nothing_twice(tmp_path):
-    before = counting(AllProgress())
-    before.train("w0", "w1", "w2", lost={"w0": (1, 1)})
-    states = {w: worker.take_kept(0) for w, worker in before.workers.items()}
-    after = counting(AllProgress())
-    store = CheckpointStore(Storage(str(tmp_path)))
-    store.write(checkpoint_of(Collected(before.snapshot, states), after.flat, seconds=1.0))
-    checkpoint, _ = store.read()
-    after.snapshot = snapshot_of(checkpoint, after.flat)
-    after.train("w1", "w2", rounds=1, states=checkpoint.workers)
-    after.end("w1", "w2")
-    assert (after.snapshot.weights == 3).all()
-
-
-# 7. the end of a run
+# the end of a run
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "diloco", "sync-sgd"])
@@ -820,44 +343,7 @@ def test_what_is_left_open_by_the_last_break_is_completed_by_an_exchange_alone()
     assert (history.snapshot.weights == 3).all()
 
 
-# 8. groups that share a replica
-
-
-def pairs(*lost, method="sync-easgd"):
-    history = History(config(method, group_size=2))
-    history.train("w0", "w1", "w2", "w3", rounds=1)
-    history.train("w0", "w1", "w2", "w3", lost=dict.fromkeys(lost, (1, 0)))
-    return history
-
-
-@pytest.mark.parametrize("method", ["sync-easgd", "diloco"])
-@pytest.mark.parametrize(
-    ("lost", "members"),
-    [
-        (("w3",), ("w0", "w1", "w2", "w4")),
-        (("w0",), ("w2", "w3", "w1", "w4")),
-        (("w0", "w3"), ("w1", "w2")),
-        (("w0", "w1"), ("w2", "w3")),
-    ],
-)
-def test_survivors_of_groups_share_one_replica_again(method, lost, members):
-    history = pairs(*lost, method=method)
-    for rounds in (0, 1):
-        history.train(*members, rounds=rounds)
-        for first, second in zip(members[::2], members[1::2], strict=True):
-            assert_same(history.weights(first), history.weights(second))
-    history.end(*members)
-    assert history.snapshot.num_samples == 75
-
-
-def test_who_takes_over_a_partners_replica_gives_back_what_it_did_alone():
-    history = pairs("w0", "w3")
-    history.train("w1", "w2", rounds=0)
-    kept = {w: len(history.workers[w]._trained) for w in ("w1", "w2")}
-    assert kept["w2"] == 0
-
-
-# 9. how many
+# how many
 
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
@@ -882,42 +368,3 @@ def test_a_group_that_somebody_left_fails_for_those_who_wait_and_at_once():
         first.start_allreduce(torch.ones(1), round=1).wait()
     with pytest.raises(ExchangeError, match="rank 1 left the group"):
         second.start_allreduce(torch.ones(1), round=1).wait()
-
-
-# the books
-
-
-def test_claims_beyond_what_was_trained_go_back_and_those_of_others_stay():
-    ledger = Ledger(20)
-    ledger.claim("w0", 8)
-    ledger.claim("w1", 6)
-    assert ledger.give_back("w0", keep=5) == 3
-    assert (ledger.num_claimed, ledger.num_free) == (11, 9)
-    assert ledger.claim("w2", 4) == (0, [(5, 8), (14, 15)])
-
-
-def test_what_was_trained_is_compared_with_the_claims_in_their_order():
-    ledger, trained = Ledger(20), Trained()
-    epoch, _ = ledger.claim("w0", 6)
-    claims = ledger.claims_of("w0")
-    assert trained.num_claimed(claims) == 0
-    trained.add(epoch, np.arange(0, 4))
-    assert trained.num_claimed(claims) == 4
-    trained.add(epoch, np.arange(4, 8))
-    assert (trained.num_claimed(claims), len(trained)) == (6, 8)
-    trained.keep_first(0)
-    trained.add(epoch, np.arange(10, 12))
-    assert trained.num_claimed(claims) == 0
-
-
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_survivors_of_groups_share_what_their_optimizer_remembers(name):
-    history = History(config("sync-easgd", group_size=2, optimizer={"name": name}))
-    history.train("w0", "w1", "w2", "w3", rounds=2)
-    history.train("w0", "w1", "w2", "w3", lost={"w0": (1, 0)})
-    members = ("w2", "w3", "w1", "w4")  # w4 has never taken a step
-    history.train(*members, rounds=2)
-    for first, second in zip(members[::2], members[1::2], strict=True):
-        one, other = (history.workers[w].replica.state_dict() for w in (first, second))
-        assert_same(one["weights"], other["weights"])
-        assert_same(one["optimizer"]["state"], other["optimizer"]["state"])

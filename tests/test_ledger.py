@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from raydl.ledger import Ledger, share_round, split_evenly
+from raydl.schedules.trained import Trained
 
 
 def test_claims_run_along_the_epoch_and_stop_at_its_end():
@@ -330,3 +331,26 @@ class WorkersComeAndGo(RuleBasedStateMachine):
 
 
 test_workers_come_and_go_and_every_position_is_completed_once = WorkersComeAndGo.TestCase
+
+
+def test_claims_beyond_what_was_trained_go_back_and_those_of_others_stay():
+    ledger = Ledger(20)
+    ledger.claim("w0", 8)
+    ledger.claim("w1", 6)
+    assert ledger.give_back("w0", keep=5) == 3
+    assert (ledger.num_claimed, ledger.num_free) == (11, 9)
+    assert ledger.claim("w2", 4) == (0, [(5, 8), (14, 15)])
+
+
+def test_what_was_trained_is_compared_with_the_claims_in_their_order():
+    ledger, trained = Ledger(20), Trained()
+    epoch, _ = ledger.claim("w0", 6)
+    claims = ledger.claims_of("w0")
+    assert trained.num_claimed(claims) == 0
+    trained.add(epoch, np.arange(0, 4))
+    assert trained.num_claimed(claims) == 4
+    trained.add(epoch, np.arange(4, 8))
+    assert (trained.num_claimed(claims), len(trained)) == (6, 8)
+    trained.keep_first(0)
+    trained.add(epoch, np.arange(10, 12))
+    assert trained.num_claimed(claims) == 0

@@ -1,0 +1,31 @@
+"""Settings for a method on a tiny model, and how well its center does."""
+
+import numpy as np
+import torch
+
+from raydl.config import (
+    ExchangeConfig,
+    MethodConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+
+
+def settings(method, *, exchange=None, period=2, lr=0.1, workers=2, **training):
+    training.setdefault("batch_size", 3)
+    return TrainConfig(
+        method=MethodConfig(name=method, period=period),
+        training=TrainingConfig(**training),
+        optimizer=OptimizerConfig(lr=lr, schedule="constant", warmup=0.0, max_grad_norm=None),
+        exchange=exchange or ExchangeConfig(timeout_s=20.0),
+        scaling=ScalingConfig(num_workers=workers),
+    )
+
+
+def loss_of(ensemble, weights, images):
+    with torch.no_grad():
+        ensemble.flat.weights.copy_(torch.tensor(weights))
+        batch = ensemble.batches.batch(np.arange(images.num_samples))
+        return float(ensemble.job.task.loss(ensemble.flat.model, batch))
