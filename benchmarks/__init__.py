@@ -1,1 +1,1 @@
-"""Measurements that need more than a test: hosts with thin links, and what runs do on them."""
+"""Measurements that need more than a test, beside what one would take instead of raydl."""

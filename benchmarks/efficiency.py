@@ -17,7 +17,7 @@ nowhere. Of the two plain processes only the time counts in which both train. No
 set meanwhile, and no checkpoint falls into so short a run. What else a side needs while it trains
 is part of its speed: raydl's driver and center, Ray's own processes.
 
-The full form takes about 25 minutes on two cores.
+The full form takes about half an hour on two cores.
 """
 
 from __future__ import annotations

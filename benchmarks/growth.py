@@ -1,6 +1,6 @@
 """How costs grow: with the parameters, with the workers, with the number of exchanges.
 
-Command:   python -m benchmarks.growth            (--quick: small sizes, no prediction)
+Command:   python -m benchmarks.growth        (--quick: two sizes, two workers, no prediction)
 
 - An exchange (``crowd.py``) of 1e4 to 1e8 parameters, and of 1 to 8 workers, over what the same
   processes measured in the same repeat: in sync a bare all-reduce of the size and of the workers,

@@ -11,9 +11,9 @@ LeNet on MNIST, 64 samples a step. A gradient takes ``--pause-s`` longer than it
 pause that needs no CPU, as if a device computed it: four workers whose arithmetic shares the cores
 of one machine would slow one another, and could be only so much faster than one as there are cores.
 
-A speed-up is in samples per second, from a run's first record of a round to its last one, within
-one repeat. Faster rungs get more samples,
-that all may take as long; scores and checkpoints are off. The accuracy is the center's after the
+A speed-up is in samples per second within one repeat, from a run's first record of a round to the
+last one before the center goes back. Faster rungs get more samples, that all may take as long;
+scores and checkpoints are off. The accuracy is the center's after the
 same samples, without pauses and on links that limit nothing: with one seed the bits are the same.
 """
 

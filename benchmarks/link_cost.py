@@ -2,10 +2,10 @@
 
 Command:   python -m benchmarks.link_cost            (--quick: 2 repeats rather than 10)
 
-Two hosts of ``hosts.py`` send one another as many bytes as thin_link's, 144 kB eleven times a
-second. Two plain PyTorch processes, one thread each, which have nothing to do with that, train
-LeNet meanwhile. Their steps per second, the link at a rate, over those with the same bytes on a
-link that limits nothing: the kernel holds back packets on the same cores.
+Two hosts of ``hosts.py`` send one another as many bytes as the workers of thin_link do, 144 kB
+eleven times a second. Two plain PyTorch processes, one thread each, which have nothing to do with
+that, train LeNet meanwhile. Their steps per second, the link at a rate, over those with the same
+bytes on a link that limits nothing: the kernel holds back packets on the same cores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What sync-easgd keeps on a thin link, by turns within one run: limited, not limited, and so on.
 
-Command:   python -m benchmarks.link_switched            (--quick: at 100 Mbit/s, 2 turns of 10)
+Command:   python -m benchmarks.link_switched     (--quick: at 100 Mbit/s, 2 turns rather than 10)
 
 Two hosts of ``hosts.py``, one worker in each, LeNet on MNIST, as in ``thin_link.py``. A run trains
 while its links change every few seconds, and its steps are counted from outside: the pauses of a

@@ -4,7 +4,7 @@ Cases are compared within one run alone: each repeat takes every case once, in t
 figure is the median over the repeats of the ratio within each. What is told is a Markdown table and
 a line of JSON per figure::
 
-    {"name": "efficiency.lenet.sync-easgd", "value": 0.98, "target": 0.97, "is_met": true, …}
+    {"name": "efficiency.lenet.sync-easgd-p10", "value": 0.98, "target": 0.97, "is_met": true, …}
 """
 
 from __future__ import annotations

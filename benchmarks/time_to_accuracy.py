@@ -21,7 +21,8 @@ same): those that need the fewest samples; the quick form takes one of them. ray
 for; ``--also`` measures sync-easgd with further settings beside the defaults.
 
 What does not reach the accuracy in five epochs, or takes too long, counts with the time that it
-was given: ratios to it are at least so large. The full form takes about an hour on two cores.
+was given: ratios to it are at least so large. The full form takes about half an hour on
+two cores. Each method should need longer than sync-easgd, but hogwild-easgd, which may tie.
 """
 
 from __future__ import annotations
