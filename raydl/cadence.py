@@ -25,7 +25,7 @@ this worker too, which no cadence helps. Where it waits too much, E follows from
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raydl.compression import parse_codec
 
@@ -35,6 +35,8 @@ HIDDEN_STEP = 0.75
 SLACK = 1.3
 """What an exchange may take beyond what was measured: first steps are slower than later ones, so
 that more seems to pass behind them, and links are not even."""
+TAKEN_OVER = "the workers before chose it"
+"""The reason of a cadence that a run, or a generation, begins with."""
 _TIMES = (1, 2, 3, 4, 6, 10)
 """What period and fragments may be multiplied by."""
 _LONGEST = 100
@@ -100,6 +102,20 @@ def share_of_bytes(compression: str, num_workers: int) -> float:
     if codec.name == "none":
         return 1.0
     return codec.num_bytes(_MANY) / (4 * _MANY) * num_workers / 2
+
+
+def carried_over(chosen: Cadence, compression: str, num_workers: int) -> Cadence:
+    """Return a chosen cadence as another membership takes it over.
+
+    A codec that shortens nothing among so many workers gives way to the user's.
+
+    Args:
+        chosen: by workers before.
+        compression: the user's.
+        num_workers: that train now.
+    """
+    now, users = (share_of_bytes(c, num_workers) for c in (chosen.compression, compression))
+    return chosen if now < users else replace(chosen, compression=compression)
 
 
 def exchange_s(now: Cadence, measured: Measured, limits: Limits) -> float:

@@ -196,6 +196,10 @@ def _check_cadence(config: TrainConfig, method: Method) -> None:
             f"can be auto for synchronous methods with local steps, not {method.name}; give a "
             f"number",
         )
+    if config.method.group_size > 1:
+        raise ConfigError(
+            "method.period", "can not be auto where workers share a replica; give a number"
+        )
     if config.training.deterministic:
         raise ConfigError(
             "method.period", "auto chooses by measured times, not with --deterministic"

@@ -250,7 +250,7 @@ class RunRecorder:
         """Tell each cadence that the workers chose once."""
         chosen = [r.choice for r in reports.values() if r.choice is not None]
         newest = max(chosen, key=lambda choice: choice.generation, default=self._choice)
-        if newest is not None and newest != self._choice:
+        if newest is not None and (not self._choice or newest.cadence != self._choice.cadence):
             self.event(f"exchanges go by {newest.cadence}: {newest.reason}")
         self._choice = newest
         return {"exchange/period": newest.cadence.period} if newest else {}

@@ -19,6 +19,7 @@ from raydl.blocks import squared_distance
 from raydl.center import copied_to_cpu, load_state, set_lr
 from raydl.config import TrainingConfig
 from raydl.data.samples import Batch, num_samples_of, parts_of
+from raydl.distances import Distances
 from raydl.errors import ExchangeError
 from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
@@ -80,7 +81,7 @@ class Replica:
         """Local steps taken, with what their exchanges did or without."""
         self.partners: Partners | None = None
         """Workers that share this replica."""
-        self._distances: dict[int, float] = {}
+        self._distances = Distances()
 
     def step(self, batch: Batch, talk: Talk = _SILENT) -> Stepped:
         """Take one local step, with exchanges that begin and take effect around it.
@@ -283,13 +284,13 @@ class Replica:
     def _pull_of(self, exchange: Exchange, tally: Tally, talk: Talk) -> Tensor:
         """Return what the replica subtracts of a span; the harder the less it is trusted."""
         if own := exchange.own_pull():
-            pull, self._distances[exchange.span.start] = own
-            return pull
+            self._distances.note(exchange.span, own[1])
+            return own[0]
         weights, center = self._weights_sent(exchange, talk), exchange.center.weights
         seen, pull = exchange.as_seen(self._trusted(weights, exchange)), self._pull[exchange.span]
         sent = None if seen is weights else self._distance_squared(exchange, weights)
         squares = self._rule.measured_pull(seen, center, tally, out=pull)
-        self._distances[exchange.span.start] = squares if sent is None else sent
+        self._distances.note(exchange.span, squares if sent is None else sent)
         f = self._trusts.distrust_at(exchange.span.start)
         return pull.add_(weights - center, alpha=f) if f else pull
 
@@ -298,7 +299,7 @@ class Replica:
         for exchange in talk.join:
             if self._rule.sends is Sends.PROGRESS:
                 weights = self.flat.weights[exchange.span]
-                self._distances[exchange.span.start] = self._distance_squared(exchange, weights)
+                self._distances.note(exchange.span, self._distance_squared(exchange, weights))
         self._commit(talk)
         with self._parts.measure("replica_update"):
             for exchange in talk.join:
@@ -336,7 +337,7 @@ class Replica:
     @property
     def distance_squared(self) -> float:
         """Squared distance to the center, seen at the last exchange of each span."""
-        return sum(self._distances.values())
+        return self._distances.total()
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the inner optimizer, if there is one."""
@@ -379,7 +380,7 @@ class Replica:
             "buffers": self.flat.buffers.detach().cpu().clone(),
             "gradients": self.flat.gradients.detach().cpu().clone(),
             "optimizer": copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
-            "distances": dict(self._distances),
+            "distances": self._distances.state(),
             "trust": self._trusts.state(),
             "num_seen": self._num_seen,
             "num_sent": dict(self._num_sent),
@@ -392,7 +393,7 @@ class Replica:
         self.flat.gradients.copy_(state["gradients"])
         if self._optimizer and state["optimizer"]:
             load_state(self._optimizer, state["optimizer"])
-        self._distances = dict(state["distances"])
+        self._distances.load(state["distances"])
         self._trusts.load(state["trust"])
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])
         self._num_dropped = self._num_seen

@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from conftest import Ensemble, tiny_images
+import torch
+from conftest import Ensemble, linear, tiny_images
 
 from raydl.cadence import (
     ENOUGH,
@@ -13,6 +14,7 @@ from raydl.cadence import (
     Limits,
     Measured,
     candidates,
+    carried_over,
     choose,
     exchange_s,
     share_of_bytes,
@@ -118,6 +120,14 @@ def test_gathered_messages_of_many_workers_shorten_nothing():
     assert choice.cadence.compression == "none"
 
 
+def test_a_codec_that_shortens_nothing_among_more_workers_gives_way_to_the_users():
+    chosen = Cadence(40, 7, "int8", fragments=4)
+    assert carried_over(chosen, "none", 2) == chosen
+    assert carried_over(chosen, "none", 16) == Cadence(40, 7, "none", fragments=4)
+    assert carried_over(chosen, "bf16", 16) == chosen  # the shorter of two that shorten nothing
+    assert carried_over(chosen, "int8", 16) == chosen
+
+
 # the measuring
 
 
@@ -192,7 +202,44 @@ def test_rounds_that_were_cut_short_are_not_measured():
     assert tempo.next(PLAIN, num_steps=10, round=99) is not None
 
 
+def test_a_devices_queue_is_drained_while_rounds_are_measured_and_no_longer():
+    clock, drained = Clock(), []
+    member = LocalGroup(1, timeout_s=1.0).member(0)
+    tempo = Tempo(
+        member, 0, generation=1, limits=Limits(), time_parts=clock.parts, clock=lambda: clock.now,
+        drain=lambda: drained.append(clock.now),
+    )  # fmt: skip
+    for number in range(SKIPPED + COUNTED + 1):
+        with clock.parts.measure("device_device_parameters"):
+            pass
+        assert drained.count(clock.now) == 1
+        clock.round(PLAIN, 0.0)
+        tempo.next(PLAIN, num_steps=10, round=number)
+    count = len(drained)
+    with clock.parts.measure("device_device_parameters"):
+        pass
+    assert len(drained) == count
+
+
 # in a run
+
+
+def limits_of(method, *, model=linear):
+    config = dataclasses.replace(auto(), method=MethodConfig(name=method, period="auto"))
+    run = Ensemble(config, num_workers=1, images=tiny_images(48), model=model).join()
+    return run.workers[0]._schedule._tempo._limits
+
+
+def test_only_weights_pass_behind_a_gradient():
+    assert limits_of("sync-easgd").overlap
+    assert not limits_of("diloco").overlap
+    assert not limits_of("local-sgd").overlap
+
+
+def test_only_float32_may_be_shortened():
+    assert limits_of("sync-easgd").may_compress
+    double = lambda *shape: linear(*shape).to(torch.float64)  # noqa: E731
+    assert not limits_of("sync-easgd", model=double).may_compress
 
 
 def auto(**more):
@@ -228,6 +275,7 @@ def test_a_run_goes_on_with_the_chosen_cadence_and_keeps_it(monkeypatch):
     again = Ensemble(auto(), num_workers=2, images=tiny_images(96))
     again.join(center[0])
     assert again.workers[0]._schedule.next_round(0).delay == 9
+    assert again.workers[0].report().choice.cadence == Cadence(10, 9, "int8")
     assert run.run() == [Outcome.FINISHED] * 2
 
 
@@ -316,6 +364,10 @@ def test_a_run_that_chooses_is_recorded_as_such():
         ({"method": MethodConfig(name="async-easgd", period="auto")}, "not async-easgd"),
         ({"method": MethodConfig(name="sync-sgd", period="auto")}, "not sync-sgd"),
         ({"training": TrainingConfig(deterministic=True)}, "not with --deterministic"),
+        (
+            {"method": MethodConfig(name="sync-easgd", period="auto", group_size=2)},
+            "not be auto where workers share a replica",
+        ),
     ],
 )
 def test_a_cadence_that_can_not_be_chosen_is_refused(change, sentence):

@@ -183,6 +183,16 @@ def test_what_a_message_must_say_goes_by_message(change, is_shared):
     assert can_be_shared(config, resolve(config)) == is_shared
 
 
+class AtTheCenter(Elastic):
+    steps_replica = False
+
+
+def test_a_center_that_has_an_optimizer_is_moved_by_itself_alone():
+    config = job("async-easgd")
+    method = resolve(config)
+    assert not can_be_shared(config, dataclasses.replace(method, rule=AtTheCenter(0.9)))
+
+
 # members
 
 

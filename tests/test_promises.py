@@ -23,7 +23,7 @@ ROWS = [
     },
     {
         "method", "methods", "models", "task", "own_task", "data", "metrics", "progress", "storage",
-        "center", "replica", "talk", "checkpoint", "runs", "examples",
+        "center", "distances", "replica", "talk", "checkpoint", "runs", "examples",
         "faults", "generators", "leases", "plan",
     },
     {

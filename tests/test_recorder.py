@@ -208,7 +208,8 @@ def test_a_chosen_cadence_is_told_once_and_recorded():
     recorder._progress.event = told.append
     first = Choice(1, Cadence(10, 9, "none"), "the link is thin")
     second = Choice(2, Cadence(20, 9, "int8", fragments=2), "the link is thinner")
-    for step, choice in enumerate([None, first, first, second, second, None], 1):
+    again = dataclasses.replace(second, generation=3, reason="the workers before chose it")
+    for step, choice in enumerate([None, first, first, second, second, again, None], 1):
         report = report_of("w0", local_step=step, choice=choice)
         recorder.record(record_at(step), {"w0": report})
     recorder.close()
@@ -217,7 +218,7 @@ def test_a_chosen_cadence_is_told_once_and_recorded():
         "exchanges go by period 20, 2 fragments, delay 9, int8: the link is thinner",
     ]
     periods = [values.get("exchange/period") for _, values in memory.points]
-    assert [p for p in periods if p] == [10, 10, 20, 20, 20]
+    assert [p for p in periods if p] == [10, 10, 20, 20, 20, 20]
     assert recorder.figures()["cadence"] == {
         "period": 20, "delay": 9, "compression": "int8", "fragments": 2
     }  # fmt: skip

@@ -285,6 +285,8 @@ class CollectiveGroup:
             while self.address.device != "cuda" and not is_done(work, _SLICE):
                 self._check_abandoned()
             work.wait()
+            if self.address.device == "cuda":  # a sum that was cut may look as if it were complete
+                self._check_abandoned()
         except RuntimeError as error:
             raise self.explain(error, round=round, waited_s=time.monotonic() - start) from error
 

@@ -5,8 +5,9 @@ besides - which samples are done, the loss, the float buffers - follows as a mes
 settles, once the center has moved.
 
 Async: whoever moves the center, worker or shard, holds a lock for the whole of it. Hogwild: none.
-The lock goes with the process that holds it: one that is killed half-way leaves some parameters
-moved and others not, which no worker can tell from an exchange with fragments.
+The lock goes with the process that holds it (and with children that it has forked since it joined:
+they hold the same file open): one that is killed half-way leaves some parameters moved and others
+not, which no worker can tell from an exchange with fragments.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ def can_be_shared(config: TrainConfig, method: Method) -> bool:
     They can where a message says nothing of the center but the weights as they are, and the center
     has no state that must keep in step with them.
     """
-    has_optimizer = type(method.rule).make_center_optimizer is not Rule.make_center_optimizer
+    rule = method.rule
+    makes_optimizer = type(rule).make_center_optimizer is not Rule.make_center_optimizer
+    has_optimizer = makes_optimizer or not rule.steps_replica
     return (
         hasattr(os, "memfd_create")  # Linux
         and method.schedule in ("async", "hogwild")
-        and method.rule.sends is Sends.WEIGHTS
+        and rule.sends is Sends.WEIGHTS
         and not has_optimizer
         and not config.method.dynamic_weights
         and parse_codec(config.exchange.compression).name == "none"

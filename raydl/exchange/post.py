@@ -70,9 +70,9 @@ class Orders:
     outcome: Outcome
     epoch: int
     spans: list[Span]
+    """Positions of the epoch that the worker claims."""
     ahead: list[tuple[int, Span]]
     """What the worker will claim next, as far as it is known: (epoch, positions)."""
-    """Positions of the epoch that the worker claims."""
     num_steps: int
     """Local steps to take over them."""
     num_workers: int

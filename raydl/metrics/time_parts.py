@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 TIME_PARTS: dict[str, str] = {
@@ -21,12 +21,19 @@ TIME_PARTS: dict[str, str] = {
 COMMUNICATION_PARTS = ("device_device_parameters", "host_device_data", "host_device_parameters")
 
 
+def no_drain() -> None:
+    """Wait for nothing."""
+
+
 class TimeParts:
     """Seconds by part, counted by one worker."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(TIME_PARTS, 0.0)
         self._now: tuple[str, float] | None = None
+        self.drain: Callable[[], object] = no_drain
+        """Called before each part: where a device's work is only queued, this may wait for it, so
+        that it does not count to the next part that waits for the device."""
 
     def measure(self, part: str) -> _Measure:
         """Return a context manager that adds the time inside it to ``part``."""
@@ -61,6 +68,7 @@ class _Measure:
         self._part = part
 
     def __enter__(self) -> None:
+        self._parts.drain()
         self._start = time.perf_counter()
         self._parts.enter(self._part, self._start)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raydl.cadence import Cadence, Choice, Limits
+from raydl.cadence import TAKEN_OVER, Cadence, Choice, Limits, carried_over
 from raydl.center import Center, Snapshot, joined_states, split_states
 from raydl.exchange.cells import shard_spans
 from raydl.exchange.gathered import GatheredExchange
@@ -19,7 +19,7 @@ from raydl.optimizers import make_optimizer
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.rules import Sends
 from raydl.schedules.base import Decision, Round, Site
-from raydl.schedules.tempo import Tempo
+from raydl.schedules.tempo import Tempo, drain_of
 from raydl.schedules.trained import Trained
 from raydl.talk import Exchange, Header
 
@@ -59,8 +59,11 @@ class SyncSchedule:
         self._round_steps = 0
         # A run may have been resumed with a period of the user's.
         chosen = snapshot.cadence if site.method.finds_cadence else None
-        self._cadence = chosen or self._their_cadence()
-        self._choice: Choice | None = None
+        self._cadence, self._choice = self._their_cadence(), None
+        if chosen:
+            members, theirs = site.membership, self._cadence.compression
+            self._cadence = carried_over(chosen, theirs, members.num_workers)
+            self._choice = Choice(members.generation, self._cadence, TAKEN_OVER)
         self._tempo = self._make_tempo() if site.method.finds_cadence else None
         self._weights = torch.tensor(snapshot.weights, device=site.center_device())
         self._buffers = torch.tensor(snapshot.buffers, device=site.center_device())
@@ -80,10 +83,13 @@ class SyncSchedule:
             site.rank,
             generation=site.membership.generation,
             limits=Limits(
-                overlap=site.method.overlap,
-                may_compress=may_compress(self._config),
+                overlap=site.method.overlap and site.method.rule.sends is Sends.WEIGHTS,
+                may_compress=site.flat.weights.dtype == torch.float32
+                and may_compress(self._config),
             ),
             time_parts=site.time_parts,
+            device=site.center_device(),
+            drain=drain_of(site.flat.weights.device),
         )
 
     def _make_exchanges(self) -> None:
