@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, why_not
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
-from benchmarks.programs import ROOT, data_at
+from benchmarks.programs import ROOT, data_at, end_cleanly
 from benchmarks.runs_on_hosts import UNLIMITED_MBIT
 from benchmarks.thin_link import MBITS
-from benchmarks.watching import MODEL, Watched, WatchError, end_cleanly
+from benchmarks.watching import MODEL, Watched, WatchError
 
 NUM_BYTES, EVERY_S = 144_000, 0.09
 _PORT, _NUM_TRAINING = 29777, 2

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 import ray
 
 from benchmarks.measure import options_of
-from benchmarks.programs import ROOT
+from benchmarks.programs import ROOT, end_cleanly, end_sessions
 from raydl import ray_session
 
 
@@ -49,7 +48,7 @@ def connected(module: str, *words: str, timeout_s: float) -> Any:
     Raises:
         RuntimeError: it failed, or did not end in time; the text has what it said last.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows is undone
+    end_cleanly()
     with tempfile.TemporaryDirectory(prefix="raydl-", ignore_cleanup_errors=True) as folder:
         answer, log = Path(folder) / "answer", Path(folder) / "log"
         command = [sys.executable, "-m", module, *words, "--answer", str(answer)]
@@ -63,7 +62,7 @@ def connected(module: str, *words: str, timeout_s: float) -> Any:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                _end_session(process)
+                end_sessions([process])
         if code != 0 or not answer.exists():
             how = f"did not end within {timeout_s:.0f} s" if code is None else f"ended with {code}"
             raise RuntimeError(f"{' '.join(words)} {how}:\n{log.read_text()[-4000:]}")
@@ -74,14 +73,6 @@ def environment(folder: str) -> dict[str, str]:
     """Return the environment of a process that starts a Ray of its own, in a folder."""
     own = {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "token", "RAY_TMPDIR": folder}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def _end_session(process: subprocess.Popen[Any]) -> None:
-    """End a process with all that is left of its session: Ray's own end by themselves with it."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, kind)
-            process.wait(timeout=10.0)
 
 
 @contextlib.contextmanager

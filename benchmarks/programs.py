@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,10 +15,31 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LINES_TOLD = 60
 """Of what a program said, when it failed."""
+_STOP_S = 15.0
+"""What a program that was asked to end has time for."""
 
 
 class RunError(RuntimeError):
     """A program failed or took too long; the text has which, and the end of what it said."""
+
+
+def end_cleanly() -> None:
+    """Let SIGTERM end this process with all that it has started, as an error would."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+
+
+def end_sessions(started: Sequence[subprocess.Popen[Any]]) -> None:
+    """End programs, each of which leads a session, and what is left of theirs.
+
+    First by asking: a Ray that is told takes its processes with it.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_STOP_S)
 
 
 def wait_for(

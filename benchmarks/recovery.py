@@ -38,8 +38,8 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
-from benchmarks.programs import data_at
-from benchmarks.watching import MODEL, Cluster, Step, Watched, WatchError, end_cleanly
+from benchmarks.programs import data_at, end_cleanly
+from benchmarks.watching import MODEL, Cluster, Step, Watched, WatchError
 
 NUM_WORKERS = 3
 BATCH_SIZE = 64

@@ -11,12 +11,10 @@ long is asked to end, then killed.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,12 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.programs import ROOT, wait_for
+from benchmarks.programs import ROOT, end_cleanly, end_sessions, wait_for
 
 BOUND_S = 300.0
 """The longest run, its start and end counted in."""
-_STOP_S = 15.0
-"""What a program that was asked to end has time for."""
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",  # what a program said before it was killed is in its log
@@ -149,29 +145,18 @@ class Workplace:
                     )  # fmt: skip
             wait_for(started, programs, logs, bound_s=BOUND_S)
         finally:
-            _end(started)
+            end_sessions(started)
 
 
 @contextmanager
 def workplace() -> Iterator[Workplace]:
-    """Yield a workplace; its folder goes at the end."""
+    """Yield a workplace; its folder goes at the end, and what runs in it, on SIGTERM too."""
+    end_cleanly()
     folder = Path(tempfile.mkdtemp(prefix="raydl-"))  # short: Ray's sockets lie deep below it
     try:
         yield Workplace(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what still runs, first by asking: a Ray that is told takes its processes with it."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in started:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        for process in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=_STOP_S)
 
 
 def _files(name: Path) -> tuple[str, ...]:

@@ -28,13 +28,12 @@ from functools import partial
 from statistics import median
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
-from benchmarks.programs import ROOT, data_at
+from benchmarks.programs import ROOT, data_at, end_cleanly
 from benchmarks.watching import (
     MODEL,
     Cluster,
     Watched,
     WatchError,
-    end_cleanly,
     processes_of,
     started_at,
 )

@@ -173,7 +173,10 @@ def cases_of(
 
     def ray_train(seeds: Callable[[], int]) -> Reached:
         words = _peer_words(data, plan, rate, seed=seeds())
-        run = place.ray_train(*words, num_workers=NUM_WORKERS)
+        try:
+            run = place.ray_train(*words, num_workers=NUM_WORKERS)
+        except RunError as error:
+            return _failed(PEER, error)
         return reached_by_peer(run, accuracy=plan.accuracy)
 
     ours = {name: partial(raydl, name, _seeds()) for name in methods}

@@ -86,11 +86,6 @@ def _note(kind: str, number: int) -> None:
 # beside the run
 
 
-def end_cleanly() -> None:
-    """Let SIGTERM end this process as an interrupt does: with all that it has started."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
 class WatchError(Exception):
     """What was waited for did not come; the text has what the processes said."""
 
