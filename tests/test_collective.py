@@ -1,23 +1,42 @@
 """A group of Ray actors, without actors: what a wait makes of what torch says."""
 
 import threading
+import time
 
 import pytest
 
-from raydl.errors import ExchangeError
+from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.collective import CollectiveGroup, CollectiveWork, GroupAddress
 
 
 class Done:
     """An operation that says it is complete: cut by NCCL's abort, or indeed."""
 
+    def is_completed(self):
+        return True
+
     def wait(self, within=None):
         pass
 
 
-def group_on(device, *, is_abandoned):
+class Queued:
+    """An operation of a device that comes to its end after so many looks."""
+
+    def __init__(self, num_looks):
+        self.num_looks = num_looks
+
+    def is_completed(self):
+        self.num_looks -= 1
+        return self.num_looks <= 0
+
+    def wait(self):
+        if not self.is_completed():
+            raise RuntimeError("timed out")
+
+
+def group_on(device, *, is_abandoned=False, timeout_s=1.0):
     group = CollectiveGroup.__new__(CollectiveGroup)  # a real one meets others
-    group.address = GroupAddress("localhost", 1, "run", 7, device, 1.0)
+    group.address = GroupAddress("localhost", 1, "run", 7, device, timeout_s)
     group._abandoned = threading.Event()
     if is_abandoned:
         group._abandoned.set()
@@ -34,3 +53,25 @@ def test_a_sum_on_a_device_that_was_abandoned_is_not_taken_for_a_sum():
 def test_a_sum_that_is_whole_is_taken(device, is_abandoned):
     """In host memory it fails where it is cut; one that has come before that is whole."""
     CollectiveWork(group_on(device, is_abandoned=is_abandoned), Done(), 3).wait()
+
+
+def test_a_sum_on_a_device_is_looked_for_often():
+    began = time.monotonic()
+    CollectiveWork(group_on("cuda", timeout_s=60.0), Queued(20), 3).wait()
+    assert time.monotonic() - began < 5.0
+
+
+def test_who_waits_for_a_device_is_free_soon_after_all_was_abandoned():
+    group = group_on("cuda", timeout_s=60.0)
+    threading.Timer(0.2, group._abandoned.set).start()
+    began = time.monotonic()
+    with pytest.raises(ExchangeError, match="abandoned"):
+        CollectiveWork(group, Queued(10**9), 3).wait()
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_wait_for_a_device_is_bounded(monkeypatch):
+    group = group_on("cuda", timeout_s=0.2)
+    monkeypatch.setattr(group, "_roll_call", lambda round: ["w1"])
+    with pytest.raises(ExchangeTimeoutError, match="w1"):
+        CollectiveWork(group, Queued(10**9), 3).wait()

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.adaptive import AdaptiveAllreduce
-from raydl.exchange.process_group import TorchGroup, dist, is_done
+from raydl.exchange.process_group import TorchGroup, dist, is_done, is_done_on_device
 from raydl.reports import AllreduceReport
 
 BACKEND = "RAYDL"
@@ -248,7 +248,7 @@ class CollectiveGroup:
             raise RuntimeError(_ABANDONED)
 
     def _cut_if_abandoned(self) -> None:
-        """Free who waits in NCCL, where a wait that times out would end the operation."""
+        """Free the device of what NCCL waits for."""
         while not self._group.is_left:
             if self._abandoned.wait(_SLICE.total_seconds()):
                 return self._group.cut()
@@ -282,13 +282,20 @@ class CollectiveGroup:
         """Wait for an operation of a round. Raises what :class:`CollectiveWork` does."""
         start = time.monotonic()
         try:
-            while self.address.device != "cuda" and not is_done(work, _SLICE):
-                self._check_abandoned()
-            work.wait()
-            if self.address.device == "cuda":  # a sum that was cut may look as if it were complete
-                self._check_abandoned()
+            if self.address.device == "cuda":
+                self._wait_for_device(work, start + self.address.timeout_s)
+            else:
+                while not is_done(work, _SLICE):
+                    self._check_abandoned()
+                work.wait()
         except RuntimeError as error:
             raise self.explain(error, round=round, waited_s=time.monotonic() - start) from error
+
+    def _wait_for_device(self, work: Any, deadline: float) -> None:
+        while time.monotonic() < deadline and not is_done_on_device(work, _SLICE):
+            self._check_abandoned()
+        work.wait()  # beyond the deadline this says which operation timed out
+        self._check_abandoned()  # a sum that was cut may look as if it were complete
 
     def close(self) -> None:
         """Leave the group; what is under way in it fails, here and at the peers."""
