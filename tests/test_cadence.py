@@ -330,6 +330,12 @@ def test_a_choice_to_which_somebody_does_not_come_changes_nothing(monkeypatch, f
     assert (run.workers[0].replica.flat.weights == replica).all()
 
 
+def test_who_goes_on_where_nothing_was_chosen_tells_of_no_choice():
+    run = Ensemble(auto(), num_workers=2, images=tiny_images(96)).join()
+    run.join(run.workers[0].center())
+    assert run.workers[0].report().choice is None
+
+
 def test_a_run_that_goes_on_with_a_period_of_the_users_leaves_the_chosen_one():
     config = dataclasses.replace(auto(), method=MethodConfig(name="sync-easgd", period=4))
     run = Ensemble(config, num_workers=2, images=tiny_images(96))

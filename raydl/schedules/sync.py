@@ -60,7 +60,7 @@ class SyncSchedule:
         # A run may have been resumed with a period of the user's.
         chosen = snapshot.cadence if site.method.finds_cadence else None
         self._cadence, self._choice = self._their_cadence(), None
-        if chosen:
+        if chosen and chosen != self._cadence:
             members, theirs = site.membership, self._cadence.compression
             self._cadence = carried_over(chosen, theirs, members.num_workers)
             self._choice = Choice(members.generation, self._cadence, TAKEN_OVER)
