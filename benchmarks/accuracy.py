@@ -1,7 +1,7 @@
 """The center's accuracy beside that of plain PyTorch on one core, for the same samples.
 
 Command:   python -m benchmarks.accuracy --model resnet20 --samples 500000
-           (--quick: 5,000 samples)
+           (--quick: 4,000 samples)
 
 Plain PyTorch is a loop of twenty lines: one process, one thread, torch's SGD, the same network
 from the same seed, the same augmentation, schedule and clipping. raydl trains as many samples with
@@ -103,7 +103,7 @@ def main() -> None:
     config = TrainConfig(
         model=options.model,
         training=raydl.TrainingConfig(
-            samples=5000 if options.quick else options.samples,
+            samples=4000 if options.quick else options.samples,
             batch_size=options.batch,
             seed=options.seed,
         ),

@@ -1,6 +1,7 @@
 """What the loss of a worker costs the others, beside Ray Train's restart.
 
-Command:   python -m benchmarks.recovery            (--quick: sync-easgd and Ray Train, once)
+Command:   python -m benchmarks.recovery            (--quick: sync-easgd and Ray Train, once, with
+           two workers and a fifth of the training set)
 
 Three workers train LeNet on one Ray cluster; one of them is killed with SIGKILL in the middle, in
 each repeat another one. Every worker notes when it begins a step (``watching.py``), and from these
@@ -34,14 +35,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.programs import data_at, end_cleanly
+from benchmarks.runs_on_hosts import cut_set
 from benchmarks.watching import MODEL, Cluster, Step, Watched, WatchError
 
-NUM_WORKERS = 3
+NUM_WORKERS, QUICK_WORKERS = 3, 2
 BATCH_SIZE = 64
 CHECKPOINT_SAMPLES = 10_000
 """From one checkpoint of Ray Train to the next, by all workers."""
@@ -53,7 +57,8 @@ CASES = {
     "sync-easgd 3": ("sync-easgd", "3"),
 }
 """The method and the workers of each case."""
-_QUICK = "sync-easgd 2:3"
+_QUICK_SAMPLES = 12_000
+QUICK_CASES = {"sync-easgd 1:2": ("sync-easgd", "1:2")}
 _ENDLESS = "1000000000"
 _UP_S, _BACK_S, _END_S = 180.0, 180.0, 60.0
 """The longest waits: for the first steps, for full strength again, for the end."""
@@ -113,9 +118,10 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
         "--run.progress", "plain",
     ]  # fmt: skip
     with Watched(words, cluster) as run:
-        victim, killed_at = _kill_one(run, turn)
-        again = f"{NUM_WORKERS} workers train again"
-        run.wait_until(lambda: run.num_at_work() > NUM_WORKERS, again, within_s=_BACK_S)
+        num_workers = int(workers.rpartition(":")[2])
+        victim, killed_at = _kill_one(run, num_workers, turn)
+        again = f"{num_workers} workers train again"
+        run.wait_until(lambda: run.num_at_work() > num_workers, again, within_s=_BACK_S)
         time.sleep(_AFTER_S)
         run.end(within_s=_END_S)
         steps = run.steps()
@@ -137,20 +143,20 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
     )
 
 
-def peer_case(cluster: Cluster, data: str, turn: list[int]) -> Recovery:
-    """Return what a kill costs Ray Train; the arguments are those of :func:`raydl_case`.
+def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) -> Recovery:
+    """Return what a kill costs Ray Train with so many workers; see :func:`raydl_case`.
 
     Raises:
         WatchError: the run did not do what was waited for.
     """
     words = [
         "-m", "benchmarks.peers.ray_train", "--data", data, "--model", MODEL,
-        "--workers", str(NUM_WORKERS), "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
+        "--workers", str(num_workers), "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS,
         "--max-failures", "3", "--checkpoint-every", str(CHECKPOINT_SAMPLES),
         "--events", "{folder}/events",
     ]  # fmt: skip
     with Watched(words, cluster) as run:
-        _, killed_at = _kill_one(run, turn)
+        _, killed_at = _kill_one(run, num_workers, turn)
         before = run.steps()
         reached = _reached(before, killed_at)
 
@@ -161,7 +167,7 @@ def peer_case(cluster: Cluster, data: str, turn: list[int]) -> Recovery:
             return _beyond_at(new_steps(), _began_again(run, killed_at), reached) is not None
 
         run.wait_until(
-            lambda: run.num_at_work() >= 2 * NUM_WORKERS, "it trains again", within_s=_BACK_S
+            lambda: run.num_at_work() >= 2 * num_workers, "it trains again", within_s=_BACK_S
         )
         run.wait_until(is_beyond, "it is further than it was", within_s=_BACK_S)
         after, from_samples = new_steps(), _began_again(run, killed_at)
@@ -179,14 +185,14 @@ def peer_case(cluster: Cluster, data: str, turn: list[int]) -> Recovery:
     )
 
 
-def _kill_one(run: Watched, turn: list[int]) -> tuple[int, float]:
+def _kill_one(run: Watched, num_workers: int, turn: list[int]) -> tuple[int, float]:
     """Wait for steady training and kill a worker; return its process id, and when that was."""
-    start = f"{NUM_WORKERS} workers train"
-    run.wait_until(lambda: run.num_at_work() >= NUM_WORKERS, start, within_s=_UP_S)
+    start = f"{num_workers} workers train"
+    run.wait_until(lambda: run.num_at_work() >= num_workers, start, within_s=_UP_S)
     time.sleep(_STEADY_S)
     enough = 2 * CHECKPOINT_SAMPLES // BATCH_SIZE  # so that there is a checkpoint
     run.wait_until(lambda: run.num_steps() > enough, "some steps are taken", within_s=_UP_S)
-    victim = sorted(run.steps())[turn[0] % NUM_WORKERS]
+    victim = sorted(run.steps())[turn[0] % num_workers]
     turn[0] += 1
     os.kill(victim, signal.SIGKILL)
     return victim, time.monotonic()
@@ -246,7 +252,7 @@ def tell(report: Report, results: dict[str, list[Recovery]]) -> None:
     peer = results[PEER]
     for name, of_case in results.items():
         lost, short = [r.lost_s for r in of_case], f"recovery.{name.replace(' ', '-').lower()}"
-        is_elastic = name.endswith("2:3")
+        is_elastic = ":" in name
         target, tenth = (1.0, 0.1) if is_elastic else (None, None)
         report.judge(_figure(f"{short}.lost_s", Spread.of(lost), target))
         if name != PEER:
@@ -273,20 +279,22 @@ def main() -> None:
     options = parser.parse_args()
     end_cleanly()
     data = data_at(options.data)
-    names = [_QUICK] if options.quick else list(CASES)
+    ours, num_workers = (QUICK_CASES, QUICK_WORKERS) if options.quick else (CASES, NUM_WORKERS)
     report = Report.of_command("recovery", options)
-    with Cluster(NUM_WORKERS) as cluster:
+    with TemporaryDirectory() as folder, Cluster(num_workers) as cluster:
+        if options.quick:
+            data = cut_set(data, Path(folder) / "set", num_train=_QUICK_SAMPLES)
         cases: dict[str, Callable[[], Recovery]] = {
-            name: partial(raydl_case, cluster, data, *CASES[name], [0]) for name in names
+            name: partial(raydl_case, cluster, data, *words, [0]) for name, words in ours.items()
         }
-        cases[PEER] = partial(peer_case, cluster, data, [0])
+        cases[PEER] = partial(peer_case, cluster, data, num_workers, [0])
         try:
             repeats = options.repeats or (1 if options.quick else 3)
             tell(report, interleaved(cases, repeats=repeats))
         except WatchError as error:
             sys.exit(f"the recovery was not measured: {error}")
     report.say(
-        f"{NUM_WORKERS} workers on {os.cpu_count()} cores. A newcomer imports torch while the "
+        f"{num_workers} workers on {os.cpu_count()} cores. A newcomer imports torch while the "
         f"others train, so that on few cores they pause for that, too."
     )
     report.close(options.out)

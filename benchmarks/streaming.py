@@ -1,6 +1,6 @@
 """Memory and waiting of workers that stream a Parquet set larger than they may hold.
 
-Command:   python -m benchmarks.streaming            (--quick: 200 MB instead of 2 GB)
+Command:   python -m benchmarks.streaming            (--quick: 150 MB instead of 2 GB)
 
 Writes pictures of 64x64 with noise, which do not compress, in row groups of 500; trains on them
 with two workers; watches the resident memory of the workers' processes, and reads from the run
@@ -106,7 +106,7 @@ def main() -> None:
     """Measure, and tell the memory and the waiting."""
     options = options_of(__doc__).parse_args()
     end_cleanly()
-    num_bytes = 200_000_000 if options.quick else 2_000_000_000
+    num_bytes = 150_000_000 if options.quick else 2_000_000_000
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "set").mkdir()
