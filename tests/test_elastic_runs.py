@@ -135,7 +135,7 @@ def test_below_the_minimum_the_run_waits_says_what_for_and_goes_on(tmp_path):
             run.until_training(2)
             cluster.remove_node(expendable(cluster)[0], allow_graceful=False)
             run.until_said("1 of 2 workers are left")
-            run.until_said("each needs {CPU: 1}")
+            run.until_said("needs {CPU: 1} each")
             run.until(lambda: list(run.path.glob("checkpoints/*/manifest.json")))
             cluster.add_node(num_cpus=1)
             check_end(run, epochs=300, faults=0)
