@@ -148,7 +148,7 @@ def _slope(points: list[tuple[float, float]]) -> float:
 
 
 def tell_memory(report: Report, num_parameters: int, first: int, last: int) -> None:
-    """Judge the memory after many exchanges."""
+    """Judge the memory after many exchanges; before a thousand, allocators are yet to settle."""
     words = ("--part", "memory", "--parameters", str(num_parameters), "--first", str(first))
     grown = connected("benchmarks.growth", *words, "--last", str(last), timeout_s=_PART_S)
     for method, ratio in grown.items():

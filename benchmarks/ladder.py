@@ -13,8 +13,8 @@ of one machine would slow one another, and could be only so much faster than one
 
 A speed-up is in samples per second within one repeat, from a run's first record of a round to the
 last one before the center goes back. Faster rungs get more samples, that all may take as long;
-scores and checkpoints are off. The accuracy is the center's after the
-same samples, without pauses and on links that limit nothing: with one seed the bits are the same.
+scores and checkpoints are off. The accuracy is the center's after the same samples, without pauses
+and on links that limit nothing: with one seed the bits are the same.
 """
 
 from __future__ import annotations

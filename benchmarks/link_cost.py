@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -86,6 +86,28 @@ def speed(hosts: Hosts, num_steps: Callable[[], int], mbit: float) -> float:
     return (num_steps() - before) / (time.monotonic() - began)
 
 
+def by_turns(
+    hosts: Hosts, num_steps: Callable[[], int], mbits: Sequence[int], *, repeats: int
+) -> dict[str, list[float]]:
+    """Return the steps per second without a limit and at each rate; see :func:`speed`."""
+    cases = {
+        "unlimited": partial(speed, hosts, num_steps, UNLIMITED_MBIT),
+        **{f"{mbit} Mbit/s": partial(speed, hosts, num_steps, mbit) for mbit in mbits},
+    }
+    return interleaved(cases, repeats=repeats)
+
+
+def tell(report: Report, speeds: Mapping[str, Sequence[float]], mbits: Sequence[int]) -> None:
+    """Report what :func:`by_turns` returned, and what is kept at each rate."""
+    report.table(
+        ("link", "steps per second"),
+        [(name, Spread.of(of).text(".1f")) for name, of in speeds.items()],
+    )
+    for mbit in mbits:
+        kept = ratios(speeds[f"{mbit} Mbit/s"], speeds["unlimited"])
+        report.judge(Figure(name=f"{report.name}.{mbit}.kept", value=kept))
+
+
 def _trains(run: Watched) -> bool:
     return run.num_steps() > 0
 
@@ -111,12 +133,7 @@ def measure(data: str, repeats: int) -> dict[str, list[float]]:
         ]
         for run in runs:
             run.wait_until(partial(_trains, run), "a step is taken", within_s=_UP_S)
-        num_steps = partial(_num_steps, runs)
-        cases = {
-            "unlimited": partial(speed, hosts, num_steps, UNLIMITED_MBIT),
-            **{f"{mbit} Mbit/s": partial(speed, hosts, num_steps, mbit) for mbit in MBITS},
-        }
-        speeds = interleaved(cases, repeats=repeats)
+        speeds = by_turns(hosts, partial(_num_steps, runs), MBITS, repeats=repeats)
         if any(process.poll() is not None for process in talking):
             raise WatchError("the hosts did not talk to one another until the end")
         return speeds
@@ -139,13 +156,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
         speeds = measure(data_at(options.data), options.repeats or (2 if options.quick else 10))
     except WatchError as error:
         return f"{error}"
-    report.table(
-        ("link", "steps per second"),
-        [(name, Spread.of(of).text(".1f")) for name, of in speeds.items()],
-    )
-    for mbit in MBITS:
-        kept = ratios(speeds[f"{mbit} Mbit/s"], speeds["unlimited"])
-        report.judge(Figure(name=f"link_cost.{mbit}.kept", value=kept))
+    tell(report, speeds, MBITS)
     report.close(options.out)
     return 0
 

@@ -25,10 +25,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.hosts import why_not
-from benchmarks.link_cost import speed
-from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
+from benchmarks.link_cost import by_turns, tell
+from benchmarks.measure import Report, options_of
 from benchmarks.programs import ROOT, RunError, data_at, end_of
-from benchmarks.runs_on_hosts import UNLIMITED_MBIT, UNSCORED, Cluster, cluster
+from benchmarks.runs_on_hosts import UNSCORED, Cluster, cluster
 from benchmarks.thin_link import MBITS, SETTINGS
 from benchmarks.watching import FOLDER, MODEL, num_steps_in
 
@@ -67,7 +67,7 @@ def training(hosts: Cluster, data: str, words: Sequence[str]) -> Iterator[subpro
 
 
 def speeds(
-    data: str, words: Sequence[str], *, mbit: float, mtu: int, repeats: int
+    data: str, words: Sequence[str], *, mbit: int, mtu: int, repeats: int
 ) -> dict[str, list[float]]:
     """Return the steps per second of both workers, without a limit and at a rate.
 
@@ -84,13 +84,7 @@ def speeds(
             hosts.limit(mbit)
             with training(hosts, data, words) as run:
                 _wait_for_steps(run, num_steps)
-                return interleaved(
-                    {
-                        "unlimited": partial(speed, hosts.hosts, num_steps, UNLIMITED_MBIT),
-                        f"{mbit} Mbit/s": partial(speed, hosts.hosts, num_steps, mbit),
-                    },
-                    repeats=repeats,
-                )
+                return by_turns(hosts.hosts, num_steps, (mbit,), repeats=repeats)
 
 
 def _wait_for_steps(run: subprocess.Popen[Any], num_steps: Callable[[], int]) -> None:
@@ -120,12 +114,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
             found = speeds(data, words, mbit=mbit, mtu=options.mtu, repeats=repeats)
         except RunError as error:
             return f"{error}"
-        report.table(
-            ("link", "steps per second"),
-            [(name, Spread.of(of).text(".1f")) for name, of in found.items()],
-        )
-        kept = ratios(found[f"{mbit} Mbit/s"], found["unlimited"])
-        report.judge(Figure(name=f"link_switched.{mbit}.kept", value=kept))
+        tell(report, found, (mbit,))
     report.close(options.out)
     return 0
 

@@ -28,7 +28,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.hosts import Hosts
-from benchmarks.programs import LINES_TOLD, ROOT, RunError, wait_for
+from benchmarks.programs import LINES_TOLD, ROOT, RunError, end_cleanly, wait_for
 from benchmarks.ray_on_hosts import start_ray
 
 UNLIMITED_MBIT = 10_000
@@ -143,7 +143,8 @@ def cluster(
     folder = Path(tempfile.mkdtemp(prefix="raydl-"))
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     variables = {"PYTHONPATH": paths, _PAUSE: str(pause_s)}  # Ray's workers inherit them
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    before = signal.getsignal(signal.SIGTERM)
+    end_cleanly()
     try:
         with (
             mock.patch.dict(os.environ, variables),

@@ -174,31 +174,28 @@ def test_a_rule_is_given_as_it_is():
     assert ensemble.run() == [Outcome.FINISHED] * 2
 
 
+def trainer_of(rule, tmp_path):
+    return Trainer(
+        "mlp",
+        "synthetic:64x1x4x4",
+        method=rule,
+        training=TrainingConfig(samples=96, batch_size=8),
+        scaling=ScalingConfig(num_workers=0),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    )
+
+
 def test_a_run_takes_a_rule_that_no_module_holds(tmp_path):
     class Inside(Halfway):
         """A rule made in a function: nothing can import it."""
 
-    result = Trainer(
-        "mlp",
-        "synthetic:64x1x4x4",
-        method=Inside(),
-        training=TrainingConfig(samples=96, batch_size=8),
-        scaling=ScalingConfig(num_workers=0),
-        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
-    ).fit()
+    result = trainer_of(Inside(), tmp_path).fit()
     assert result.metrics["samples"] == 96
 
 
 @pytest.mark.parametrize("schedule", [None, "async"])
 def test_a_run_takes_a_rule_of_ones_own(tmp_path, schedule):
-    trainer = Trainer(
-        "mlp",
-        "synthetic:64x1x4x4",
-        method=Halfway(),
-        training=TrainingConfig(samples=96, batch_size=8),
-        scaling=ScalingConfig(num_workers=0),
-        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
-    )
+    trainer = trainer_of(Halfway(), tmp_path)
     method = dataclasses.replace(trainer.config.method, schedule=schedule)
     trainer.config = dataclasses.replace(trainer.config, method=method)
     result = trainer.fit()
