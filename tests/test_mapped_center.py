@@ -292,10 +292,15 @@ def stall(shard):
     reach(shard, "w1", rule=Stalls()).begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
 
 
+def has_stalled(shard):
+    """Whether all of the first half has moved: seeing its first value alone may be too soon."""
+    return bool((shard._cells[0, 2 * BLOCK].center.weights[:BLOCK] == 1).all())
+
+
 def test_a_worker_killed_halfway_holds_nobody_up():
     shard = open_shard(2 * BLOCK)
     with child(lambda: stall(shard)):
-        wait_for(lambda: shard._cells[0, 2 * BLOCK].center.weights[0] == 1)
+        wait_for(lambda: has_stalled(shard))
     replica = torch.ones(2 * BLOCK)
     move(reach(shard), replica)
     values = values_of(shard)
@@ -306,7 +311,7 @@ def test_a_worker_killed_halfway_holds_nobody_up():
 def test_the_wait_for_a_worker_that_stopped_halfway_ends():
     shard = open_shard(2 * BLOCK, timeout_s=0.3)
     with child(lambda: stall(shard)) as pid:
-        wait_for(lambda: shard._cells[0, 2 * BLOCK].center.weights[0] == 1)
+        wait_for(lambda: has_stalled(shard))
         os.kill(pid, signal.SIGSTOP)
         own = reach(shard, timeout_s=0.3)
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):
