@@ -280,6 +280,31 @@ def test_each_batch_is_fetched_once_round_after_round(folder):
     assert beyond.total() <= 4 * 3  # the first batches of an epoch that does not begin
 
 
+def test_what_others_took_meanwhile_is_fetched_no_more(folder):
+    data, fetched, may_fetch = load(str(folder), input=STREAMED).train, [], threading.Event()
+    fetch = data.fetch_readable
+
+    def slow(rows):
+        fetched.append(rows.tolist())
+        assert may_fetch.wait(60)
+        return fetch(rows)
+
+    data.fetch_readable = slow
+    order = data.order(0)
+    feed = Feed(
+        Batches(data, lambda batch, rows, epoch: batch),
+        order,
+        device=torch.device("cpu"),
+        time_parts=TimeParts(),
+    )
+    feed.expect(0, [np.arange(0, 4)], [(0, (4, 16))])
+    feed.expect(0, [np.arange(0, 4)], [(0, (16, 20))])  # the rest went to somebody else
+    may_fetch.set()
+    for positions in (np.arange(0, 4), np.arange(16, 20)):
+        feed.batch(0, positions)
+    assert fetched == [order.rows(0, np.arange(start, start + 4)).tolist() for start in (0, 16)]
+
+
 def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epochs=2):
     """Train workers in turn, as a synchronous method does; return the most groups one held."""
     most = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -124,8 +124,13 @@ class Feed:
             later = [self._order.rows(e, part) for e, part in self._first_of(ahead, len(steps[0]))]
             self._to_come = [step.rows for step in self._steps] + later
             wanted = {rows.tobytes() for rows in self._to_come}
-            self._ahead = {key: f for key, f in self._ahead.items() if key in wanted}
+            self._drop(self._ahead.keys() - wanted)
             self._fetch_ahead()
+
+    def _drop(self, keys: Set[bytes]) -> None:
+        """Fetch these batches no more: others took them, and nobody expects their row groups."""
+        for key in keys:
+            self._ahead.pop(key).cancel()
 
     def _note(
         self, epoch: int, steps: Sequence[np.ndarray], ahead: Sequence[tuple[int, Span]]
