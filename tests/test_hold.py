@@ -1,6 +1,7 @@
 """One driver at a time writes to a run's folder."""
 
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -40,7 +41,6 @@ class Objects(Storage):
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     monkeypatch.setattr(hold, "BEAT_S", 0.05)
-    monkeypatch.setattr(hold, "STALE_S", 1.0)
     monkeypatch.setattr(hold, "POLL_S", 0.02)
 
 
@@ -177,7 +177,8 @@ def test_of_many_who_come_at_once_one_holds_the_folder(tmp_path, kind):
     assert sorted(outcomes) == ["held", "refused", "refused", "refused"]
 
 
-def test_a_claim_that_stands_still_is_taken_over(tmp_path):
+def test_a_claim_that_stands_still_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(hold, "STALE_S", 1.0)
     dead = tmp_path / "drivers/0000-dead"
     dead.mkdir(parents=True)
     claim = {"driver": "process 1 on gone", "since": "2026-01-01 00:00:00", "beat": 7}
@@ -186,6 +187,16 @@ def test_a_claim_that_stands_still_is_taken_over(tmp_path):
         assert not dead.exists()
         assert len(list((tmp_path / "drivers").iterdir())) == 1
     assert list((tmp_path / "drivers").iterdir()) == []
+
+
+def test_a_driver_that_was_halted_while_it_looked_takes_nobody_for_gone(tmp_path, monkeypatch):
+    hours = itertools.count(step=3600.0)  # it sleeps that long between any two looks at the clock
+    storage = Objects(str(tmp_path))
+    with hold.held(storage, "run.run_dir"):
+        monkeypatch.setattr(hold.time, "monotonic", lambda: next(hours))
+        with pytest.raises(ConfigError, match="is in use by process"):
+            take(storage)
+        monkeypatch.undo()
 
 
 def test_a_holder_that_has_not_said_who_it_is_still_holds(tmp_path, other_driver):

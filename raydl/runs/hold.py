@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
 import threading
@@ -209,8 +210,10 @@ class _Claim:
     def _standing_still(self, setting: str) -> list[str]:
         """Return the claims there are, once they have been seen to stand still."""
         first = {name: self._read(name) for name in self._others()}
-        until = time.monotonic() + STALE_S
-        while first and time.monotonic() < until:
+        # Counted, not timed: who was halted meanwhile has seen nothing.
+        for _ in range(math.ceil(STALE_S / POLL_S)):
+            if not first:
+                break
             time.sleep(POLL_S)
             for name, data in first.items():
                 now = self._read(name)
