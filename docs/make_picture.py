@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +76,7 @@ def wait_for(url: str) -> None:
             with urllib.request.urlopen(url, timeout=5) as answer:
                 if answer.read().strip() not in (b"", b"[]"):
                     return
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:
             pass
         time.sleep(0.3)
     sys.exit(f"error: nothing is served at {url} after {_BOUND_S} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 from ray.cluster_utils import Cluster
 
 BOUND_S = 200
-RAY_S_WORKER_PORTS = range(10002, 20000)
 
 
 @contextlib.contextmanager
@@ -42,12 +42,14 @@ def nodes(*cpus: int) -> Iterator[Cluster]:
 
 
 def free_port() -> int:
-    """Return a port that no worker of any cluster on this machine will be given."""
+    """Return a port that nobody else on this machine will be given until it is used.
+
+    The kernel gives away those above, and Ray its workers those below.
+    """
     while True:
-        with socket.socket() as sock:
-            sock.bind(("", 0))
-            port: int = sock.getsockname()[1]
-        if port not in RAY_S_WORKER_PORTS:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("", port))
             return port
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,12 @@ from raydl.task import Classification, DataShape
 from raydl.worker import Worker
 
 ray_session.prepare()  # before any test imports Ray
+
+# How long an example takes is the machine's: a slow one says nothing of what is promised.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = DataShape((1, 4, 4), 3)
@@ -114,9 +121,9 @@ class Ensemble:
         """Let all workers enter a generation."""
         snapshot = snapshot or self.first
         membership = Membership(1, tuple(w.worker_id for w in self.workers))
-        group = LocalGroup(len(self.workers), timeout_s=5.0)
+        group = LocalGroup(len(self.workers), timeout_s=30.0)
         size = self.config.method.group_size
-        shared = [LocalGroup(size, timeout_s=5.0) for _ in range(self.num_workers // size)]
+        shared = [LocalGroup(size, timeout_s=30.0) for _ in range(self.num_workers // size)]
 
         def partners(rank: int) -> Any:
             return shared[rank // size].member(rank % size) if size > 1 else None

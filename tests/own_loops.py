@@ -16,11 +16,11 @@ from raydl.own_loop.door import Door
 from raydl.own_loop.room import Room
 from raydl.own_loop.terms import endless_training, job_of, terms_of
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def settings(
-    method: MethodConfig, num_workers: Any, *, lease_s: float = 5.0, **exchange: Any
+    method: MethodConfig, num_workers: Any, *, lease_s: float = 60.0, **exchange: Any
 ) -> TrainConfig:
     return TrainConfig(
         method=method,

@@ -84,7 +84,7 @@ def partners_after_a_broken_round():
         ensemble.run(1)
     before = [worker.replica.flat.buffers.clone() for worker in ensemble.workers]
     snapshot = ensemble.workers[0].center()
-    groups = [LocalGroup(2, timeout_s=5.0, generation=2) for _ in range(2)]
+    groups = [LocalGroup(2, timeout_s=30.0, generation=2) for _ in range(2)]
 
     def join(rank):
         connections = [group.member(rank) for group in groups]

@@ -187,7 +187,7 @@ def init(monkeypatch):
 
     def init(**how):
         stage.calls.append(how)
-        assert stage.may_end.wait(5)
+        assert stage.may_end.wait(60)
         if stage.problem:
             raise stage.problem
 
@@ -205,9 +205,8 @@ def test_ray_starts_beside_other_work_once_and_who_connects_waits_for_it(init):
     begin()
     begin()
     threading.Timer(0.05, init.may_end.set).start()
-    began = time.monotonic()
     assert ray_session.connect() is True
-    assert time.monotonic() - began > 0.04
+    assert init.may_end.is_set()
     assert [how["address"] for how in init.calls] == ["local"]
     with pytest.raises(SystemExit):  # which ends Ray, too
         signal.raise_signal(signal.SIGTERM)

@@ -46,35 +46,35 @@ def test_workers_rank_0_and_the_center_are_killed_and_the_run_ends_by_itself(
 ):
     factor = 1 if method == "sync-easgd" else 3  # by messages each worker's exchange counts
     faults = [
-        {"fault": "kill", "target": "w1", "at": f"round {30 * factor}"},
+        {"fault": "kill", "target": "rank 1", "at": f"round {30 * factor}"},
         {"fault": "kill", "target": center[0], "at": f"round {100 * factor}"},
         {"fault": "kill", "target": "rank 0", "at": f"round {200 * factor}"},
         {"fault": "kill", "target": center[1], "at": f"round {260 * factor}"},
     ]
-    options = ["--method", method, "--period", "4", "--epochs", "200", "--workers", "2:3", *options]
+    options = ["--method", method, "--period", "4", "--epochs", "400", "--workers", "2:3", *options]
     with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
-        check_end(run, epochs=200, faults=4)
-        assert "w1 was lost" in run.output
+        check_end(run, epochs=400, faults=4)
+        assert len(set(re.findall(r"(w\d+) was lost", run.output))) >= 2
         assert run.output.count("center was lost") >= 1
 
 
 def test_a_worker_that_is_stopped_is_found_by_its_lease_and_leaves_no_process(cluster, tmp_path):
     before = stopped_processes()
-    faults = [{"fault": "stop", "target": "w1", "at": "round 30"}]
-    options = ["--epochs", "150", "--period", "4", "--workers", "2:3", "--elastic.lease-s", "4"]
+    faults = [{"fault": "stop", "target": "rank 1", "at": "round 30"}]
+    options = ["--epochs", "400", "--period", "4", "--workers", "2:3", "--elastic.lease-s", "4"]
     with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
-        check_end(run, epochs=150, faults=1)
-        assert "w1 was lost: it did not answer for" in run.output
+        check_end(run, epochs=400, faults=1)
+        assert re.search(r"w\d was lost: it did not answer for", run.output)
         assert re.search(r"generation \d+: .*w3 joins", run.output)
     assert stopped_processes() <= before
 
 
 def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(cluster, tmp_path):
     # What is usual is known after five reports, two a second: by then some 125 rounds have passed.
-    faults = [{"fault": "slow", "target": "w1", "at": "round 240", "by_s": 1.5, "for_s": 4}]
-    options = ["--epochs", "400", "--period", "4", "--workers", "2:3"]
+    faults = [{"fault": "slow", "target": "w1", "at": "round 240", "by_s": 1.5, "for_s": 10}]
+    options = ["--epochs", "800", "--period", "4", "--workers", "2:3"]
     with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
-        check_end(run, epochs=400, faults=1)
+        check_end(run, epochs=800, faults=1)
         assert "w1 is late and left out" in run.output
         assert "w1 comes back" in run.output
 

@@ -196,12 +196,12 @@ def test_actors_exchange_in_groups_of_any_size_one_after_another(make_peers):
 
 @pytest.mark.cluster
 def test_an_actor_that_does_not_come_is_named_within_the_time_out(make_peers):
-    peers = make_peers(3, timeout_s=2.0)
+    peers = make_peers(3, timeout_s=6.0)
     refs = [peers[rank].fail.remote(100) for rank in (0, 2)]
     for error, waited_s, changed in ray.get(refs, timeout=60):
         assert isinstance(error, ExchangeTimeoutError)
         assert error.missing == ("w1",)
-        assert 1.5 < waited_s < 10.0
+        assert 4.0 < waited_s < 30.0
         assert not changed
 
 
@@ -213,5 +213,5 @@ def test_a_killed_actor_fails_the_exchange_of_its_peers_at_once(make_peers):
     os.kill(pid, 9)
     error, waited_s, changed = ray.get(ref, timeout=60)
     assert type(error) is ExchangeError
-    assert waited_s < 10.0
+    assert waited_s < 25.0
     assert not changed

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -45,7 +46,11 @@ def permitted():
 
 
 def seconds_per_byte(hosts, source, target, num_bytes):
-    """Send bytes from a host to another; return the seconds that each took."""
+    """Send bytes from a host to another three times; return the median seconds of each byte."""
+    return statistics.median(sent_once(hosts, source, target, num_bytes) for _ in range(3))
+
+
+def sent_once(hosts, source, target, num_bytes):
     address = hosts.address(target)
     receiver = hosts.popen(
         target, [sys.executable, "-c", RECEIVE, address], stdout=subprocess.PIPE, text=True

@@ -246,9 +246,9 @@ def test_by_messages_a_start_whose_first_worker_dies_begins_again():
 class Loops:
     """Loops over nothing in particular, in threads, until they are told to stop."""
 
-    def __init__(self, name, num_workers, *, period=2, **exchange):
+    def __init__(self, name, num_workers, *, period=2, lease_s=10.0, **exchange):
         method = MethodConfig(name=name, period=period)
-        config = settings(method, num_workers, lease_s=0.8, **exchange)
+        config = settings(method, num_workers, lease_s=lease_s, **exchange)
         self.threads = Threads(config)
         self.stopped = threading.Event()
         self.dead = set()
@@ -325,7 +325,7 @@ def die(elastic):
     ],
 )
 def test_workers_come_and_go_and_die_and_the_others_go_on(name, exchange):
-    loops = Loops(name, (2, 3), **exchange)
+    loops = Loops(name, (2, 3), lease_s=0.8, **exchange)
     loops.start("w0")
     loops.start("w1")
     loops.until(["w0", "w1"], 2)

@@ -210,7 +210,7 @@ def make_dispatcher(
     *,
     num_samples=100,
     period=2,
-    timeout_s=5.0,
+    timeout_s=30.0,
     now=None,
     workers=("w0", "w1"),
     ledger=None,
@@ -376,7 +376,7 @@ def test_a_turn_that_does_not_come_is_told_with_its_holder():
 
 def test_a_call_for_a_turn_that_overtakes_the_end_of_the_last_one_waits():
     """The center's threads take a worker's calls in any order."""
-    dispatcher = make_dispatcher("original-easgd", timeout_s=5.0)
+    dispatcher = make_dispatcher("original-easgd", timeout_s=30.0)
     enter(dispatcher, "w0")
     enter(dispatcher, "w1")
     dispatcher.take_turn(Stamp("w0", 1, 0, 1))

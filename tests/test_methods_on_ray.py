@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import uuid
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import ray
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
 from processes import resident_bytes
+from test_message_workers import wait_for
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Normalizer
@@ -66,14 +68,14 @@ def train(actors, config, generation=1):
     membership = Membership(generation, tuple(f"w{i}" for i in range(NUM_WORKERS)))
     if not job.method.is_sync:
         ray.get(center.form.remote(membership), timeout=60)
-    run_id = f"{config.method.name}{id(config)}"
-    address = GroupAddress(host, port, run_id, generation, "cpu", 20.0)
+    address = GroupAddress(host, port, uuid.uuid4().hex, generation, "cpu", 20.0)
     runs = [w.run.remote(membership, address, first, None, shards, ()) for w in workers]
     ends = ray.get(runs, timeout=120)
     assert [end.outcome for end in ends] == [Outcome.FINISHED] * NUM_WORKERS
-    published = ray.get(center.poll.remote(), timeout=60)
     last = max(end.round for end in ends)
-    assert last in published.rounds
+    wait_for(  # a worker sends it on its way, and does not wait until it is there
+        lambda: last in ray.get(center.poll.remote(), timeout=60).rounds
+    )
     return ray.get(center.get.remote(last), timeout=60)
 
 

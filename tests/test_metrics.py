@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_metrics_back import grow_old
 
 from raydl import cli
 from raydl.metrics import (
@@ -271,6 +272,7 @@ def texts(accumulator, name):
 def test_two_starts_in_one_folder_show_as_one_run(tmp_path):
     run = tmp_path / "run"
     train(run, "--epochs", "2")
+    grow_old(run)
     train(run, "--epochs", "4", "--resume")
     events = read(run)
     memberships = [text for _, text in texts(events, "membership")]

@@ -152,7 +152,7 @@ def test_a_replica_that_is_copied_goes_on_as_the_first_does():
     data = batches(3)
     first.step(data[0])
     first.step(data[1])
-    group = LocalGroup(2, timeout_s=5.0)
+    group = LocalGroup(2, timeout_s=30.0)
 
     def copied(rank, replica):
         flat = replica.flat

@@ -178,7 +178,7 @@ def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
     driver = threading.Thread(target=drive)
     driver.start()
     try:
-        storage, until = Storage(uri), time.monotonic() + 10
+        storage, until = Storage(uri), time.monotonic() + 60
         while not storage.exists("status.json") and time.monotonic() < until:
             time.sleep(0.02)
         assert request_removal(uri, "w0", timeout_s=20) == "w0 leaves"

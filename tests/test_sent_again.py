@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_metrics_back import grow_old
 
 from raydl import cli, trainer
 from raydl.cli import again
@@ -34,6 +35,7 @@ def begin(run, monkeypatch, submission):
     assert cli.main(["train", *options_of(run)]) == 0
     shutil.rmtree(run / "checkpoints")
     (run / "result.json").unlink()
+    grow_old(run)
 
 
 def test_a_run_that_was_lost_before_it_wrote_anything_is_begun(tmp_path, monkeypatch):

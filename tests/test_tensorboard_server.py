@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 import urllib.request
 
 import pytest
@@ -38,7 +39,14 @@ def ask(tmp_path_factory):
             with urllib.request.urlopen(f"{address}/data/plugin/{path}", timeout=30) as answer:
                 return json.load(answer)
 
+        until = time.monotonic() + 60  # it lists a run before it has read all of it
+        while not has_curves(get("scalars/tags")) and time.monotonic() < until:
+            time.sleep(0.2)
         yield get
+
+
+def has_curves(tags):
+    return {name for names in tags.values() for name in names} >= EXPECTED
 
 
 def make_picture():

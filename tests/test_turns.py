@@ -19,7 +19,7 @@ def turns(dispatcher, *worker_ids, start=10, generations=None):
         dispatcher.end_turn(Stamp(worker_id, generation, 0, 2 * sequence + 1))
 
 
-def in_turns(*workers, timeout_s=5.0):
+def in_turns(*workers, timeout_s=30.0):
     dispatcher = make_dispatcher("original-easgd", timeout_s=timeout_s, workers=workers)
     for worker_id in workers:
         enter(dispatcher, worker_id)
@@ -32,10 +32,10 @@ def test_who_waits_for_the_turn_of_a_lost_worker_gets_it_at_once(pool):
     third = waiting(pool, dispatcher.take_turn, Stamp("w2", 1, 0, 1))
     second = waiting(pool, dispatcher.take_turn, Stamp("w1", 1, 0, 1))
     change(dispatcher, 2, "w1", "w2")
-    second.result(timeout=5)
+    second.result(timeout=30)
     assert not third.done()
     dispatcher.end_turn(Stamp("w1", 1, 0, 2))
-    third.result(timeout=5)
+    third.result(timeout=30)
 
 
 def test_a_removed_worker_that_waits_for_its_turn_is_told_so(pool):
@@ -44,7 +44,7 @@ def test_a_removed_worker_that_waits_for_its_turn_is_told_so(pool):
     call = waiting(pool, dispatcher.take_turn, Stamp("w1", 1, 0, 1))
     change(dispatcher, 2, "w0")
     with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
-        call.result(timeout=5)
+        call.result(timeout=30)
     dispatcher.end_turn(Stamp("w0", 1, 0, 2))
     turns(dispatcher, "w0", "w0")
 
@@ -54,9 +54,9 @@ def test_who_waits_to_enter_behind_a_lost_worker_enters(pool):
     second = waiting(pool, enter, dispatcher, "w1")
     third = waiting(pool, enter, dispatcher, "w2")
     change(dispatcher, 2, "w2")
-    assert third.result(timeout=5).spans == [(0, 10)]
+    assert third.result(timeout=30).spans == [(0, 10)]
     with pytest.raises(ExchangeError, match="no longer a member"):
-        second.result(timeout=5)
+        second.result(timeout=30)
 
 
 def test_nobody_begins_before_all_have_claimed_their_first_samples(pool):
@@ -65,7 +65,7 @@ def test_nobody_begins_before_all_have_claimed_their_first_samples(pool):
     first = waiting(pool, dispatcher.take_turn, Stamp("w0", 1, 0, 1))
     assert not first.done()
     enter(dispatcher, "w1")
-    first.result(timeout=5)
+    first.result(timeout=30)
 
 
 def test_who_waits_for_one_that_never_enters_says_whom(pool):
@@ -81,7 +81,7 @@ def test_a_removed_worker_that_waits_for_an_answer_is_told_so(pool):
     call = waiting(pool, dispatcher.repeat, settling("w1", 1, []))
     change(dispatcher, 2, "w0")
     with pytest.raises(ExchangeError, match="no longer a member"):
-        call.result(timeout=5)
+        call.result(timeout=30)
 
 
 def test_turns_go_on_in_rank_order_after_joins_and_losses():
