@@ -53,6 +53,14 @@ def free_port() -> int:
             return port
 
 
+def free_ports(count: int) -> list[int]:
+    """Return so many free ports, all of them others."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return sorted(found)
+
+
 class ClusterRun:
     """One ``raydl train`` on a cluster, with its output in a file."""
 

@@ -31,7 +31,7 @@ from raydl.worker import Worker
 
 ray_session.prepare()  # before any test imports Ray
 
-# How long an example takes is the machine's: a slow one says nothing of what is promised.
+# How long an example takes depends on the machine, and says nothing of what is promised.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )

@@ -16,7 +16,7 @@ from raydl.own_loop.door import Door
 from raydl.own_loop.room import Room
 from raydl.own_loop.terms import endless_training, job_of, terms_of
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
 
 
 def settings(

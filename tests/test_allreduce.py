@@ -55,7 +55,7 @@ def ok(results):
     return results
 
 
-def make_groups(num_workers, *, timeout_s=60.0):
+def make_groups(num_workers, *, timeout_s=30.0):
     """Return the gloo group of each rank of one new ring of processes, here threads."""
     store = dist.HashStore()
 
@@ -122,7 +122,7 @@ class QueueLink:
 
     def receive(self, tensor, source):
         return QueueHandle(
-            lambda: tensor.copy_(self.queues[source, self.rank].get(timeout=60)),
+            lambda: tensor.copy_(self.queues[source, self.rank].get(timeout=30)),
         )
 
 

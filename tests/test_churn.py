@@ -185,7 +185,7 @@ def play(history, num_workers, events):
         history.end(*dict.fromkeys([*here, *aside, *history.away]))
 
 
-@settings(max_examples=25, deadline=None, database=None)
+@settings(max_examples=25, database=None)
 @given(
     rule=st.sampled_from(list(COUNTING)),
     num_workers=st.integers(1, 6),
@@ -198,7 +198,7 @@ def test_whatever_happens_the_center_counts_each_sample_once_an_epoch(rule, num_
     assert (history.snapshot.weights == 3).all()
 
 
-@settings(max_examples=15, deadline=None, database=None)
+@settings(max_examples=15, database=None)
 @given(
     method=st.sampled_from(["sync-easgd", "sync-msgd", "diloco"]),
     fragments=st.integers(1, 2),

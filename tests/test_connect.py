@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 import ray
-from clusters import free_port
+from clusters import free_ports
 from ray._private import services, utils
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -252,14 +252,6 @@ def test_the_processes_of_a_cluster_of_ones_own_have_torch_before_they_are_neede
         words, env=environment | {"HOME": str(tmp_path)}, timeout=120, check=False
     )
     assert done.returncode == 0
-
-
-def free_ports(count):
-    """Return so many free ports, all of them others."""
-    found = set()
-    while len(found) < count:
-        found.add(free_port())
-    return sorted(found)
 
 
 @contextlib.contextmanager

@@ -192,11 +192,10 @@ def test_a_claim_that_stands_still_is_taken_over(tmp_path, monkeypatch):
 def test_a_driver_that_was_halted_while_it_looked_takes_nobody_for_gone(tmp_path, monkeypatch):
     hours = itertools.count(step=3600.0)  # it sleeps that long between any two looks at the clock
     storage = Objects(str(tmp_path))
-    with hold.held(storage, "run.run_dir"):
-        monkeypatch.setattr(hold.time, "monotonic", lambda: next(hours))
+    with hold.held(storage, "run.run_dir"), monkeypatch.context() as patch:
+        patch.setattr(hold.time, "monotonic", lambda: next(hours))
         with pytest.raises(ConfigError, match="is in use by process"):
             take(storage)
-        monkeypatch.undo()
 
 
 def test_a_holder_that_has_not_said_who_it_is_still_holds(tmp_path, other_driver):

@@ -46,7 +46,7 @@ def permitted():
 
 
 def seconds_per_byte(hosts, source, target, num_bytes):
-    """Send bytes from a host to another three times; return the median seconds of each byte."""
+    """Send bytes to another host three times; return the median of the seconds that one took."""
     return statistics.median(sent_once(hosts, source, target, num_bytes) for _ in range(3))
 
 

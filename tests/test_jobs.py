@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import free_port
+from clusters import free_port, free_ports
 from processes import command_of, environment_of, processes_that
 
 from raydl.checkpoint import CheckpointStore
@@ -105,7 +105,8 @@ class Head:
     def __init__(self):
         # Not tmp_path: the sockets below it would have names that are too long.
         self.home = Path(tempfile.mkdtemp(prefix="raydl-"))
-        self.address = f"http://127.0.0.1:{free_port()}"
+        port, *self.ports = free_ports(4)
+        self.address = f"http://127.0.0.1:{port}"
         tools = Path(sys.executable).parent
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
@@ -118,12 +119,12 @@ class Head:
 
     def __enter__(self):
         self.call("ray", "get-auth-token", "--generate")
-        ports = ("port", "dashboard-agent-listen-port", "ray-client-server-port")
+        names = ("port", "dashboard-agent-listen-port", "ray-client-server-port")
         self.call(
             "ray", "start", "--head", "--num-cpus=2", "--disable-usage-stats",
             f"--dashboard-port={self.address.rpartition(':')[2]}",
             f"--temp-dir={self.home}/ray",
-            *(f"--{name}={free_port()}" for name in ports),
+            *(f"--{name}={port}" for name, port in zip(names, self.ports, strict=True)),
         )  # fmt: skip
         return self
 

@@ -23,7 +23,7 @@ def job(method, *, compression="none", center_shards=1, period=2, **training):
         training=TrainingConfig(batch_size=3, **training),
         optimizer=OptimizerConfig(lr=0.05),
         exchange=ExchangeConfig(
-            compression=compression, center_shards=center_shards, timeout_s=60.0
+            compression=compression, center_shards=center_shards, timeout_s=30.0
         ),
     )
 

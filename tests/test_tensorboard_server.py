@@ -39,14 +39,19 @@ def ask(tmp_path_factory):
             with urllib.request.urlopen(f"{address}/data/plugin/{path}", timeout=30) as answer:
                 return json.load(answer)
 
-        until = time.monotonic() + 60  # it lists a run before it has read all of it
-        while not has_curves(get("scalars/tags")) and time.monotonic() < until:
+        until = time.monotonic() + 60
+        while not has_all(get) and time.monotonic() < until:
             time.sleep(0.2)
         yield get
 
 
-def has_curves(tags):
-    return {name for names in tags.values() for name in names} >= EXPECTED
+def has_all(get):
+    """Whether it has read the run to its end: it lists one before that."""
+    scalars = {name for names in get("scalars/tags").values() for name in names}
+    pictures = {name for names in get("images/tags").values() for name in names}
+    if not (scalars >= EXPECTED and "center/predictions" in pictures):
+        return False
+    return get("scalars/scalars?run=.&tag=center/accuracy")[-1][1] >= 3 * 1438
 
 
 def make_picture():

@@ -120,11 +120,11 @@ class Feed:
             return
         with self._parts.measure("data_io"):
             self._note(epoch, steps, ahead)
-            self._expect_soon()
             later = [self._order.rows(e, part) for e, part in self._first_of(ahead, len(steps[0]))]
             self._to_come = [step.rows for step in self._steps] + later
             wanted = {rows.tobytes() for rows in self._to_come}
-            self._drop(self._ahead.keys() - wanted)
+            self._drop(self._ahead.keys() - wanted)  # before their row groups are forgotten
+            self._expect_soon()
             self._fetch_ahead()
 
     def _drop(self, keys: Set[bytes]) -> None:

@@ -219,7 +219,8 @@ class _Claim:
                 now = self._read(name)
                 if now not in (b"", data):
                     raise _in_use(self._storage, setting, now)
-            first = {name: data for name, data in first.items() if name in self._others()}
+            others = self._others()
+            first = {name: data for name, data in first.items() if name in others}
         return list(first)
 
     def _others(self) -> list[str]:
