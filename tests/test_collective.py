@@ -58,7 +58,7 @@ def test_a_sum_that_is_whole_is_taken(device, is_abandoned):
 def test_a_sum_on_a_device_is_looked_for_often():
     began = time.monotonic()
     CollectiveWork(group_on("cuda", timeout_s=60.0), Queued(1000), 3).wait()
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 5.0
 
 
 def test_who_waits_for_a_device_is_free_soon_after_all_was_abandoned():
@@ -67,7 +67,7 @@ def test_who_waits_for_a_device_is_free_soon_after_all_was_abandoned():
     began = time.monotonic()
     with pytest.raises(ExchangeError, match="abandoned"):
         CollectiveWork(group, Queued(10**9), 3).wait()
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 5.0
 
 
 def test_a_wait_for_a_device_is_bounded(monkeypatch):
