@@ -354,9 +354,10 @@ class DelayedOuter(Outer):
 class DelayedNesterov(Optimizer):
     """Nesterov momentum whose momentum moves once in N steps (arXiv 2401.09135, algorithm 3).
 
-    s <- s + D ; every N-th time: m <- mu*m + s/N ; c <- c - lr*(D/N + mu*m) ; s <- 0 ;
+    s <- s + D ; every N-th time: m <- mu*m + s/n ; c <- c - lr*(D/N + mu*m) ; s <- 0 ;
     else: c <- c - lr*D/N. Momentum applied at every single arrival would count stale
-    progress N times over.
+    progress N times over. n is the number of arrivals in s: it is N, but for the refresh after
+    N has fallen, when more have arrived.
 
     Args:
         tensors: one flat tensor.
@@ -386,7 +387,7 @@ class DelayedNesterov(Optimizer):
         tensor.sub_(progress, alpha=group["lr"] / every)
         if state["arrivals"] >= every:
             momentum = state["momentum_buffer"]
-            momentum.mul_(group["momentum"]).add_(state["sum"], alpha=1 / every)
+            momentum.mul_(group["momentum"]).add_(state["sum"], alpha=1 / state["arrivals"])
             tensor.sub_(momentum, alpha=group["lr"] * group["momentum"])
             state["sum"].zero_()
             state["arrivals"] = 0

@@ -188,8 +188,3 @@ def test_ci_runs_the_test_command_of_the_readme(root):
 
 def test_the_eight_time_parts_are_eight():
     assert len(TIME_PARTS) == 8
-
-
-def test_no_file_is_past_400_lines(root):
-    long = [p.name for p in (root / "raydl").rglob("*.py") if len(p.read_text().splitlines()) > 400]
-    assert long == []

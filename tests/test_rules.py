@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydl.rules import (
+    DelayedOuter,
     Elastic,
     MeanGradient,
     Tally,
@@ -122,3 +123,17 @@ def test_the_learning_rate_takes_its_course(schedule, middle, end):
 def test_the_learning_rate_rises_during_the_warm_up_then_takes_its_course():
     factors = [lr_factor("linear", share, warmup=0.2) for share in (0.0, 0.1, 0.2, 0.6, 1.0)]
     assert factors == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0])
+
+
+def test_a_delayed_momentum_is_the_mean_of_what_arrived_though_fewer_workers_train_by_then():
+    """Worked by hand: four times progress 1, of which the last arrives when p fell from 4 to 2.
+
+    m <- (1 + 1 + 1 + 1) / 4 = 1 ; c <- 0 - (1/4 + 1/4 + 1/4 + 1/2) - 0.5 * 1 = -1.75
+    """
+    center = torch.zeros(1)
+    rule = DelayedOuter(1.0, momentum=0.5)
+    optimizer = rule.make_center_optimizer([center])
+    for num_workers in (4, 4, 4, 2):
+        rule.update_center_(center, torch.ones(1), Tally(num_workers, 1, 1.0), optimizer)
+    assert optimizer.state[center]["momentum_buffer"].item() == 1.0
+    assert center.item() == -1.75
