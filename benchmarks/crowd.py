@@ -93,7 +93,7 @@ class Party:
         torch.manual_seed(seed)
         self._parts = TimeParts()
         self._replica = Replica(
-            Vector(num_parameters),
+            FlatModel(Vector(num_parameters)),
             TheirLoop("vector"),
             rule=resolve(settings("sync-easgd", 1)).rule,
             make_optimizer=lambda tensors: Still(tensors, {}),

@@ -105,7 +105,7 @@ class BestCenter:
             metrics=waiting.metrics,
         )
         center = self._flat.state_dict_of(
-            torch.tensor(waiting.weights), torch.tensor(waiting.buffers)
+            torch.tensor(waiting.weights), torch.tensor(waiting.buffers), waiting.untrained
         )
         try:
             self._storage.write_bytes(FILE, save_tensors(center, {_KEY: json.dumps(asdict(best))}))

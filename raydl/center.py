@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,9 @@ class Snapshot:
     """How often the learning rate was cut up to here, for the schedule ``plateau``."""
     cadence: Cadence | None = None
     """What the workers chose to exchange by, if they did."""
+    untrained: dict[str, np.ndarray] = field(default_factory=dict)
+    """What differs from the untrained state that this start of the run began with, by name; see
+    :class:`raydl.flat.UntrainedState`."""
 
 
 class Center:

@@ -76,6 +76,7 @@ class CenterService:
             version=snapshot.round,
             seconds=snapshot.seconds,
             local_step=snapshot.local_step,
+            untrained=snapshot.untrained,
         )
         self.dispatcher.num_cuts = snapshot.num_cuts
         self.home = make_shard(job, snapshot, HOME, self.dispatcher, has_neighbours=has_neighbours)

@@ -342,7 +342,7 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     Not by its path, which two may share: {0: …, "0": …}, or {"a/b": …, "a": {"b": …}}.
     """
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
+        value = torch.tensor(value)  # which copies: one that came by way of Ray is read-only
     if isinstance(value, Tensor):
         key = str(len(tensors))
         tensors[key] = value.detach().cpu().contiguous().clone()

@@ -46,7 +46,7 @@ def checkpoint_of(
         generation=snapshot.generation,
         num_samples=snapshot.num_samples,
         seconds=seconds,
-        center=flat.state_dict_of(weights, buffers),
+        center=flat.state_dict_of(weights, buffers, snapshot.untrained),
         state={
             "epoch": snapshot.epoch,
             "local_step": snapshot.local_step,
@@ -59,13 +59,18 @@ def checkpoint_of(
             "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
             "totals": totals.to_state(),
             "order": order,
+            "untrained": flat.untrained.unsaved(),
         },
         workers=collected.workers,
     )
 
 
 def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
-    """Return the snapshot that a checkpoint was made of."""
+    """Return the snapshot that a checkpoint was made of.
+
+    Raises:
+        ShapeError: the checkpoint is of another model.
+    """
     weights, buffers = flat.flatten(checkpoint.center)
     return Snapshot(
         round=checkpoint.round,

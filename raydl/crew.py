@@ -7,7 +7,7 @@ it with Ray actors; :class:`raydl.local_crew.LocalCrew` plays it in this process
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -127,10 +127,12 @@ class Evaluated:
     """Of the center, [num_parameters], where the best is kept and this may be it."""
     buffers: np.ndarray | None = None
     """[num_buffers], beside the weights."""
+    untrained: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of the snapshot, beside the weights."""
 
     def without_center(self) -> Evaluated:
         """Return the score alone: it may be remembered, and takes no memory to speak of."""
-        return dataclasses.replace(self, weights=None, buffers=None)
+        return dataclasses.replace(self, weights=None, buffers=None, untrained={})
 
 
 @dataclass(frozen=True)

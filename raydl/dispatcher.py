@@ -17,6 +17,7 @@ from raydl.config import TrainConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.post import Orders, Push, Stamp
 from raydl.extent import Extent, num_evaluations_due
+from raydl.flat import Untrained
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.method import Method
@@ -27,6 +28,8 @@ from raydl.schedules.turns import Turns
 from raydl.stopwatch import Stopwatch
 
 __all__ = ["Dispatcher", "Due"]
+
+_NONE: Untrained = {}
 
 
 class Dispatcher:
@@ -39,6 +42,7 @@ class Dispatcher:
         version: exchanges settled before.
         seconds: seconds trained before.
         local_step: local steps of each worker before, the mean.
+        untrained: what the center has of the untrained state; see :class:`raydl.center.Snapshot`.
         clock: seconds, rising.
     """
 
@@ -51,6 +55,7 @@ class Dispatcher:
         version: int = 0,
         seconds: float = 0.0,
         local_step: int = 0,
+        untrained: Untrained = _NONE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -65,6 +70,7 @@ class Dispatcher:
         self._votes: dict[str, float] = {}
         self._dues = Dues()
         self._turns = Turns()
+        self._untrained = dict(untrained)
         self._is_end = False
         self.num_cuts = 0
         """How often the learning rate was cut, for the schedule ``plateau``."""
@@ -183,6 +189,7 @@ class Dispatcher:
             self._ledger.complete(worker_id)
             member.local_step = settlement.local_step
             member.step_s = settlement.header.step_s
+            self._untrained.update(settlement.untrained)
             self._books.add(settlement.header, num_messages=1, staleness=staleness)
             keep = self._dues.tell(worker_id)
             self._settle_checkpoint()
@@ -397,4 +404,5 @@ class Dispatcher:
                 "seconds": self.seconds,
                 "ledger": self._ledger.state_dict(),
                 "num_cuts": self.num_cuts,
+                "untrained": dict(self._untrained),
             }

@@ -14,8 +14,8 @@ from raydl.config import TrainConfig
 from raydl.crew import Evaluated
 from raydl.data import Batches
 from raydl.examples import example_rows
-from raydl.flat import FlatModel
-from raydl.job import Job
+from raydl.flat import Untrained
+from raydl.job import Job, first_model
 from raydl.task import Predicts, Task, evaluate, in_precision, predict
 
 
@@ -37,18 +37,20 @@ class Evaluator:
     Args:
         job: says the model, and the size of the batches.
         test: the test set.
+        untrained: the untrained state of the run's first model; None: it is as the model is built.
     """
 
-    def __init__(self, job: Job, test: Batches) -> None:
+    def __init__(self, job: Job, test: Batches, untrained: Untrained | None = None) -> None:
         self._job = job
         self._test = test
-        self._flat = FlatModel(job.task.build_model(job.shape), name=job.task.name)
+        self._flat = first_model(job, untrained)
+        self._first = self._flat.untrained.arrays() if untrained is None else untrained
+        self._put_in: frozenset[str] = frozenset()
         self._best = -math.inf
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot, and what it says of the examples."""
-        self._flat.weights.copy_(torch.tensor(snapshot.weights))
-        self._flat.buffers.copy_(torch.tensor(snapshot.buffers))
+        self._put(snapshot)
         config = self._job.config
         metrics = score(self._job.task, self._flat.model, self._test, config)
         with in_precision(config.training.precision, self._flat.weights.device):
@@ -63,7 +65,16 @@ class Evaluator:
             predicted,
             snapshot.weights if is_best else None,
             snapshot.buffers if is_best else None,
+            snapshot.untrained if is_best else {},
         )
+
+    def _put(self, snapshot: Snapshot) -> None:
+        """Let the model be a center; what an earlier one had changed is as it began again."""
+        self._flat.weights.copy_(torch.tensor(snapshot.weights))
+        self._flat.buffers.copy_(torch.tensor(snapshot.buffers))
+        again = {name: self._first[name] for name in self._put_in - snapshot.untrained.keys()}
+        self._flat.untrained.load({**again, **snapshot.untrained})
+        self._put_in = frozenset(snapshot.untrained)
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         """Whether the best center is kept and none that was scored here was better.

@@ -1,4 +1,4 @@
-"""What all workers of a run share, and who is told of their steps."""
+"""What all workers of a run share, the model that they begin with, who is told of their steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Protocol
 from raydl.config import TrainConfig
 from raydl.data import Order
 from raydl.faults import FaultPlan
+from raydl.flat import FlatModel, Untrained
 from raydl.method import Method
-from raydl.task import DataShape, Task
+from raydl.task import DataShape, Task, build_model
 
 
 class BeforeStep(Protocol):
@@ -41,3 +42,22 @@ class Job:
     """In which order the training samples come."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     """What is inflicted on the run, for chaos testing."""
+
+
+def first_model(job: Job, untrained: Untrained | None, *, device: str = "cpu") -> FlatModel:
+    """Return a model with the untrained state that the run's first model has.
+
+    Args:
+        job: says which model, and from which seed.
+        untrained: that state, by name; None: it is as the model is built.
+        device: where the model goes.
+
+    Raises:
+        ShapeError: this process builds another model than the first one.
+    """
+    model = build_model(job.task, job.shape, seed=job.config.training.seed).to(device)
+    names = None if untrained is None else untrained.keys()
+    flat = FlatModel(model, name=job.task.name, untrained=names)
+    if untrained is not None:
+        flat.untrained.load_first(untrained)
+    return flat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from raydl.center import Snapshot, SnapshotShelf
@@ -26,23 +27,33 @@ class LocalCrew:
         job: what the worker does.
         dataset: training and test set.
         prepare: makes its samples ready for the model.
+        untrained: the untrained state of the run's first model.
     """
 
-    def __init__(self, job: Job, dataset: Dataset, prepare: Prepare) -> None:
+    def __init__(
+        self, job: Job, dataset: Dataset, prepare: Prepare, untrained: dict[str, np.ndarray]
+    ) -> None:
         self._job = job
         self._train = Batches(dataset.train, prepare)
         self._test = Batches(dataset.test, prepare)
         self._shelf = SnapshotShelf()
         self._events: list[Event] = []
         self._running = False
+        self._untrained = untrained
 
     def open(self, snapshot: Snapshot) -> None:
         """Build the worker."""
         torch.set_num_threads(self._job.config.scaling.num_threads)
         self._shelf.put(snapshot)
         # The evaluation model first: building it draws from the same generator.
-        self._evaluator = Evaluator(self._job, self._test)
-        self._worker = Worker(self._job, "w0", batches=self._train, publish=self._shelf.put)
+        self._evaluator = Evaluator(self._job, self._test, self._untrained)
+        self._worker = Worker(
+            self._job,
+            "w0",
+            batches=self._train,
+            publish=self._shelf.put,
+            untrained=self._untrained,
+        )
         self._service = None if self._job.method.is_sync else CenterService(self._job, snapshot)
         self._others = [
             make_shard(self._job, snapshot, index, None)

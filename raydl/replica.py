@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from raydl.blocks import squared_distance
@@ -21,7 +21,7 @@ from raydl.config import TrainingConfig
 from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.distances import Distances
 from raydl.errors import ExchangeError
-from raydl.flat import FlatModel
+from raydl.flat import FlatModel, as_tensors
 from raydl.metrics import TimeParts
 from raydl.rules import Rule, Sends, Tally
 from raydl.talk import Exchange, Header, Partners, Talk
@@ -42,7 +42,7 @@ class Replica:
     """The parameters x_i of one worker and the arithmetic around them.
 
     Args:
-        model: already on its device; changed in place to flat storage.
+        flat: the model, on its device.
         task: knows the loss of a batch.
         rule: what an exchange does.
         make_optimizer: builds the inner optimizer over the flat weights.
@@ -54,7 +54,7 @@ class Replica:
 
     def __init__(
         self,
-        model: nn.Module,
+        flat: FlatModel,
         task: Task,
         *,
         rule: Rule,
@@ -63,7 +63,7 @@ class Replica:
         training: TrainingConfig = _PLAIN,
         has_dynamic_weights: bool = False,
     ) -> None:
-        self.flat = FlatModel(model, name=task.name)
+        self.flat = flat
         self._task = task
         self._rule = rule
         self._optimizer = make_optimizer([self.flat.weights]) if rule.steps_replica else None
@@ -236,6 +236,7 @@ class Replica:
             scale = 1.0 if self._rule.steps_replica else float(num_samples)
             parts = parts_of(batch, self._training.accumulate, full=self._training.batch_size)
             losses = [self._backward(part, share, scale) for part, share in parts]
+            self.flat.rebind()
         self._num_seen += num_samples
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -365,12 +366,17 @@ class Replica:
             ExchangeError: somebody went away or took too long; all is as it was.
         """
         own = io.BytesIO()
-        if is_first and self._optimizer is not None:
-            torch.save(copied_to_cpu(self._optimizer.state_dict()), own)
-        memory = partners.bytes_of_first(own.getvalue(), is_first=is_first)
+        if is_first:
+            optimizer = self._optimizer.state_dict() if self._optimizer else {}
+            untrained = as_tensors(self.flat.untrained.own())
+            torch.save({"optimizer": copied_to_cpu(optimizer), "untrained": untrained}, own)
+        content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
         others = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
-        if not is_first and self._optimizer is not None:
-            load_state(self._optimizer, torch.load(io.BytesIO(memory), weights_only=True))
+        if not is_first:
+            first = torch.load(io.BytesIO(content), weights_only=True)
+            self.flat.untrained.load(first["untrained"])
+            if self._optimizer is not None:
+                load_state(self._optimizer, first["optimizer"])
         return others[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -379,6 +385,7 @@ class Replica:
             "weights": self.flat.weights.detach().cpu().clone(),
             "buffers": self.flat.buffers.detach().cpu().clone(),
             "gradients": self.flat.gradients.detach().cpu().clone(),
+            "untrained": as_tensors(self.flat.untrained.own()),
             "optimizer": copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
             "distances": self._distances.state(),
             "trust": self._trusts.state(),
@@ -391,6 +398,7 @@ class Replica:
         self.flat.weights.copy_(state["weights"])
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])
+        self.flat.untrained.load(state.get("untrained", {}))  # earlier checkpoints have none
         if self._optimizer and state["optimizer"]:
             load_state(self._optimizer, state["optimizer"])
         self._distances.load(state["distances"])

@@ -43,12 +43,13 @@ class Start:
         Args:
             folder: of the run.
             config: its settings.
-            flat: names the weights.
+            flat: the run's first model; it gets the untrained state of the checkpoint.
             order: of the training samples.
 
         Raises:
             ConfigError: the run is complete, or began with other samples or another order.
             CheckpointError: none of its checkpoints can be read.
+            ShapeError: the checkpoint is of another model.
         """
         num_samples = order.num_samples
         store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
@@ -64,6 +65,7 @@ class Start:
             return cls(folder, store, best, first, {}, 0.0, sentences)
         checkpoint, sentences = store.read()
         snapshot = snapshot_of(checkpoint, flat)
+        flat.load_untrained(checkpoint.center, checkpoint.state.get("untrained", {}))
         _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
         _refuse_complete(folder, config, snapshot)
         sentences += [*known, f"resuming from round {snapshot.round} in {folder.root}"]

@@ -23,11 +23,12 @@ from raydl.config import TrainConfig
 from raydl.config.own_code import made_of
 from raydl.data.samples import Batch, DataShape, num_samples_of
 from raydl.errors import ConfigError, DataError, ShapeError
+from raydl.generators import seed_everything
 from raydl.models import ModelFactory
 
 __all__ = [
     "Batch", "Classification", "DataShape", "Derives", "LanguageModel", "Predicts", "Task",
-    "evaluate", "in_precision", "predict", "task_for", "task_on",
+    "build_model", "evaluate", "in_precision", "predict", "task_for", "task_on",
 ]  # fmt: skip
 
 
@@ -202,6 +203,16 @@ class LanguageModel:
             return {"perplexity": math.exp(means["loss"])}
         except OverflowError:
             return {"perplexity": math.inf}
+
+
+def build_model(task: Task, shape: DataShape, *, seed: int) -> nn.Module:
+    """Return a new model, built from a seed: all processes of a run build the same one.
+
+    Raises:
+        ShapeError: the model does not take such data.
+    """
+    seed_everything(seed)
+    return task.build_model(shape)
 
 
 def task_for(model: str, shape: DataShape, *, label_smoothing: float = 0.0) -> Task:

@@ -33,6 +33,7 @@ from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
 from raydl.job import Job
 from raydl.local_crew import LocalCrew
+from raydl.method import Method
 from raydl.methods import filled_in, resolve
 from raydl.optimizers import OwnOptimizer, as_config
 from raydl.own_task import ModelAndLoss, OwnFactory, OwnLoss
@@ -48,7 +49,7 @@ from raydl.start import Start
 from raydl.storage import below
 from raydl.task import Task, checked_task, task_on
 from raydl.texts import config_as_markdown
-from raydl.trial import try_model
+from raydl.trial import Trial, try_model
 
 _Settings = TypeVar("_Settings")
 
@@ -152,19 +153,21 @@ class Trainer:
         _check_batch_size(config, dataset)
         prepare = preparation_for(dataset, config)
         batches = Batches(dataset.train, prepare)
-        flat = try_model(task, batches, config, method, self.own_optimizer)
+        trial = try_model(task, batches, config, method)
+        flat = trial.flat
         faults = _read_faults(config)
         folder = RunFolder(config)
         with folder.held(resume=config.run.resume):
             order = dataset.train.order(config.training.seed)
             start = Start.open(folder, config, flat, order=order)
+            start.sentences.extend(_notes_on(trial, method))
             job = Job(config, method, task, shape, order, faults)
             view = RunView(
                 config, start.snapshot, seconds_before=start.seconds,
                 center_accuracy=start.before.center_accuracy,
             )  # fmt: skip
             with open_desk(start.folder.storage, view) as desk:
-                crew = _make_crew(job, dataset, prepare)
+                crew = _make_crew(job, dataset, prepare, flat)
                 try:
                     result = self._run(crew, job, flat, start, desk, view, Examples(dataset.test))
                 finally:
@@ -287,6 +290,18 @@ def _read_faults(config: TrainConfig) -> FaultPlan:
     return plan
 
 
+def _notes_on(trial: Trial, method: Method) -> list[str]:
+    """Return what a user should know of a model before it is trained."""
+    if not trial.moved or method.is_sync:
+        return []
+    others = f" and {len(trial.moved) - 1} more" if len(trial.moved) > 1 else ""
+    return [
+        f"the model moves its frozen {trial.moved[0]}{others} by itself: each worker keeps its "
+        f"own, and the center has what the run began with; take a synchronous method to keep that "
+        f"of one worker"
+    ]
+
+
 def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
     batch_size, num_samples = config.training.batch_size, dataset.train.num_samples
     if batch_size > num_samples:
@@ -295,10 +310,10 @@ def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
         )
 
 
-def _make_crew(job: Job, dataset: Dataset, prepare: Prepare) -> Crew:
-    scaling = job.config.scaling
+def _make_crew(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -> Crew:
+    scaling, untrained = job.config.scaling, first.untrained.arrays()
     if scaling.max_workers == 0:
-        return LocalCrew(job, dataset, prepare)
+        return LocalCrew(job, dataset, prepare, untrained)
     ray_session.prepare()
     from raydl.on_ray.cluster import check_room  # imports Ray, as the next does
     from raydl.on_ray.crew import RayCrew
@@ -306,7 +321,7 @@ def _make_crew(job: Job, dataset: Dataset, prepare: Prepare) -> Crew:
     is_ours = ray_session.connect()
     if is_ours:
         check_room(scaling)
-    return RayCrew(job, dataset, prepare)
+    return RayCrew(job, dataset, prepare, untrained)
 
 
 def _finish(controller: Controller, recorder: RunRecorder, start: Start) -> Result:

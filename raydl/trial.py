@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,24 +22,31 @@ from raydl.data.samples import num_samples_of, part_of
 from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.flat import FlatModel
 from raydl.method import Method
-from raydl.optimizers import OwnOptimizer, check_for_model
-from raydl.task import ChecksOutput, Task, in_precision
+from raydl.optimizers import check_for_model
+from raydl.task import ChecksOutput, Task, build_model, in_precision
 
 _NEAR = 0.05
 """Two values this close, relative to the greater one, are one: a mean and a sum are not."""
 
 
-def try_model(
-    task: Task, batches: Batches, config: TrainConfig, method: Method, own: OwnOptimizer | None
-) -> FlatModel:
-    """Build the initial model, try two samples, and return it as it was built.
+@dataclass(frozen=True)
+class Trial:
+    """What the trial of a model came to."""
+
+    flat: FlatModel
+    """The run's first model, as it was built."""
+    moved: tuple[str, ...]
+    """Frozen parameters that the loss or the metrics change."""
+
+
+def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method) -> Trial:
+    """Build the run's first model, try two samples, and return it as it was built.
 
     Args:
         task: what is learned.
         batches: of the training set.
         config: the run's settings.
         method: that they name.
-        own: the user's own optimizer, if there is one.
 
     Raises:
         ShapeError: the model does not take the data, or the task returns what is no loss and no
@@ -47,14 +55,14 @@ def try_model(
             not take the model.
         DataError: there are no two samples that can be read.
     """
-    torch.manual_seed(config.training.seed)
     shape = batches.samples.shape
-    model = task.build_model(shape)
+    model = build_model(task, shape, seed=config.training.seed)
     flat = FlatModel(model, name=task.name)
     _check_dtype(config, method, task.name, flat)
-    optimizer = check_for_model(method.inner, own, model, flat.weights)
+    optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
     check_state(f"optimizer.name {method.inner.name}", optimizer)
     weights, buffers = flat.weights.clone(), flat.buffers.clone()
+    untrained = flat.untrained.arrays()
     batch = two_samples(batches)
     try:
         with in_precision(config.training.precision, flat.weights.device):
@@ -66,9 +74,12 @@ def try_model(
     except (RuntimeError, IndexError) as error:
         raise ShapeError(task.name, f"does not take {shape}: {error}") from error
     _check_scores(config, scores)
+    moved = flat.untrained.moved_parameters()
+    flat.rebind()
     flat.weights.copy_(weights)
     flat.buffers.copy_(buffers)
-    return flat
+    flat.untrained.load(untrained)
+    return Trial(flat, moved)
 
 
 def two_samples(batches: Batches) -> Any:

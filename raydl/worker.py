@@ -22,8 +22,9 @@ from raydl.errors import ExchangeError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
+from raydl.flat import Untrained
 from raydl.generators import generators_state, load_generators, seed_generators
-from raydl.job import BeforeStep, Job
+from raydl.job import BeforeStep, Job, first_model
 from raydl.ledger import Span
 from raydl.membership import Membership
 from raydl.metrics import TimeParts
@@ -46,6 +47,7 @@ class Worker:
         publish: takes a committed snapshot of the center to where it is served.
         incarnation: which life of this worker.
         before_step: is called before each local step.
+        untrained: the untrained state of the run's first model; None: it is as the model is built.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Worker:
         publish: Callable[[Snapshot], None],
         incarnation: int = 0,
         before_step: BeforeStep | None = None,
+        untrained: Untrained | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.parts = TimeParts()
@@ -68,9 +71,10 @@ class Worker:
         self._device = torch.device(job.config.scaling.device)
         self._feed = Feed(batches, job.order, device=self._device, time_parts=self.parts)
         with self.parts.measure("initialization"):
-            model = job.task.build_model(job.shape).to(self._device)
+            flat = first_model(job, untrained, device=job.config.scaling.device)
+            model = flat.model
             self.replica = Replica(
-                model,
+                flat,
                 job.task,
                 rule=self._method.rule,
                 make_optimizer=make_optimizer(job.method.inner, job.method.own_optimizer, model),
@@ -165,6 +169,7 @@ class Worker:
     def _start_from(self, snapshot: Snapshot, own_state: dict[str, Any] | None) -> None:
         self.local_step = snapshot.local_step
         self._become(snapshot)
+        self.replica.flat.untrained.load(snapshot.untrained)
         if own_state is None:
             seed_generators(self._job.config.training.seed, self.worker_id)
         else:

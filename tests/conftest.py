@@ -107,8 +107,15 @@ class Ensemble:
         self.first = first_snapshot(self.flat, self.images.num_samples)
         order = self.images.order(self.config.training.seed)
         self.job = Job(self.config, resolve(self.config), task, self.images.shape, order)
+        untrained = self.flat.untrained.arrays()
         self.workers = [
-            Worker(self.job, f"w{i}", batches=self.batches, publish=self._publish)
+            Worker(
+                self.job,
+                f"w{i}",
+                batches=self.batches,
+                publish=self._publish,
+                untrained=untrained,
+            )
             for i in range(self.num_workers)
         ]
 

@@ -17,6 +17,7 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.data import Batches, Normalizer
+from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
 from raydl.optimizers import make_optimizer
 from raydl.replica import Replica
@@ -48,7 +49,7 @@ def replica_of(config, *, own=None, model=deep, rule=None, training=None):
     network = task.build_model(SHAPE)
     reference = copy.deepcopy(network)
     replica = Replica(
-        network,
+        FlatModel(network),
         task,
         rule=rule or Elastic(0.9),
         make_optimizer=make_optimizer(config, own, network),

@@ -20,6 +20,7 @@ from raydl.exchange.mapped import MappedCell, MappedExchange, can_be_shared
 from raydl.exchange.messages import Desk
 from raydl.exchange.post import NOTHING, CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.shard import Shard
+from raydl.flat import UntrainedState
 from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.optimizers import make_optimizer
@@ -66,7 +67,7 @@ def reach(shard, worker_id="w0", *, post=None, rule=None, is_locked=True, timeou
     """Return a worker's exchange with a center of its node, as another process would have it."""
     [(span, address)] = shard.shared_cells(worker_id).items()
     cell = MappedCell.open(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
-    desk = Desk(worker_id, 1, 0)
+    desk = Desk(worker_id, 1, 0, UntrainedState("", {}))
     desk.take_orders(ORDERS)
     return MappedExchange(
         cell,

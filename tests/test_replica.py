@@ -12,6 +12,7 @@ from raydl.center import Mirror
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Batches, Normalizer
 from raydl.errors import ExchangeError
+from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
 from raydl.optimizers import make_optimizer
 from raydl.replica import Replica
@@ -30,7 +31,11 @@ def make_replica(rule, config):
     model = task.build_model(SHAPE)
     reference = copy.deepcopy(model)
     replica = Replica(
-        model, task, rule=rule, make_optimizer=make_optimizer(config), time_parts=TimeParts()
+        FlatModel(model),
+        task,
+        rule=rule,
+        make_optimizer=make_optimizer(config),
+        time_parts=TimeParts(),
     )
     return replica, reference
 

@@ -175,6 +175,7 @@ def measure_step_s(model: str, shape: DataShape, method: Method, batch_size: int
     """
     import torch
 
+    from raydl.flat import FlatModel
     from raydl.metrics import TimeParts
     from raydl.optimizers import make_optimizer
     from raydl.replica import Replica
@@ -183,7 +184,7 @@ def measure_step_s(model: str, shape: DataShape, method: Method, batch_size: int
     task = Classification(model)
     network = task.build_model(shape)
     replica = Replica(
-        network, task, rule=method.rule, time_parts=TimeParts(),
+        FlatModel(network), task, rule=method.rule, time_parts=TimeParts(),
         make_optimizer=make_optimizer(method.inner, method.own_optimizer, network),
     )  # fmt: skip
     batch = (

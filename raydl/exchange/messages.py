@@ -24,6 +24,7 @@ from raydl.exchange.post import (
     Stamp,
 )
 from raydl.exchange.staging import Staging
+from raydl.flat import UntrainedState
 from raydl.ledger import Span
 from raydl.rules import Sends, Tally
 from raydl.talk import Header
@@ -174,9 +175,12 @@ class Desk:
         worker_id: who it is.
         generation: the membership that it enters with.
         incarnation: which life of the worker.
+        untrained: of the worker's model.
     """
 
-    def __init__(self, worker_id: str, generation: int, incarnation: int) -> None:
+    def __init__(
+        self, worker_id: str, generation: int, incarnation: int, untrained: UntrainedState
+    ) -> None:
         self.generation = generation
         self.lr = 0.0
         self.local_step = 0
@@ -187,6 +191,8 @@ class Desk:
         self.orders: Orders | None = None
         self._worker_id = worker_id
         self._incarnation = incarnation
+        self._untrained = untrained
+        self._told: dict[str, np.ndarray] = {}
         self._numbers = itertools.count()
 
     @property
@@ -229,7 +235,9 @@ class Desk:
     def _settlement(self, header: Header) -> Settlement:
         """Return what ends the round."""
         num_bytes, self.num_bytes = self.num_bytes, 0
-        return Settlement(header, self.local_step, self.lr, num_bytes)
+        news = self._untrained.changed_buffers(self._told)
+        self._told.update(news)
+        return Settlement(header, self.local_step, self.lr, num_bytes, news)
 
     def raise_if(self, refusal: str) -> None:
         """Raise an ExchangeError if the center refused; an empty text says that it did not."""

@@ -9,7 +9,7 @@ what to do next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,6 +61,8 @@ class Settlement:
     lr: float
     num_bytes: int
     """Bytes this worker sent and received since its last settlement."""
+    untrained: dict[str, np.ndarray] = field(default_factory=dict)
+    """Buffers that are not averaged and have changed since the last settlement, by name."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import threading
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.actor import ActorHandle
@@ -210,6 +211,7 @@ class WorkerActor:
         worker_id: str,
         train: Samples,
         prepare: Prepare,
+        untrained: dict[str, np.ndarray],
     ) -> Place:
         """Build the worker; return its node and process id.
 
@@ -230,6 +232,7 @@ class WorkerActor:
             batches=Batches(train, prepare),
             publish=self._publish,
             before_step=self._injector.before_step if job.faults.faults else None,
+            untrained=untrained,
         )
         self._num_threads = job.config.scaling.num_threads
         self._job = job
@@ -373,10 +376,12 @@ class WorkerActor:
 class EvaluatorActor:
     """Scores snapshots of the center, beside the workers."""
 
-    def __init__(self, job: Job, test: Samples, prepare: Prepare) -> None:
+    def __init__(
+        self, job: Job, test: Samples, prepare: Prepare, untrained: dict[str, np.ndarray]
+    ) -> None:
         keep_freed_memory()
         torch.set_num_threads(1)
-        self._evaluator = Evaluator(job, Batches(test, prepare))
+        self._evaluator = Evaluator(job, Batches(test, prepare), untrained)
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""

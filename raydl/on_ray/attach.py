@@ -27,6 +27,7 @@ from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
 from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
+from raydl.flat import Untrained
 from raydl.job import Job
 from raydl.ledger import Span
 from raydl.membership import Membership
@@ -271,9 +272,14 @@ class RayPoint:
         """Let a worker go; return whether its copy of the center should stay."""
         return bool(self.call("go", worker_id, generation))
 
-    def put(self, generation: int, snapshot: Snapshot) -> None:
+    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
         """Take in the center that a generation starts from, or ends with."""
-        self.call("put", generation, snapshot)
+        self.call("put", generation, snapshot, untrained)
+
+    def first_untrained(self) -> Untrained:
+        """Return the untrained state that all workers begin with; after the center has come."""
+        untrained: Untrained = self.call("first_untrained")
+        return untrained
 
     def fetch(self, worker_id: str, call: Call) -> Snapshot | None:
         """Return what a worker that was called starts from; None: it is not here yet."""
@@ -327,9 +333,13 @@ class MeetingActor:
         """Let a worker go."""
         return self._room.leave(worker_id, generation)
 
-    def put(self, generation: int, snapshot: Snapshot) -> None:
+    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
         """Take in the center."""
-        self._room.put(generation, snapshot)
+        self._room.put(generation, snapshot, untrained)
+
+    def first_untrained(self) -> Untrained:
+        """Return the untrained state that all workers begin with."""
+        return self._room.first_untrained()
 
     def fetch(self, worker_id: str, call: Call) -> Snapshot | None:
         """Return the center."""

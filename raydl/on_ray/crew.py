@@ -6,6 +6,7 @@ import time
 import uuid
 from typing import Any
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
@@ -59,15 +60,20 @@ class RayCrew:
         job: what the workers do.
         dataset: put into shared memory once; every node holds one copy for its workers.
         prepare: makes its samples ready for the model.
+        untrained: the untrained state of the run's first model, which all processes begin with;
+            put into shared memory once, too.
     """
 
-    def __init__(self, job: Job, dataset: Dataset, prepare: Prepare) -> None:
+    def __init__(
+        self, job: Job, dataset: Dataset, prepare: Prepare, untrained: dict[str, np.ndarray]
+    ) -> None:
         send_by_value(type(job.method.rule))
         self._job = job
         self._run_id = uuid.uuid4().hex[:8]
         self._home = node_here()
         self._train = ray.put(dataset.train)
         self._prepare = ray.put(prepare)
+        self._untrained = ray.put(untrained)
         self._test = ray.put(dataset.test)
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._shards: list[ActorHandle] = []
@@ -133,7 +139,7 @@ class RayCrew:
         options = worker_options(self._job.config.scaling, not_on=self._notices.nodes)
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
-        ref = worker.setup.remote(self._job, worker_id, self._train, self._prepare)
+        ref = worker.setup.remote(self._job, worker_id, self._train, self._prepare, self._untrained)
         self._calls.expect(ref, worker_id, self._on_ready(worker_id))
 
     def _on_ready(self, worker_id: str) -> Handler:
@@ -348,7 +354,7 @@ class RayCrew:
         """Return the evaluator; it starts if it does not run."""
         if self._evaluator is None:
             self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
-                self._job, self._test, self._prepare
+                self._job, self._test, self._prepare, self._untrained
             )
         return self._evaluator
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from raydl.center import Snapshot, copied_to_cpu, first_snapshot
 from raydl.data.feed import positions_of
-from raydl.errors import AttachError, ExchangeError
+from raydl.errors import AttachError, ExchangeError, ShapeError
+from raydl.flat import FlatModel, Untrained, as_tensors
 from raydl.job import Job
 from raydl.metrics import TimeParts
 from raydl.own_loop.claims import claim, release
@@ -54,7 +55,7 @@ class Attached:
         self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
         self._parts = TimeParts()
         self._replica = Replica(
-            model,
+            FlatModel(model, name=job.task.name),
             job.task,
             rule=job.method.rule,
             make_optimizer=lambda _: optimizer,
@@ -67,6 +68,7 @@ class Attached:
         """Local steps so far; of one that came later, with those of the others before it."""
         self._generation = 0
         self._loaded: Snapshot | None = None
+        self._loaded_untrained: Mapping[str, Any] = {}
         self._schedule: Schedule | None = None
         self._trained = Trained()
         self._feedback: dict[Any, Any] = {}
@@ -126,30 +128,39 @@ class Attached:
     def center_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict with the center's weights and buffers, on the CPU."""
         center = self._newest_center()
-        return self._flat.state_dict_of(*_tensors_of(center))
+        return self._flat.state_dict_of(*_tensors_of(center), center.untrained)
 
     @contextlib.contextmanager
     def center(self) -> Iterator[nn.Module]:
         """Let the model hold the center's weights and buffers, for an evaluation; then its own."""
         center = self._newest_center()
+        self._flat.rebind()
         kept = self._flat.weights.clone(), self._flat.buffers.clone()
+        kept_untrained = self._flat.untrained.own()
         self._is_away = True
         try:
             self._hold(*_tensors_of(center))
+            self._flat.untrained.load(center.untrained)
             yield self._flat.model
         finally:
+            self._flat.rebind()
             self._hold(*kept)
+            self._flat.untrained.load(kept_untrained)
             self._is_away = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that this worker needs to go on later, on the CPU: its replica, the center."""
+        """Return all that this worker needs to go on later, on the CPU: its model, the center."""
         center = self._door.center() or self._center()
         weights, buffers = _tensors_of(center)
+        untrained = as_tensors(center.untrained)
         return {
             "local_step": self.local_step,
             "replica": self._replica.state_dict(),
-            "center": {**vars(center), "weights": weights, "buffers": buffers},
-        }
+            "untrained": as_tensors(self._flat.untrained.arrays()),
+            "center": {
+                **vars(center), "weights": weights, "buffers": buffers, "untrained": untrained,
+            },
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned; before this worker comes to the others.
@@ -166,7 +177,10 @@ class Attached:
             )
         center = state["center"]
         arrays = {name: center[name].numpy() for name in ("weights", "buffers")}
-        self._loaded = Snapshot(**{**center, **arrays})
+        untrained = {name: tensor.numpy() for name, tensor in center["untrained"].items()}
+        self._loaded = Snapshot(**{**center, **arrays, "untrained": untrained})
+        self._flat.untrained.load(state["untrained"])
+        self._loaded_untrained = state["replica"]["untrained"]
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
         self.local_step = state["local_step"]
@@ -232,8 +246,10 @@ class Attached:
         with self._parts.measure("initialization"):
             before = self._schedule
             age = (before.version, before.num_changes) if before else self._loaded_age()
-            entry = self._door.enter(age, self._center)
+            entry = self._door.enter(age, self._center, self._first_untrained)
             snapshot = entry.snapshot or self._center()
+            if entry.untrained is not None:
+                self._take_over_untrained(entry.untrained, snapshot)
             self._take_over(snapshot)
             site = Site(
                 config=self._job.config,
@@ -247,6 +263,17 @@ class Attached:
             )
             self._schedule = self._make_schedule(site, entry, snapshot)
             self._generation = entry.membership.generation
+
+    def _first_untrained(self) -> Untrained:
+        """Return the untrained state of this worker's model, which all begin with."""
+        self._flat.untrained.mark()
+        return self._flat.untrained.arrays()
+
+    def _take_over_untrained(self, first: Untrained, snapshot: Snapshot) -> None:
+        """Begin with the untrained state of the others; what was loaded is this worker's own."""
+        self._flat.untrained.load_first(first)
+        self._flat.untrained.load(snapshot.untrained)
+        self._flat.untrained.load(self._loaded_untrained)
 
     def _loaded_age(self) -> Age:
         if self._loaded is None:
@@ -368,12 +395,13 @@ class Attached:
         if self._is_away:
             problem = "step() inside `with elastic.center()`: the model holds the center there"
             raise AttachError(self._door.name, problem)
-        if not self._flat.is_bound():
+        try:
+            self._flat.rebind()
+        except ShapeError as error:
             raise AttachError(
                 self._door.name,
-                "the model's parameters are no longer where they were; move or convert the model "
-                "before it is attached, and its weights by load_state_dict",
-            )
+                f"{error}; move or convert the model before it is attached",
+            ) from error
 
     def _hold(self, weights: Tensor, buffers: Tensor) -> None:
         """Put other weights and buffers into the model."""

@@ -13,6 +13,7 @@ from raydl.center import Snapshot
 from raydl.errors import AttachError, ExchangeError
 from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
+from raydl.flat import Untrained
 from raydl.membership import Membership
 from raydl.own_loop.meeting import NO_COPY, Age, Call, Word
 
@@ -42,8 +43,18 @@ class MeetingPoint(Protocol):
         """Let a worker go; return whether its copy of the center should stay."""
         ...
 
-    def put(self, generation: int, snapshot: Snapshot) -> None:
-        """Take in the center that a generation starts from, or ends with."""
+    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
+        """Take in the center that a generation starts from, or ends with.
+
+        Args:
+            generation: which.
+            snapshot: the center.
+            untrained: all of the untrained state, from a worker that enters for the first time.
+        """
+        ...
+
+    def first_untrained(self) -> Untrained:
+        """Return the untrained state that all workers begin with; after the center has come."""
         ...
 
     def fetch(self, worker_id: str, call: Call) -> Snapshot | None:
@@ -75,6 +86,8 @@ class Entry:
     road: Group | Post
     snapshot: Snapshot | None
     """What all start from; None: this worker's own copy of the center."""
+    untrained: Untrained | None = None
+    """The untrained state that all begin with; None: this worker has it."""
 
 
 @dataclass
@@ -133,12 +146,16 @@ class Door:
         """The newest that was heard."""
         return self._stay.word
 
-    def enter(self, age: Age, own: Callable[[], Snapshot]) -> Entry:
+    def enter(
+        self, age: Age, own: Callable[[], Snapshot], own_untrained: Callable[[], Untrained]
+    ) -> Entry:
         """Leave the generation, if any, and wait for the next one.
 
         Args:
             age: of this worker's copy of the center.
             own: returns it.
+            own_untrained: returns the untrained state of this worker's model, for all to begin
+                with.
 
         Raises:
             ExchangeError: somebody who was called as well went away; to be tried again.
@@ -156,12 +173,15 @@ class Door:
         # Unless it enters, what it has leads nowhere: the others go on from something else.
         self._void = None if has_newest or age == call.age else age
         if call.source == self.worker_id:
-            point.put(call.generation, own())
+            untrained = None if self._has_entered else own_untrained()
+            point.put(call.generation, own(), untrained)
         is_here = has_newest and self._in_rounds
         snapshot = None if is_here else self._wait_for_center(point, call, stay)
+        is_new = not self._has_entered and call.source != self.worker_id
+        first = point.first_untrained() if is_new else None
         self._road = road = self._make_road(self.worker_id, call.membership, stay.abandoned)
         self._void, self._has_entered = None, True
-        return Entry(call.membership, road, snapshot)
+        return Entry(call.membership, road, snapshot, first)
 
     def check(self) -> None:
         """Raise an AttachError if this worker has left for good."""

@@ -15,6 +15,7 @@ from raydl.center import Snapshot
 from raydl.center_service import CenterService
 from raydl.dispatcher import Due
 from raydl.errors import AttachError, ConfigError
+from raydl.flat import Untrained
 from raydl.job import Job
 from raydl.membership import Membership
 from raydl.own_loop.meeting import Age, Call, Meeting, Word
@@ -60,6 +61,7 @@ class Room:
         self._service: CenterService | None = None
         self._copy: Snapshot | None = None
         self._copied_in = 0
+        self._untrained: Untrained | None = None
         self._starts: dict[str, Snapshot] = {}
         self._members: frozenset[str] = frozenset()
 
@@ -111,9 +113,18 @@ class Room:
             self._follow()
             return is_last and self._job.method.is_sync
 
-    def put(self, generation: int, snapshot: Snapshot) -> None:
-        """Take in the center that a generation starts from, or ends with."""
+    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
+        """Take in the center that a generation starts from, or ends with.
+
+        Args:
+            generation: which.
+            snapshot: the center.
+            untrained: all of the untrained state, from a worker that enters for the first time;
+                the first that comes is everybody's.
+        """
         with self._lock:
+            if self._untrained is None:
+                self._untrained = untrained
             if generation != self._meeting.membership.generation or self._service is not None:
                 return  # others went on meanwhile
             if self._job.method.is_sync:
@@ -143,6 +154,12 @@ class Room:
                     "state that you kept",
                 )
             return self._copy if call.source is None or self._copied_in == call.generation else None
+
+    def first_untrained(self) -> Untrained:
+        """Return the untrained state that all workers begin with; after the center has come."""
+        with self._lock:
+            assert self._untrained is not None, "it comes with the first center"
+            return self._untrained
 
     def center(self) -> Snapshot | None:
         """Return the center as it is now; None: the workers have it."""

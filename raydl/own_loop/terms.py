@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -139,5 +140,18 @@ def terms_of(job: Job, model: nn.Module) -> dict[str, Any]:
     """Return what all workers of a run must agree on, by setting."""
     config = job.config
     settings = {"method": to_dict(config.method), "exchange": to_dict(config.exchange)}
-    sizes = [tuple(p.shape) for p in model.parameters() if p.requires_grad]
-    return {**dotted(settings), "num_workers": config.scaling.wanted(), "model": sizes}
+    return {**dotted(settings), "num_workers": config.scaling.wanted(), "model": _layout_of(model)}
+
+
+def _layout_of(model: nn.Module) -> str:
+    """Return in short which tensors a model has: two models of one layout fit each other."""
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+    ]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return (
+        f"{trained:,} trained parameters, {len(tensors)} tensors in all "
+        f"({zlib.crc32(repr(tensors).encode()):08x})"
+    )

@@ -40,7 +40,9 @@ class MessageSchedule:
         self._post = post
         self._extent = Extent.of(site.config.training, epoch_samples=snapshot.ledger["num_samples"])
         self._buffers = torch.tensor(snapshot.buffers, device=site.flat.weights.device)
-        self._desk = Desk(site.worker_id, site.membership.generation, incarnation)
+        self._desk = Desk(
+            site.worker_id, site.membership.generation, incarnation, site.flat.untrained
+        )
         self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges(snapshot.weights))
         self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
         self._in_turn = site.method.schedule == "round_robin"
@@ -200,6 +202,7 @@ class MessageSchedule:
             optimizer={},
             ledger=orders.ledger,
             num_cuts=orders.num_cuts,
+            untrained=self._site.flat.untrained.changed_buffers(),
         )
 
     def undo_round(self) -> None:

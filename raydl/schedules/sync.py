@@ -347,6 +347,7 @@ class SyncSchedule:
             ledger=self._ledger.state_dict(with_claims=True),
             num_cuts=self.num_cuts,
             cadence=self._cadence if self._tempo else None,
+            untrained=self._site.flat.untrained.changed(),
         )
 
     def _optimizer_state(self) -> dict[str, Any]:
