@@ -10,7 +10,7 @@ from raydl.data import Batches, load, preparation_for
 from raydl.errors import DataError
 from raydl.evaluator import score
 from raydl.runs.folder import open_run
-from raydl.task import task_on
+from raydl.task import build_model, task_on
 
 
 def score_run(path: str, *, data: str | None = None, best: bool = False) -> dict[str, float]:
@@ -32,7 +32,7 @@ def score_run(path: str, *, data: str | None = None, best: bool = False) -> dict
     dataset = load(data or config.data, seed=config.training.seed, input=config.input)
     task = task_on(None, dataset.train.shape, config)
     torch.set_num_threads(1)
-    model = task.build_model(dataset.train.shape)
+    model = build_model(task, dataset.train.shape, seed=config.training.seed)
     try:
         model.load_state_dict(center)
     except RuntimeError as error:

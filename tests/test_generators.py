@@ -1,0 +1,93 @@
+"""Whatever a task draws at random is begun from the seed and kept in checkpoints."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import linear, tiny_images
+from histories import History, assert_same, config
+
+from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint_writer import checkpoint_of, snapshot_of
+from raydl.crew import Collected
+from raydl.generators import generators_state, load_generators, seed_everything, seed_generators
+from raydl.storage import Storage
+from raydl.task import Classification, build_model
+
+CPU = torch.device("cpu")
+
+
+def draws():
+    return [torch.rand(1).item(), np.random.rand(), random.random(), np.random.standard_normal()]
+
+
+class Noisy(Classification):
+    """A task that draws from Python's and NumPy's global generators, and from torch's."""
+
+    def __init__(self):
+        super().__init__(linear)
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1 + sum(draws()[:3]))
+
+
+def test_a_worker_draws_the_same_again_and_another_worker_draws_others():
+    seed_generators(7, "w1")
+    first = draws()
+    seed_generators(7, "w2")
+    assert not set(first) & set(draws())
+    seed_generators(7, "w1")
+    assert draws() == first
+
+
+def test_generators_go_on_where_they_were():
+    seed_generators(7, "w1")
+    draws()  # leaves NumPy with a normal number in hand
+    state = generators_state(CPU)
+    first = draws()
+    load_generators(state, CPU)
+    assert draws() == first
+
+
+def test_a_state_of_torch_alone_is_taken_too():
+    state = {"cpu": torch.get_rng_state(), "cuda": None}
+    expected = torch.rand(1)
+    load_generators(state, CPU)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), np.random.rand, random.random])
+def test_a_model_is_built_alike_in_every_process(draw):
+    def factory(shape, num_classes):
+        model = torch.nn.Linear(1, 1)
+        model.drawn = float(draw())
+        return model
+
+    shape = tiny_images().shape
+    one, two, other = (build_model(Classification(factory), shape, seed=s) for s in (3, 3, 4))
+    assert one.drawn == two.drawn != other.drawn
+
+
+def test_the_seed_of_torch_is_the_runs_own():
+    seed_everything(5)
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_a_resumed_run_draws_what_one_that_was_not_interrupted_draws(tmp_path):
+    case = config("sync-easgd", epochs=4)
+    whole = History(case, task=Noisy())
+    whole.train("w0", rounds=3)
+    store = CheckpointStore(Storage(str(tmp_path)))
+    states = {"w0": whole.workers["w0"].take_kept(3)}
+    store.write(checkpoint_of(Collected(whole.snapshot, states), whole.flat, seconds=1.0))
+    whole.end("w0")
+
+    checkpoint, _ = store.read()
+    cut = History(case, task=Noisy())
+    cut.snapshot = snapshot_of(checkpoint, cut.flat)
+    cut.train("w0", rounds=0, states=checkpoint.workers)
+    cut.end("w0")
+    assert_same(cut.bits(), whole.bits())
