@@ -8,7 +8,8 @@
     ├── ClusterError                no Ray cluster is there that would have us
     ├── ResourceError               the cluster can not hold what was asked for
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
-    ├── NonFiniteLossError          the loss became NaN or infinite
+    ├── StepError                   a local step led to what must not reach the center
+    │   └── NonFiniteLossError      the loss became NaN or infinite
     ├── ProcessLostError            a process of the run went away
     ├── AttachError                 an own loop could not go on together with the others
     └── ExchangeError               an exchange did not complete; nothing was changed by it
@@ -142,7 +143,26 @@ class CheckpointError(RaydlError):
         return f"checkpoint {self.path}: {self.problem}"
 
 
-class NonFiniteLossError(RaydlError):
+class StepError(RaydlError):
+    """A local step led to something that must not reach the center, and has not reached it.
+
+    Args:
+        worker_id: whose step.
+        local_step: the step of that worker, counted from 0.
+        problem: what it led to, and what to change.
+    """
+
+    def __init__(self, worker_id: str, local_step: int, problem: str) -> None:
+        super().__init__(worker_id, local_step, problem)
+        self.worker_id = worker_id
+        self.local_step = local_step
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"local step {self.local_step} of worker {self.worker_id}: {self.problem}"
+
+
+class NonFiniteLossError(StepError):
     """The loss of a batch became NaN or infinite.
 
     Args:
@@ -152,9 +172,8 @@ class NonFiniteLossError(RaydlError):
     """
 
     def __init__(self, worker_id: str, local_step: int, loss: float) -> None:
-        super().__init__(worker_id, local_step, loss)
-        self.worker_id = worker_id
-        self.local_step = local_step
+        super().__init__(worker_id, local_step, f"the loss became {loss}")
+        self.args = (worker_id, local_step, loss)
         self.loss = loss
 
     def __str__(self) -> str:

@@ -10,7 +10,9 @@ integer buffers, buffers of another dtype than the weights, and masks. No exchan
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,9 @@ class FlatModel:
         self.weights = _gather(list(self._parameters.values()), first)
         self.gradients = torch.zeros_like(self.weights)
         self.buffers = _gather(list(self._buffers.values()), first)
+        self.num_reached: list[int] = []
+        """By parameter, how often a backward pass has reached it; empty where nobody watches."""
+        self._hooks: list[Any] = []
         self._bind()
         flat = {*self._parameters, *self._buffers}
         self.untrained = UntrainedState(
@@ -106,9 +111,85 @@ class FlatModel:
 
     def release_gradients(self) -> None:
         """Leave the gradients to autograd, for a loop that zeroes them itself."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks, self.num_reached = [], []
         self.gradients = self.weights.new_empty(0)
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trained parameters, in the order of the flat weights."""
+        return list(self._parameters.values())
+
+    def watch_gradients(self) -> None:
+        """Note from now on which parameters a backward pass reaches."""
+        self.num_reached = [0] * len(self._parameters)
+        for number, parameter in enumerate(self._parameters.values()):
+            bound = parameter.grad
+            assert bound is not None
+            watch: Any = parameter.register_post_accumulate_grad_hook
+            self._hooks.append(watch(self._noting(number, bound)))
+
+    def _noting(self, number: int, bound: Tensor) -> Callable[[Tensor], None]:
+        def note(parameter: Tensor) -> None:
+            self.num_reached[number] += 1
+            if parameter.grad is not bound:  # the model's own code set it to None
+                assert parameter.grad is not None
+                bound.copy_(parameter.grad)
+                parameter.grad = bound
+
+        return note
+
+    def is_reached(self, since: Sequence[int]) -> bytearray:
+        """Return, by parameter, 1 if a backward pass has reached it since :attr:`num_reached`."""
+        return bytearray(now > before for now, before in zip(self.num_reached, since, strict=True))
+
+    def note_reached(self, is_reached: bytearray) -> None:
+        """Note, by parameter, what the backward passes of others have reached."""
+        self.num_reached = [
+            count + reached for count, reached in zip(self.num_reached, is_reached, strict=True)
+        ]
+
+    def unreached(self, since: Sequence[int], span: slice | None = None) -> list[str]:
+        """Return the names of the parameters that no backward pass has reached of late.
+
+        Args:
+            since: :attr:`num_reached` as it was then.
+            span: those of which a part is in it alone, of the flat parameters; None: all.
+
+        Where nobody watches there are none.
+        """
+        if not self.num_reached:
+            return []
+        span = span or slice(0, self.num_parameters)
+        if all(now > before for now, before in zip(self.num_reached, since, strict=True)):
+            return []
+        return [
+            name
+            for name, now, before, (start, stop) in zip(
+                self._parameters, self.num_reached, since, self._ends(), strict=True
+            )
+            if now == before and start < span.stop and span.start < stop
+        ]
+
+    def _ends(self) -> Iterator[tuple[int, int]]:
+        """Return where each parameter begins and ends in the flat weights."""
+        stops = list(itertools.accumulate(self.layer_sizes))
+        return zip([0, *stops[:-1]], stops, strict=True)
+
+    @contextlib.contextmanager
+    def without_gradients_of(self, names: Collection[str]) -> Iterator[None]:
+        """Let some parameters have no gradient for a while: torch's optimizers pass them over."""
+        kept = [(self._parameters[name], self._parameters[name].grad) for name in names]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
 
     def rebind(self) -> None:
         """Take over the values of parameters and buffers that the model replaced.

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from raydl.compression import parse_codec
 from raydl.config import OptimizerConfig, TrainConfig
-from raydl.errors import ConfigError
-from raydl.optimizers import OwnOptimizer, check_optimizer, is_elementwise
+from raydl.errors import ConfigError, ShapeError
+from raydl.optimizers import (
+    OwnOptimizer,
+    check_optimizer,
+    is_elementwise,
+    leaves_what_has_no_gradient,
+)
 from raydl.rules import Elastic, Rule, Sends, moving_rate, moving_rate_limit_in_turn
 
 
@@ -35,6 +44,37 @@ class Method:
     def is_sync(self) -> bool:
         """Whether all workers exchange at once."""
         return self.schedule == "sync"
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether an optimizer at the center would move a parameter without a gradient."""
+        is_at_center = not self.rule.steps_replica
+        return is_at_center and not leaves_what_has_no_gradient(self.inner, self.own_optimizer)
+
+
+def check_weights(
+    model: str, parameters: Sequence[Tensor], config: TrainConfig, method: Method
+) -> None:
+    """Raise a ShapeError if a model's parameters can not be exchanged as a method does.
+
+    Args:
+        model: its name.
+        parameters: those that are trained, all of one dtype.
+        config: says how messages are shortened.
+        method: of the run.
+    """
+    dtype = parameters[0].dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise ShapeError(model, f"must have float32 or float64 parameters, they are {dtype}")
+    is_plain = method.is_sync and config.exchange.compression == "none"
+    if dtype is torch.float64 and not is_plain:
+        raise ShapeError(
+            model,
+            f"must have float32 parameters for method {config.method.name} with compression "
+            f"{config.exchange.compression}, they are {dtype}",
+        )
+    if not all(bool(torch.isfinite(p).all()) for p in parameters):
+        raise ShapeError(model, "must begin with finite parameters, some are NaN or infinite")
 
 
 def check(config: TrainConfig, method: Method) -> None:

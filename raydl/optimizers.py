@@ -8,6 +8,10 @@ What an optimizer holds depends on what it looks at:
 - All others (Adafactor, Muon, whatever is not known) look at the shape of a parameter. They
   hold the model's own parameters, which are views of the flat tensor, as their gradients are.
 
+A parameter that a step's loss did not reach has no gradient, and torch then leaves it and its
+state alone. A flat tensor can not: with the first such step the elementwise ones change over to
+the model's own parameters, and take their state along (:func:`split_by_parameter`).
+
 A hook of torch's own runs before every step: it hands the gradient of the flat tensor down to
 the views, and shortens one that is too long, over all groups together. One exploding batch
 would else throw a replica out, and the center after it.
@@ -18,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +66,8 @@ def make_optimizer(
 ) -> Callable[[list[Tensor]], Optimizer]:
     """Return a function that builds the configured optimizer over one flat tensor.
 
-    The gradient is read off the flat tensor's ``grad`` at each step.
+    The gradient is read off the flat tensor's ``grad`` at each step. Given several tensors, the
+    model's own parameters, the function builds it over these.
 
     Args:
         config: the settings.
@@ -73,13 +78,12 @@ def make_optimizer(
     """
 
     def build(tensors: list[Tensor]) -> Optimizer:
-        (flat,) = tensors
         if not is_elementwise(config, own):
             optimizer = _over(_parameters_of(model), config, own)
-        elif config.decay_only_matrices:
-            optimizer = _over_runs(flat, _parameters_of(model), config)
+        elif config.decay_only_matrices and len(tensors) == 1:
+            optimizer = _over_runs(tensors[0], _parameters_of(model), config)
         else:
-            optimizer = _over([flat], config, own)
+            optimizer = _over(tensors, config, own)
         if config.max_grad_norm is not None:
             optimizer.register_step_pre_hook(_shorten(config.max_grad_norm))
         return optimizer
@@ -162,6 +166,62 @@ def _shorten(max_norm: float) -> Callable[..., None]:
                 gradient.mul_(share)
 
     return shorten
+
+
+def is_by_parameter(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Whether an optimizer holds a model's own parameters, rather than a flat tensor of them."""
+    own = {id(parameter) for parameter in parameters}
+    return all(id(tensor) in own for tensor in parameters_of(optimizer))
+
+
+def split_by_parameter(
+    optimizer: Optimizer, make: Callable[[list[Tensor]], Optimizer], parameters: list[Tensor]
+) -> Optimizer:
+    """Return an optimizer over the parameters that goes on as one over the flat tensor would.
+
+    Args:
+        optimizer: elementwise, over the flat tensor that the parameters are views of, or over
+            views of it.
+        make: builds it.
+        parameters: of the model, in the order of the flat tensor.
+    """
+    if is_by_parameter(optimizer, parameters):
+        return optimizer
+    split = make(parameters)
+    for tensor in parameters_of(optimizer):
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        inside = [p for p in parameters if start <= p.data_ptr() < stop]
+        for key, value in optimizer.state.get(tensor, {}).items():
+            for parameter, piece in zip(inside, _pieces(value, tensor, inside), strict=True):
+                split.state[parameter][key] = piece
+    return split
+
+
+def _pieces(value: Any, tensor: Tensor, parameters: list[Tensor]) -> list[Any]:
+    """Return a value of an optimizer's state for each of the parameters in a tensor."""
+    if not isinstance(value, Tensor):
+        return [value] * len(parameters)
+    if value.shape != tensor.shape:  # a count of steps
+        return [value.clone() for _ in parameters]
+    parts = torch.split(value, [p.numel() for p in parameters])
+    return [part.view(p.shape).clone() for part, p in zip(parts, parameters, strict=True)]
+
+
+def leaves_what_has_no_gradient(config: OptimizerConfig, own: OwnOptimizer | None = None) -> bool:
+    """Whether a step along a zero gradient changes nothing: plain SGD, with no decay."""
+    is_plain = config.name == "sgd" and own is None
+    return is_plain and not config.momentum and not config.weight_decay
+
+
+def no_gradient_text(names: Sequence[str]) -> str:
+    """Return why a model can not be trained by a method whose optimizer is at the center."""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"the loss did not reach the parameter {names[0]}{others}, which an optimizer at the "
+        f"center would decay or move all the same; take a method with local steps (local-sgd), "
+        f"an optimizer without momentum and weight decay, or let all parameters take part in the "
+        f"loss"
+    )
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

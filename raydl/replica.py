@@ -7,9 +7,10 @@ behind :class:`raydl.talk.Exchange` differs.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from raydl.center import copied_to_cpu, load_state, set_lr
 from raydl.config import TrainingConfig
 from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.distances import Distances
-from raydl.errors import ExchangeError
+from raydl.errors import ExchangeError, StepError
 from raydl.flat import FlatModel, as_tensors
 from raydl.metrics import TimeParts
+from raydl.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.rules import Rule, Sends, Tally
 from raydl.talk import Exchange, Header, Partners, Talk
 from raydl.task import Task, in_precision
@@ -50,6 +52,9 @@ class Replica:
         training: says the precision, and in how many parts a batch goes through the model.
         has_dynamic_weights: a replica that is suddenly far away counts little; for rules
             that send weights.
+        needs_all_gradients: refuse to send the gradient of a loss that does not reach all
+            parameters; for an optimizer at the center, which would move the others all the same.
+        who: returns (worker, its local step), for errors.
     """
 
     def __init__(
@@ -62,13 +67,19 @@ class Replica:
         time_parts: TimeParts,
         training: TrainingConfig = _PLAIN,
         has_dynamic_weights: bool = False,
+        needs_all_gradients: bool = False,
+        who: Callable[[], tuple[str, int]] = lambda: ("", 0),
     ) -> None:
         self.flat = flat
+        flat.watch_gradients()
         self._task = task
         self._rule = rule
+        self._make_optimizer = make_optimizer
         self._optimizer = make_optimizer([self.flat.weights]) if rule.steps_replica else None
         self._parts = time_parts
         self._training = training
+        self._needs_all_gradients = needs_all_gradients
+        self._who = who
         self._trusts = Trusts(is_on=has_dynamic_weights)
         self._pull = torch.empty_like(self.flat.weights)
         self._sent = torch.empty(0)
@@ -76,6 +87,8 @@ class Replica:
         self._num_begun: dict[int, int] = {}
         self._num_sent: dict[int, int] = {}
         self._num_dropped = 0
+        self._reached_before: tuple[int, ...] = tuple(flat.num_reached)
+        self._reached_sent: dict[int, tuple[int, ...]] = {}
         self._moves: list[tuple[slice, Tensor]] | None = None
         self.num_steps = 0
         """Local steps taken, with what their exchanges did or without."""
@@ -93,6 +106,7 @@ class Replica:
         Raises:
             ExchangeError: an exchange failed. It changed neither replica nor center. The local
                 step was taken without it; a gradient that was to be sent is forgotten.
+            StepError: what was to be sent must not reach the center; it was not sent.
         """
         return self._step(lambda: self._gradient(batch), talk)
 
@@ -174,10 +188,13 @@ class Replica:
         header = replace(header, num_samples=float(num_samples))
         if self._rule.sends is not Sends.GRADIENT and exchange not in talk.join:
             self._keep_sent(span)
-        exchange.begin(self._message(exchange, talk), self.flat.buffers, header)
+        message = self._message(exchange, talk)
+        self._check_message(message, exchange, num_samples)
+        exchange.begin(message, self.flat.buffers, header)
         if self._rule.sends is Sends.GRADIENT:
             # What is sent is done with; later gradients are for the next exchange.
             self.flat.gradients[span].zero_()
+            self._reached_sent[span.start] = tuple(self.flat.num_reached)
         self._num_begun[span.start] = self._num_seen
 
     def _message(self, exchange: Exchange, talk: Talk) -> Tensor:
@@ -191,6 +208,26 @@ class Replica:
         if self._trusts.is_on:
             self._trusts.take(span.start, self._distance_squared(exchange, weights) ** 0.5)
         return self._trusted(weights, exchange)
+
+    def _check_message(self, message: Tensor, exchange: Exchange, num_samples: int) -> None:
+        """Raise a StepError if a message, or what goes with it, must not reach the center."""
+        is_gradient = self._rule.sends is Sends.GRADIENT
+        if not is_finite(message):
+            self._refuse("gradient" if is_gradient else "weights")
+        if exchange.center.buffers.numel() and not is_finite(self.flat.buffers):
+            self._refuse("float buffers")
+        if is_gradient and num_samples and self._needs_all_gradients:
+            before = self._reached_sent.get(exchange.span.start, self._reached_before)
+            unreached = self.flat.unreached(before, exchange.span)
+            if unreached:
+                raise StepError(*self._who(), no_gradient_text(unreached))
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StepError(
+            *self._who(),
+            f"there are values in its {what} that are not finite, or beyond 1e19, so it sent "
+            f"nothing; lower optimizer.lr, or look at the data of that step",
+        )
 
     def _trusted(self, weights: Tensor, exchange: Exchange) -> Tensor:
         """Return weights as they are sent: closer to the center the less they are trusted."""
@@ -253,7 +290,10 @@ class Replica:
         if self.partners is None:
             return num_samples
         with self._parts.measure("device_device_parameters"):
-            return self.partners.mean_(self.flat.gradients, num_samples)
+            own = self.flat.is_reached(self._reached_before)
+            total, is_reached = self.partners.mean_(self.flat.gradients, num_samples, own)
+            self.flat.note_reached(is_reached)
+            return total
 
     def _local_step(self, num_samples: int) -> None:
         """Let the inner optimizer step; without one, gradients go on adding up."""
@@ -262,10 +302,22 @@ class Replica:
             return
         with self._parts.measure("replica_update"):
             if num_samples:
-                if self.flat.gradients.numel():
-                    self.flat.weights.grad = self.flat.gradients
-                self._optimizer.step()
+                self._optimizer_step(self._optimizer)
             self.flat.gradients.zero_()
+            self._reached_before = tuple(self.flat.num_reached)
+
+    def _optimizer_step(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step; as torch does, it leaves a parameter without gradient alone."""
+        flat = self.flat
+        if flat.gradients.numel():  # else they are where the user's loop has them
+            flat.weights.grad = flat.gradients
+        unreached = flat.unreached(self._reached_before)
+        if not unreached:
+            optimizer.step()
+            return
+        self._optimizer = split_by_parameter(optimizer, self._make_optimizer, flat.parameters)
+        with flat.without_gradients_of(unreached):
+            self._optimizer.step()
 
     def _join(self, talk: Talk, arrived: Arrived, *, num_samples: int) -> None:
         """Update replica and center, both from the values that were sent."""
@@ -356,6 +408,7 @@ class Replica:
         """Forget gradients that were under way, and the samples behind them."""
         self.flat.gradients.zero_()
         self._num_sent, self._num_dropped = {}, self._num_seen
+        self._reached_sent, self._reached_before = {}, tuple(self.flat.num_reached)
 
     def copy_first_(self, partners: Partners, *, is_first: bool) -> bool:
         """Become the replica of the first of those that share one; return whether it was another.
@@ -367,17 +420,34 @@ class Replica:
         """
         own = io.BytesIO()
         if is_first:
-            optimizer = self._optimizer.state_dict() if self._optimizer else {}
             untrained = as_tensors(self.flat.untrained.own())
-            torch.save({"optimizer": copied_to_cpu(optimizer), "untrained": untrained}, own)
+            torch.save({**self._optimizer_state(), "untrained": untrained}, own)
         content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
         others = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
         if not is_first:
             first = torch.load(io.BytesIO(content), weights_only=True)
             self.flat.untrained.load(first["untrained"])
-            if self._optimizer is not None:
-                load_state(self._optimizer, first["optimizer"])
+            self._load_optimizer(first)
         return others[0]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return a copy of what the inner optimizer remembers, and whether by parameter."""
+        if self._optimizer is None:
+            return {"optimizer": {}}
+        return {
+            "optimizer": copied_to_cpu(self._optimizer.state_dict()),
+            "is_by_parameter": is_by_parameter(self._optimizer, self.flat.parameters),
+        }
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`_optimizer_state` returned."""
+        if self._optimizer is None or not state["optimizer"]:
+            return
+        # The user's own, of an attached loop, is the one there is.
+        if self.flat.num_reached and "is_by_parameter" in state:
+            tensors = self.flat.parameters if state["is_by_parameter"] else [self.flat.weights]
+            self._optimizer = self._make_optimizer(tensors)
+        load_state(self._optimizer, state["optimizer"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that this replica needs to go on, on the CPU."""
@@ -386,7 +456,7 @@ class Replica:
             "buffers": self.flat.buffers.detach().cpu().clone(),
             "gradients": self.flat.gradients.detach().cpu().clone(),
             "untrained": as_tensors(self.flat.untrained.own()),
-            "optimizer": copied_to_cpu(self._optimizer.state_dict()) if self._optimizer else {},
+            **self._optimizer_state(),
             "distances": self._distances.state(),
             "trust": self._trusts.state(),
             "num_seen": self._num_seen,
@@ -399,9 +469,16 @@ class Replica:
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])
         self.flat.untrained.load(state.get("untrained", {}))  # earlier checkpoints have none
-        if self._optimizer and state["optimizer"]:
-            load_state(self._optimizer, state["optimizer"])
+        self._load_optimizer(state)
         self._distances.load(state["distances"])
         self._trusts.load(state["trust"])
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])
         self._num_dropped = self._num_seen
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether numbers, shape [n], are finite, and so far from infinity that sums of them are.
+
+    By their L2 norm, the cheapest look at all of them: it is infinite from 1.8e19 on.
+    """
+    return math.isfinite(float(torch.dot(values, values)))

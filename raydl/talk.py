@@ -102,8 +102,19 @@ class Exchange(Protocol):
 class Partners(Protocol):
     """Workers that share one replica; see :class:`raydl.exchange.inner.GradientGroup`."""
 
-    def mean_(self, gradients: Tensor, num_samples: int) -> int:
-        """Replace mean gradients by that of the joined batch; return its samples."""
+    def mean_(
+        self, gradients: Tensor, num_samples: int, is_reached: bytearray
+    ) -> tuple[int, bytearray]:
+        """Replace mean gradients by that of the joined batch; return its samples.
+
+        Args:
+            gradients: shape [num_parameters].
+            num_samples: behind them.
+            is_reached: by parameter, whether it has a gradient.
+
+        Returns:
+            The samples of all, and which parameters have a gradient of anyone.
+        """
         ...
 
     def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> list[bool]:

@@ -21,8 +21,8 @@ from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
 from raydl.errors import ConfigError, DataError, ShapeError
 from raydl.flat import FlatModel
-from raydl.method import Method
-from raydl.optimizers import check_for_model
+from raydl.method import Method, check_weights
+from raydl.optimizers import check_for_model, no_gradient_text
 from raydl.task import ChecksOutput, Task, build_model, in_precision
 
 _NEAR = 0.05
@@ -58,18 +58,20 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
     shape = batches.samples.shape
     model = build_model(task, shape, seed=config.training.seed)
     flat = FlatModel(model, name=task.name)
-    _check_dtype(config, method, task.name, flat)
+    check_weights(task.name, flat.parameters, config, method)
     optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
     check_state(f"optimizer.name {method.inner.name}", optimizer)
     weights, buffers = flat.weights.clone(), flat.buffers.clone()
     untrained = flat.untrained.arrays()
-    batch = two_samples(batches)
+    batch = first_samples(batches, 2)
     try:
         with in_precision(config.training.precision, flat.weights.device):
             if isinstance(task, ChecksOutput):
                 with torch.no_grad(), torch.random.fork_rng(devices=()):  # dropout draws from it
                     task.check_output(model, batch[0], shape)
             _check_loss(task.name, task.loss(model, batch))
+            if method.needs_all_gradients:
+                _check_gradients(task, flat, first_samples(batches, config.training.batch_size))
             scores = _try_metrics(task, model, batch)
     except (RuntimeError, IndexError) as error:
         raise ShapeError(task.name, f"does not take {shape}: {error}") from error
@@ -82,31 +84,30 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
     return Trial(flat, moved)
 
 
-def two_samples(batches: Batches) -> Any:
-    """Return the first two samples that can be read, which batch norm needs; one of a set of one.
+def first_samples(batches: Batches, wanted: int) -> Any:
+    """Return the first samples that can be read: two, which batch norm needs, or a batch.
+
+    Of a smaller set it returns all.
 
     Raises:
-        DataError: one of the first few thousand can not be read, or not two of them.
+        DataError: one of the first few thousand can not be read, or not so many of them.
     """
-    wanted = min(2, batches.num_samples)
-    for count in (2, 32, 512, 8192):
+    wanted = min(wanted, batches.num_samples)
+    for count in (wanted, 16 * wanted, 256 * wanted, 4096 * wanted):
         batch = batches.batch(np.arange(min(count, batches.num_samples)))
         if num_samples_of(batch) >= wanted:
             return part_of(batch, 0, wanted)
     raise DataError("the training set", f"holds no {wanted} samples that can be read at its start")
 
 
-def _check_dtype(config: TrainConfig, method: Method, name: str, flat: FlatModel) -> None:
-    dtype = flat.weights.dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise ShapeError(name, f"must have float32 or float64 parameters, they are {dtype}")
-    is_plain = method.is_sync and config.exchange.compression == "none"
-    if dtype is torch.float64 and not is_plain:
-        raise ShapeError(
-            name,
-            f"must have float32 parameters for method {config.method.name} with compression "
-            f"{config.exchange.compression}, they are {dtype}",
-        )
+def _check_gradients(task: Task, flat: FlatModel, batch: Batch) -> None:
+    """Raise a ShapeError if the loss of a batch does not reach all parameters."""
+    loss = task.loss(flat.model, batch)
+    found = torch.autograd.grad(loss, flat.parameters, allow_unused=True)
+    names, _ = flat.named(flat.weights, flat.buffers)
+    unreached = [name for name, gradient in zip(names, found, strict=True) if gradient is None]
+    if unreached:
+        raise ShapeError(task.name, no_gradient_text(unreached))
 
 
 def _check_loss(name: str, loss: Any) -> None:

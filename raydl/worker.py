@@ -81,6 +81,8 @@ class Worker:
                 training=job.config.training,
                 time_parts=self.parts,
                 has_dynamic_weights=job.config.method.dynamic_weights,
+                needs_all_gradients=self._method.needs_all_gradients,
+                who=lambda: (self.worker_id, self.local_step),
             )
         self.local_step = self._generation = 0
         self._early_votes: dict[int, dict[str, float]] = {}
@@ -143,8 +145,10 @@ class Worker:
         self.replica.partners = None
         if group is None:
             return
-        weights, device = site.flat.weights, site.center_device()
-        partners = GradientGroup(group, weights.numel(), dtype=weights.dtype, device=device)
+        weights, layers = site.flat.weights, site.flat.layer_sizes
+        partners = GradientGroup(
+            group, weights.numel(), len(layers), dtype=weights.dtype, device=site.center_device()
+        )
         is_first = site.rank % self._job.config.method.group_size == 0
         try:
             is_other = self.replica.copy_first_(partners, is_first=is_first)

@@ -159,6 +159,7 @@ def test_a_replica_that_is_copied_goes_on_as_the_first_does():
         partners = GradientGroup(
             group.member(rank),
             flat.num_parameters,
+            len(flat.layer_sizes),
             dtype=flat.weights.dtype,
             device=flat.weights.device,
         )

@@ -19,7 +19,7 @@ from raydl.data.info import inspect
 from raydl.data.parquet import open_groups
 from raydl.data.samples import part_of
 from raydl.errors import DataError
-from raydl.trial import two_samples
+from raydl.trial import first_samples
 
 ALWAYS, NEVER = InputConfig(stream="always", shuffle_samples=8), InputConfig(stream="never")
 BOTH = pytest.mark.parametrize("input", [ALWAYS, NEVER], ids=["streamed", "in memory"])
@@ -193,7 +193,7 @@ def test_a_model_is_tried_on_two_samples_that_can_be_read():
     images = tiny_images(40)
     batches = Lacking(images, Normalizer.of(images))
     for batches.num_bad in (0, 1, 31, 38):
-        assert [len(tensor) for tensor in two_samples(batches)] == [2, 2]
+        assert [len(tensor) for tensor in first_samples(batches, 2)] == [2, 2]
     batches.num_bad = 39
     with pytest.raises(DataError, match="holds no 2 samples that can be read"):
-        two_samples(batches)
+        first_samples(batches, 2)

@@ -19,37 +19,53 @@ class GradientGroup:
     Args:
         group: connects them.
         num_parameters: elements of a gradient.
+        num_tensors: parameters that they are of.
         dtype: of the gradients.
         device: where the group sums; the gradients may be elsewhere.
     """
 
     def __init__(
-        self, group: Group, num_parameters: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        group: Group,
+        num_parameters: int,
+        num_tensors: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._group = group
-        self._message = torch.zeros(num_parameters + 1, dtype=dtype, device=device)
+        sizes = [num_parameters, num_tensors, 1]
+        self._message = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._gradients, self._is_reached, self._samples = torch.split(self._message, sizes)
         self._step = 0
 
-    def mean_(self, gradients: Tensor, num_samples: int) -> int:
+    def mean_(
+        self, gradients: Tensor, num_samples: int, is_reached: bytearray
+    ) -> tuple[int, bytearray]:
         """Replace mean gradients by that of the joined batch; return its samples.
 
         Args:
             gradients: of the mean loss over ``num_samples`` samples, shape [num_parameters].
             num_samples: of this worker's batch; may be 0.
+            is_reached: by parameter, whether it has a gradient.
+
+        Returns:
+            The samples of all, and which parameters have a gradient of anyone.
 
         Raises:
             ExchangeError: a worker of the group went away or took too long; the gradients
                 are as they were.
         """
-        self._message[:-1].copy_(gradients).mul_(num_samples)
-        self._message[-1] = num_samples
+        self._gradients.copy_(gradients).mul_(num_samples)
+        self._is_reached.copy_(torch.frombuffer(is_reached, dtype=torch.uint8))
+        self._samples[0] = num_samples
         self._group.start_allreduce(self._message, round=self._step).wait()
         self._step += 1
-        total = int(self._message[-1])
-        gradients.copy_(self._message[:-1])
+        total = int(self._samples[0])
+        gradients.copy_(self._gradients)
         if total:
             gradients.div_(total)
-        return total
+        return total, bytearray((self._is_reached > 0).tolist())
 
     def bytes_of_first(self, data: bytes, *, is_first: bool) -> bytes:
         """Return the bytes that the group's first worker gives; the others' count for nothing.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch.optim import Optimizer
 
 from raydl.center import Snapshot, copied_to_cpu, first_snapshot
 from raydl.data.feed import positions_of
-from raydl.errors import AttachError, ExchangeError, ShapeError
+from raydl.errors import AttachError, ExchangeError, ShapeError, StepError
 from raydl.flat import FlatModel, Untrained, as_tensors
 from raydl.job import Job
 from raydl.metrics import TimeParts
+from raydl.optimizers import parameters_of
 from raydl.own_loop.claims import claim, release
 from raydl.own_loop.door import Door, Entry
 from raydl.own_loop.meeting import Age, Word
@@ -36,6 +38,9 @@ from raydl.rules import Sends
 from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
 from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
+
+_MOST_SKIPPED = 50
+"""A GradScaler halves its scale with each step that is skipped; more of them lead nowhere."""
 
 
 class Attached:
@@ -61,6 +66,7 @@ class Attached:
             make_optimizer=lambda _: optimizer,
             time_parts=self._parts,
             has_dynamic_weights=job.config.method.dynamic_weights,
+            who=_who(weakref.ref(self)),  # a handle that is dropped goes at once
         )
         self._flat = self._replica.flat
         self._flat.release_gradients()
@@ -73,7 +79,7 @@ class Attached:
         self._trained = Trained()
         self._feedback: dict[Any, Any] = {}
         self._is_behind = self._is_away = False
-        self._num_failed = 0
+        self._num_failed = self._num_skipped = 0
         self._round: Round | None = None
         self._at = 0
         self._sums = Header()
@@ -87,11 +93,19 @@ class Attached:
     def step(self) -> None:
         """Take the optimizer's step, and exchange as far as it is due; for ``optimizer.step()``.
 
+        With gradients that are not finite, as a GradScaler's may be, nothing is done: neither the
+        replica nor the center moves, and the step does not count.
+
         Raises:
             AttachError: this worker can not go on together with others; see its sentence.
             ExchangeError: no round was completed in ``elastic.max_restarts`` attempts.
+            StepError: the gradients of 50 steps in a row were not finite, or the weights are not.
         """
         self._check_step()
+        if not self._has_finite_gradients():
+            self._skip_step()
+            return
+        self._num_skipped = 0
         if self._schedule is None:  # the gradient is that of the weights before
             self._optimizer.step()
             self.local_step += 1
@@ -102,6 +116,11 @@ class Attached:
         except ExchangeError as error:
             self._fall_behind(error)
             self._join()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's: with them this object serves ``torch.amp.GradScaler`` as one."""
+        return self._optimizer.param_groups
 
     @property
     def rank(self) -> int:
@@ -348,6 +367,24 @@ class Attached:
         else:
             self._close_round(schedule)
 
+    def _has_finite_gradients(self) -> bool:
+        """Whether the gradients are finite; with none at all they are."""
+        found = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]
+        if math.isfinite(float(nn.utils.get_total_norm(found))):
+            return True
+        # The squares of large numbers may have been too large for a sum.
+        return all(bool(torch.isfinite(gradient).all()) for gradient in found)
+
+    def _skip_step(self) -> None:
+        self._num_skipped += 1
+        if self._num_skipped == _MOST_SKIPPED:
+            raise StepError(
+                self._door.worker_id,
+                self.local_step,
+                f"the gradients were not finite {_MOST_SKIPPED} times in a row, so it was not "
+                f"taken; lower the learning rate, or look at the data of that step",
+            )
+
     def _note_step(self) -> None:
         """Count a local step, even if its exchange failed."""
         assert self._round is not None
@@ -421,6 +458,17 @@ class Attached:
         """Return the center as it is now, wherever it is."""
         self._inside()
         return self._door.center() or self._center()
+
+
+def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
+    """Return what tells (worker, its local step) of a handle, while that exists."""
+
+    def who() -> tuple[str, int]:
+        attached = handle()
+        assert attached is not None, "a step is its handle's"
+        return attached._door.worker_id, attached.local_step
+
+    return who
 
 
 def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:

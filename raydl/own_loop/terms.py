@@ -14,6 +14,7 @@ from raydl.data import DataShape
 from raydl.errors import ConfigError
 from raydl.flat import FlatModel
 from raydl.job import Job
+from raydl.method import check_weights
 from raydl.methods import resolve
 from raydl.optimizers import parameters_of
 from raydl.rules import Rule
@@ -86,6 +87,7 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
         raise ConfigError("num_workers", f"must be 1 or more, got {config.scaling.wanted()}")
     name = type(model).__name__
     method = resolve(config, rule)
+    check_weights(name, [p for p in model.parameters() if p.requires_grad], config, method)
     if not method.rule.steps_replica:
         raise ConfigError(
             "method.name",
