@@ -109,6 +109,10 @@ class Published:
     """Whether nothing is left to train, where the center keeps the books."""
     num_changes: int = 0
     """Of the ledger in the newest snapshot."""
+    told_s: float = 0.0
+    """When this was told, by the monotonic clock of the center's process."""
+    process: str = ""
+    """Which process that is: a center that is started again has another clock."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.post import Orders, Push, Stamp
 from raydl.extent import Extent, num_evaluations_due
 from raydl.flat import Untrained
-from raydl.ledger import Ledger
+from raydl.ledger import Claim, Ledger
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.reports import Books, Outcome, Record, Standing
@@ -187,10 +187,13 @@ class Dispatcher:
             epoch = self._ledger.epoch
             num_due = num_evaluations_due(self._config.evaluation, self._ledger)
             self._ledger.complete(worker_id)
+            num_steps = settlement.local_step - member.local_step
             member.local_step = settlement.local_step
             member.step_s = settlement.header.step_s
             self._untrained.update(settlement.untrained)
-            self._books.add(settlement.header, num_messages=1, staleness=staleness)
+            self._books.add(
+                settlement.header, num_messages=1, num_steps=num_steps, staleness=staleness
+            )
             keep = self._dues.tell(worker_id)
             self._settle_checkpoint()
             orders = self._orders(worker_id, keep=keep)
@@ -228,7 +231,7 @@ class Dispatcher:
 
     def _orders(self, worker_id: str, *, keep: int | None) -> Orders:
         member = self._roster[worker_id]
-        outcome, epoch, spans, num_steps = self._next(worker_id)
+        outcome, claims = self._next(worker_id)
         if outcome is not Outcome.GO_ON:
             member.has_left = True
             if outcome is not Outcome.LEFT:  # that says nothing of the run
@@ -238,10 +241,8 @@ class Dispatcher:
         member.seen_version = self._version
         return Orders(
             outcome=outcome,
-            epoch=epoch,
-            spans=spans,
+            claims=claims,
             ahead=self._ledger.reserved_by(worker_id),
-            num_steps=num_steps,
             num_workers=self._roster.membership.num_workers,
             rank=self._roster.membership.worker_ids.index(worker_id),
             num_done=self._ledger.num_done_ever,
@@ -271,26 +272,39 @@ class Dispatcher:
         if self._roster.is_closed:
             self._dues.want(self._version, is_kept=self._is_end)
 
-    def _next(self, worker_id: str) -> tuple[Outcome, int, list[tuple[int, int]], int]:
-        """Return (outcome, epoch, spans, local steps) of a worker's next round."""
-        member, batch_size = self._roster[worker_id], self._config.training.batch_size
+    def _next(self, worker_id: str) -> tuple[Outcome, list[Claim]]:
+        """Return what a worker does next: the outcome of its round, and its claims."""
+        member = self._roster[worker_id]
         is_over = self._extent.is_reached(
             num_samples=0, num_steps=member.local_step, seconds=self.seconds
         )
-        count = 0 if is_over else batch_size * self._max_steps(member)
-        left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
-        count = count if left is None else min(count, left)
-        if count == 0:
-            return Outcome.FINISHED, 0, [], 0
+        num_steps = 0 if is_over else self._max_steps(member)
+        if self._max_samples(num_steps) == 0:
+            return Outcome.FINISHED, []
         if self._votes.get("stop"):
-            return Outcome.STOPPED, 0, [], 0
+            return Outcome.STOPPED, []
         if member.is_dismissed:
-            return Outcome.LEFT, 0, [], 0
+            return Outcome.LEFT, []
         if self._votes.get("regroup"):
-            return Outcome.REGROUP, 0, [], 0
-        epoch, spans = self._ledger.claim(worker_id, count)
-        num_samples = sum(stop - start for start, stop in spans)
-        return Outcome.GO_ON, epoch, spans, -(-num_samples // batch_size)
+            return Outcome.REGROUP, []
+        return Outcome.GO_ON, self._claims(worker_id, num_steps)
+
+    def _claims(self, worker_id: str, num_steps: int) -> list[Claim]:
+        """Claim the samples of some local steps, in as many epochs as that takes."""
+        claims: list[Claim] = []
+        while count := self._max_samples(num_steps):
+            epoch, spans = self._ledger.claim(worker_id, count)
+            num_samples = sum(stop - start for start, stop in spans)
+            steps = -(-num_samples // self._config.training.batch_size)
+            claims.append(Claim(epoch, spans, steps))
+            num_steps -= steps
+        return claims
+
+    def _max_samples(self, num_steps: int) -> int:
+        """Return the samples of so many local steps, or what is left of the run if that is less."""
+        count = num_steps * self._config.training.batch_size
+        left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
+        return count if left is None else min(count, left)
 
     def _max_steps(self, member: Member) -> int:
         """Return the local steps of a full round: the period, less for one that is slow."""
@@ -311,6 +325,7 @@ class Dispatcher:
             local_step=self._roster.local_step,
             lr=push.settlement.lr,
             exchange_bytes=push.settlement.num_bytes,
+            trained_s=self.seconds,
         )
 
     def vote(self, generation: int, **votes: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raydl.config import EvaluationConfig, TrainingConfig
+from raydl.config import EvaluationConfig, TrainConfig, TrainingConfig
 from raydl.ledger import Ledger
 
 
@@ -47,6 +47,40 @@ class Extent:
     def steps_left(self, num_steps: int) -> int | None:
         """Return a worker's local steps until the end, or None where they do not decide."""
         return None if self.num_steps is None else max(0, self.num_steps - num_steps)
+
+
+def notes_on_period(config: TrainConfig, *, period: int, num_samples: int) -> list[str]:
+    """Return what a user should know of a period that is long beside an epoch, or the run.
+
+    Args:
+        config: the run's settings.
+        period: local steps between exchanges.
+        num_samples: in the training set.
+    """
+    num_workers = max(1, config.scaling.max_workers)
+    workers = "one worker" if num_workers == 1 else f"each of {num_workers} workers"
+    per_step = config.training.batch_size * num_workers
+    steps = _steps_of(config.training, num_samples, per_step)
+    if steps is not None and steps < period:
+        return [
+            f"the run has {steps:,} local steps for {workers}, fewer than method.period "
+            f"{period:,}: the center moves once, at its end"
+        ]
+    num_epochs = period / -(-num_samples // per_step)
+    if num_epochs <= 1:
+        return []
+    return [
+        f"{period:,} local steps for {workers} are {num_epochs:.1f} epochs: the center moves, is "
+        f"scored and is kept in checkpoints no more often"
+    ]
+
+
+def _steps_of(training: TrainingConfig, epoch_samples: int, per_step: int) -> int | None:
+    """Return about how many local steps of each worker a run has; None: the clock decides."""
+    extent = Extent.of(training, epoch_samples=epoch_samples)
+    if extent.num_samples is not None:
+        return -(-extent.num_samples // per_step)
+    return extent.num_steps
 
 
 def num_evaluations_due(evaluation: EvaluationConfig, ledger: Ledger) -> int:

@@ -29,8 +29,24 @@ def _no_blocks(epoch: int) -> None:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What a worker claims of one epoch. A round of many steps has claims in several epochs."""
+
+    epoch: int
+    spans: list[Span]
+    """Positions of the epoch; none where others have the last ones."""
+    num_steps: int
+    """Local steps to take over them."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many they are."""
+        return _size(self.spans)
+
+
+@dataclass(frozen=True)
 class RoundShare:
-    """What each worker does in one synchronous round."""
+    """What each worker does of one epoch in a synchronous round."""
 
     num_steps: int
     """Local steps, the same for all workers."""
@@ -39,16 +55,17 @@ class RoundShare:
 
 
 def share_round(remaining: int, *, num_workers: int, batch_size: int, max_steps: int) -> RoundShare:
-    """Share the next round among the workers.
+    """Share what a round trains of one epoch among the workers.
 
-    Full rounds give everyone ``batch_size * max_steps`` samples. The last one of an epoch
-    splits what remains as evenly as it goes, in as few steps as hold it.
+    A full round gives everyone ``batch_size * max_steps`` samples. What remains of an epoch and is
+    less is split as evenly as it goes, in as few steps as hold it; the round then goes on in the
+    next epoch.
 
     Args:
-        remaining: samples left in this epoch; with none the round is an exchange alone.
+        remaining: samples left in this epoch; with none there is one step without samples.
         num_workers: workers in the round.
         batch_size: the most samples in one step of one worker.
-        max_steps: the most local steps: the period, or what is left of the run.
+        max_steps: the most local steps: of the period, or what is left of the run.
     """
     quota = batch_size * max_steps
     if remaining >= num_workers * quota:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,12 @@ class LocalCrew:
                 self._shelf.put(self._service.snapshot(due, others))
             records = self._service.dispatcher.take_records()
         self._events.append(
-            Published(self._shelf.rounds(), records, num_changes=self._shelf.num_changes())
+            Published(
+                self._shelf.rounds(),
+                records,
+                num_changes=self._shelf.num_changes(),
+                told_s=time.monotonic(),
+            )
         )
         events, self._events = self._events, []
         return events

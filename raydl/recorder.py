@@ -105,7 +105,15 @@ class RunRecorder:
         self._ended_at = self._opened_at
         self._bad_samples = BadSamples()
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
-        self._sums = Sums(Sum(round=start.round, seconds=seconds_before, time_parts=self._parts))
+        self._sums = Sums(
+            Sum(
+                round=start.round,
+                seconds=seconds_before,
+                time_parts=self._parts,
+                at_s=self._opened_at,
+                trained_s=start.seconds,
+            )
+        )
         self._speed = RecentSpeed()
         self._best = best
         self.checkpoints = CheckpointWriter(
@@ -158,7 +166,7 @@ class RunRecorder:
 
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
         """Write a point of every curve."""
-        now = time.monotonic()
+        now = record.at_s
         if self.last is not None and record.num_samples < self.last.num_samples:
             self._go_back(record.num_samples, self.last.num_samples)
         self.last, self._ended_at = record, now
@@ -175,6 +183,7 @@ class RunRecorder:
             "exchange/seconds": record.exchange_s,
             "exchange/bytes": record.exchange_bytes,
             "exchange/staleness": record.staleness,
+            "exchange/period": record.period,
             "exchange/communication_share": communication_share(self._parts),
         }
         speed = self._speed.samples_per_s
@@ -184,21 +193,24 @@ class RunRecorder:
             values["train/loss"] = record.loss
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
-        values |= self._cadence_values(reports)
+        self._tell_cadence(reports)
         values |= self._left_out_values(reports)
         values |= time_values(self._parts)
         self._stack.add(record.num_samples, self._parts)
-        self._writer.scalars(values, num_samples=record.num_samples)
+        self._writer.scalars(values, num_samples=record.num_samples, unix_s=_unix_s(now))
 
     def _add_up(self, record: Record) -> None:
         before = self._sums.before(record.round)
-        staleness = record.staleness * max(0, record.round - before.round)
+        num_rounds = max(0, record.round - before.round)
         self._sums.add(
             Sum(
                 round=record.round,
                 seconds=self.seconds,
-                staleness_sum=before.staleness_sum + staleness,
+                staleness_sum=before.staleness_sum + record.staleness * num_rounds,
+                period_sum=before.period_sum + record.period * num_rounds,
                 time_parts=self._parts,
+                at_s=record.at_s,
+                trained_s=record.trained_s,
             )
         )
 
@@ -246,14 +258,13 @@ class RunRecorder:
             "exchange/allreduce_s": now.measured_s,
         }
 
-    def _cadence_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
+    def _tell_cadence(self, reports: dict[str, WorkerReport]) -> None:
         """Tell each cadence that the workers chose once."""
         chosen = [r.choice for r in reports.values() if r.choice is not None]
         newest = max(chosen, key=lambda choice: choice.generation, default=self._choice)
         if newest is not None and (not self._choice or newest.cadence != self._choice.cadence):
             self.event(f"exchanges go by {newest.cadence}: {newest.reason}")
         self._choice = newest
-        return {"exchange/period": newest.cadence.period} if newest else {}
 
     def _left_out_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
         """Tell of samples that could not be read; without any there is no curve."""
@@ -270,10 +281,18 @@ class RunRecorder:
         at = {"round": evaluated.round, "samples": evaluated.num_samples}
         self._evaluations.append({**at, "seconds": evaluated.seconds, **evaluated.metrics})
         values = {f"center/{name}": value for name, value in evaluated.metrics.items()}
-        self._writer.scalars(values, num_samples=evaluated.num_samples)
+        self._writer.scalars(
+            values, num_samples=evaluated.num_samples, unix_s=_unix_s(self._moment_of(evaluated))
+        )
         self._to_draw = evaluated if evaluated.predicted else None
         if time.monotonic() - self._drawn_at >= _DRAW_EVERY_S:
             self._draw()
+
+    def _moment_of(self, evaluated: Evaluated) -> float:
+        """Return when the center was what was scored, by this process's monotonic clock."""
+        known = self._sums.up_to(evaluated.round)
+        at_s = max(known.at_s, self._began_at or known.at_s)
+        return min(time.monotonic(), at_s + max(0.0, evaluated.seconds - known.trained_s))
 
     def _draw(self) -> None:
         """Draw the examples if they are news, and the time parts so far."""
@@ -339,6 +358,7 @@ class RunRecorder:
             evaluations=self._evaluations,
             longest_pause_s=run.pace.longest_pause_s if run else 0.0,
             staleness_sum=reached.staleness_sum,
+            period_sum=reached.period_sum,
             time_parts=reached.time_parts,
             faults_fired=run.chaos.fired if run else (),
         )
@@ -389,3 +409,8 @@ class RunRecorder:
             stack.callback(self._draw)
             stack.callback(self._write_best)
             self.checkpoints.close()
+
+
+def _unix_s(monotonic_s: float) -> float:
+    """Return a moment of the monotonic clock in seconds since 1970."""
+    return time.time() - (time.monotonic() - monotonic_s)

@@ -109,6 +109,13 @@ class Record:
     exchange_s: float
     exchange_bytes: int
     staleness: float
+    period: float
+    """Local steps of a worker from one exchange to its next, mean."""
+    trained_s: float
+    """Seconds of training up to here, by the clocks of the workers, or of the center."""
+    at_s: float
+    """When it happened, by the monotonic clock of the process that recorded it; the driver, which
+    hears of several at once, puts it on its own clock."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,8 @@ class WorkerReport:
     """The cadence that the workers chose."""
     left_out: LeftOut = _NONE_LEFT_OUT
     """Samples that it could not read."""
+    told_s: float = 0.0
+    """When this was told, by the worker's monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +162,7 @@ class Standing:
     local_step: int
     lr: float
     exchange_bytes: int
+    trained_s: float
 
 
 class Books:
@@ -172,12 +182,22 @@ class Books:
         self._since = self._clock()
         self._sums = Header()
         self._staleness = 0.0
-        self._num_messages = 0
+        self._num_messages = self._num_steps = 0
 
-    def add(self, sums: Header, *, num_messages: int, staleness: float = 0.0) -> None:
-        """Enter an exchange: the sum of the headers of its messages."""
+    def add(
+        self, sums: Header, *, num_messages: int, num_steps: int, staleness: float = 0.0
+    ) -> None:
+        """Enter an exchange.
+
+        Args:
+            sums: of the headers of its messages.
+            num_messages: how many they are.
+            num_steps: local steps that all their workers took for it.
+            staleness: exchanges of others since the workers' exchanges before.
+        """
         self._sums = self._sums + sums
         self._num_messages += num_messages
+        self._num_steps += num_steps
         self._staleness += staleness
 
     def record(self, standing: Standing, *, at_once: bool = False) -> None:
@@ -191,6 +211,8 @@ class Books:
             distance=math.sqrt(sums.distance / n),
             exchange_s=sums.waited_s / n,
             staleness=self._staleness / n,
+            period=self._num_steps / n,
+            at_s=self._clock(),
         )
         with self._lock:
             self._records.append(record)

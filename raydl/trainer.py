@@ -29,6 +29,7 @@ from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
 from raydl.errors import ConfigError, DataError
 from raydl.examples import Examples
+from raydl.extent import notes_on_period
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
 from raydl.job import Job
@@ -161,6 +162,9 @@ class Trainer:
             order = dataset.train.order(config.training.seed)
             start = Start.open(folder, config, flat, order=order)
             start.sentences.extend(_notes_on(trial, method))
+            start.sentences.extend(
+                notes_on_period(config, period=method.period, num_samples=order.num_samples)
+            )
             job = Job(config, method, task, shape, order, faults)
             view = RunView(
                 config, start.snapshot, seconds_before=start.seconds,

@@ -17,7 +17,7 @@ import torch
 from raydl.center import Snapshot
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.data import Batches
-from raydl.data.feed import Feed, positions_of
+from raydl.data.feed import Feed
 from raydl.errors import ExchangeError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.post import Post
@@ -256,13 +256,13 @@ class Worker:
         if not round.num_steps:  # the center has no work for this worker
             return sums
         plan = plan_talks(round.num_steps, fragments=len(schedule.exchanges), delay=round.delay)
-        steps = np.array_split(positions_of(round.spans), round.num_steps)
-        self._feed.expect(round.epoch, steps, round.ahead)
-        for step, positions in enumerate(steps):
+        steps = round.steps()
+        self._feed.expect(steps, round.ahead)
+        for step, (epoch, positions) in enumerate(steps):
             self._notice_step(schedule)
             self._set_lr(schedule, step)
             talk = self._talk(schedule, *plan[step])
-            loss, arrived = self._step(talk, round.epoch, positions)
+            loss, arrived = self._step(talk, epoch, positions)
             sums = arrived or sums
             self._losses.add(self.local_step - 1, self._feed.num_in_batch, loss)
         return sums
@@ -369,6 +369,7 @@ class Worker:
             allreduce=self._schedule.allreduce_report() if self._schedule else None,
             choice=self._schedule.choice() if self._schedule else None,
             left_out=self._feed.left_out,
+            told_s=time.monotonic(),
         )
 
     def center(self) -> Snapshot:

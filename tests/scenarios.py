@@ -29,3 +29,8 @@ def loss_of(ensemble, weights, images):
         ensemble.flat.weights.copy_(torch.tensor(weights))
         batch = ensemble.batches.batch(np.arange(images.num_samples))
         return float(ensemble.job.task.loss(ensemble.flat.model, batch))
+
+
+def spans_of(orders):
+    """Return the positions that orders let a worker claim."""
+    return [span for claim in orders.claims for span in claim.spans]

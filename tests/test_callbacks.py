@@ -16,7 +16,7 @@ from raydl import cli
 from raydl.best import FILE
 from raydl.callbacks import Listeners, Patience, StopAtAccuracy, score_of
 from raydl.checkpoint import CheckpointStore
-from raydl.config import CheckpointConfig, OptimizerConfig, TrainingConfig
+from raydl.config import CheckpointConfig, MethodConfig, OptimizerConfig, TrainingConfig
 from raydl.control import State
 from raydl.crew import Evaluated, Lost, Published
 from raydl.errors import ConfigError, RaydlError
@@ -260,6 +260,7 @@ def trainer(run_dir, *scores, callbacks=(), resume=False, epochs=3, **settings):
     return Trainer(
         Scripted(*scores) if scores else "mlp",
         "synthetic:96",
+        method=MethodConfig(period=3),  # an exchange at the end of each epoch
         training=TrainingConfig(epochs=epochs, batch_size=32, **settings),
         scaling=raydl.ScalingConfig(num_workers=0),
         run=raydl.RunConfig(run_dir=str(run_dir), progress="none", resume=resume),

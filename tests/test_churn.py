@@ -262,7 +262,7 @@ def test_progress_by_hand_when_one_is_left_out_and_comes_back():
     history.train("w0", "w1", "w2", rounds=0)
     assert_same(history.weights("w1"), center + own)
     history.train("w0", "w1", "w2", rounds=1)
-    assert num_counted(history) == 25  # an epoch: 20 and the 5 that were left
+    assert num_counted(history) == 31  # the 5 that were left of the epoch, and 6 of the next
 
 
 def test_one_that_stood_by_begins_at_the_center_as_it_is_now():

@@ -70,6 +70,9 @@ def record(round, epoch=0.0):
         exchange_s=0.0,
         exchange_bytes=0,
         staleness=0.0,
+        period=1.0,
+        trained_s=0.0,
+        at_s=0.0,
     )
 
 

@@ -46,7 +46,7 @@ class Orderly:
         return Reply(NOTHING, NOTHING, ORDERS, self.refusal)
 
 
-ORDERS = Orders(Outcome.GO_ON, 0, [], [], 1, 2, 0, 0, 0.0, 0, {})
+ORDERS = Orders(Outcome.GO_ON, [], [], 2, 0, 0, 0.0, 0, {})
 
 
 def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0", "w1")):

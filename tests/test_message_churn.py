@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scenarios import spans_of
 from test_messages import Add, enter, make_dispatcher, make_shard, push, settle, values_of
 
 from raydl.compression import parse_codec
@@ -46,10 +47,10 @@ def waiting(pool, call, *args):
 def test_what_a_lost_worker_had_claimed_is_trained_by_the_others():
     dispatcher = make_dispatcher(num_samples=30, epochs=1)
     enter(dispatcher, "w0")
-    assert enter(dispatcher, "w1").spans == [(10, 20)]
+    assert spans_of(enter(dispatcher, "w1")) == [(10, 20)]
     change(dispatcher, 2, "w0")
-    assert settle(dispatcher, "w0").spans == [(10, 20)]
-    assert settle(dispatcher, "w0").spans == [(20, 30)]
+    assert spans_of(settle(dispatcher, "w0")) == [(10, 20)]
+    assert spans_of(settle(dispatcher, "w0")) == [(20, 30)]
     assert settle(dispatcher, "w0").outcome is Outcome.FINISHED
     assert dispatcher.state()["num_samples"] == 30
 
@@ -59,9 +60,9 @@ def test_the_orders_of_those_who_stay_are_not_disturbed():
     enter(dispatcher, "w0")
     enter(dispatcher, "w1")
     change(dispatcher, 2, "w0", "w2")
-    assert enter(dispatcher, "w2", generation=2).spans == [(10, 20)]
+    assert spans_of(enter(dispatcher, "w2", generation=2)) == [(10, 20)]
     orders = settle(dispatcher, "w0")  # of the generation that it entered with
-    assert (orders.spans, orders.num_done) == ([(20, 30)], 10)
+    assert (spans_of(orders), orders.num_done) == ([(20, 30)], 10)
     assert dispatcher.num_refused == 0
 
 
@@ -189,7 +190,7 @@ def test_a_worker_removed_while_its_message_is_applied_is_refused(codec):
     message = settling("w1", 1, encoded(codec, [1, 2]), span=(0, 2))
     assert "no longer a member" in shard.exchange(message).refusal
     assert (shard.num_refused, dispatcher.num_refused) == (1, 1)
-    assert enter(dispatcher, "w0").spans == [(0, 10)]  # they are trained again
+    assert spans_of(enter(dispatcher, "w0")) == [(0, 10)]  # they are trained again
 
 
 # the same bits at both ends
@@ -268,7 +269,7 @@ def test_a_dismissed_worker_leaves_while_the_others_go_on():
     dispatcher.dismiss("w9")  # unknown: nothing to do
     assert settle(dispatcher, "w0").outcome is Outcome.GO_ON
     orders = settle(dispatcher, "w1")
-    assert (orders.outcome, orders.spans, orders.num_done) == (Outcome.LEFT, [], 20)
+    assert (orders.outcome, spans_of(orders), orders.num_done) == (Outcome.LEFT, [], 20)
     leave(dispatcher, "w1")
     assert dispatcher.take_due() == []  # the run goes on
     change(dispatcher, 2, "w0")
@@ -342,7 +343,7 @@ def test_a_run_whose_last_samples_were_lost_is_not_complete_until_others_train_t
     change(dispatcher, 2, "w0")
     assert not dispatcher.is_complete()
     change(dispatcher, 3, "w2")
-    assert enter(dispatcher, "w2", generation=3).spans == [(10, 20)]
+    assert spans_of(enter(dispatcher, "w2", generation=3)) == [(10, 20)]
     assert settle(dispatcher, "w2", generation=3).outcome is Outcome.FINISHED
     dispatcher.take_due()
     leave(dispatcher, "w2", generation=3)
@@ -408,7 +409,12 @@ class Crowd:
             self.take(worker_id, enter(dispatcher, worker_id))
 
     def take(self, worker_id, orders):
-        spans = [(orders.epoch, p) for start, stop in orders.spans for p in range(start, stop)]
+        spans = [
+            (claim.epoch, p)
+            for claim in orders.claims
+            for start, stop in claim.spans
+            for p in range(start, stop)
+        ]
         taken = {p for others in self.held.values() for p in others}
         assert not taken & set(spans)
         assert not set(self.done) & set(spans)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from processes import resident_bytes
 from ray.exceptions import ActorUnavailableError
+from scenarios import spans_of
 
 from raydl.compression import parse_codec
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
@@ -16,7 +17,7 @@ from raydl.exchange import remote
 from raydl.exchange.cells import cells, shard_spans
 from raydl.exchange.post import Push, Settlement, Stamp
 from raydl.exchange.shard import Shard
-from raydl.ledger import Ledger
+from raydl.ledger import Claim, Ledger
 from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.optimizers import make_optimizer
@@ -240,17 +241,17 @@ def settle(dispatcher, worker_id, *, local_step=2, generation=1, **header):
 
 def test_workers_claim_in_the_order_they_come():
     dispatcher = make_dispatcher()
-    assert enter(dispatcher, "w1").spans == [(0, 10)]
-    assert enter(dispatcher, "w0").spans == [(10, 20)]
+    assert spans_of(enter(dispatcher, "w1")) == [(0, 10)]
+    assert spans_of(enter(dispatcher, "w0")) == [(10, 20)]
     orders = settle(dispatcher, "w1")
-    assert (orders.spans, orders.num_steps, orders.num_done) == ([(20, 30)], 2, 10)
+    assert (spans_of(orders), orders.num_steps, orders.num_done) == ([(20, 30)], 2, 10)
 
 
 def test_who_claims_in_blocks_is_told_what_it_will_claim_next():
     ledger = Ledger(100, cuts=lambda epoch: [25, 50, 75, 100])
     dispatcher = make_dispatcher(ledger=ledger)
     orders = enter(dispatcher, "w1")
-    assert (orders.spans, orders.ahead) == ([(0, 10)], [(0, (10, 25)), (0, (25, 50))])
+    assert (spans_of(orders), orders.ahead) == ([(0, 10)], [(0, (10, 25)), (0, (25, 50))])
     assert settle(dispatcher, "w1").ahead == [(0, (20, 25)), (0, (25, 50))]
 
 
@@ -262,7 +263,7 @@ def test_what_a_member_has_reserved_stays_and_what_a_lost_one_has_is_free():
     dispatcher.open(Membership(2, ("w1",)))
     assert ledger.reserved_by("w0") == []
     assert ledger.reserved_by("w1") == [(0, (60, 75)), (0, (75, 100))]
-    assert enter(dispatcher, "w1", generation=2).spans == [(60, 70)]
+    assert spans_of(enter(dispatcher, "w1", generation=2)) == [(60, 70)]
 
 
 def test_staleness_counts_what_others_settled_in_between():
@@ -281,9 +282,9 @@ def test_staleness_counts_what_others_settled_in_between():
 def test_nobody_waits_for_the_last_samples_of_another():
     dispatcher = make_dispatcher(num_samples=15)
     enter(dispatcher, "w0")
-    assert enter(dispatcher, "w1").spans == [(10, 15)]
-    orders = settle(dispatcher, "w1")
-    assert (orders.epoch, orders.spans) == (1, [(0, 10)])
+    first, second = enter(dispatcher, "w1").claims, settle(dispatcher, "w1").claims
+    assert first == [Claim(0, [(10, 15)], 1), Claim(1, [(0, 5)], 1)]  # its two local steps
+    assert second == [Claim(1, [(5, 15)], 2)]
 
 
 def test_a_finished_run_orders_everyone_to_leave_and_wants_one_kept_snapshot():
@@ -354,7 +355,7 @@ def test_what_a_worker_had_claimed_goes_back_when_its_generation_ends():
     enter(dispatcher, "w1")
     dispatcher.open(Membership(2, ("w1",)))
     dispatcher.open(Membership(3, ("w0", "w1")))
-    assert enter(dispatcher, "w1", generation=3).spans == [(0, 10)]
+    assert spans_of(enter(dispatcher, "w1", generation=3)) == [(0, 10)]
 
 
 def test_local_steps_follow_the_speed_where_the_method_says_so():

@@ -16,7 +16,7 @@ class Points:
     def __init__(self):
         self.points, self.others = [], []
 
-    def scalars(self, values, *, num_samples):
+    def scalars(self, values, *, num_samples, unix_s=None):
         self.points.append((num_samples, dict(values)))
 
     def text(self, name, markdown, *, num_samples):

@@ -18,15 +18,16 @@ from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import InputConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.crew import Collected
 from raydl.data import Batches, Dataset, load
-from raydl.data.feed import Feed, positions_of
+from raydl.data.feed import Feed
 from raydl.data.order import InBlocks
 from raydl.data.pictures import decode_one
 from raydl.data.row_groups import GroupCache
 from raydl.data.table import StreamedTable
 from raydl.errors import ConfigError, DataError
-from raydl.ledger import Ledger, share_round
+from raydl.ledger import Claim, Ledger, share_round
 from raydl.metrics import TimeParts
 from raydl.reports import Losses
+from raydl.schedules import Round
 from raydl.task import Classification, evaluate
 
 STREAMED = InputConfig(stream="always", shuffle_samples=8)
@@ -253,7 +254,7 @@ def test_batches_of_the_round_and_of_the_next_are_there_before_they_are_asked_fo
         time_parts=parts,
     )
     steps = [np.arange(0, 4), np.arange(4, 8)]
-    feed.expect(0, steps, [(0, (8, 16))])
+    feed.expect([(0, positions) for positions in steps], [(0, (8, 16))])
     assert len(feed._ahead) == 4
     order = data.train.order(0)
     for positions in (*steps, np.arange(8, 12)):
@@ -297,8 +298,8 @@ def test_what_others_took_meanwhile_is_fetched_no_more(folder):
         device=torch.device("cpu"),
         time_parts=TimeParts(),
     )
-    feed.expect(0, [np.arange(0, 4)], [(0, (4, 16))])
-    feed.expect(0, [np.arange(0, 4)], [(0, (16, 20))])  # the rest went to somebody else
+    feed.expect([(0, np.arange(0, 4))], [(0, (4, 16))])
+    feed.expect([(0, np.arange(0, 4))], [(0, (16, 20))])  # the rest went to somebody else
     may_fetch.set()
     for positions in (np.arange(0, 4), np.arange(16, 20)):
         feed.batch(0, positions)
@@ -321,14 +322,19 @@ def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epoc
     ]
     ledger = Ledger(order.num_samples, cuts=order.cuts)
     while ledger.epoch < num_epochs:
-        share = share_round(
-            ledger.num_free, num_workers=num_workers, batch_size=batch_size, max_steps=period
-        )
-        claims = [ledger.claim(f"w{i}", count) for i, count in enumerate(share.counts)]
-        for i, (feed, (epoch, spans)) in enumerate(zip(feeds, claims, strict=True)):
-            steps = np.array_split(positions_of(spans), share.num_steps)
-            feed.expect(epoch, steps, ledger.reserved_by(f"w{i}"))
-            for positions in steps:
+        rounds = [Round([], 0) for _ in feeds]
+        while (num_steps := rounds[0].num_steps) < period:  # a round may span epochs
+            share = share_round(
+                ledger.num_free,
+                num_workers=num_workers,
+                batch_size=batch_size,
+                max_steps=period - num_steps,
+            )
+            for i, (round, count) in enumerate(zip(rounds, share.counts, strict=True)):
+                round.claims.append(Claim(*ledger.claim(f"w{i}", count), share.num_steps))
+        for i, (feed, round) in enumerate(zip(feeds, rounds, strict=True)):
+            feed.expect(round.steps(), ledger.reserved_by(f"w{i}"))
+            for epoch, positions in round.steps():
                 batch = feed.batch(epoch, positions)
                 rows = order.rows(epoch, positions)
                 assert (
@@ -379,7 +385,7 @@ def test_a_set_in_memory_starts_no_thread():
         time_parts=TimeParts(),
     )
     before = set(threading.enumerate())  # some of other tests may end meanwhile
-    feed.expect(0, [np.arange(4)], [])
+    feed.expect([(0, np.arange(4))], [])
     feed.batch(0, np.arange(4))
     assert not set(threading.enumerate()) - before
 
@@ -463,7 +469,8 @@ def test_workers_of_every_schedule_take_blocks_of_their_own(folder):
     for method in ("sync-easgd", "async-easgd"):
         ensemble = whole_run(data, method, 2).join()
         rounds = [worker._schedule.next_round(0) for worker in ensemble.workers]
-        blocks = [{int(np.searchsorted(cuts, a, "right")) for a, _ in r.spans} for r in rounds]
+        spans = [round.claims[0].spans for round in rounds]
+        blocks = [{int(np.searchsorted(cuts, a, "right")) for a, _ in s} for s in spans]
         assert blocks[0] != blocks[1]
         assert all(round.ahead for round in rounds)
 

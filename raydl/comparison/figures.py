@@ -18,6 +18,7 @@ COLUMNS = {
     "center_accuracy": ("final accuracy", "{:.2%}"),
     "communication_share": ("communication", "{:.0%}"),
     "rounds": ("exchanges", "{:,.0f}"),
+    "period": ("local steps each", "{:,.1f}"),
     "staleness": ("staleness", "{:.2f}"),
     "samples_per_s": ("samples/s", "{:,.0f}"),
     "seconds": ("seconds", "{:.1f}"),
@@ -132,7 +133,7 @@ def _place(row: Row) -> tuple[bool, float, float]:
 def _row(runs: Sequence[Run], target: float) -> Row:
     done = [run.as_dict(target) for run in runs if run.figures is not None]
     values = {
-        name: [_ABSENT.get(name, math.inf) if x[name] is None else x[name] for x in done]
+        name: [_ABSENT.get(name, math.inf) if x.get(name) is None else x[name] for x in done]
         for name in COLUMNS
     }
     parts = [figures["time_parts"] for figures in done]

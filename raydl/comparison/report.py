@@ -24,7 +24,9 @@ Medians over seeds, with the least and the greatest in brackets. *At target*: ho
 reached it; time and samples are those of the first evaluation that did, in training time, and a
 run that never does counts as later than all others. *Communication*: share of the workers' time
 since initialization. *Exchanges*: one of a synchronous method takes all workers, one of the others
-a single worker. *Staleness*: exchanges of others between two of the same worker, mean."""
+a single worker. *Local steps each*: those of a worker before each of its exchanges, mean; fewer
+than its period where a round was cut short. *Staleness*: exchanges of others between two of the
+same worker, mean."""
 _END_WORDS = {
     "samples": "{:,} samples each",
     "seconds": "{:g} seconds of training each",
@@ -92,11 +94,12 @@ def print_table(rows: Sequence[Row], target: float) -> None:
     """Print medians and the target's spread to the terminal; the report holds the rest."""
     table = Table(box=None, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for name in ("at target", "s to target", "samples to", "accuracy", "comm.", "exch.", "stale"):
+    names = ("s to target", "samples to", "accuracy", "comm.", "exch.", "steps", "stale")
+    for name in ("at target", *names):
         table.add_column(name, justify="right")
     for row in rows:
         if row.num_runs:
-            shown = list(COLUMNS.items())[:6]
+            shown = list(COLUMNS.items())[: len(names)]
             texts = [_median(row.figures[name], pattern) for name, (_, pattern) in shown]
             table.add_row(row.method, f"{row.num_reached} of {row.num_runs}", *texts)
     if table.row_count:

@@ -107,7 +107,7 @@ class Controller:
             say=self._say,
         )
         self._keeper = CenterKeeper(crew, config, first_round=first_round, clock=clock)
-        self._curves = Curves(recorder)
+        self._curves = Curves(recorder, clock)
         self.pace = Pace()
         self.chaos = Chaos(crew, faults, clock)
         self._first_round = self._round = first_round

@@ -103,7 +103,7 @@ class Situation:
         self.keeper.take_published(published)
         for number, worker_id in published.faults:
             self.say(self.chaos.note(number, worker_id))
-        self._take_records(published.records)
+        self._take_records(published.records, f"center {published.process}", published.told_s)
 
     def _take_report(self, report: WorkerReport) -> None:
         self.workforce.take_report(report)
@@ -114,10 +114,11 @@ class Situation:
         self.pace.note_round(report.round, report.round_s)
         self.pace.resume(self.clock(), report.generation)
         if report.worker_id == run.membership.worker_ids[0]:
-            self._take_records(report.records)
+            self._take_records(report.records, report.worker_id, report.told_s)
 
-    def _take_records(self, records: tuple[Record, ...]) -> None:
-        if self.run is not None and self.curves.take(records, self.run.reports):
+    def _take_records(self, records: tuple[Record, ...], sender: str, told_s: float) -> None:
+        run = self.run
+        if run and self.curves.take(records, run.reports, sender=sender, told_s=told_s):
             self.staff.saw_progress()
             self.keeper.times.saw_epoch(self.curves.epoch)
 

@@ -19,17 +19,19 @@ from raydl.metrics import TimeParts
 
 Fetched = tuple[Batch, np.ndarray, list[str]]
 """A batch, its rows, and what is wrong with those that are left out."""
+Step = tuple[int, np.ndarray]
+"""What a local step trains on: the epoch, and its positions in it."""
 _NUM_AHEAD = 4
 """Batches of a streamed set that are fetched while a step computes."""
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Rows:
     """What a local step trains on."""
 
     rows: np.ndarray
     blocks: np.ndarray
-    """Of each row: the number of its block in the epoch."""
+    """Of each row: which block it is in, a number that no block of another epoch has."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Feed:
         self._ahead: dict[bytes, Future[Fetched]] = {}
         self.left_out = LeftOut()
         self._to_come: list[np.ndarray] = []
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_Rows] = deque()
         self._reserved = np.empty(0, np.int64)
         self._blocks_expected: frozenset[int] = frozenset()
         self.num_in_batch = 0
@@ -106,21 +108,19 @@ class Feed:
             return self._may_lack.fetch_readable(rows)
         return self._batches.samples.fetch(rows), rows, []
 
-    def expect(
-        self, epoch: int, steps: Sequence[np.ndarray], ahead: Sequence[tuple[int, Span]]
-    ) -> None:
+    def expect(self, steps: Sequence[Step], ahead: Sequence[tuple[int, Span]]) -> None:
         """Get ready what comes next: a round's local steps, and what is reserved for later ones.
 
         Args:
-            epoch: of the steps.
-            steps: positions of each local step of the round.
+            steps: of the round.
             ahead: what will be claimed next, (epoch, positions).
         """
         if not self._batches.samples.is_streamed or not len(steps):
             return
         with self._parts.measure("data_io"):
-            self._note(epoch, steps, ahead)
-            later = [self._order.rows(e, part) for e, part in self._first_of(ahead, len(steps[0]))]
+            self._note(steps, ahead)
+            size = len(steps[0][1])
+            later = [self._order.rows(e, part) for e, part in self._first_of(ahead, size)]
             self._to_come = [step.rows for step in self._steps] + later
             wanted = {rows.tobytes() for rows in self._to_come}
             self._drop(self._ahead.keys() - wanted)  # before their row groups are forgotten
@@ -132,17 +132,20 @@ class Feed:
         for key in keys:
             self._ahead.pop(key).cancel()
 
-    def _note(
-        self, epoch: int, steps: Sequence[np.ndarray], ahead: Sequence[tuple[int, Span]]
-    ) -> None:
+    def _note(self, steps: Sequence[Step], ahead: Sequence[tuple[int, Span]]) -> None:
         """Note what a round will train on, and the row groups of what is reserved."""
-        cuts = self._order.cuts(epoch) or [self._order.num_samples]
-        blocks = [np.searchsorted(cuts, part, side="right") for part in steps]
-        rows = [self._order.rows(epoch, part) for part in steps]
-        self._steps = deque(map(_Step, rows, blocks))
+        self._steps = deque(
+            _Rows(self._order.rows(epoch, part), self._blocks_of(epoch, part))
+            for epoch, part in steps
+        )
         near = [self._order.near(e, start) for e, (start, _) in ahead]
         self._reserved = np.concatenate([np.empty(0, np.int64), *near])
         self._blocks_expected = frozenset()
+
+    def _blocks_of(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        cuts = self._order.cuts(epoch) or [self._order.num_samples]
+        in_epoch = np.searchsorted(cuts, positions, side="right")
+        return epoch * self._order.num_samples + in_epoch  # an epoch has fewer blocks than samples
 
     def _expect_soon(self) -> None:
         """Tell the set which rows come soon, when a block is new among them.

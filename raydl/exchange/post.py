@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raydl.ledger import Span
+from raydl.ledger import Claim, Span
 from raydl.reports import Outcome
 from raydl.talk import Header
 
@@ -70,13 +70,10 @@ class Orders:
     """What the dispatcher tells a worker."""
 
     outcome: Outcome
-    epoch: int
-    spans: list[Span]
-    """Positions of the epoch that the worker claims."""
+    claims: list[Claim]
+    """What the worker claims, one for each epoch, in their order; none: it has no more to do."""
     ahead: list[tuple[int, Span]]
     """What the worker will claim next, as far as it is known: (epoch, positions)."""
-    num_steps: int
-    """Local steps to take over them."""
     num_workers: int
     """Workers that train now (p)."""
     rank: int
@@ -93,6 +90,11 @@ class Orders:
     """Keep the state as it is after this exchange, under this number."""
     num_cuts: int = 0
     """How often the learning rate was cut, for the schedule ``plateau``."""
+
+    @property
+    def num_steps(self) -> int:
+        """Local steps to take over what the worker claims."""
+        return sum(claim.num_steps for claim in self.claims)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,12 @@ _TAGS = (
         "Bytes of one worker in one round: its messages, and the center's answers; by shared "
         "memory as many.",
     ),
-    Tag("exchange/period", "Local steps between exchanges, where the workers chose them."),
+    Tag(
+        "exchange/period",
+        "Local steps of a worker from one exchange to its next, mean: fewer than the period where "
+        "a round was cut short.",
+        Thinning.MEAN,
+    ),
     Tag(
         "exchange/staleness",
         "Exchanges of other workers that the center settled between two of the same worker, mean.",

@@ -118,11 +118,13 @@ class TensorBoardWriter:
         mark = Event(step=num_samples, session_log=SessionLog(status=SessionLog.START))
         self._writer._get_file_writer().add_event(mark)
 
-    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
+    def scalars(
+        self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write one point for each tag."""
         for name, value in values.items():
             tag_of(name)  # which has a sentence
-            self._writer.add_scalar(name, value, num_samples)
+            self._writer.add_scalar(name, value, num_samples, walltime=unix_s)
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:
         """Write a text in Markdown."""

@@ -85,16 +85,19 @@ class Thinned:
         self._written = 0.0
         self._gathered = Gathered()
         self._num_samples = 0
+        self._unix_s: float | None = None
 
-    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
+    def scalars(
+        self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write what is never thinned, and a point if one is due; keep the rest for the next."""
         kept = {n: v for n, v in values.items() if tag_of(n).thinning is Thinning.NEVER}
         if kept:
-            self._writer.scalars(kept, num_samples=num_samples)
+            self._writer.scalars(kept, num_samples=num_samples, unix_s=unix_s)
         record = {name: value for name, value in values.items() if name not in kept}
         if record:
             self._gathered.add(record)
-            self._num_samples = num_samples
+            self._num_samples, self._unix_s = num_samples, unix_s
             self._write_if_due()
 
     def _write_if_due(self) -> None:
@@ -107,7 +110,8 @@ class Thinned:
 
     def _write(self) -> None:
         if self._gathered:
-            self._writer.scalars(self._gathered.take(), num_samples=self._num_samples)
+            values = self._gathered.take()
+            self._writer.scalars(values, num_samples=self._num_samples, unix_s=self._unix_s)
 
     def go_back(self, *, num_samples: int) -> None:
         """Hide the points from a sample on, those too that are yet to be written."""

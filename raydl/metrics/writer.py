@@ -11,8 +11,16 @@ import numpy as np
 class MetricsWriter(Protocol):
     """Where measurements go. The x-axis is always samples seen by all workers."""
 
-    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
-        """Write one point for each tag."""
+    def scalars(
+        self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
+    ) -> None:
+        """Write one point for each tag.
+
+        Args:
+            values: by tag.
+            num_samples: where the point lies.
+            unix_s: when it happened; None: now.
+        """
         ...
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:
@@ -46,10 +54,12 @@ class Tee:
     def __init__(self, *writers: MetricsWriter) -> None:
         self._writers = writers
 
-    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
+    def scalars(
+        self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write one point for each tag."""
         for writer in self._writers:
-            writer.scalars(values, num_samples=num_samples)
+            writer.scalars(values, num_samples=num_samples, unix_s=unix_s)
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:
         """Write a text in Markdown."""
@@ -100,9 +110,11 @@ class Forgiving:
             self._writer = None
             self._tell(f"{self._name} can not be written ({error}); training goes on without")
 
-    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
+    def scalars(
+        self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Write one point for each tag."""
-        self._try(lambda writer: writer.scalars(values, num_samples=num_samples))
+        self._try(lambda writer: writer.scalars(values, num_samples=num_samples, unix_s=unix_s))
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:
         """Write a text in Markdown."""

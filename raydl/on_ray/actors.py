@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
+import uuid
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,7 @@ class CenterActor:
         self._service: CenterService | None = None
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
+        self._process = uuid.uuid4().hex
 
     def open(self, job: Job, snapshot: Snapshot, others: list[ActorHandle]) -> tuple[Place, Place]:
         """Take in a snapshot; return (host, port) of the store, and (node, process id).
@@ -86,7 +89,12 @@ class CenterActor:
             self._shelf.put(self._service.snapshot(due, states))
         dispatcher = self._service.dispatcher
         return Published(
-            self._shelf.rounds(), dispatcher.take_records(), faults, dispatcher.is_complete()
+            self._shelf.rounds(),
+            dispatcher.take_records(),
+            faults,
+            dispatcher.is_complete(),
+            told_s=time.monotonic(),
+            process=self._process,
         )
 
     def note_fault(self, number: int, worker_id: str) -> None:

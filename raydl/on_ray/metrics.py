@@ -55,7 +55,9 @@ class RayMetrics:
         self._samples = Counter(metric_name(SAMPLES), SAMPLES.sentence, tag_keys=("run",))
         self._num_samples = first_sample
 
-    def scalars(self, values: Mapping[str, float], *, num_samples: int) -> None:
+    def scalars(
+        self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
+    ) -> None:
         """Show these values from now on."""
         for name, value in values.items():
             if tag_of(name) in EXPORTED:

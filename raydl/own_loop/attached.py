@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raydl.center import Snapshot, copied_to_cpu, first_snapshot
-from raydl.data.feed import positions_of
+from raydl.data.feed import Step
 from raydl.errors import AttachError, ExchangeError, ShapeError, StepError
 from raydl.flat import FlatModel, Untrained, as_tensors
 from raydl.job import Job
@@ -35,7 +34,7 @@ from raydl.own_loop.terms import ENDLESS
 from raydl.replica import Replica
 from raydl.reports import Outcome
 from raydl.rules import Sends
-from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
+from raydl.schedules import MessageSchedule, Schedule, Site, SyncSchedule, plan_talks
 from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
 
@@ -80,7 +79,7 @@ class Attached:
         self._feedback: dict[Any, Any] = {}
         self._is_behind = self._is_away = False
         self._num_failed = self._num_skipped = 0
-        self._round: Round | None = None
+        self._steps: list[Step] = []
         self._at = 0
         self._sums = Header()
         self._began_at = time.monotonic()
@@ -330,8 +329,7 @@ class Attached:
         round = schedule.next_round(self.local_step)
         parts = len(schedule.exchanges)
         self._plan = plan_talks(round.num_steps, fragments=parts, delay=round.delay)
-        self._positions = np.array_split(positions_of(round.spans), round.num_steps)
-        self._round, self._at, self._num_flying = round, 0, 0
+        self._steps, self._at, self._num_flying = round.steps(), 0, 0
         self._round_at, self._waited_before = time.perf_counter(), self._waited()
         self._begin(schedule)
 
@@ -387,8 +385,7 @@ class Attached:
 
     def _note_step(self) -> None:
         """Count a local step, even if its exchange failed."""
-        assert self._round is not None
-        self._trained.add(self._round.epoch, self._positions[self._at])
+        self._trained.add(*self._steps[self._at])
         self.local_step += 1
         self._at += 1
 

@@ -144,6 +144,7 @@ _IN_CURVES = {
     "communication_share": "exchange/communication_share",
     "exchange_bytes": "exchange/bytes",
     "rounds": "exchange/count",
+    "period": "exchange/period",
 }
 
 

@@ -184,6 +184,8 @@ def exchange(run: RunFacts) -> Html:
         _cost("Bytes", byte_size(run.figure("exchange_bytes")), "exchange/bytes"),
         _cost("Communication share", written(run.figure("communication_share"), "{:.1%}"),
               "exchange/communication_share"),
+        _cost("Local steps before each", written(run.figure("period"), "{:,.1f}"),
+              "exchange/period"),
         _cost("Staleness, mean", written(staleness, "{:.2f}"), "exchange/staleness"),
     ]  # fmt: skip
     pause = number(run.result.get("longest_pause_s"))

@@ -19,8 +19,14 @@ class Sum:
     """Training time over all starts."""
     staleness_sum: float = 0.0
     """Of the rounds of this start."""
+    period_sum: float = 0.0
+    """Local steps before each exchange, over the rounds of this start."""
     time_parts: dict[str, float]
     """Mean seconds per worker by part, of this start."""
+    at_s: float = 0.0
+    """When it was there, by the driver's monotonic clock."""
+    trained_s: float = 0.0
+    """Seconds of training up to there, by the workers' clocks."""
 
 
 class Sums:
@@ -48,8 +54,13 @@ class Sums:
         at = bisect.bisect_left(self._notes, round, key=lambda known: known.round)
         return self._notes[max(at - 1, 0)]
 
+    def up_to(self, round: int) -> Sum:
+        """Return that of a round, or the newest of an earlier one, or the oldest that is known."""
+        at = bisect.bisect_right(self._notes, round, key=lambda known: known.round)
+        return self._notes[max(at - 1, 0)]
+
     def take(self, round: int) -> Sum:
         """Return the sum of a checkpoint's round, or the newest before it; forget what is older."""
-        at = bisect.bisect_right(self._notes, round, key=lambda known: known.round)
-        self._notes = self._notes[max(at - 1, 0) :]
-        return self._notes[0]
+        taken = self.up_to(round)
+        self._notes = self._notes[self._notes.index(taken) :]
+        return taken

@@ -22,6 +22,8 @@ class Totals:
     """The longest time from one generation to the next; none counts from one start to another."""
     staleness_sum: float = 0.0
     """Of all rounds."""
+    period_sum: float = 0.0
+    """Local steps of a worker before each exchange, over all rounds."""
     time_parts: dict[str, float] = field(default_factory=dict)
     """Mean seconds per worker by part, summed over the starts."""
     faults_fired: tuple[str, ...] = ()
@@ -57,6 +59,7 @@ class Totals:
         evaluations: Iterable[dict[str, Any]],
         longest_pause_s: float,
         staleness_sum: float,
+        period_sum: float,
         time_parts: Mapping[str, float],
         faults_fired: Iterable[str],
     ) -> Totals:
@@ -67,6 +70,7 @@ class Totals:
                 back.
             longest_pause_s: of the new start, as are the others.
             staleness_sum: of its rounds.
+            period_sum: of its rounds.
             time_parts: mean seconds per worker.
             faults_fired: sentences.
         """
@@ -75,6 +79,7 @@ class Totals:
             evaluations=tuple(evaluations),
             longest_pause_s=max(self.longest_pause_s, longest_pause_s),
             staleness_sum=self.staleness_sum + staleness_sum,
+            period_sum=self.period_sum + period_sum,
             time_parts={part: s + before.get(part, 0.0) for part, s in time_parts.items()},
             faults_fired=(*self.faults_fired, *faults_fired),
         )
@@ -87,6 +92,7 @@ class Totals:
             "communication_share": communication_share(self.time_parts),
             "time_parts": self.time_parts,
             "staleness": self.staleness_sum / num_rounds if num_rounds else 0.0,
+            "period": self.period_sum / num_rounds if num_rounds else 0.0,
             "evaluations": list(self.evaluations),
             "longest_pause_s": self.longest_pause_s,
             "faults_fired": list(self.faults_fired),

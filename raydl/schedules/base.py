@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from raydl.cadence import Choice
 from raydl.center import Snapshot
 from raydl.compression import ErrorFeedback, parse_codec, relaid
 from raydl.config import TrainConfig
+from raydl.data.feed import Step, positions_of
 from raydl.flat import FlatModel
-from raydl.ledger import Cuts, Span
+from raydl.ledger import Claim, Cuts, Span
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.metrics import TimeParts
@@ -25,15 +27,25 @@ from raydl.talk import Exchange, Header
 class Round:
     """What a worker does until its next complete exchange."""
 
-    epoch: int
-    spans: list[Span]
-    """Positions of the epoch."""
-    num_samples: int
-    num_steps: int
+    claims: list[Claim]
+    """One for each epoch that it has a part in, in their order."""
     delay: int
     """Local steps from the start of an exchange to its effect."""
     ahead: list[tuple[int, Span]] = field(default_factory=list)
     """What this worker will claim next, as far as it is known: (epoch, positions)."""
+
+    @property
+    def num_steps(self) -> int:
+        """Local steps of the round; 0: the center has no work for this worker."""
+        return sum(claim.num_steps for claim in self.claims)
+
+    def steps(self) -> list[Step]:
+        """Return (epoch, positions) of each local step, the positions as even as they go."""
+        return [
+            (claim.epoch, positions)
+            for claim in self.claims
+            for positions in np.array_split(positions_of(claim.spans), claim.num_steps)
+        ]
 
 
 @dataclass(frozen=True)
@@ -191,3 +203,17 @@ def plan_talks(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list
         plan[max(0, join - delay)][0].append(fragment)
         plan[join][1].append(fragment)
     return plan
+
+
+def samples_before(parts: Sequence[tuple[int, int]]) -> list[float]:
+    """Return the samples of a round before each of its local steps.
+
+    Args:
+        parts: (samples, local steps) of each epoch that the round has a part in.
+    """
+    counts: list[float] = []
+    done = 0
+    for num_samples, num_steps in parts:
+        counts += [done + num_samples * step / num_steps for step in range(num_steps)]
+        done += num_samples
+    return counts

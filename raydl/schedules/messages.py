@@ -17,7 +17,7 @@ from raydl.exchange.post import Post
 from raydl.extent import Extent
 from raydl.ledger import Span
 from raydl.reports import AllreduceReport, Outcome, Record
-from raydl.schedules.base import Decision, Round, Site
+from raydl.schedules.base import Decision, Round, Site, samples_before
 from raydl.talk import Exchange, Header
 
 
@@ -47,6 +47,7 @@ class MessageSchedule:
         self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
         self._in_turn = site.method.schedule == "round_robin"
         self._overlaps = site.method.overlap
+        self._samples_before: list[float] = []
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
         size, fragments = weights.size, self._config.exchange.fragments
@@ -139,23 +140,23 @@ class MessageSchedule:
     def next_round(self, local_step: int) -> Round:
         """Return what the dispatcher ordered, once it is this worker's turn."""
         orders = self._orders
-        if self._in_turn and orders.num_steps:
+        round = Round(orders.claims, self._config.exchange.delay, orders.ahead)
+        if self._in_turn and round.num_steps:
             # A round of one step begins with its exchange, which takes the turn itself: a loop of
             # the user's own then waits for it in its next step, not at the end of this one.
-            self._desk.takes_turn = orders.num_steps == 1 and not self._overlaps
+            self._desk.takes_turn = round.num_steps == 1 and not self._overlaps
             if not self._desk.takes_turn:
                 with self._site.time_parts.measure("device_device_parameters"):
                     self._post.take_turn(self._desk.next_stamp())
-        num_samples = sum(stop - start for start, stop in orders.spans)
-        self._desk.local_step = local_step + orders.num_steps
-        delay = self._config.exchange.delay
-        return Round(orders.epoch, orders.spans, num_samples, orders.num_steps, delay, orders.ahead)
+        self._desk.local_step = local_step + round.num_steps
+        self._samples_before = samples_before([(c.num_samples, c.num_steps) for c in round.claims])
+        return round
 
     def share_done(self, step: int, local_step: int) -> float:
         """Return 0..1 of the run, by what was done at the last orders."""
-        batch = self._config.training.batch_size * self._orders.num_workers
+        by_all = self._samples_before[step] * self._orders.num_workers
         return self._extent.share_done(
-            num_samples=self._orders.num_done + step * batch,
+            num_samples=self._orders.num_done + by_all,
             num_steps=local_step,
             seconds=self._orders.seconds,
         )

@@ -13,12 +13,12 @@ from raydl.exchange.cells import shard_spans
 from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.sync import Group, StagedExchange, SyncExchange
 from raydl.extent import Extent, num_evaluations_due
-from raydl.ledger import Ledger, Span, share_round
+from raydl.ledger import Claim, Ledger, Span, share_round
 from raydl.method import may_compress
 from raydl.optimizers import make_optimizer
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.rules import Sends
-from raydl.schedules.base import Decision, Round, Site
+from raydl.schedules.base import Decision, Round, Site, samples_before
 from raydl.schedules.tempo import Tempo, drain_of
 from raydl.schedules.trained import Trained
 from raydl.talk import Exchange, Header
@@ -57,6 +57,7 @@ class SyncSchedule:
         self._votes_lock = threading.Lock()
         self._lr = 0.0
         self._round_steps = 0
+        self._samples_before: list[float] = []
         # A run may have been resumed with a period of the user's.
         chosen = snapshot.cadence if site.method.finds_cadence else None
         self._cadence, self._choice = self._their_cadence(), None
@@ -233,30 +234,48 @@ class SyncSchedule:
             self._ledger.give_back(worker_id, keep=int(count))
 
     def _claim(self) -> Round:
-        members, site = self._site.membership.worker_ids, self._site
-        left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
+        """Claim the samples of a whole period, in as many epochs as that takes."""
         steps_left = self._extent.steps_left(self._num_steps)
-        period = self._cadence.period
+        num_steps = self._cadence.period if steps_left is None else steps_left
+        num_steps = min(num_steps, self._cadence.period)
+        claims: list[Claim] = []
+        by_all: list[tuple[int, int]] = []
+        while num_steps:
+            num_free = self._num_free()
+            if claims and not num_free:  # the end of the run
+                break
+            claim, num_samples = self._claim_in_epoch(num_free, num_steps)
+            claims.append(claim)
+            by_all.append((num_samples, claim.num_steps))
+            num_steps -= claim.num_steps
+        self._samples_before = samples_before(by_all)
+        ahead = self._ledger.reserved_by(self._site.worker_id)
+        return Round(claims, self._cadence.delay, ahead)
+
+    def _num_free(self) -> int:
+        """Return how many samples are left to claim in an epoch, or in the run."""
+        left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
+        return self._ledger.num_free if left is None else min(left, self._ledger.num_free)
+
+    def _claim_in_epoch(self, num_free: int, num_steps: int) -> tuple[Claim, int]:
+        """Claim for all ranks; return this one's claim, and the samples of all."""
+        members = self._site.membership.worker_ids
         share = share_round(
-            self._ledger.num_free if left is None else min(left, self._ledger.num_free),
+            num_free,
             num_workers=len(members),
             batch_size=self._config.training.batch_size,
-            max_steps=period if steps_left is None else min(period, steps_left),
+            max_steps=num_steps,
         )
         claims = {
             worker: self._ledger.claim(worker, count)
             for worker, count in zip(members, share.counts, strict=True)
         }
-        epoch, spans = claims[site.worker_id]
-        ahead = self._ledger.reserved_by(site.worker_id)
-        num_samples, delay = share.counts[site.rank], self._cadence.delay
-        return Round(epoch, spans, num_samples, share.num_steps, delay, ahead)
+        return Claim(*claims[self._site.worker_id], share.num_steps), sum(share.counts)
 
     def share_done(self, step: int, local_step: int) -> float:
         """Return 0..1 of the run, the same on all ranks."""
-        batch = self._config.training.batch_size * self._site.membership.num_workers
         return self._extent.share_done(
-            num_samples=self._ledger.num_done_ever + step * batch,
+            num_samples=self._ledger.num_done_ever + self._samples_before[step],
             num_steps=self._num_steps + step,
             seconds=self._seconds,
         )
@@ -281,7 +300,7 @@ class SyncSchedule:
         outcome = self._outcome(sums)
         is_over = outcome is not Outcome.GO_ON
         is_new_epoch = self._ledger.epoch > epoch
-        self._books.add(sums, num_messages=p)
+        self._books.add(sums, num_messages=p, num_steps=p * self._round_steps)
         self._books.record(self._standing(), at_once=is_new_epoch or is_over)
         self._version = self._round  # told only when its record can be told as well
         keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
@@ -315,6 +334,7 @@ class SyncSchedule:
             local_step=self._num_steps,
             lr=self._lr,
             exchange_bytes=self._exchange_bytes,
+            trained_s=self._seconds,
         )
 
     def vote(self, **votes: float) -> None:
