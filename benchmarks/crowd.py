@@ -155,7 +155,7 @@ class Party:
 
     def _exchange_once(self, schedule: Schedule) -> None:
         schedule.next_round(self._num_steps)
-        schedule.set_lr(0.1)
+        schedule.begin_step(0, 0.1)
         talk = Talk.around(schedule.exchanges, [0], [0], make_header=Header)
         [exchange] = schedule.exchanges
         began = time.perf_counter()

@@ -125,7 +125,7 @@ class CenterService:
 
     def _assembled(self, round: int, is_kept: bool, shards: list[ShardState]) -> Snapshot:
         """Return the whole center from its shards, the home shard first."""
-        counters = self.dispatcher.state()
+        counters = self.dispatcher.state(is_kept=is_kept)
         weights = np.empty(self._num_parameters, np.float32)
         states = {}
         for shard in shards:

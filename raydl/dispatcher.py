@@ -15,7 +15,7 @@ from typing import Any
 
 from raydl.config import TrainConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.post import Orders, Push, Stamp
+from raydl.exchange.post import Orders, Push, Settlement, Stamp
 from raydl.extent import Extent, num_evaluations_due
 from raydl.flat import Untrained
 from raydl.ledger import Claim, Ledger
@@ -39,7 +39,7 @@ class Dispatcher:
         config: the run's settings.
         method: the run's method.
         ledger: which samples are done.
-        version: exchanges settled before.
+        version: exchanges settled before, and checkpoints voted for.
         seconds: seconds trained before.
         local_step: local steps of each worker before, the mean.
         untrained: what the center has of the untrained state; see :class:`raydl.center.Snapshot`.
@@ -63,6 +63,7 @@ class Dispatcher:
         self._ledger = ledger
         self._extent = Extent.of(config.training, epoch_samples=ledger.num_samples)
         self._version = version
+        self._num_settled = 0
         self._watch = Stopwatch(clock, seconds=seconds)
         self._books = Books(clock)
         self._changed = threading.Condition()
@@ -81,7 +82,7 @@ class Dispatcher:
         """Begin with new members alone. Votes and turns of those before end with them."""
         with self._changed:
             self._ledger.release(members=membership.worker_ids)  # claims of before are void
-            self._roster.open(membership, version=self._version)
+            self._roster.open(membership, seen=self._num_settled)
             self._votes, self._is_end = {}, False
             self._dues.end_checkpoint()
             self._turns.open(membership.worker_ids)
@@ -96,7 +97,7 @@ class Dispatcher:
         with self._changed:
             was_closed = self._roster.is_closed
             self._ledger.release(keep=membership.worker_ids)
-            if self._roster.change(membership, version=self._version):
+            if self._roster.change(membership, seen=self._num_settled):
                 self._is_end = False
             self._turns.change(membership.worker_ids)
             self._settle_checkpoint()
@@ -170,7 +171,7 @@ class Dispatcher:
         self._admit(stamp)
 
     def settle(self, push: Push) -> Orders | None:
-        """Count the round behind a message as done, and return what the worker does next.
+        """Count what a worker has sent as done, and return what it does next.
 
         None: the worker ceased to be a member after its shard took the message, and its
         samples are claimed by others.
@@ -182,29 +183,41 @@ class Dispatcher:
                 self.num_refused += 1
                 return None
             member = self._roster[worker_id]
-            staleness = self._version - member.seen_version
+            # Not by versions: a checkpoint that is voted for has one, too.
+            staleness = self._num_settled - member.seen
+            self._num_settled += 1
             self._version += 1
             epoch = self._ledger.epoch
             num_due = num_evaluations_due(self._config.evaluation, self._ledger)
-            self._ledger.complete(worker_id)
+            self._complete(worker_id, settlement.num_trained)
             num_steps = settlement.local_step - member.local_step
-            member.local_step = settlement.local_step
+            member.local_step, member.settlement = settlement.local_step, settlement
             member.step_s = settlement.header.step_s
             self._untrained.update(settlement.untrained)
             self._books.add(
                 settlement.header, num_messages=1, num_steps=num_steps, staleness=staleness
             )
             keep = self._dues.tell(worker_id)
+            if keep is not None:  # it has taken all its steps by the time that it keeps its state
+                num_open = self._ledger.num_claimed_by(worker_id)
+                member.num_kept = member.num_completed + num_open
             self._settle_checkpoint()
             orders = self._orders(worker_id, keep=keep)
             is_due = num_evaluations_due(self._config.evaluation, self._ledger) > num_due
             if is_due and self._roster.in_training:  # else the final snapshot will do
                 self._dues.want(self._version, is_kept=False)
-            is_end = orders.outcome is not Outcome.GO_ON
-            self._books.record(self._standing(push), at_once=is_end or self._ledger.epoch > epoch)
+            if orders.outcome is Outcome.GO_ON:  # else it is recorded when the worker has left
+                standing = self._standing(settlement)
+                self._books.record(standing, at_once=self._ledger.epoch > epoch)
             member.answered = push.stamp.sequence, orders
             self._changed.notify_all()
             return orders
+
+    def _complete(self, worker_id: str, num_trained: int | None = None) -> None:
+        """Count as done what a worker has trained since it entered; None: all that it claimed."""
+        member = self._roster[worker_id]
+        count = None if num_trained is None else num_trained - member.num_completed
+        member.num_completed += self._ledger.complete(worker_id, count)
 
     def repeat(self, push: Push) -> Orders:
         """Return the orders that a settled message was answered with.
@@ -238,7 +251,7 @@ class Dispatcher:
                 self._is_end = outcome in (Outcome.STOPPED, Outcome.FINISHED)
             self._settle_checkpoint()
             self._changed.notify_all()
-        member.seen_version = self._version
+        member.seen = self._num_settled
         return Orders(
             outcome=outcome,
             claims=claims,
@@ -256,7 +269,8 @@ class Dispatcher:
     def leave(self, stamp: Stamp) -> None:
         """Note that a worker has left; when all have, the last snapshot is due.
 
-        Only now no message is on its way to any shard.
+        Only now no message is on its way to any shard, and the steps after its last message are
+        taken, too.
         """
         with self._changed:
             if self._roster.refusal(stamp):
@@ -264,6 +278,9 @@ class Dispatcher:
             member = self._roster[stamp.worker_id]
             is_news, member.has_closed = not member.has_closed, True
             if is_news:
+                self._complete(stamp.worker_id)
+                if member.settlement is not None:
+                    self._books.record(self._standing(member.settlement), at_once=True)
                 self._want_last()
                 self._watch.run(not self._roster.is_closed)
 
@@ -314,8 +331,7 @@ class Dispatcher:
         left = self._extent.steps_left(member.local_step)
         return steps if left is None else min(steps, left)
 
-    def _standing(self, push: Push) -> Standing:
-        assert push.settlement is not None
+    def _standing(self, settlement: Settlement) -> Standing:
         return Standing(
             round=self._version,
             generation=self._generation,
@@ -323,8 +339,8 @@ class Dispatcher:
             epoch=self._ledger.num_done_ever / self._ledger.num_samples,
             num_samples=self._ledger.num_done_ever,
             local_step=self._roster.local_step,
-            lr=push.settlement.lr,
-            exchange_bytes=push.settlement.num_bytes,
+            lr=settlement.lr,
+            exchange_bytes=settlement.num_bytes,
             trained_s=self.seconds,
         )
 
@@ -408,16 +424,30 @@ class Dispatcher:
         with self._changed:
             return self._books.take()
 
-    def state(self) -> dict[str, Any]:
-        """Return the counters of a snapshot, by its own field names."""
+    def state(self, *, is_kept: bool = False) -> dict[str, Any]:
+        """Return the counters of a snapshot, by its own field names.
+
+        Args:
+            is_kept: the snapshot is of a checkpoint, with states that the workers have kept: what
+                is trained in these counts, too.
+        """
         with self._changed:
+            ledger = self._kept_ledger() if is_kept else self._ledger
             return {
                 "generation": self._generation,
-                "epoch": self._ledger.epoch,
-                "num_samples": self._ledger.num_done_ever,
+                "epoch": ledger.epoch,
+                "num_samples": ledger.num_done_ever,
                 "local_step": self._roster.local_step,
                 "seconds": self.seconds,
-                "ledger": self._ledger.state_dict(),
+                "ledger": ledger.state_dict(),
                 "num_cuts": self.num_cuts,
                 "untrained": dict(self._untrained),
             }
+
+    def _kept_ledger(self) -> Ledger:
+        """Return the ledger of a checkpoint."""
+        ledger = Ledger.from_state_dict(self._ledger.state_dict(with_claims=True))
+        for worker_id in self._roster:
+            member = self._roster[worker_id]
+            ledger.complete(worker_id, max(0, member.num_kept - member.num_completed))
+        return ledger

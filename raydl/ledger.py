@@ -129,6 +129,10 @@ class Ledger:
         """Workers that have claimed positions and not completed them."""
         return tuple(self._claimed)
 
+    def num_claimed_by(self, worker_id: str) -> int:
+        """Positions that a worker has claimed and not completed."""
+        return _size([span for _, span in self._claimed.get(worker_id, [])])
+
     def claims_of(self, worker_id: str) -> list[tuple[int, Span]]:
         """Return what a worker has claimed and not completed: (epoch, span), in its order."""
         return list(self._claimed.get(worker_id, []))
@@ -215,10 +219,19 @@ class Ledger:
             self._reserved[worker_id] = left
         return taken
 
-    def complete(self, worker_id: str) -> int:
-        """Count all that the worker has claimed as done; return how many it was."""
+    def complete(self, worker_id: str, count: int | None = None) -> int:
+        """Count what the worker has claimed as done, in its order; return how many it was.
+
+        Args:
+            worker_id: whose.
+            count: the first so many, or all there are if those are fewer; None: all.
+        """
         self.num_changes += 1
         spans = self._claimed.pop(worker_id, [])
+        if count is not None:
+            spans, rest = _take_pairs(spans, count)
+            if rest:
+                self._claimed[worker_id] = rest
         for epoch, span in spans:
             self._num_done[epoch] += _size([span])
         while self._num_done.get(self.epoch) == self.num_samples:
@@ -232,16 +245,12 @@ class Ledger:
         What it has reserved stays its own.
         """
         self.num_changes += 1
-        freed = 0
-        for epoch, (start, stop) in self._claimed.pop(worker_id, []):
-            cut = min(stop, start + keep)
-            keep -= cut - start
-            if start < cut:
-                self._claimed.setdefault(worker_id, []).append((epoch, (start, cut)))
-            if cut < stop:
-                self._free[epoch] = sorted([*self._free[epoch], (cut, stop)])
-                freed += stop - cut
-        return freed
+        kept, freed = _take_pairs(self._claimed.pop(worker_id, []), keep)
+        if kept:
+            self._claimed[worker_id] = kept
+        for epoch, span in freed:
+            self._free[epoch] = sorted([*self._free[epoch], span])
+        return _size([span for _, span in freed])
 
     def release(self, *, keep: Iterable[str] = (), members: Iterable[str] | None = None) -> int:
         """Free what workers have claimed; return how many it was. Free their reserves, too.
@@ -318,3 +327,18 @@ def _take(spans: list[Span], count: int) -> tuple[list[Span], list[Span]]:
         if cut < stop:
             return taken, [(cut, stop), *spans[index + 1 :]]
     return taken, []
+
+
+def _take_pairs(
+    pairs: list[tuple[int, Span]], count: int
+) -> tuple[list[tuple[int, Span]], list[tuple[int, Span]]]:
+    """Split off the first ``count`` positions of (epoch, span) pairs: (taken, rest)."""
+    taken, rest = [], []
+    for epoch, (start, stop) in pairs:
+        cut = min(stop, start + count)
+        count -= cut - start
+        if start < cut:
+            taken.append((epoch, (start, cut)))
+        if cut < stop:
+            rest.append((epoch, (cut, stop)))
+    return taken, rest

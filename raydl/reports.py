@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -175,6 +175,7 @@ class Books:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._records: list[Record] = []
+        self._last: Record | None = None
         self._lock = threading.Lock()
         self._restart()
 
@@ -201,8 +202,14 @@ class Books:
         self._staleness += staleness
 
     def record(self, standing: Standing, *, at_once: bool = False) -> None:
-        """Close a record, unless the last one is too young; ``at_once``: whatever its age."""
-        if self._num_messages == 0 or not (at_once or self._is_due()):
+        """Close a record, unless the last one is too young; ``at_once``: whatever its age.
+
+        One without an exchange since the last one repeats that, but for where the run stands.
+        """
+        if not (at_once or (self._num_messages and self._is_due())):
+            return
+        if self._num_messages == 0:
+            self._repeat(standing)
             return
         sums, n = self._sums, self._num_messages
         record = Record(
@@ -214,9 +221,17 @@ class Books:
             period=self._num_steps / n,
             at_s=self._clock(),
         )
+        self._add(record)
+        self._restart()
+
+    def _repeat(self, standing: Standing) -> None:
+        if self._last is not None:
+            self._add(replace(self._last, **vars(standing), at_s=self._clock()))
+
+    def _add(self, record: Record) -> None:
+        self._last = record
         with self._lock:
             self._records.append(record)
-        self._restart()
 
     def _is_due(self) -> bool:
         return self._clock() - self._since >= _RECORD_EVERY_S

@@ -260,7 +260,7 @@ class Worker:
         self._feed.expect(steps, round.ahead)
         for step, (epoch, positions) in enumerate(steps):
             self._notice_step(schedule)
-            self._set_lr(schedule, step)
+            self._begin_step(schedule, step)
             talk = self._talk(schedule, *plan[step])
             loss, arrived = self._step(talk, epoch, positions)
             sums = arrived or sums
@@ -299,12 +299,12 @@ class Worker:
             overlap=self._method.overlap,
         )
 
-    def _set_lr(self, schedule: Schedule, step: int) -> None:
+    def _begin_step(self, schedule: Schedule, step: int) -> None:
         """Set the learning rate for a step of this round, counted from 0."""
         share_done = schedule.share_done(step, self.local_step)
         lr = lr_at(self._method.optimizer, share_done, num_cuts=schedule.num_cuts)
         self.replica.set_lr(lr)
-        schedule.set_lr(lr)
+        schedule.begin_step(step, lr)
 
     def _make_header(self, schedule: Schedule) -> Header:
         return Header(

@@ -12,6 +12,9 @@ from raydl.config import (
     TrainingConfig,
 )
 
+ALL = 2**40
+"""Of the positions that a worker has claimed, all are trained and sent."""
+
 
 def settings(method, *, exchange=None, period=2, lr=0.1, workers=2, **training):
     training.setdefault("batch_size", 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import spans_of
+from scenarios import ALL, spans_of
 from test_messages import Add, enter, make_dispatcher, make_shard, push, settle, values_of
 
 from raydl.compression import parse_codec
@@ -28,7 +28,7 @@ def leave(dispatcher, worker_id, *, generation=1):
 
 
 def settling(worker_id, sequence, values, **stamp):
-    settlement = Settlement(Header(), 2, 0.1, 80)
+    settlement = Settlement(Header(), 2, ALL, 0.1, 80)
     stamp.setdefault("generation", 1)
     return push(worker_id, sequence, values, settlement=settlement, **stamp)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import resident_bytes
 from ray.exceptions import ActorUnavailableError
-from scenarios import spans_of
+from scenarios import ALL, spans_of
 
 from raydl.compression import parse_codec
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
@@ -234,8 +234,8 @@ def enter(dispatcher, worker_id, *, generation=1):
     return dispatcher.enter(Stamp(worker_id, generation, 0, 0), 0)
 
 
-def settle(dispatcher, worker_id, *, local_step=2, generation=1, **header):
-    settlement = Settlement(Header(**header), local_step, 0.1, 80)
+def settle(dispatcher, worker_id, *, local_step=2, generation=1, num_trained=ALL, **header):
+    settlement = Settlement(Header(**header), local_step, num_trained, 0.1, 80)
     return dispatcher.settle(push(worker_id, 1, [], generation=generation, settlement=settlement))
 
 
@@ -326,7 +326,7 @@ def test_calls_that_are_repeated_are_answered_as_before():
     shard.open(Membership(1, ("w0", "w1")))
     dispatcher.take_turn(Stamp("w0", 1, 0, 1))
     dispatcher.take_turn(Stamp("w0", 1, 0, 1))  # the turn is held, not waited for
-    settlement = Settlement(Header(), 2, 0.1, 80)
+    settlement = Settlement(Header(), 2, ALL, 0.1, 80)
     message = push("w0", 2, [1, 2], generation=1, settlement=settlement)
     orders = shard.exchange(message).orders
     assert shard.exchange(message).orders is orders

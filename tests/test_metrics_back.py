@@ -146,7 +146,7 @@ def test_a_first_start_marks_its_beginning_so_that_a_resumed_one_is_heard(tmp_pa
 
 def test_a_run_that_begins_anew_shows_nothing_of_the_attempt_before(tmp_path):
     run = tmp_path / "run"
-    options = ["--workers", "0", "--run.progress", "none", "--model", "mlp"]
+    options = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--period", "2"]
     command = ["train", *options, "--data", "synthetic:96", "--run-dir", str(run)]
     assert cli.main([*command, "--epochs", "2"]) == 0
     grow_old(run)

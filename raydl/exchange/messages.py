@@ -184,6 +184,8 @@ class Desk:
         self.generation = generation
         self.lr = 0.0
         self.local_step = 0
+        self.num_trained = 0
+        """Positions that a message sent now has in it, of all since this worker entered."""
         self.num_bytes = 0
         """Bytes sent and received since the last settlement."""
         self.takes_turn = False
@@ -237,7 +239,7 @@ class Desk:
         num_bytes, self.num_bytes = self.num_bytes, 0
         news = self._untrained.changed_buffers(self._told)
         self._told.update(news)
-        return Settlement(header, self.local_step, self.lr, num_bytes, news)
+        return Settlement(header, self.local_step, self.num_trained, self.lr, num_bytes, news)
 
     def raise_if(self, refusal: str) -> None:
         """Raise an ExchangeError if the center refused; an empty text says that it did not."""

@@ -53,11 +53,14 @@ def refusal_of(stamp: Stamp, entered: int | None, generation: int) -> str:
 
 @dataclass(frozen=True)
 class Settlement:
-    """What ends a worker's round: its samples count as done, and it asks for orders."""
+    """What ends a worker's round: what it sent counts as done, and it asks for orders."""
 
     header: Header
     local_step: int
     """Local steps of this worker when its round ends."""
+    num_trained: int
+    """Positions whose training is in what the worker has sent, of all since it entered. Those of
+    the steps after that are in its next message."""
     lr: float
     num_bytes: int
     """Bytes this worker sent and received since its last settlement."""

@@ -334,7 +334,8 @@ class Attached:
         self._begin(schedule)
 
     def _begin(self, schedule: Schedule) -> None:
-        """Send what is due around the next step, while the user's code computes its gradient."""
+        """Begin a step; send what is due in it, while the user's code computes its gradient."""
+        schedule.begin_step(self._at, float(self._optimizer.param_groups[0]["lr"]))
         if not self._is_ahead:
             return
         begin, _ = self._plan[self._at]
@@ -351,7 +352,6 @@ class Attached:
         begin, join = self._plan[self._at]
         talk = self._talk(schedule, [] if self._is_ahead else begin, join)
         num_steps = self._replica.num_steps
-        schedule.set_lr(float(self._optimizer.param_groups[0]["lr"]))
         try:
             sums = self._replica.step_as_it_is(talk)
         finally:

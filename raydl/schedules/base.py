@@ -135,8 +135,13 @@ class Schedule(Protocol):
         """Return 0..1 of the run before a step of this round, counted from 0."""
         ...
 
-    def set_lr(self, lr: float) -> None:
-        """Take note of the learning rate, and set it at the center if that steps by it."""
+    def begin_step(self, step: int, lr: float) -> None:
+        """Take note that a local step begins, before anything of it is sent.
+
+        Args:
+            step: of this round, counted from 0.
+            lr: its learning rate, for the center, too, if that steps by it.
+        """
         ...
 
     def settle(self, sums: Header, local_step: int) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from raydl.exchange.post import Post
 from raydl.extent import Extent
 from raydl.ledger import Span
 from raydl.reports import AllreduceReport, Outcome, Record
+from raydl.rules import Sends
 from raydl.schedules.base import Decision, Round, Site, samples_before
 from raydl.talk import Exchange, Header
 
@@ -48,6 +50,9 @@ class MessageSchedule:
         self._in_turn = site.method.schedule == "round_robin"
         self._overlaps = site.method.overlap
         self._samples_before: list[float] = []
+        self._trained = [0]
+        """Positions trained since this worker entered: before each step of the round, and after
+        the last one."""
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
         size, fragments = weights.size, self._config.exchange.fragments
@@ -150,6 +155,8 @@ class MessageSchedule:
                     self._post.take_turn(self._desk.next_stamp())
         self._desk.local_step = local_step + round.num_steps
         self._samples_before = samples_before([(c.num_samples, c.num_steps) for c in round.claims])
+        sizes = [len(positions) for _, positions in round.steps()]
+        self._trained = [self._trained[-1] + n for n in accumulate(sizes, initial=0)]
         return round
 
     def share_done(self, step: int, local_step: int) -> float:
@@ -161,9 +168,14 @@ class MessageSchedule:
             seconds=self._orders.seconds,
         )
 
-    def set_lr(self, lr: float) -> None:
-        """Take note of the learning rate; it travels with the messages."""
+    def begin_step(self, step: int, lr: float) -> None:
+        """Take note of the learning rate, and of the samples that a message has in it from now on.
+
+        Weights travel as they are before the step, all else as it is after the step.
+        """
         self._desk.lr = lr
+        is_after = self._site.method.rule.sends is not Sends.WEIGHTS
+        self._desk.num_trained = self._trained[step + is_after]
 
     def settle(self, sums: Header, local_step: int) -> Decision:
         """Return what the newest orders say."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raydl.exchange.post import Orders, Stamp, refusal_of
+from raydl.exchange.post import Orders, Settlement, Stamp, refusal_of
 from raydl.membership import Membership
 
 
@@ -18,7 +18,14 @@ class Member:
     is_awaited: bool
     """The others wait for it to enter; not for one that joins while they train."""
     local_step: int
-    seen_version: int
+    seen: int
+    """Exchanges that the center had settled when this worker last heard of it."""
+    num_completed: int = 0
+    """Positions that it has completed, of all since it entered."""
+    num_kept: int = 0
+    """Positions whose training is in the state that it was told to keep, likewise."""
+    settlement: Settlement | None = None
+    """The newest."""
     step_s: float = 0.0
     has_entered: bool = False
     is_dismissed: bool = False
@@ -51,28 +58,33 @@ class Roster:
         self._members: dict[str, Member] = {}
         self._newcomers_step = local_step
 
-    def open(self, membership: Membership, *, version: int) -> None:
-        """Begin with new members alone."""
-        self.opened = membership.generation
-        self._set(membership, {}, version, is_awaited=True)
+    def open(self, membership: Membership, *, seen: int) -> None:
+        """Begin with new members alone.
 
-    def change(self, membership: Membership, *, version: int) -> bool:
+        Args:
+            membership: of them.
+            seen: exchanges that the center they start from has settled.
+        """
+        self.opened = membership.generation
+        self._set(membership, {}, seen, is_awaited=True)
+
+    def change(self, membership: Membership, *, seen: int) -> bool:
         """Keep the members that stay, as they are; return whether others joined.
 
         Those start with as many local steps as the members of before, and know the center as
-        it is at this version.
+        it is after so many exchanges.
         """
         staying = {w: m for w, m in self._members.items() if w in membership.worker_ids}
-        self._set(membership, staying, version, is_awaited=False)
+        self._set(membership, staying, seen, is_awaited=False)
         return len(staying) < membership.num_workers
 
     def _set(
-        self, membership: Membership, staying: dict[str, Member], version: int, *, is_awaited: bool
+        self, membership: Membership, staying: dict[str, Member], seen: int, *, is_awaited: bool
     ) -> None:
         self._newcomers_step = step = self.local_step
         self.membership = membership
         self._members = {
-            w: staying.get(w) or Member(membership.generation, is_awaited, step, version)
+            w: staying.get(w) or Member(membership.generation, is_awaited, step, seen)
             for w in membership.worker_ids
         }
 

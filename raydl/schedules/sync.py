@@ -280,7 +280,7 @@ class SyncSchedule:
             seconds=self._seconds,
         )
 
-    def set_lr(self, lr: float) -> None:
+    def begin_step(self, step: int, lr: float) -> None:
         """Set the learning rate at this rank's center."""
         self._lr = lr
         for center in self._centers:

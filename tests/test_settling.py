@@ -1,0 +1,149 @@
+"""By messages a sample counts once a message that carries it has moved the center."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import Ensemble, linear, tiny_images
+from histories import config
+from scenarios import spans_of
+from test_messages import enter, make_dispatcher, settle
+
+from raydl.data import ImageSet
+from raydl.dispatcher import Due
+from raydl.exchange.post import Stamp
+from raydl.membership import Membership
+from raydl.reports import Outcome
+from raydl.task import Classification
+
+# the dispatcher: batches of 5, two steps a round
+
+
+def test_what_was_trained_after_the_message_counts_with_the_next_one():
+    dispatcher = make_dispatcher()
+    enter(dispatcher, "w0")
+    first = settle(dispatcher, "w0", num_trained=5)  # the message has the first step alone
+    assert first.num_done == 5
+    assert settle(dispatcher, "w0", num_trained=15).num_done == 15
+
+
+def test_what_a_lost_worker_had_not_sent_is_claimed_again():
+    dispatcher = make_dispatcher()
+    enter(dispatcher, "w0")
+    enter(dispatcher, "w1")
+    settle(dispatcher, "w0", num_trained=5)
+    dispatcher.change(Membership(2, ("w1",)))
+    assert spans_of(settle(dispatcher, "w1")) == [(5, 10), (20, 25)]
+
+
+def test_who_leaves_has_taken_all_its_steps():
+    dispatcher = make_dispatcher(num_samples=20, epochs=1)
+    enter(dispatcher, "w0")
+    enter(dispatcher, "w1")
+    for worker_id in ("w0", "w1"):
+        assert settle(dispatcher, worker_id, num_trained=5).outcome is Outcome.FINISHED
+    assert not dispatcher.is_complete()
+    for worker_id in ("w0", "w1"):
+        dispatcher.leave(Stamp(worker_id, 1, 0, 9))
+    assert dispatcher.is_complete()
+    assert dispatcher.take_records()[-1].num_samples == 20
+
+
+def test_a_finished_worker_that_is_lost_before_it_has_left_leaves_its_last_steps_to_others():
+    dispatcher = make_dispatcher(num_samples=20, epochs=1)
+    enter(dispatcher, "w0")
+    enter(dispatcher, "w1")
+    settle(dispatcher, "w0", num_trained=5)
+    dispatcher.change(Membership(2, ("w1",)))
+    assert spans_of(settle(dispatcher, "w1")) == [(5, 10)]
+
+
+def test_a_checkpoint_counts_what_the_kept_states_have_trained():
+    """A worker keeps its state when its round is over; it may have begun another one by then."""
+    dispatcher = make_dispatcher()
+    enter(dispatcher, "w0")
+    dispatcher.change(Membership(1, ("w0",)))
+    settle(dispatcher, "w0", num_trained=5)
+    dispatcher.vote(1, checkpoint=1.0)
+    kept = settle(dispatcher, "w0", num_trained=15)
+    assert kept.keep is not None
+    assert dispatcher.take_due() == [Due(kept.keep, True)]
+    assert dispatcher.state()["num_samples"] == 15
+    assert dispatcher.state(is_kept=True)["num_samples"] == 20  # not what it claimed since
+    settle(dispatcher, "w0", num_trained=25)
+    assert dispatcher.state(is_kept=True)["num_samples"] == 25
+
+
+def test_a_vote_for_a_checkpoint_is_no_staleness():
+    now = [0.0]
+    dispatcher = make_dispatcher(now=now)
+    enter(dispatcher, "w0")
+    enter(dispatcher, "w1")
+    for _ in range(3):
+        for worker_id in ("w0", "w1"):
+            settle(dispatcher, worker_id)
+            dispatcher.vote(1, checkpoint=1.0)
+    now[0] = 1.0
+    settle(dispatcher, "w0")
+    (record,) = dispatcher.take_records()
+    assert record.staleness == 6 / 7  # each but the first one behind one other exchange
+
+
+# workers
+
+
+class Lost(Exception):
+    """A worker went away."""
+
+
+class Noted(Classification):
+    """Notes what each worker has trained on; one goes away in the midst of a step."""
+
+    def __init__(self, model, *, dies_at):
+        super().__init__(model)
+        self.dies_at, self.trained = dies_at, Counter()
+        self.models = []
+
+    def loss(self, model, batch):
+        if all(model is not known for known in self.models):
+            self.models.append(model)
+        if model is self.models[0]:
+            if self.dies_at == 0:
+                raise Lost
+            self.dies_at -= 1
+        self.trained.update(batch[1].tolist())
+        return super().loss(model, batch)
+
+
+def run_to_end(worker):
+    while worker.run_round() is Outcome.GO_ON:
+        pass
+
+
+@pytest.mark.parametrize("exchange", [{}, {"delay": 1}, {"fragments": 2}, {"center_shards": 2}])
+@pytest.mark.parametrize("method", ["async-easgd", "hogwild-easgd", "async-sgd"])
+@pytest.mark.parametrize("dies_at", [0, 2, 3, 4, 5, 8])
+def test_no_sample_counts_that_nobody_has_trained(method, exchange, dies_at):
+    """Rounds of 3 steps: the last step of one is under way when its message moves the center."""
+    images = tiny_images(40)
+    images = ImageSet(images.images, np.arange(40), tuple(map(str, range(40))))
+    task = Noted(linear, dies_at=dies_at)
+    ensemble = Ensemble(
+        config(method, period=3, epochs=2, exchange=exchange),
+        num_workers=2,
+        images=images,
+        task=task,
+    ).join()
+    lost, stays = ensemble.workers
+    with pytest.raises(Lost):
+        run_to_end(lost)
+    membership = Membership(2, ("w1",))
+    for shard in ensemble.others:
+        shard.change(membership)
+    ensemble.service.change(membership, [s.state() for s in ensemble.others])
+    run_to_end(stays)
+    assert ensemble.service.dispatcher.is_complete()
+    assert ensemble.service.dispatcher.state()["num_samples"] == 80
+    assert min(task.trained[n] for n in range(40)) >= 2
+    # What it had trained and not sent is trained again: at most a round and its delay.
+    assert sum(task.trained.values()) <= 80 + 2 * (3 + 1)
