@@ -5,6 +5,8 @@ Plain objects: the center's actor wraps one of these, and so does a run in one p
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -19,6 +21,9 @@ from raydl.job import Job
 from raydl.ledger import Ledger, Span
 from raydl.membership import Membership
 from raydl.optimizers import make_optimizer
+
+OptimizerStates = dict[Span, dict[str, Any]]
+"""What the optimizers of some spans of the center remember."""
 
 
 def make_shard(
@@ -134,12 +139,27 @@ class CenterService:
             ):
                 weights[slice(*span)] = values
                 states[span] = optimizer
-        spans = sorted(states)
         return Snapshot(
             round=round,
             is_kept=is_kept,
             weights=weights,
             buffers=shards[HOME].buffers,
-            optimizer=joined_states([states[s] for s in spans], [b - a for a, b in spans]),
+            optimizer=_joined(states),
             **counters,
         )
+
+    def optimizer_state(self, others: list[OptimizerStates]) -> dict[str, Any]:
+        """Return a copy of what the optimizer of the whole center remembers.
+
+        Args:
+            others: what the other shards' own :meth:`Shard.optimizer_states` returned.
+        """
+        states = self.home.optimizer_states()
+        for other in others:
+            states |= other
+        return _joined(states)
+
+
+def _joined(states: OptimizerStates) -> dict[str, Any]:
+    spans = sorted(states)
+    return joined_states([states[s] for s in spans], [b - a for a, b in spans])

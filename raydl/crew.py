@@ -214,8 +214,12 @@ class Crew(Protocol):
         """Let a worker that has left its loop hand its copy of the center to the center."""
         ...
 
-    def rebuild_center(self, worker_id: str | None) -> None:
+    def rebuild_center(self, worker_id: str | None) -> str:
         """Start the center anew: from a worker's copy, else from the newest checkpoint.
+
+        Returns:
+            What became of the state of its optimizer, which no worker has; empty: it has none, or
+            the checkpoint has it.
 
         The score of the center that was, if one is under way, does not come.
         """

@@ -124,8 +124,9 @@ class LocalCrew:
         """Put the worker's copy of the center on the shelf."""
         self._shelf.put(self._worker.center())
 
-    def rebuild_center(self, worker_id: str | None) -> None:
+    def rebuild_center(self, worker_id: str | None) -> str:
         """Do nothing: the center is this process."""
+        return ""
 
     def hand_in(self, worker_id: str) -> None:
         """Do nothing: nobody leaves."""

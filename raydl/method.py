@@ -46,6 +46,12 @@ class Method:
         return self.schedule == "sync"
 
     @property
+    def has_center_optimizer(self) -> bool:
+        """Whether an optimizer at the center has state that moves with it."""
+        makes_one = type(self.rule).make_center_optimizer is not Rule.make_center_optimizer
+        return makes_one or not self.rule.steps_replica
+
+    @property
     def needs_all_gradients(self) -> bool:
         """Whether an optimizer at the center would move a parameter without a gradient."""
         is_at_center = not self.rule.steps_replica

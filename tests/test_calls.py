@@ -6,7 +6,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from raydl.leases import Leases
 from raydl.on_ray.calls import Calls, in_few_words
-from raydl.on_ray.crew import RayCrew
+from raydl.on_ray.crew import RayCrew, _Backup
 
 PROCESS = (
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
@@ -51,8 +51,9 @@ class Bare(RayCrew):
     def __init__(self):
         self._calls, self._leases = Calls(), Leases(10.0)
         self._shards, self._workers, self._places, self._known = [], {}, {}, None
+        self._backup = _Backup(is_needed=True)
 
-    def _start_center(self, snapshot):
+    def _start_center(self, snapshot, optimizer=None):
         self._calls.expect("opened", "center", list)
 
 

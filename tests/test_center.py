@@ -1,10 +1,13 @@
-"""The shelf of snapshots holds what is still needed, and no more."""
+"""The shelf of snapshots holds what is still needed; a center is made of another one's copy."""
 
 import dataclasses
 
-from conftest import SHAPE, linear
+import pytest
+from conftest import SHAPE, Ensemble, linear
+from histories import assert_same, config
 
 from raydl.center import SnapshotShelf, first_snapshot
+from raydl.center_service import CenterService, make_shard
 from raydl.flat import FlatModel
 
 
@@ -32,3 +35,19 @@ def test_the_two_newest_snapshots_that_a_checkpoint_needs_stay():
     assert shelf.rounds() == (1, 49, 50)
     shelf.put(snapshot(51, is_kept=True))
     assert shelf.rounds() == (50, 51)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("method", ["async-msgd", "async-diloco"])
+def test_a_center_from_a_workers_copy_has_the_optimizer_of_the_one_before(method, shards):
+    ensemble = Ensemble(config(method, exchange={"center_shards": shards}), num_workers=2).join()
+    ensemble.run(3)
+    before = ensemble.service.optimizer_state([s.optimizer_states() for s in ensemble.others])
+    assert before["state"][0]["momentum_buffer"].abs().sum() > 0
+    copy = ensemble.workers[0].center()
+    assert copy.optimizer == {}, "a worker knows the center's weights alone"
+    snapshot = dataclasses.replace(copy, optimizer=before)
+    again = CenterService(ensemble.job, snapshot)
+    others = [make_shard(ensemble.job, snapshot, i, None) for i in range(1, shards)]
+    after = again.optimizer_state([shard.optimizer_states() for shard in others])
+    assert_same(after, before)

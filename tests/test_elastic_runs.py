@@ -183,3 +183,21 @@ def test_a_worker_is_removed_by_name_while_the_run_goes_on(cluster, tmp_path):
         ids = [worker["worker_id"] for worker in json.loads(done.stdout)["workers"]]
         assert "w1" not in ids
         stop(run)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_center_that_is_rebuilt_keeps_the_momentum_of_its_optimizer(cluster, tmp_path, shards):
+    faults = [{"fault": "kill", "target": "center", "at": "round 300"}]
+    options = ["--method", "async-msgd", "--period", "4", "--seconds", "12", "--workers", "2"]
+    options += ["--center-shards", str(shards)]
+    with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
+        run.wait()
+        told = re.search(
+            r"rebuilt from what w\d saw last, of round (\d+); its optimizer is as it was after "
+            r"([\d,]+) exchanges",
+            run.output,
+        )
+        assert told, run.output
+        newest, kept = (int(number.replace(",", "")) for number in told.groups())
+        assert 0 < kept <= newest
+        assert run.result["center_accuracy"] > 0.5

@@ -62,7 +62,7 @@ def train(actors, config, generation=1):
     normalizer = Normalizer.of(IMAGES)
     shards = [center, *others]
     ray.get(
-        [w.setup.remote(job, f"w{i}", IMAGES, normalizer) for i, w in enumerate(workers)],
+        [w.setup.remote(job, f"w{i}", IMAGES, normalizer, {}) for i, w in enumerate(workers)],
         timeout=120,
     )
     membership = Membership(generation, tuple(f"w{i}" for i in range(NUM_WORKERS)))

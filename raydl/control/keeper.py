@@ -112,12 +112,15 @@ class CenterKeeper:
         self.is_lost, self.is_new, self.published = False, True, ()
         if copy is not None and copy.round < self._last_collected:
             copy = None  # the newest checkpoint knows more
-        self._crew.rebuild_center(copy.worker_id if copy else None)
+        optimizer = self._crew.rebuild_center(copy.worker_id if copy else None)
         for task in ("publication", "checkpoint", "evaluation"):
             self.gave_up(task)
         if copy is None:
             return "the center is started again, from the newest checkpoint or where this run began"
-        return f"the center is rebuilt from what {copy.worker_id} saw last, of round {copy.round}"
+        sentence = (
+            f"the center is rebuilt from what {copy.worker_id} saw last, of round {copy.round}"
+        )
+        return f"{sentence}; {optimizer}" if optimizer else sentence
 
     def go_on(self) -> None:
         """Note that all go on from what the center holds now.

@@ -64,13 +64,11 @@ def can_be_shared(config: TrainConfig, method: Method) -> bool:
     has no state that must keep in step with them.
     """
     rule = method.rule
-    makes_optimizer = type(rule).make_center_optimizer is not Rule.make_center_optimizer
-    has_optimizer = makes_optimizer or not rule.steps_replica
     return (
         hasattr(os, "memfd_create")  # Linux
         and method.schedule in ("async", "hogwild")
         and rule.sends is Sends.WEIGHTS
-        and not has_optimizer
+        and not method.has_center_optimizer
         and not config.method.dynamic_weights
         and parse_codec(config.exchange.compression).name == "none"
         and config.scaling.device == "cpu"

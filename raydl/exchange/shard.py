@@ -321,6 +321,14 @@ class Shard:
             buffers = _copied(self._buffers)
         return ShardState(list(self._cells), weights, optimizers, buffers)
 
+    def optimizer_states(self) -> dict[Span, dict[str, Any]]:
+        """Return copies of what the optimizers remember, by span."""
+        states = {}
+        for span, cell in self._cells.items():
+            with cell.read():
+                states[span] = cell.center.optimizer_state()
+        return states
+
     def load_optimizers(self, states: dict[Span, dict[str, Any]]) -> None:
         """Take over the states of the optimizers, by span."""
         for span, cell in self._cells.items():

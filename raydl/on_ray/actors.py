@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from raydl.center import Snapshot, SnapshotShelf
-from raydl.center_service import CenterService, make_shard
+from raydl.center_service import CenterService, OptimizerStates, make_shard
 from raydl.crew import Evaluated, Published, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
@@ -58,15 +58,24 @@ class CenterActor:
         self._faults: list[tuple[int, str]] = []
         self._process = uuid.uuid4().hex
 
-    def open(self, job: Job, snapshot: Snapshot, others: list[ActorHandle]) -> tuple[Place, Place]:
+    def open(
+        self,
+        job: Job,
+        snapshot: Snapshot,
+        others: list[ActorHandle],
+        optimizer: dict[str, Any] | None = None,
+    ) -> tuple[Place, Place]:
         """Take in a snapshot; return (host, port) of the store, and (node, process id).
 
         Args:
             job: what the workers do.
             snapshot: what the run starts from.
             others: the actors of the other shards.
+            optimizer: what the optimizer of the center before remembered, for a snapshot of a
+                worker's, which has no such thing.
         """
         torch.set_num_threads(1)
+        snapshot = _with_optimizer(snapshot, optimizer)
         self._shelf.put(snapshot)
         self._others = others
         if not job.method.is_sync:
@@ -96,6 +105,13 @@ class CenterActor:
             told_s=time.monotonic(),
             process=self._process,
         )
+
+    def optimizer_state(self) -> tuple[tuple[int, float], dict[str, Any]]:
+        """Return ((exchanges settled, CPU seconds of the copy), what the optimizer remembers)."""
+        began, version = time.thread_time(), self._at_home.dispatcher.version
+        others = ray.get([s.optimizer_states.remote() for s in self._others], timeout=START_S)
+        state = self._at_home.optimizer_state(others)
+        return (version, time.thread_time() - began), state
 
     def note_fault(self, number: int, worker_id: str) -> None:
         """Note that a worker is about to inflict a fault on itself."""
@@ -172,12 +188,23 @@ class CenterActor:
         return self._service
 
 
+def _with_optimizer(snapshot: Snapshot, optimizer: dict[str, Any] | None) -> Snapshot:
+    return snapshot if optimizer is None else dataclasses.replace(snapshot, optimizer=optimizer)
+
+
 @ray.remote(num_cpus=0, memory=_A_BYTE)
 class ShardActor:
     """Holds one shard of the center, away from home."""
 
-    def __init__(self, job: Job, snapshot: Snapshot, index: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        snapshot: Snapshot,
+        index: int,
+        optimizer: dict[str, Any] | None = None,
+    ) -> None:
         torch.set_num_threads(1)
+        snapshot = _with_optimizer(snapshot, optimizer)
         self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
 
     def form(self, membership: Membership) -> ShardState:
@@ -192,6 +219,10 @@ class ShardActor:
     def inflict(self, fault: Fault) -> None:
         """Inflict a fault on this process."""
         inflict_here(fault)
+
+    def optimizer_states(self) -> OptimizerStates:
+        """Return what the optimizers remember, by span."""
+        return self._shard.optimizer_states()
 
     def ping(self) -> None:
         """Answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,34 @@ from raydl.on_ray.cluster import (
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.5
+_BACKUP_EVERY_S = 1.0
+"""The shortest time from one copy of the center's optimizer to the next, in seconds."""
+
+
+@dataclass
+class _Backup:
+    """A copy of the state of the optimizer at the center, which workers' copies do not have.
+
+    It is made so often that it costs the center a fiftieth of a core at most.
+    """
+
+    is_needed: bool
+    """The center has an optimizer, and it alone has the state."""
+    state: Any = None
+    """Reference of the newest copy, in the shared memory of the center's node; None: none yet."""
+    version: int = 0
+    """Exchanges that the center had settled by then."""
+    is_asked: bool = False
+    _next_at: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Whether to make another one."""
+        return self.is_needed and not self.is_asked and now >= self._next_at
+
+    def keep(self, state: Any, version: int, seconds: float, *, now: float) -> None:
+        """Take one that is made, and the CPU seconds that it took."""
+        self.state, self.version, self.is_asked = state, version, False
+        self._next_at = now + max(_BACKUP_EVERY_S, 50 * seconds)
 
 
 class RayCrew:
@@ -88,6 +117,8 @@ class RayCrew:
         self._collected: dict[str, Any] = {}
         self._events: list[Event] = []
         self._evaluator: ActorHandle | None = None
+        method = job.method
+        self._backup = _Backup(not method.is_sync and method.has_center_optimizer)
 
     # the processes
 
@@ -100,19 +131,24 @@ class RayCrew:
         self._known = ray.put(snapshot)
         self._start_center(self._known)
 
-    def _start_center(self, snapshot: Any) -> None:
-        """Start all shards of the center."""
+    def _start_center(self, snapshot: Any, optimizer: Any = None) -> None:
+        """Start all shards of the center.
+
+        Args:
+            snapshot: what they start from.
+            optimizer: what their optimizer remembers, if the snapshot does not have it.
+        """
         threads = self._threads
         center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()
         others = [
             ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(
-                self._job, snapshot, index
+                self._job, snapshot, index, optimizer
             )
             for index in range(1, self._job.config.exchange.center_shards)
         ]
         self._shards = [center, *others]
         self._is_open = False
-        opened = center.open.remote(self._job, snapshot, others)
+        opened = center.open.remote(self._job, snapshot, others, optimizer)
         self._calls.expect(opened, "center", self._take_address)
 
     def _take_address(self, opened: tuple[Place, Place]) -> list[Event]:
@@ -124,15 +160,25 @@ class RayCrew:
     def _center(self) -> ActorHandle:
         return self._shards[0]
 
-    def rebuild_center(self, worker_id: str | None) -> None:
-        """Start the center anew."""
+    def rebuild_center(self, worker_id: str | None) -> str:
+        """Start the center anew; return what became of its optimizer's state."""
         for shard in self._shards:
             ray.kill(shard)
         for who in ("center", *(f"shard {i}" for i in range(1, len(self._shards)))):
             self._forget(who)
+        self._backup.is_asked = False
         self._calls.forget(lambda call: call.task == "evaluation")  # of the center that was
-        copy = self._workers[worker_id].center.remote() if worker_id else self._known
-        self._start_center(copy)
+        if worker_id is None:
+            self._start_center(self._known)
+            return ""
+        copy = self._workers[worker_id].center.remote()
+        if not self._backup.is_needed:
+            self._start_center(copy)
+            return ""
+        self._start_center(copy, self._backup.state)
+        if self._backup.state is None:
+            return "its optimizer begins anew"
+        return f"its optimizer is as it was after {self._backup.version:,} exchanges"
 
     def ask(self, worker_id: str) -> None:
         """Ask for one more worker."""
@@ -207,6 +253,8 @@ class RayCrew:
         if self._is_open and "center" not in asked:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
             self._leases.ask("center")
+        if self._is_open and self._backup.is_due(now):
+            self._ask_for_backup()
         for index in range(1, len(self._shards)):
             who = f"shard {index}"
             if who not in asked:
@@ -214,6 +262,17 @@ class RayCrew:
                 self._leases.ask(who)
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
         self._events += [Draining(worker_id) for worker_id in self._notices.new(homes)]
+
+    def _ask_for_backup(self) -> None:
+        """Let the center copy its optimizer's state; it stays in the node's shared memory."""
+        told, state = self._center.optimizer_state.options(num_returns=2).remote()
+
+        def keep(version_and_seconds: tuple[int, float]) -> list[Event]:
+            self._backup.keep(state, *version_and_seconds, now=time.monotonic())
+            return []
+
+        self._backup.is_asked = True
+        self._calls.expect(told, "center", keep, task="backup")
 
     def _on_poll(self, published: Published) -> list[Event]:
         self._fired.update(number for number, _ in published.faults)
@@ -250,6 +309,9 @@ class RayCrew:
     def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
         if call.who == "evaluator":
             self._end_evaluator()
+        if call.task == "backup":  # another one will be made, of this center or the next
+            self._backup.is_asked = False
+            return []
         if not call.task:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
