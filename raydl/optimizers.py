@@ -19,6 +19,7 @@ would else throw a replica out, and the center after it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -281,23 +282,54 @@ def lr_at(config: OptimizerConfig, share_done: float, *, num_cuts: int = 0) -> f
 
 def as_config(
     optimizer: OptimizerConfig | OwnOptimizer | str | None,
+    make_optimizer: OwnOptimizer | None = None,
 ) -> tuple[OptimizerConfig, OwnOptimizer | None]:
-    """Return the settings that a user's ``optimizer`` stands for, and what is their own of it."""
-    if optimizer is None or isinstance(optimizer, OptimizerConfig):
-        return optimizer or OptimizerConfig(), None
+    """Return the settings that a user's optimizer stands for, and the function that builds it.
+
+    Args:
+        optimizer: a name, settings, or a function of parameters.
+        make_optimizer: a function of parameters, where ``optimizer`` has the settings.
+
+    Raises:
+        ConfigError: one of them is of another kind, or they contradict each other.
+    """
     if isinstance(optimizer, str):
-        return OptimizerConfig(name=optimizer), None
+        optimizer = OptimizerConfig(name=optimizer)
+    if optimizer is None or isinstance(optimizer, OptimizerConfig):
+        return _with_own(optimizer or OptimizerConfig(), make_optimizer)
     if not callable(optimizer):
         raise ConfigError(
             "optimizer",
             f"must be a name, an OptimizerConfig or a function of parameters, "
             f"got a {type(optimizer).__name__}",
         )
-    if isinstance(optimizer, functools.partial):  # no name that a command could find again
-        name = getattr(optimizer.func, "__name__", "…")
-        return OptimizerConfig(name=f"functools:partial({name})"), optimizer
-    kind = optimizer if hasattr(optimizer, "__qualname__") else type(optimizer)
-    return OptimizerConfig(name=f"{kind.__module__}:{kind.__qualname__}"), optimizer
+    if make_optimizer is not None:
+        raise ConfigError(
+            "make_optimizer", "and a function as optimizer exclude each other; give one"
+        )
+    return _with_own(OptimizerConfig(), optimizer)
+
+
+def _with_own(config: OptimizerConfig, own: Any) -> tuple[OptimizerConfig, OwnOptimizer | None]:
+    if own is None:
+        return config, None
+    if not callable(own):
+        kind = type(own).__name__
+        raise ConfigError("make_optimizer", f"must be a function of parameters, got a {kind}")
+    if config.name != OptimizerConfig().name:
+        raise ConfigError(
+            "make_optimizer",
+            f"and optimizer.name {config.name} exclude each other; leave the name out",
+        )
+    return dataclasses.replace(config, name=_name_of(own)), own
+
+
+def _name_of(own: OwnOptimizer) -> str:
+    """Return how a record of a run names a function; a command can find most by that again."""
+    if isinstance(own, functools.partial):
+        return f"functools:partial({getattr(own.func, '__name__', '…')})"
+    kind = own if hasattr(own, "__qualname__") else type(own)
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def own_of(config: OptimizerConfig) -> OwnOptimizer | None:
@@ -336,8 +368,9 @@ def default_lr(config: OptimizerConfig, own: OwnOptimizer | None) -> float:
     except Exception as error:  # whatever a function may do that counts on a whole model
         raise ConfigError(
             "optimizer.lr",
-            f"must be set for {config.name}, which does not take a single parameter on trial: "
-            f"{type(error).__name__}: {error}",
+            f"must be set for {config.name}, which does not take a single parameter on trial "
+            f"({type(error).__name__}: {error}); give it as --lr, or in Python as "
+            f"optimizer=OptimizerConfig(lr=...) beside make_optimizer=...",
         ) from error
 
 

@@ -80,6 +80,8 @@ class Trainer:
         method: a named method, or its settings, or a rule of your own.
         training: epochs or steps, batch size, seed.
         optimizer: the local step: settings, a name in torch.optim, or a function of parameters.
+        make_optimizer: a function of parameters, where ``optimizer`` has the settings around it:
+            the learning rate and its course, clipping.
         scaling: the workers.
         run: the run's folder.
         checkpoint: when checkpoints are written.
@@ -99,6 +101,7 @@ class Trainer:
         method: MethodConfig | Rule | str = "sync-easgd",
         training: TrainingConfig | None = None,
         optimizer: OptimizerConfig | OwnOptimizer | str | None = None,
+        make_optimizer: OwnOptimizer | None = None,
         scaling: ScalingConfig | None = None,
         run: RunConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
@@ -114,7 +117,7 @@ class Trainer:
         self.data = data
         self.callbacks = checked_callbacks(callbacks)
         self.rule = method if isinstance(method, Rule) else None
-        optimizer, self.own_optimizer = as_config(optimizer)
+        optimizer, self.own_optimizer = as_config(optimizer, make_optimizer)
         self.config = TrainConfig(
             data=data if isinstance(data, str) else getattr(data, "source", "ray.data.Dataset"),
             model=task if isinstance(task, str) else cast(Task, self.task).name,

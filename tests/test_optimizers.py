@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import pickle
 
 import pytest
@@ -10,6 +11,8 @@ from conftest import linear
 from replicas import PLAIN, deep, matrices, replica_of, steps_of_both
 from torch import nn
 
+import raydl
+from raydl import cli
 from raydl.config import (
     ExchangeConfig,
     MethodConfig,
@@ -235,7 +238,7 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         (
             {"name": f"{__name__}:body_and_head"},
             "optimizer.lr must be set for test_optimizers:body_and_head, which does not take a "
-            "single parameter on trial: ValueError: not enough values to unpack",
+            "single parameter on trial (ValueError: not enough values to unpack",
         ),
         ({"name": "adam", "method": "sync-measgd"}, "optimizer.momentum has no meaning for adam"),
         (
@@ -314,3 +317,63 @@ def test_smoothing_is_for_models_by_name():
         trainer.fit()
     with pytest.raises(ConfigError, match="a name, an OptimizerConfig or a function"):
         Trainer(optimizer=3)
+
+
+# a function of one's own, with settings around it
+
+
+def adam_of_mine(parameters):
+    return torch.optim.Adam(parameters, lr=0.002, betas=(0.8, 0.9))
+
+
+def train(run_dir, *options):
+    words = ["train", "--workers", "0", "--data", "digits", "--model", "mlp"]
+    words += ["--run.progress", "none", "--run-dir", str(run_dir), *options]
+    return cli.main(words)
+
+
+@pytest.mark.parametrize("name", ["torch.optim:AdamW", "test_optimizers:adam_of_mine"])
+def test_a_command_trains_with_an_optimizer_by_module_and_name_and_goes_on_with_it(tmp_path, name):
+    options = ["--optimizer", name, "--batch-size", "512"]
+    assert train(tmp_path / "run", *options, "--epochs", "1") == 0
+    assert train(tmp_path / "run", *options, "--epochs", "2", "--resume") == 0
+    config = json.loads((tmp_path / "run/config.json").read_text())["config"]["optimizer"]
+    assert config["name"] == name
+    assert config["lr"] == (0.001 if "AdamW" in name else 0.002)
+
+
+def test_a_function_has_the_settings_that_are_given_around_it():
+    around = OptimizerConfig(lr=0.5, schedule="linear", warmup=0.25, max_grad_norm=0.1)
+    trainer = raydl.Trainer("mlp", "digits", make_optimizer=adam_of_mine, optimizer=around)
+    method = resolve(trainer.config, None, trainer.own_optimizer)
+    assert method.own_optimizer is adam_of_mine
+    assert method.inner == dataclasses.replace(around, name="test_optimizers:adam_of_mine")
+    replica, reference = replica_of(method.inner, own=method.own_optimizer)
+    replica.set_lr(0.01)
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.01, betas=(0.8, 0.9))
+    assert torch.equal(*steps_of_both(replica, reference, optimizer, max_norm=0.1))
+
+
+def test_what_contradicts_a_function_of_ones_own_is_told():
+    for settings, sentence in [
+        ({"optimizer": "adamw"}, "optimizer.name adamw exclude each other; leave the name out"),
+        ({"optimizer": adam_of_mine}, "a function as optimizer exclude each other; give one"),
+    ]:
+        with pytest.raises(ConfigError, match=f"make_optimizer and {sentence}"):
+            raydl.Trainer("mlp", "digits", make_optimizer=adam_of_mine, **settings)
+    with pytest.raises(ConfigError, match="make_optimizer must be a function of parameters, got"):
+        raydl.Trainer("mlp", "digits", make_optimizer=3)
+
+
+def test_the_argument_that_a_message_names_is_there():
+    def of_a_whole_model(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first]}, {"params": [others[0]]}], lr=0.1)
+
+    trainer = raydl.Trainer("mlp", "digits", make_optimizer=of_a_whole_model)
+    with pytest.raises(ConfigError, match=r"as optimizer=OptimizerConfig\(lr=\.\.\.\) beside"):
+        resolve(trainer.config, None, trainer.own_optimizer)
+    trainer = raydl.Trainer(
+        "mlp", "digits", make_optimizer=of_a_whole_model, optimizer=OptimizerConfig(lr=0.1)
+    )
+    assert resolve(trainer.config, None, trainer.own_optimizer).inner.lr == 0.1
