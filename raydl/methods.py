@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raydl.config import AUTO, MethodConfig, OptimizerConfig, TrainConfig
-from raydl.config.own_code import load_own
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.method import Method, check
 from raydl.optimizers import OwnOptimizer, default_lr, own_of
+from raydl.own_rule import check_rule, named_rule
 from raydl.rules import DelayedOuter, Elastic, MeanGradient, Outer, Rule
 
 
@@ -223,9 +223,12 @@ def resolve(
 
     Raises:
         UnknownNameError: no method, or no optimizer, has that name.
-        ConfigError: two settings contradict each other.
+        ConfigError: two settings contradict each other, or a rule of the user's own is wrong.
     """
-    row = _row_of(rule or _own_rule(config.method), config.method)
+    rule = rule or named_rule(config.method)
+    if rule is not None:
+        check_rule(rule)
+    row = _row_of(rule, config.method)
     own_optimizer = own_optimizer or own_of(config.optimizer)
     optimizer = _filled_optimizer(row, config.optimizer, own_optimizer)
     method_config = _filled_method(row, config.method, optimizer)
@@ -246,16 +249,6 @@ def resolve(
     )
     check(config, method)
     return method
-
-
-def _own_rule(config: MethodConfig) -> Rule | None:
-    """Return the rule that ``module:Class`` names, or None for a name of the table."""
-    if ":" not in config.name:
-        return None
-    found = load_own("method.name", config.name)
-    if not (isinstance(found, type) and issubclass(found, Rule)):
-        raise ConfigError("method.name", f"{config.name} is no subclass of raydl.rules.Rule")
-    return found.from_config(config)
 
 
 def _row_of(rule: Rule | None, config: MethodConfig) -> MethodRow:

@@ -37,6 +37,7 @@ from raydl.local_crew import LocalCrew
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
 from raydl.optimizers import OwnOptimizer, as_config
+from raydl.own_rule import as_method
 from raydl.own_task import ModelAndLoss, OwnFactory, OwnLoss
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder
@@ -116,13 +117,13 @@ class Trainer:
         """What is learned; None: what the data say, by the name of the model."""
         self.data = data
         self.callbacks = checked_callbacks(callbacks)
-        self.rule = method if isinstance(method, Rule) else None
+        method_config, self.rule = as_method(method)
         optimizer, self.own_optimizer = as_config(optimizer, make_optimizer)
         self.config = TrainConfig(
             data=data if isinstance(data, str) else getattr(data, "source", "ray.data.Dataset"),
             model=task if isinstance(task, str) else cast(Task, self.task).name,
             task="auto" if self.task is None else _name_of(type(self.task)),
-            method=_method_config(method),
+            method=method_config,
             training=_settings("training", training, TrainingConfig),
             optimizer=optimizer,
             scaling=_settings("scaling", scaling, ScalingConfig),
@@ -275,14 +276,6 @@ def _settings(name: str, given: _Settings | None, kind: type[_Settings]) -> _Set
     if given is not None and not isinstance(given, kind):
         raise ConfigError(name, f"must be a raydl.{kind.__name__}, got {given!r}")
     return kind() if given is None else given
-
-
-def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
-    if isinstance(method, MethodConfig):
-        return method
-    if isinstance(method, str):
-        return MethodConfig(name=method)
-    return MethodConfig(name=_name_of(type(method)))
 
 
 def _name_of(kind: type) -> str:

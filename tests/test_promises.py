@@ -22,7 +22,8 @@ ROWS = [
         "optimizers", "trust", "network", "cadence", "stopwatch", "blocks",
     },
     {
-        "method", "methods", "models", "task", "own_task", "data", "metrics", "progress", "storage",
+        "method", "methods", "own_rule", "models", "task", "own_task", "data", "metrics",
+        "progress", "storage",
         "center", "distances", "replica", "talk", "checkpoint", "runs", "examples",
         "faults", "generators", "leases", "plan",
     },

@@ -37,6 +37,7 @@ from raydl.own_loop.door import Door
 from raydl.own_loop.meeting import Age, Call, Word
 from raydl.own_loop.room import Room
 from raydl.own_loop.terms import endless_training, job_of, terms_of
+from raydl.own_rule import as_method
 from raydl.rules import Rule
 
 _LINGER_S = 60.0
@@ -90,16 +91,17 @@ def attach(
             "is neither",
         )
     name, num_workers, worker_id = _from_ray_train(name, num_workers, worker_id)
+    method_config, rule = as_method(method)
     config = TrainConfig(
         training=endless_training(),
-        method=_method_config(method),
+        method=method_config,
         scaling=ScalingConfig(
             num_workers=num_workers, start_timeout_s=start_timeout_s, use_gpu=_is_on_gpu(model)
         ),
         exchange=exchange or ExchangeConfig(),
         elastic=elastic or ElasticConfig(),
     )
-    job = job_of(config, model, optimizer, method if isinstance(method, Rule) else None)
+    job = job_of(config, model, optimizer, rule)
     send_by_value(type(job.method.rule))
     roads = Roads(name, job, terms_of(job, model))
     door = Door(
@@ -112,15 +114,6 @@ def attach(
         wish=worker_id,
     )
     return Attached(model, optimizer, job=job, door=door)
-
-
-def _method_config(method: MethodConfig | Rule | str) -> MethodConfig:
-    if isinstance(method, MethodConfig):
-        return method
-    if isinstance(method, str):
-        return MethodConfig(name=method)
-    kind = type(method)
-    return MethodConfig(name=f"{kind.__module__}:{kind.__qualname__}")
 
 
 def _is_on_gpu(model: Any) -> bool:
