@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 from conftest import ROOT
@@ -14,9 +15,10 @@ from raydl.config import TrainConfig
 from raydl.methods import METHODS
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.models import MODELS
+from raydl.versions import DISTRIBUTION, installed_version, requirements
 
 ROWS = [
-    {"errors", "config", "ray_session", "spot_notice", "texts"},
+    {"errors", "config", "ray_session", "spot_notice", "texts", "versions"},
     {
         "rules", "flat", "membership", "pace", "ledger", "extent", "compression",
         "optimizers", "trust", "network", "cadence", "stopwatch", "blocks",
@@ -189,3 +191,59 @@ def test_ci_runs_the_test_command_of_the_readme(root):
 
 def test_the_eight_time_parts_are_eight():
     assert len(TIME_PARTS) == 8
+
+
+# what is installed by which name
+
+TEXTS = {".md", ".py", ".yaml", ".yml", ".toml", ".txt", ""}
+
+
+def files_that_people_read():
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    found = [ROOT / name for name in tracked if (ROOT / name).suffix in TEXTS]
+    return [path for path in found if path.name != "test_promises.py"]
+
+
+def requirements_of(line):
+    """Return what a line has pip install."""
+    words = line.partition("pip install")[2].partition(" #")[0].replace("`", " ").split()
+    return [word.strip("'\"();,:") for word in words]
+
+
+def test_no_sentence_has_pip_install_the_package_of_a_stranger():
+    """On the package index ``raydl`` is another project."""
+    lines = [
+        (path, line)
+        for path in files_that_people_read()
+        for line in path.read_text().splitlines()
+        if "pip install" in line
+    ]
+    assert len(lines) >= 10
+    for path, line in lines:
+        for word in requirements_of(line):
+            name = re.split(r"[\[<>=~!;]", word)[0]
+            assert name.lower() != "raydl", f"{path}: {line}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install raydl",
+        "`pip install 'raydl[report]'` brings",
+        "python -m pip install -U raydl==1",
+    ],
+)
+def test_such_a_sentence_would_be_found(line):
+    names = [re.split(r"[\[<>=~!;]", word)[0] for word in requirements_of(line)]
+    assert "raydl" in names
+
+
+def test_the_distribution_has_the_name_that_the_project_says(root):
+    project = (root / "pyproject.toml").read_text()
+    assert re.search(r'^name = "(.+)"', project, re.M)[1] == DISTRIBUTION != "raydl"
+    version = re.search(r'^version = "(.+)"', project, re.M)[1]
+    assert installed_version("raydl") == metadata.version("elastic-raydl") == version
+    assert any(line.startswith("torch") for line in requirements())
+    assert DISTRIBUTION in (root / "README.md").read_text()

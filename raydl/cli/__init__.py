@@ -19,6 +19,7 @@ from raydl.cli.runs import remove, score, status
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
+from raydl.versions import installed_version
 
 __all__ = ["COMMANDS", "main", "parse_train"]
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _version() -> str:
     try:
-        return metadata.version("raydl")
+        return installed_version("raydl")
     except metadata.PackageNotFoundError:
         return "of a checkout that is not installed"
 

@@ -33,9 +33,7 @@ def check_out(out: str) -> Path:
     """
     path = Path(out)
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "out", "needs matplotlib, which is not installed; pip install 'raydl[report]'"
-        )
+        raise ConfigError("out", "needs matplotlib, which is not installed; pip install matplotlib")
     if path.suffix not in _SUFFIXES:
         raise ConfigError("out", f"must end in {', '.join(_SUFFIXES)}, got {out}")
     if not path.parent.is_dir():

@@ -19,6 +19,7 @@ from raydl import ray_session, submission
 from raydl.cli.options import STOPPED, parse_train
 from raydl.config.checks import is_positive, require
 from raydl.errors import ConfigError, RaydlError
+from raydl.versions import requirements
 
 if TYPE_CHECKING:
     from raydl.config import TrainConfig
@@ -171,7 +172,7 @@ def _connect(options: _SubmitOptions) -> RayJobs:
 
 def _requirements() -> list[str]:
     try:
-        return submission.without_ray(metadata.requires("raydl") or [])
+        return submission.without_ray(requirements())
     except metadata.PackageNotFoundError:
         raise RaydlError(
             "--pip reads what raydl needs from its installation, and it is not installed here; "

@@ -6,7 +6,6 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from raydl.comparison.pictures import PICTURES
 from raydl.comparison.settings import Comparison
 from raydl.metrics import TIME_PARTS
 from raydl.texts import markdown_table
+from raydl.versions import installed_version
 
 _HEAD = ["method", "schedule", "runs", "at target", *(name for name, _ in COLUMNS.values())]
 _NOTES = """\
@@ -71,7 +71,7 @@ def machine() -> dict[str, str]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpus": str(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("torch", "ray", "raydl")},
+        **{name: installed_version(name) for name in ("torch", "ray", "raydl")},
     }
 
 
@@ -189,4 +189,4 @@ def _settings(runs: Sequence[Run]) -> list[list[str]]:
 
 def _pictures(out: Path) -> str:
     shown = [f"![{text}]({name})" for name, text in PICTURES.items() if (out / name).exists()]
-    return "\n\n".join(shown) or "None were drawn: `pip install 'raydl[report]'` brings matplotlib."
+    return "\n\n".join(shown) or "None were drawn: `pip install matplotlib` first."

@@ -193,4 +193,4 @@ def _draw(comparison: Comparison, runs: Sequence[Run], out: Path) -> None:
         if done:
             draw(done, order, target, out)
     except ImportError:
-        print("no pictures: matplotlib is not installed; pip install 'raydl[report]'")
+        print("no pictures: matplotlib is not installed; pip install matplotlib")

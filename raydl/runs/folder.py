@@ -32,6 +32,7 @@ from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.errors import ConfigError, DataError
 from raydl.runs.hold import held
 from raydl.storage import Storage, below, in_words, parent_and_name
+from raydl.versions import installed_version
 
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
@@ -221,7 +222,7 @@ def _versions() -> dict[str, str]:
     found = {}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            found[package] = installed_version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found

@@ -1,0 +1,29 @@
+"""Which versions are installed.
+
+The distribution is called ``elastic-raydl``: on the package index ``raydl`` is another project.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+DISTRIBUTION = "elastic-raydl"
+"""What ``pip`` calls the package that is imported as ``raydl``."""
+
+
+def installed_version(package: str) -> str:
+    """Return the installed version of a package, by the name that it is imported under.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    return metadata.version(DISTRIBUTION if package == "raydl" else package)
+
+
+def requirements() -> list[str]:
+    """Return what raydl needs, as its installation says.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    return metadata.requires(DISTRIBUTION) or []
