@@ -62,13 +62,13 @@ class Worker:
         untrained: Untrained | None = None,
     ) -> None:
         self.worker_id = worker_id
-        self.parts = TimeParts()
+        self._device = torch.device(job.config.scaling.device)
+        self.parts = TimeParts.on(self._device)
         self._job = job
         self._publish = publish
         self._incarnation = incarnation
         self._before_step = before_step
         self._method = job.method
-        self._device = torch.device(job.config.scaling.device)
         self._feed = Feed(batches, job.order, device=self._device, time_parts=self.parts)
         with self.parts.measure("initialization"):
             flat = first_model(job, untrained, device=job.config.scaling.device)

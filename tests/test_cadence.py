@@ -202,25 +202,6 @@ def test_rounds_that_were_cut_short_are_not_measured():
     assert tempo.next(PLAIN, num_steps=10, round=99) is not None
 
 
-def test_a_devices_queue_is_drained_while_rounds_are_measured_and_no_longer():
-    clock, drained = Clock(), []
-    member = LocalGroup(1, timeout_s=1.0).member(0)
-    tempo = Tempo(
-        member, 0, generation=1, limits=Limits(), time_parts=clock.parts, clock=lambda: clock.now,
-        drain=lambda: drained.append(clock.now),
-    )  # fmt: skip
-    for number in range(SKIPPED + COUNTED + 1):
-        with clock.parts.measure("device_device_parameters"):
-            pass
-        assert drained.count(clock.now) == 1
-        clock.round(PLAIN, 0.0)
-        tempo.next(PLAIN, num_steps=10, round=number)
-    count = len(drained)
-    with clock.parts.measure("device_device_parameters"):
-        pass
-    assert len(drained) == count
-
-
 # in a run
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 TIME_PARTS: dict[str, str] = {
     "data_io": "reading, shuffling and assembling batches",
@@ -21,19 +27,53 @@ TIME_PARTS: dict[str, str] = {
 COMMUNICATION_PARTS = ("device_device_parameters", "host_device_data", "host_device_parameters")
 
 
-def no_drain() -> None:
-    """Wait for nothing."""
+class Mark(Protocol):
+    """A moment of a device's queue, as ``torch.cuda.Event(enable_timing=True)`` has it."""
+
+    def record(self) -> object:
+        """Stand at the end of the queue as it is now."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has come so far."""
+        ...
+
+    def elapsed_time(self, later: Any) -> float:
+        """Return the milliseconds from here to a later mark; the device has come to both."""
+        ...
 
 
 class TimeParts:
-    """Seconds by part, counted by one worker."""
+    """Seconds by part, counted by one worker.
 
-    def __init__(self) -> None:
+    On a GPU the host only queues what the device computes. There a part is the time between two
+    marks in the device's queue: what the device does for it, and what it waits for meanwhile. So a
+    period's compute that is still queued counts as compute, and not to whoever waits for it, and
+    work of the host that the device does not wait for counts nothing. Nobody waits for a mark: its
+    time is added once the device has come to it.
+
+    Args:
+        make_mark: makes marks of the device's queue; None: the host computes by itself.
+    """
+
+    def __init__(self, make_mark: Callable[[], Mark] | None = None) -> None:
         self._seconds = dict.fromkeys(TIME_PARTS, 0.0)
         self._now: tuple[str, float] | None = None
-        self.drain: Callable[[], object] = no_drain
-        """Called before each part: where a device's work is only queued, this may wait for it, so
-        that it does not count to the next part that waits for the device."""
+        self._make_mark = make_mark
+        self._marked: deque[tuple[str, Mark, Mark]] = deque()
+        self._free: list[Mark] = []
+        # The worker's loop marks, and the driver's questions read from a thread of their own.
+        self._lock = threading.Lock()
+
+    @classmethod
+    def on(cls, device: torch.device) -> TimeParts:
+        """Return the counts of a worker that computes on a device."""
+        if device.type != "cuda":
+            return cls()
+        import torch  # which takes a second that no reader of runs should pay
+
+        make_event: Any = torch.cuda.Event
+        return cls(lambda: make_event(enable_timing=True))
 
     def measure(self, part: str) -> _Measure:
         """Return a context manager that adds the time inside it to ``part``."""
@@ -42,11 +82,28 @@ class TimeParts:
     def add(self, part: str, seconds: float) -> None:
         """Add seconds to a part."""
         self._seconds[part] += seconds
-        self._now = None
+
+    def mark(self) -> Mark | None:
+        """Return a mark at the end of the device's queue; None: the host computes by itself."""
+        if self._make_mark is None:
+            return None
+        with self._lock:
+            mark = self._free.pop() if self._free else self._make_mark()
+        mark.record()
+        return mark
+
+    def add_between(self, part: str, start: Mark, stop: Mark) -> None:
+        """Add the time from one mark to another to a part, once the device has come to it."""
+        with self._lock:
+            self._marked.append((part, start, stop))
 
     def enter(self, part: str, at_s: float) -> None:
-        """Note what the worker is at from now on, until time is added to some part."""
+        """Note what the worker is at from now on, until it leaves the part."""
         self._now = (part, at_s)
+
+    def leave(self) -> None:
+        """Note that the worker has left the part that it was at."""
+        self._now = None
 
     def since(self, part: str) -> float:
         """Return for how many seconds the worker has been at a part; 0: it is at another."""
@@ -54,21 +111,26 @@ class TimeParts:
         return time.perf_counter() - now[1] if now is not None and now[0] == part else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """Return seconds by part, all eight."""
-        return dict(self._seconds)
+        """Return seconds by part, all eight; on a device up to where that has come."""
+        with self._lock:
+            while self._marked and self._marked[0][2].query():
+                part, start, stop = self._marked.popleft()
+                self._seconds[part] += start.elapsed_time(stop) / 1000
+                self._free += [start, stop]
+            return dict(self._seconds)
 
 
 class _Measure:
     """Adds the time between enter and exit to a part."""
 
-    __slots__ = ("_part", "_parts", "_start")
+    __slots__ = ("_mark", "_part", "_parts", "_start")
 
     def __init__(self, parts: TimeParts, part: str) -> None:
         self._parts = parts
         self._part = part
 
     def __enter__(self) -> None:
-        self._parts.drain()
+        self._mark = self._parts.mark()
         self._start = time.perf_counter()
         self._parts.enter(self._part, self._start)
 
@@ -78,7 +140,13 @@ class _Measure:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._parts.add(self._part, time.perf_counter() - self._start)
+        self._parts.leave()
+        if self._mark is None:
+            self._parts.add(self._part, time.perf_counter() - self._start)
+            return
+        stop = self._parts.mark()
+        assert stop is not None, "marks are made, or they are not"
+        self._parts.add_between(self._part, self._mark, stop)
 
 
 def communication_share(parts: Mapping[str, float]) -> float:

@@ -57,9 +57,10 @@ class Attached:
         self._job, self._door, self._optimizer = job, door, optimizer
         self._method = job.method
         self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
-        self._parts = TimeParts()
+        flat = FlatModel(model, name=job.task.name)
+        self._parts = TimeParts.on(flat.weights.device)
         self._replica = Replica(
-            FlatModel(model, name=job.task.name),
+            flat,
             job.task,
             rule=job.method.rule,
             make_optimizer=lambda _: optimizer,

@@ -19,7 +19,7 @@ from raydl.optimizers import make_optimizer
 from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
 from raydl.rules import Sends
 from raydl.schedules.base import Decision, Round, Site, samples_before
-from raydl.schedules.tempo import Tempo, drain_of
+from raydl.schedules.tempo import Tempo
 from raydl.schedules.trained import Trained
 from raydl.talk import Exchange, Header
 
@@ -90,7 +90,6 @@ class SyncSchedule:
             ),
             time_parts=site.time_parts,
             device=site.center_device(),
-            drain=drain_of(site.flat.weights.device),
         )
 
     def _make_exchanges(self) -> None:

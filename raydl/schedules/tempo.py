@@ -11,7 +11,6 @@ import torch
 from raydl.cadence import Cadence, Choice, Limits, Measured, choose
 from raydl.exchange.sync import Group
 from raydl.metrics import TimeParts
-from raydl.metrics.time_parts import no_drain
 
 SKIPPED = 2
 """Rounds that are not measured: processes warm up, connections open."""
@@ -31,8 +30,6 @@ class Tempo:
         limits: what the user's settings leave open.
         time_parts: know how long this worker waited.
         device: of what the group sums.
-        drain: waits for the gradient that a device computes, so that nobody takes that for a wait
-            for others; called while rounds are measured, and no longer.
         clock: seconds, rising.
     """
 
@@ -45,7 +42,6 @@ class Tempo:
         limits: Limits,
         time_parts: TimeParts,
         device: torch.device = _CPU,
-        drain: Callable[[], object] = no_drain,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._group = group
@@ -53,7 +49,6 @@ class Tempo:
         self._generation = generation
         self._limits = limits
         self._parts = time_parts
-        self._parts.drain = drain
         self._device = device
         self._clock = clock
         self._rounds: list[tuple[float, float]] = []
@@ -85,8 +80,6 @@ class Tempo:
         choice = choose(now, self._measured(round), self._limits, generation=self._generation)
         self._rounds, self._before, self._is_settled = [], None, choice is None
         self._is_first = False
-        if self._is_settled:
-            self._parts.drain = no_drain
         return choice
 
     def _measured(self, round: int) -> Measured:
@@ -101,10 +94,3 @@ class Tempo:
         with self._parts.measure("device_device_parameters"):
             self._group.start_allreduce(times.view(-1), round=round).wait()
         return Measured(float(times[0].max()), float(times[1].min()), p)
-
-
-def drain_of(device: torch.device) -> Callable[[], object]:
-    """Return what waits for all that this thread has queued on a device; sums go on beside it."""
-    if device.type != "cuda":
-        return no_drain
-    return lambda: torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,170 @@
+"""Where a worker's time goes, on the host and on a device that only queues its work."""
+
+import threading
+
+import pytest
+import torch
+
+from raydl.metrics import TimeParts
+from raydl.metrics import time_parts as module
+
+
+class Device:
+    """A device with a queue, on a clock of the test's: as a CUDA stream and its events."""
+
+    def __init__(self):
+        self.now = 0.0
+        """The host's clock."""
+        self.busy_until = 0.0
+        self.num_marks = 0
+
+    def queue(self, seconds):
+        """Have the device compute; the host goes on at once."""
+        self.busy_until = max(self.busy_until, self.now) + seconds
+
+    def host(self, seconds):
+        self.now += seconds
+
+    def wait(self):
+        """Let the host wait for all that is queued."""
+        self.now = max(self.now, self.busy_until)
+
+    def mark(self):
+        self.num_marks += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device):
+        self.device, self.at = device, None
+
+    def record(self):
+        self.at = max(self.device.now, self.device.busy_until)
+
+    def query(self):
+        return self.at <= self.device.now
+
+    def elapsed_time(self, later):
+        assert self.query()
+        assert later.query()
+        return (later.at - self.at) * 1000
+
+
+@pytest.fixture
+def device():
+    return Device()
+
+
+@pytest.fixture
+def parts(device):
+    return TimeParts(device.mark)
+
+
+def period(device, parts, *, steps, exchange_s):
+    """A period of local steps that the host queues in no time, and an exchange at its end."""
+    for _ in range(steps):
+        with parts.measure("data_io"):
+            device.host(0.001)
+        with parts.measure("forward_backward"):
+            device.queue(0.1)
+        with parts.measure("replica_update"):
+            device.queue(0.02)
+    began = device.now
+    with parts.measure("device_device_parameters"):
+        device.wait()  # the host must know that the sum arrived, and that is after the compute
+        device.now = max(device.now, began + exchange_s)
+    with parts.measure("center_update"):
+        device.queue(0.01)
+
+
+def test_the_compute_of_a_period_is_not_taken_for_communication(device, parts):
+    period(device, parts, steps=10, exchange_s=0.0)
+    device.wait()
+    seconds = parts.as_dict()
+    assert seconds["forward_backward"] == pytest.approx(1.0)
+    assert seconds["replica_update"] == pytest.approx(0.2)
+    assert seconds["center_update"] == pytest.approx(0.01)
+    assert seconds["device_device_parameters"] == pytest.approx(0.0)
+    # Only the first batch makes the device wait: the others are read beside its work.
+    assert seconds["data_io"] == pytest.approx(0.001)
+
+
+def test_what_an_exchange_takes_longer_than_the_compute_is_communication(device, parts):
+    period(device, parts, steps=2, exchange_s=0.5)
+    device.wait()
+    seconds = parts.as_dict()
+    # The host began to wait at 2 ms, until 502 ms; the device was done at 241 ms.
+    assert seconds["device_device_parameters"] == pytest.approx(0.502 - 0.241)
+    assert sum(seconds.values()) == pytest.approx(device.now), "the parts are all of the time"
+
+
+def test_nobody_waits_for_a_mark(device, parts):
+    with parts.measure("forward_backward"):
+        device.queue(1.0)
+    assert parts.as_dict()["forward_backward"] == 0.0
+    assert device.now == 0.0
+    device.host(1.0)
+    assert parts.as_dict()["forward_backward"] == pytest.approx(1.0)
+    assert parts.as_dict()["forward_backward"] == pytest.approx(1.0), "counted once"
+
+
+def test_marks_are_used_again(device, parts):
+    for _ in range(100):
+        period(device, parts, steps=3, exchange_s=0.0)
+        device.wait()
+        parts.as_dict()
+    assert device.num_marks <= 2 * (3 * 3 + 2)
+
+
+def test_two_threads_may_ask_at_once(device, parts):
+    for _ in range(200):
+        with parts.measure("forward_backward"):
+            device.queue(0.01)
+    device.wait()
+    threads = [threading.Thread(target=parts.as_dict) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert parts.as_dict()["forward_backward"] == pytest.approx(2.0)
+
+
+def test_a_part_that_raises_is_counted(device, parts):
+    def fail():
+        device.host(0.5)
+        raise KeyError
+
+    with pytest.raises(KeyError), parts.measure("data_io"):
+        fail()
+    assert parts.as_dict()["data_io"] == pytest.approx(0.5)
+    assert parts.since("data_io") == 0.0
+
+
+def test_on_the_host_a_part_is_what_its_clock_says(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    parts = TimeParts.on(torch.device("cpu"))
+    with parts.measure("forward_backward"):
+        now[0] = 2.0
+        assert parts.since("forward_backward") == 2.0
+        assert parts.since("data_io") == 0.0
+    assert parts.as_dict()["forward_backward"] == 2.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_queued_kernels_count_as_compute_and_not_to_who_waits_for_them():
+    device = torch.device("cuda")
+    parts = TimeParts.on(device)
+    matrix = torch.randn(4096, 4096, device=device)
+    matrix @ matrix
+    torch.cuda.synchronize()
+    for _ in range(20):
+        with parts.measure("forward_backward"):
+            for _ in range(10):
+                matrix @ matrix
+    with parts.measure("device_device_parameters"):
+        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    seconds = parts.as_dict()
+    assert seconds["forward_backward"] > 10 * seconds["device_device_parameters"]
