@@ -30,7 +30,7 @@ from raydl.plan import (
     parse_network,
     predict,
 )
-from raydl.rules import Rule
+from raydl.rules import Elastic
 
 SLOW = flat_network(2.0, 0.5)  # 2 s for a message, half a second for a byte
 INSTANT = flat_network(0.0, 0.0)
@@ -438,7 +438,7 @@ def test_every_named_method_can_be_planned(method, capsys):
     assert f"\n{method}, period " in capsys.readouterr().out
 
 
-class InTurn(Rule):
+class InTurn(Elastic):
     """A rule of one's own whose workers go in rank order."""
 
     schedule = "round_robin"
