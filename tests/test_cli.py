@@ -133,7 +133,7 @@ def test_help_shows_no_type_that_a_person_can_not_type(capsys):
 
 def test_the_version_is_told(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"raydl {metadata.version('raydl')}\n"
+    assert capsys.readouterr().out == f"raydl {metadata.version('elastic-raydl')}\n"
 
 
 @pytest.mark.parametrize(
