@@ -17,7 +17,6 @@ from raydl.config import TrainConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.post import Orders, Push, Settlement, Stamp
 from raydl.extent import Extent, num_evaluations_due
-from raydl.flat import Untrained
 from raydl.ledger import Claim, Ledger
 from raydl.membership import Membership
 from raydl.method import Method
@@ -26,6 +25,7 @@ from raydl.schedules.dues import Due, Dues
 from raydl.schedules.roster import Member, Roster
 from raydl.schedules.turns import Turns
 from raydl.stopwatch import Stopwatch
+from raydl.untrained import Untrained
 
 __all__ = ["Dispatcher", "Due"]
 

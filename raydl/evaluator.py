@@ -14,9 +14,9 @@ from raydl.config import TrainConfig
 from raydl.crew import Evaluated
 from raydl.data import Batches
 from raydl.examples import example_rows
-from raydl.flat import Untrained
 from raydl.job import Job, first_model
 from raydl.task import Predicts, Task, evaluate, in_precision, predict
+from raydl.untrained import Untrained
 
 
 def score(task: Task, model: nn.Module, test: Batches, config: TrainConfig) -> dict[str, float]:

@@ -5,27 +5,22 @@ float buffers (batch-norm statistics) views into a third. Nothing else in raydl 
 
 What a model has beside these, its *untrained state*, stays where it is: frozen parameters,
 integer buffers, buffers of another dtype than the weights, and masks. No exchange averages it;
-:class:`UntrainedState` makes it equal in all processes at the start, and keeps it in checkpoints.
+:class:`raydl.untrained.UntrainedState` makes it equal in all processes at the start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raydl.errors import ShapeError
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element, the integers that its bits can be read as."""
-Untrained = Mapping[str, np.ndarray]
-"""Values of the untrained state, or of a part of it, by the model's own names."""
-_NONE: Untrained = {}
+from raydl.untrained import Untrained, UntrainedState, can_be_kept, places_of, tensor_of
 
 
 class FlatModel:
@@ -42,7 +37,7 @@ class FlatModel:
         weights: all trainable parameters, shape [num_parameters].
         gradients: their gradients, shape [num_parameters]; autograd adds into it.
         buffers: the float buffers that exchanges average, shape [num_buffers]: those of the state
-            dict, of the dtype of the weights, with finite values.
+            dict, of the dtype of the weights, with values that an exchange takes.
         untrained: everything else that the model has.
 
     Raises:
@@ -61,7 +56,7 @@ class FlatModel:
         self._buffers = {
             k: b
             for k, b in _averaged_buffers(model, first.dtype)
-            if (k not in untrained if untrained is not None else bool(torch.isfinite(b).all()))
+            if (k not in untrained if untrained is not None else is_finite(b))
         }
         self.weights = _gather(list(self._parameters.values()), first)
         self.gradients = torch.zeros_like(self.weights)
@@ -72,7 +67,7 @@ class FlatModel:
         self._bind()
         flat = {*self._parameters, *self._buffers}
         self.untrained = UntrainedState(
-            self._name, {k: place for k, place in _places(model).items() if k not in flat}
+            self._name, {k: place for k, place in places_of(model).items() if k not in flat}
         )
 
     @property
@@ -97,7 +92,7 @@ class FlatModel:
         for key, parameter in self._parameters.items():
             parameter.data = weights[key]
             parameter.grad = gradients[key]
-        places = _places(self.model)
+        places = places_of(self.model)
         self._buffer_views = [(places[k], b, buffers[k]) for k, b in self._buffers.items()]
         for key, buffer in self._buffers.items():
             buffer.data = buffers[key]
@@ -248,9 +243,8 @@ class FlatModel:
         """
         self.rebind()
         parameter_views, buffer_views = self.named(weights, buffers)
-        others, here = {}, self.untrained.tensors()
-        for key, array in (untrained or {}).items():
-            others[key] = _tensor_of(array, here[key].dtype)
+        here = self.untrained.tensors()
+        others = {key: tensor_of(a, here[key].dtype) for key, a in (untrained or {}).items()}
         by_identity = {
             id(tensor): values[key]
             for tensors, values in (
@@ -268,7 +262,7 @@ class FlatModel:
         }
 
     def load_untrained(self, state: Mapping[str, Tensor], unsaved: Untrained) -> None:
-        """Take over the untrained state of a checkpoint, and mark it.
+        """Take over the untrained state of a checkpoint.
 
         Args:
             state: the model's state dict.
@@ -278,10 +272,9 @@ class FlatModel:
             ShapeError: a name is missing or a shape differs.
         """
         saved = {k: t for k, t in self.untrained.tensors().items() if self.untrained.is_saved(k)}
-        for key, tensor in saved.items():
-            _require_like(state, key, tensor)
+        for key, tensor in saved.items():  # the shape of a buffer may have changed since
+            _require_like(state, key, tensor if isinstance(tensor, nn.Parameter) else None)
         self.untrained.load({**unsaved, **{key: state[key] for key in saved}})
-        self.untrained.mark()
 
     def flatten(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (weights, buffers) as flat CPU tensors from a state dict of this model.
@@ -292,210 +285,22 @@ class FlatModel:
         return _pick(state, self._parameters), _pick(state, self._buffers)
 
 
-class _Place:
-    """Where a module keeps a parameter or a buffer: a model may put another tensor there."""
+def is_finite(values: Tensor) -> bool:
+    """Whether numbers are finite, and so far from infinity that sums of them are finite, too.
 
-    def __init__(self, tensors: dict[str, Any], key: str, *, is_saved: bool) -> None:
-        self._tensors = tensors
-        self._key = key
-        self.is_saved = is_saved
-        """Whether the state dict has it."""
-
-    def get(self) -> Tensor | None:
-        tensor: Tensor | None = self._tensors.get(self._key)
-        return tensor
-
-    def set(self, tensor: Tensor) -> None:
-        self._tensors[self._key] = tensor
-
-
-class UntrainedState:
-    """What a model has that is neither trained nor averaged.
-
-    Every process begins with that of the run's first model, as torch's DDP makes all ranks equal
-    when it is constructed. From then on each replica keeps its own: frozen parameters are never
-    sent, and of buffers that can not be averaged (a counter of batches) the center has those of
-    one worker.
-
-    Values travel as NumPy arrays under the model's own names; a dtype that NumPy lacks, bfloat16
-    say, as integers of its size.
-
-    Args:
-        name: of the model, for messages.
-        places: of each tensor, by name.
+    By their L2 norm, the cheapest look at all of them: in float32 it is infinite from 1.8e19 on.
     """
-
-    def __init__(self, name: str, places: Mapping[str, _Place]) -> None:
-        self._name = name
-        self._places = dict(places)
-        self.mark()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all tensors."""
-        return tuple(self._places)
-
-    def is_saved(self, name: str) -> bool:
-        """Whether the model's state dict has it."""
-        return self._places[name].is_saved
-
-    def unsaved(self) -> dict[str, np.ndarray]:
-        """Return copies of what the state dict does not have."""
-        return {k: _array_of(t) for k, t in self.tensors().items() if not self.is_saved(k)}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors themselves."""
-        found = {name: place.get() for name, place in self._places.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return copies of all of it."""
-        return {name: _array_of(tensor) for name, tensor in self.tensors().items()}
-
-    def load(self, arrays: Mapping[str, Any]) -> None:
-        """Take over values; tensors that are not named stay as they are.
-
-        Args:
-            arrays: arrays, or tensors, by name.
-
-        Raises:
-            ShapeError: the model has no such tensor, or one of another shape or dtype.
-        """
-        for name, values in arrays.items():
-            if name not in self._places:
-                raise ShapeError(
-                    self._name,
-                    f"has no {name}, which the run's first model has; build all models alike",
-                )
-            tensor = self._places[name].get()
-            if tensor is not None:  # else a cache that the model has dropped
-                self._load(name, tensor, values)
-
-    def load_first(self, arrays: Untrained) -> None:
-        """Take over all of the run's first model, and mark it.
-
-        Raises:
-            ShapeError: this is another model.
-        """
-        others = [k for k in self.tensors() if self.is_saved(k) and k not in arrays]
-        if others:
-            raise ShapeError(
-                self._name,
-                f"has {others[0]}, which the run's first model does not have; build all models "
-                f"alike",
-            )
-        self.load(arrays)
-        self.mark()
-
-    def _load(self, name: str, tensor: Tensor, values: Any) -> None:
-        is_size_known = isinstance(tensor, nn.Parameter) or self._places[name].is_saved
-        if tuple(values.shape) != tuple(tensor.shape) and is_size_known:
-            raise ShapeError(
-                self._name,
-                f"has {name} of shape {list(tensor.shape)}, the run's first model of "
-                f"{list(values.shape)}; build all models alike",
-            )
-        try:
-            found = _tensor_of(values, tensor.dtype)
-        except RuntimeError as error:  # other bytes an element
-            raise ShapeError(
-                self._name,
-                f"has {name} of {tensor.dtype}, the run's first model of {values.dtype}; build "
-                f"all models alike",
-            ) from error
-        with torch.no_grad():
-            if found.shape == tensor.shape:
-                tensor.copy_(found)
-            else:  # a cache that grows; it is no state that the model saves
-                tensor.data = found.to(tensor.device)
-
-    # what has changed
-
-    def mark(self) -> None:
-        """Remember the state as it is now; :meth:`changed` compares with it."""
-        self._prints: dict[str, Any] = {}
-        self._base: dict[str, np.ndarray] = {}
-        for name, tensor in self.tensors().items():
-            if isinstance(tensor, nn.Parameter):
-                self._prints[name] = _fingerprint(tensor)
-            else:
-                self._base[name] = _array_of(tensor)
-
-    def changed(self) -> dict[str, np.ndarray]:
-        """Return copies of what differs from the marked state, as far as the state dict has it.
-
-        Frozen parameters among them are those that the model moves by itself, a teacher's say.
-        """
-        return {**self._changed_parameters(), **self.changed_buffers()}
-
-    def changed_buffers(self, known: Untrained = _NONE) -> dict[str, np.ndarray]:
-        """Return copies of the buffers of the state dict that differ from what is known of them.
-
-        Args:
-            known: by name; of one that is missing the marked state is known.
-        """
-        before = {**self._base, **known}
-        now = {name: _array_of(tensor) for name, tensor in self._buffers(only_saved=True).items()}
-        return {name: array for name, array in now.items() if _differs(array, before[name])}
-
-    def own(self) -> dict[str, np.ndarray]:
-        """Return copies of what a replica needs to go on: all buffers, and changed parameters.
-
-        Not only the changed buffers: one that counts in a ring comes back to where it began.
-        """
-        buffers = {name: _array_of(tensor) for name, tensor in self._buffers().items()}
-        return {**self._changed_parameters(), **buffers}
-
-    def moved_parameters(self) -> tuple[str, ...]:
-        """Return the names of frozen parameters that differ from the marked state."""
-        tensors = self.tensors()
-        return tuple(k for k, before in self._prints.items() if _fingerprint(tensors[k]) != before)
-
-    def _changed_parameters(self) -> dict[str, np.ndarray]:
-        tensors = self.tensors()
-        return {name: _array_of(tensors[name]) for name in self.moved_parameters()}
-
-    def _buffers(self, *, only_saved: bool = False) -> dict[str, Tensor]:
-        return {
-            name: tensor
-            for name, tensor in self.tensors().items()
-            if name in self._base and (self._places[name].is_saved or not only_saved)
-        }
-
-
-def as_tensors(arrays: Untrained) -> dict[str, Tensor]:
-    """Return copies of the arrays as tensors, by name."""
-    return {name: torch.tensor(array) for name, array in arrays.items()}
-
-
-def _differs(array: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays differ in shape or in any bit."""
-    if array.shape != other.shape:
-        return True
-    return not np.array_equal(array.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
-
-
-def _places(model: nn.Module) -> dict[str, _Place]:
-    """Return where each parameter and buffer is, by name; one that has two names, by the first."""
-    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    found: dict[str, _Place] = {}
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                if tensor is None or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                name = f"{prefix}.{key}" if prefix else key
-                found[name] = _Place(tensors, key, is_saved=id(tensor) in saved)
-    return found
+    flat = values.reshape(-1)
+    return math.isfinite(float(torch.dot(flat, flat)))
 
 
 def _averaged_buffers(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the float buffers that a model saves; one that it does not save is no state of it."""
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    saved -= {id(parameter) for parameter in model.parameters()}  # registered twice
     for key, buffer in model.named_buffers():
-        if buffer.is_floating_point() and buffer.dtype == dtype and id(buffer) in saved:
+        is_kept = id(buffer) in saved and can_be_kept(buffer)
+        if is_kept and buffer.is_floating_point() and buffer.dtype == dtype:
             yield key, buffer
 
 
@@ -515,6 +320,16 @@ def _check_module(model: object, name: str) -> None:
                 name,
                 f"has {type(module).__name__} with extra state (get_extra_state), which no "
                 f"checkpoint would hold; keep it in buffers",
+            )
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            found = type(tensor).__name__
+            raise ShapeError(name, f"has {key} in its state dict, a {found}; keep it in a buffer")
+        if not can_be_kept(tensor):
+            raise ShapeError(
+                name,
+                f"has {key}, {tensor.layout} of {tensor.dtype}, which no checkpoint would hold; "
+                f"register it with persistent=False, or make it dense",
             )
 
 
@@ -552,41 +367,9 @@ def _pick(state: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0)
 
 
-def _require_like(state: Mapping[str, Tensor], key: str, tensor: Tensor) -> None:
-    """Raise a ShapeError unless a saved state has a tensor, in its shape."""
+def _require_like(state: Mapping[str, Tensor], key: str, tensor: Tensor | None) -> None:
+    """Raise a ShapeError unless a saved state has a tensor, in the shape of one that is given."""
     if key not in state:
         raise ShapeError(key, "is missing from the saved state")
-    if state[key].shape != tensor.shape:
+    if tensor is not None and state[key].shape != tensor.shape:
         raise ShapeError(key, f"has shape {list(tensor.shape)}, saved as {list(state[key].shape)}")
-
-
-def _array_of(tensor: Tensor) -> np.ndarray:
-    """Return a copy as an array; a dtype that NumPy lacks as integers of its size."""
-    tensor = tensor.detach().to("cpu", copy=True).contiguous()
-    try:
-        return tensor.numpy()
-    except TypeError:
-        return tensor.view(_INTEGERS[tensor.element_size()]).numpy()
-
-
-def _tensor_of(values: Any, dtype: torch.dtype) -> Tensor:
-    """Return an array of :func:`_array_of`, or a tensor, as a tensor of a dtype.
-
-    Raises:
-        RuntimeError: its elements have another size.
-    """
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values)
-    if tensor.dtype == dtype:
-        return tensor
-    if tensor.dtype not in _INTEGERS.values() or tensor.element_size() != dtype.itemsize:
-        raise RuntimeError(f"{tensor.dtype} is no form of {dtype}")
-    return tensor.view(dtype)
-
-
-def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells whether a frozen parameter was moved: its shape, the sum of its bits."""
-    flat = tensor.detach().reshape(-1)
-    if flat.element_size() not in _INTEGERS:  # complex128
-        flat = torch.view_as_real(flat).reshape(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    return tuple(tensor.shape), int(bits.sum(dtype=torch.int64))

@@ -8,9 +8,10 @@ from typing import Protocol
 from raydl.config import TrainConfig
 from raydl.data import Order
 from raydl.faults import FaultPlan
-from raydl.flat import FlatModel, Untrained
+from raydl.flat import FlatModel
 from raydl.method import Method
 from raydl.task import DataShape, Task, build_model
+from raydl.untrained import Untrained
 
 
 class BeforeStep(Protocol):
@@ -58,6 +59,8 @@ def first_model(job: Job, untrained: Untrained | None, *, device: str = "cpu") -
     model = build_model(job.task, job.shape, seed=job.config.training.seed).to(device)
     names = None if untrained is None else untrained.keys()
     flat = FlatModel(model, name=job.task.name, untrained=names)
-    if untrained is not None:
+    if untrained is None:
+        flat.untrained.mark()
+    else:
         flat.untrained.load_first(untrained)
     return flat

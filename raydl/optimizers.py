@@ -189,6 +189,8 @@ def split_by_parameter(
     if is_by_parameter(optimizer, parameters):
         return optimizer
     split = make(parameters)
+    for group, before in zip(split.param_groups, optimizer.param_groups, strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
     for tensor in parameters_of(optimizer):
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         inside = [p for p in parameters if start <= p.data_ptr() < stop]

@@ -7,7 +7,6 @@ behind :class:`raydl.talk.Exchange` differs.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -22,13 +21,14 @@ from raydl.config import TrainingConfig
 from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.distances import Distances
 from raydl.errors import ExchangeError, StepError
-from raydl.flat import FlatModel, as_tensors
+from raydl.flat import FlatModel, is_finite
 from raydl.metrics import TimeParts
 from raydl.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.rules import Rule, Sends, Tally
 from raydl.talk import Exchange, Header, Partners, Talk
 from raydl.task import Task, in_precision
 from raydl.trust import Trusts
+from raydl.untrained import as_tensors
 
 _SILENT = Talk()
 _PLAIN = TrainingConfig()
@@ -474,11 +474,3 @@ class Replica:
         self._trusts.load(state["trust"])
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])
         self._num_dropped = self._num_seen
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether numbers, shape [n], are finite, and so far from infinity that sums of them are.
-
-    By their L2 norm, the cheapest look at all of them: it is infinite from 1.8e19 on.
-    """
-    return math.isfinite(float(torch.dot(values, values)))

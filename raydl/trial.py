@@ -7,7 +7,7 @@ returns is checked here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
     check_state(f"optimizer.name {method.inner.name}", optimizer)
     weights, buffers = flat.weights.clone(), flat.buffers.clone()
     untrained = flat.untrained.arrays()
+    flat.untrained.mark()
+    names = model.state_dict().keys()
     batch = first_samples(batches, 2)
     try:
         with in_precision(config.training.precision, flat.weights.device):
@@ -75,6 +77,7 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
             scores = _try_metrics(task, model, batch)
     except (RuntimeError, IndexError) as error:
         raise ShapeError(task.name, f"does not take {shape}: {error}") from error
+    _check_names(task.name, names, model)
     _check_scores(config, scores)
     moved = flat.untrained.moved_parameters()
     flat.rebind()
@@ -108,6 +111,17 @@ def _check_gradients(task: Task, flat: FlatModel, batch: Batch) -> None:
     unreached = [name for name, gradient in zip(names, found, strict=True) if gradient is None]
     if unreached:
         raise ShapeError(task.name, no_gradient_text(unreached))
+
+
+def _check_names(name: str, before: Collection[str], model: nn.Module) -> None:
+    """Raise a ShapeError if the first batch gave a model state that it did not have as built."""
+    new = [key for key in model.state_dict() if key not in before]
+    if new:
+        raise ShapeError(
+            name,
+            f"has {new[0]} only from its first batch on, so no two processes would begin alike; "
+            f"register it in its shape when it is built, or with persistent=False",
+        )
 
 
 def _check_loss(name: str, loss: Any) -> None:

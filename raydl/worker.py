@@ -22,7 +22,6 @@ from raydl.errors import ExchangeError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
-from raydl.flat import Untrained
 from raydl.generators import generators_state, load_generators, seed_generators
 from raydl.job import BeforeStep, Job, first_model
 from raydl.ledger import Span
@@ -35,6 +34,7 @@ from raydl.rules import Sends
 from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
 from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
+from raydl.untrained import Untrained
 
 
 class Worker:

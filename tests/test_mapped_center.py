@@ -20,13 +20,13 @@ from raydl.exchange.mapped import MappedCell, MappedExchange, can_be_shared
 from raydl.exchange.messages import Desk
 from raydl.exchange.post import NOTHING, CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.shard import Shard
-from raydl.flat import UntrainedState
 from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.optimizers import make_optimizer
 from raydl.reports import Outcome
 from raydl.rules import Elastic, Rule, Tally
 from raydl.talk import Header
+from raydl.untrained import UntrainedState
 
 
 class Orderly:

@@ -94,7 +94,10 @@ def test_ten_steps_of_two_experts_are_torch_optim_bit_for_bit(name, num_both):
     # Muon takes matrices alone.
     replica, reference = pair(config, num_both=num_both, bias=name != "muon")
     optimizer = OPTIMIZERS[name](reference.parameters(), lr=0.05, **settings)
-    for batch in batches(10):
+    for number, batch in enumerate(batches(10), start=1):
+        lr = 0.005 * number  # a warm-up
+        replica.set_lr(lr)
+        optimizer.param_groups[0]["lr"] = lr
         replica.step(batch)
         step_reference(reference, optimizer, batch)
     assert_equal_bits(replica, reference)

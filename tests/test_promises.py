@@ -20,7 +20,7 @@ from raydl.versions import DISTRIBUTION, installed_version, requirements
 ROWS = [
     {"errors", "config", "ray_session", "spot_notice", "texts", "versions"},
     {
-        "rules", "flat", "membership", "pace", "ledger", "extent", "compression",
+        "rules", "flat", "untrained", "membership", "pace", "ledger", "extent", "compression",
         "optimizers", "trust", "network", "cadence", "stopwatch", "blocks",
     },
     {

@@ -22,6 +22,7 @@ from raydl.errors import ConfigError, ShapeError
 from raydl.flat import FlatModel
 from raydl.storage import Storage
 from raydl.task import Classification, evaluate
+from raydl.untrained import BufferNews
 
 METHODS = ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"]
 
@@ -221,15 +222,24 @@ def test_by_messages_the_center_has_the_counters_of_who_exchanged_last(method):
 
 def test_a_buffer_that_comes_back_to_where_it_began_is_told():
     flat = FlatModel(Mixed((1, 4, 4), 3))
-    known = {}
+    flat.untrained.mark()
+    news = BufferNews(flat.untrained)
+    assert news.take() == {}
     for counter in (1, 0):
         flat.model.norm.num_batches_tracked.fill_(counter)
-        news = flat.untrained.changed_buffers(known)
-        assert {name: int(value) for name, value in news.items()} == {
+        taken = news.take()
+        assert {name: int(value) for name, value in taken.items()} == {
             "norm.num_batches_tracked": counter
         }
-        known.update(news)
-    assert flat.untrained.changed_buffers(known) == {}
+    assert news.take() == {}
+
+
+def test_a_buffer_that_is_written_by_its_data_is_told():
+    flat = FlatModel(Mixed((1, 4, 4), 3))
+    flat.untrained.mark()
+    news = BufferNews(flat.untrained)
+    flat.model.norm.num_batches_tracked.data.add_(3)
+    assert int(news.take()["norm.num_batches_tracked"]) == 3
 
 
 # a teacher that follows its student
@@ -416,3 +426,114 @@ def test_a_mask_of_minus_infinity_stays_a_mask():
     for worker in ensemble.workers:
         assert torch.isneginf(worker.replica.flat.model.mask).all()
         assert torch.isfinite(worker.replica.flat.buffers).all()
+
+
+# buffers of every kind
+
+
+class Holder(nn.Module):
+    """A layer with one more tensor, whatever that is."""
+
+    def __init__(self, tensor, **how):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("held", tensor, **how)
+
+
+def passed_on(tensor, **how):
+    """Return the tensor that another process has of a first model's."""
+    first = FlatModel(Holder(tensor, **how))
+    other = FlatModel(Holder(torch.zeros_like(tensor), **how), untrained=first.untrained.names)
+    other.untrained.load_first(first.untrained.arrays())
+    return other.model.held
+
+
+@pytest.mark.parametrize("largest", [-torch.inf, torch.finfo(torch.float32).min, 1e30])
+def test_a_mask_of_values_that_no_exchange_takes_is_not_averaged(largest):
+    mask = torch.tensor([0.0, largest])
+    assert FlatModel(Holder(mask)).num_buffers == 0
+    assert torch.equal(passed_on(mask), mask)
+
+
+def test_an_expanded_buffer_is_passed_on():
+    assert torch.equal(passed_on(torch.arange(3).expand(4, 3)), torch.arange(3).expand(4, 3))
+
+
+def test_a_complex_buffer_is_passed_on():
+    assert torch.equal(passed_on(torch.tensor([1 + 2j])), torch.tensor([1 + 2j]))
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex128)]
+)
+def test_a_tensor_that_no_checkpoint_holds_is_refused_where_it_would_be_saved(tensor):
+    with pytest.raises(ShapeError, match=r"has held, torch\..* which no checkpoint would hold"):
+        FlatModel(Holder(tensor))
+    assert FlatModel(Holder(tensor, persistent=False)).untrained.names == ()
+
+
+def test_a_buffer_that_grows_is_told_and_kept():
+    flat = FlatModel(Holder(torch.arange(2)))
+    flat.untrained.mark()
+    news = BufferNews(flat.untrained)
+    flat.model.held = torch.arange(5)
+    state = {name: tensor.clone() for name, tensor in flat.model.state_dict().items()}
+    assert news.take()["held"].tolist() == [0, 1, 2, 3, 4]
+    later = FlatModel(Holder(torch.arange(2)))
+    later.load_untrained(state, {})
+    assert later.model.held.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_parameter_that_is_registered_as_a_buffer_too_is_trained():
+    model = nn.Linear(2, 1)
+    model.register_buffer("copy", model.weight)
+    flat = FlatModel(model)
+    assert (flat.num_parameters, flat.num_buffers, flat.untrained.names) == (3, 0, ())
+    flat.weights.fill_(7)
+    assert torch.equal(model.state_dict()["copy"], torch.full((1, 2), 7.0))
+
+
+def test_a_frozen_parameter_whose_values_change_places_has_moved():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    flat = FlatModel(model)
+    flat.untrained.mark()
+    assert flat.untrained.moved_parameters() == ()
+    model[0].weight.copy_(model[0].weight.roll(1, 0))
+    assert flat.untrained.moved_parameters() == ("0.weight",)
+
+
+class FilledLater(nn.Module):
+    """Has the shape of a buffer from the first batch on, as some quantisers do."""
+
+    def __init__(self, image_shape, num_classes, persistent=True):
+        super().__init__()
+        self.layer = nn.Linear(image_shape[0] * 64, num_classes)
+        self.register_buffer("mean", None, persistent=persistent)
+
+    def forward(self, images):
+        if self.mean is None:
+            self.mean = images.detach().mean(0)
+        return self.layer((images - self.mean).flatten(1))
+
+
+class CacheFilledLater(FilledLater):
+    """The same, as a cache that no checkpoint has."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__(image_shape, num_classes, persistent=False)
+
+
+def test_state_that_comes_with_the_first_batch_is_refused(tmp_path):
+    def fit(model):
+        raydl.Trainer(
+            raydl.Classification(model),
+            "digits",
+            training=raydl.TrainingConfig(steps=2),
+            scaling=raydl.ScalingConfig(num_workers=0),
+            run=raydl.RunConfig(run_dir=str(tmp_path / model.__name__), progress="none"),
+        ).fit()
+
+    with pytest.raises(ShapeError, match="has mean only from its first batch on"):
+        fit(FilledLater)
+    fit(CacheFilledLater)

@@ -24,10 +24,10 @@ from raydl.exchange.post import (
     Stamp,
 )
 from raydl.exchange.staging import Staging
-from raydl.flat import UntrainedState
 from raydl.ledger import Span
 from raydl.rules import Sends, Tally
 from raydl.talk import Header
+from raydl.untrained import BufferNews, UntrainedState
 
 
 class MessageExchange:
@@ -193,8 +193,7 @@ class Desk:
         self.orders: Orders | None = None
         self._worker_id = worker_id
         self._incarnation = incarnation
-        self._untrained = untrained
-        self._told: dict[str, np.ndarray] = {}
+        self._news = BufferNews(untrained)
         self._numbers = itertools.count()
 
     @property
@@ -237,8 +236,7 @@ class Desk:
     def _settlement(self, header: Header) -> Settlement:
         """Return what ends the round."""
         num_bytes, self.num_bytes = self.num_bytes, 0
-        news = self._untrained.changed_buffers(self._told)
-        self._told.update(news)
+        news = self._news.take()
         return Settlement(header, self.local_step, self.num_trained, self.lr, num_bytes, news)
 
     def raise_if(self, refusal: str) -> None:

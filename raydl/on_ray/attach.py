@@ -27,7 +27,6 @@ from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
 from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
-from raydl.flat import Untrained
 from raydl.job import Job
 from raydl.ledger import Span
 from raydl.membership import Membership
@@ -39,6 +38,7 @@ from raydl.own_loop.room import Room
 from raydl.own_loop.terms import endless_training, job_of, terms_of
 from raydl.own_rule import as_method
 from raydl.rules import Rule
+from raydl.untrained import Untrained
 
 _LINGER_S = 60.0
 """How long the meeting point stays when nobody is there, in seconds."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from raydl.center import Snapshot, copied_to_cpu, first_snapshot
 from raydl.data.feed import Step
 from raydl.errors import AttachError, ExchangeError, ShapeError, StepError
-from raydl.flat import FlatModel, Untrained, as_tensors
+from raydl.flat import FlatModel
 from raydl.job import Job
 from raydl.metrics import TimeParts
 from raydl.optimizers import parameters_of
@@ -37,6 +37,7 @@ from raydl.rules import Sends
 from raydl.schedules import MessageSchedule, Schedule, Site, SyncSchedule, plan_talks
 from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
+from raydl.untrained import Untrained, as_tensors
 
 _MOST_SKIPPED = 50
 """A GradScaler halves its scale with each step that is skipped; more of them lead nowhere."""

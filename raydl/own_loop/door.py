@@ -13,9 +13,9 @@ from raydl.center import Snapshot
 from raydl.errors import AttachError, ExchangeError
 from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
-from raydl.flat import Untrained
 from raydl.membership import Membership
 from raydl.own_loop.meeting import NO_COPY, Age, Call, Word
+from raydl.untrained import Untrained
 
 _ASK_EVERY_S = 0.05
 _HEAR_EVERY_S = 0.5

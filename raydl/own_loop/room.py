@@ -15,10 +15,10 @@ from raydl.center import Snapshot
 from raydl.center_service import CenterService
 from raydl.dispatcher import Due
 from raydl.errors import AttachError, ConfigError
-from raydl.flat import Untrained
 from raydl.job import Job
 from raydl.membership import Membership
 from raydl.own_loop.meeting import Age, Call, Meeting, Word
+from raydl.untrained import Untrained
 
 
 class Room:
