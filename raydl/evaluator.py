@@ -45,7 +45,6 @@ class Evaluator:
         self._test = test
         self._flat = first_model(job, untrained)
         self._first = self._flat.untrained.arrays() if untrained is None else untrained
-        self._put_in: frozenset[str] = frozenset()
         self._best = -math.inf
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
@@ -69,12 +68,11 @@ class Evaluator:
         )
 
     def _put(self, snapshot: Snapshot) -> None:
-        """Let the model be a center; what an earlier one had changed is as it began again."""
+        """Let the model be a center; what a center or a score has changed is as it began."""
+        self._flat.rebind()
         self._flat.weights.copy_(torch.tensor(snapshot.weights))
         self._flat.buffers.copy_(torch.tensor(snapshot.buffers))
-        again = {name: self._first[name] for name in self._put_in - snapshot.untrained.keys()}
-        self._flat.untrained.load({**again, **snapshot.untrained})
-        self._put_in = frozenset(snapshot.untrained)
+        self._flat.untrained.load({**self._first, **snapshot.untrained})
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         """Whether the best center is kept and none that was scored here was better.

@@ -243,7 +243,7 @@ class Worker:
         if round.num_steps:
             self._waited_s = self._waited() - waited_s
             in_steps_s = time.perf_counter() - start - (self._waited_s - waited_for_turn_s)
-            self._step_s = in_steps_s / round.num_steps
+            self._step_s = max(0.0, in_steps_s) / round.num_steps
             self._round_s = time.perf_counter() - began
         return sums
 

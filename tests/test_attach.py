@@ -156,8 +156,7 @@ def test_an_evaluation_of_the_center_changes_no_later_step():
                     with elastic.center():
                         model(torch.zeros(4, 1, 4, 4))  # in training mode: its statistics move
             results.append(copied(model))
-    floats = [{k: v for k, v in r.items() if v.is_floating_point()} for r in results]
-    assert same(*floats)
+    assert same(*results)
 
 
 def test_a_step_inside_center_is_refused():
@@ -178,10 +177,8 @@ def test_who_goes_on_from_its_state_comes_to_the_same_bits():
     with elastic:
         assert elastic.local_step == 4
         take_steps(model, optimizer, elastic, 5, first=4)
-        assert same(*[{k: v for k, v in s.items() if "num_batches" not in k}
-                      for s in (whole, copied(model))])  # fmt: skip
-        assert same(*[{k: v for k, v in s.items() if "num_batches" not in k}
-                      for s in (center, elastic.center_state_dict())])  # fmt: skip
+        assert same(whole, copied(model))
+        assert same(center, elastic.center_state_dict())
 
 
 def roundtrip(state):
@@ -189,6 +186,57 @@ def roundtrip(state):
     file = io.BytesIO()
     torch.save(state, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def test_a_state_from_before_there_was_an_untrained_state_is_loaded():
+    model, optimizer, elastic = alone()
+    with elastic:
+        take_steps(model, optimizer, elastic, 4)
+        state = roundtrip(elastic.state_dict())
+    for part in (state, state["center"], state["replica"]):
+        del part["untrained"]
+    model, optimizer, elastic = alone()
+    elastic.load_state_dict(state)
+    with elastic:
+        take_steps(model, optimizer, elastic, 2, first=4)
+        assert elastic.local_step == 6
+
+
+def test_sparse_gradients_are_looked_at_too():
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = MethodConfig(name="sync-easgd", period=10)
+    with Threads(settings(method, 1)).attach(model, optimizer) as elastic:
+        before = copied(model)
+        for factor in (torch.inf, 1.0):
+            optimizer.zero_grad()
+            (factor * model(torch.tensor([1, 1, 3])).sum()).backward()
+            elastic.step()
+            assert same(copied(model), before) == (factor != 1.0)
+        assert elastic.local_step == 1
+
+
+class Replaced(torch.nn.Linear):
+    """Puts another tensor in the place of its buffer in each pass, in evaluations, too."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, inputs):
+        self.mean = 0.5 * self.mean + inputs.detach().mean(0)
+        return super().forward(inputs)
+
+
+def test_a_buffer_that_an_evaluation_replaced_is_the_replicas_own_again():
+    model = Replaced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Threads(settings(MethodConfig(name="sync-easgd"), 1)).attach(model, optimizer) as elastic:
+        before = copied(model)
+        for _ in range(2):
+            with elastic.center():
+                model(torch.ones(4, 2))
+            assert same(before, copied(model))
 
 
 def test_a_state_is_loaded_before_the_worker_comes():

@@ -140,6 +140,29 @@ def test_a_part_that_raises_is_counted(device, parts):
     assert parts.since("data_io") == 0.0
 
 
+def test_marks_stand_in_the_queue_of_the_workers_own_device(monkeypatch, device):
+    """A worker may compute on a GPU that is not the current one of its process."""
+    streams = []
+
+    class StreamEvent(Event):
+        def __init__(self, *, enable_timing):
+            super().__init__(device)
+            assert enable_timing
+
+        def record(self, stream):
+            streams.append(stream)
+            super().record()
+
+    monkeypatch.setattr(torch.cuda, "Event", StreamEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: f"stream of {of}")
+    parts = TimeParts.on(torch.device("cuda:1"))
+    with parts.measure("forward_backward"):
+        device.queue(3)
+    device.wait()
+    assert parts.as_dict()["forward_backward"] == 3
+    assert streams == ["stream of cuda:1"] * 2
+
+
 def test_on_the_host_a_part_is_what_its_clock_says(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])

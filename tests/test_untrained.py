@@ -19,6 +19,7 @@ from raydl.config import MethodConfig
 from raydl.crew import Collected
 from raydl.data import Batches, Normalizer, load
 from raydl.errors import ConfigError, ShapeError
+from raydl.evaluator import Evaluator
 from raydl.flat import FlatModel
 from raydl.storage import Storage
 from raydl.task import Classification, evaluate
@@ -426,6 +427,33 @@ def test_a_mask_of_minus_infinity_stays_a_mask():
     for worker in ensemble.workers:
         assert torch.isneginf(worker.replica.flat.model.mask).all()
         assert torch.isfinite(worker.replica.flat.buffers).all()
+
+
+# what a score of a center does to the evaluator's model
+
+
+class ChangedByScores(nn.Module):
+    """Each pass replaces one buffer, and counts in two others."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.layer = nn.Linear(16, num_classes)
+        self.register_buffer("shift", torch.zeros(num_classes))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("cache", torch.zeros(()), persistent=False)
+
+    def forward(self, images):
+        self.shift = self.shift + 1.0
+        self.count += 1
+        self.cache += 100.0
+        return self.layer(images.flatten(1)) + self.shift.cumsum(0) * self.count + self.cache
+
+
+def test_a_center_is_scored_alike_whatever_scores_before_it_did_to_the_model():
+    ensemble = Ensemble(config("sync-easgd"), num_workers=1, model=ChangedByScores)
+    evaluator = Evaluator(ensemble.job, ensemble.batches)
+    first, second, third = (evaluator.evaluate(ensemble.first).metrics for _ in range(3))
+    assert first == second == third
 
 
 # buffers of every kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -43,6 +44,28 @@ class Mark(Protocol):
         ...
 
 
+class _StreamMark:
+    """A mark in the queue of a CUDA device, which need not be the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        from torch import cuda  # which takes a second that no reader of runs should pay
+
+        make_event: Any = cuda.Event
+        self._event = make_event(enable_timing=True)
+        self._stream = functools.partial(cuda.current_stream, device)
+
+    def record(self) -> None:
+        self._event.record(self._stream())
+
+    def query(self) -> bool:
+        is_past: bool = self._event.query()
+        return is_past
+
+    def elapsed_time(self, later: _StreamMark) -> float:
+        milliseconds: float = self._event.elapsed_time(later._event)
+        return milliseconds
+
+
 class TimeParts:
     """Seconds by part, counted by one worker.
 
@@ -70,10 +93,7 @@ class TimeParts:
         """Return the counts of a worker that computes on a device."""
         if device.type != "cuda":
             return cls()
-        import torch  # which takes a second that no reader of runs should pay
-
-        make_event: Any = torch.cuda.Event
-        return cls(lambda: make_event(enable_timing=True))
+        return cls(lambda: _StreamMark(device))
 
     def measure(self, part: str) -> _Measure:
         """Return a context manager that adds the time inside it to ``part``."""

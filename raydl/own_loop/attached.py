@@ -163,7 +163,6 @@ class Attached:
             self._flat.untrained.load(center.untrained)
             yield self._flat.model
         finally:
-            self._flat.rebind()
             self._hold(*kept)
             self._flat.untrained.load(kept_untrained)
             self._is_away = False
@@ -197,10 +196,10 @@ class Attached:
             )
         center = state["center"]
         arrays = {name: center[name].numpy() for name in ("weights", "buffers")}
-        untrained = {name: tensor.numpy() for name, tensor in center["untrained"].items()}
+        untrained = {name: tensor.numpy() for name, tensor in center.get("untrained", {}).items()}
         self._loaded = Snapshot(**{**center, **arrays, "untrained": untrained})
-        self._flat.untrained.load(state["untrained"])
-        self._loaded_untrained = state["replica"]["untrained"]
+        self._flat.untrained.load(state.get("untrained", {}))  # earlier states have none
+        self._loaded_untrained = state["replica"].get("untrained", {})
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
         self.local_step = state["local_step"]
@@ -369,7 +368,8 @@ class Attached:
 
     def _has_finite_gradients(self) -> bool:
         """Whether the gradients are finite; with none at all they are."""
-        found = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]
+        found = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         if math.isfinite(float(nn.utils.get_total_norm(found))):
             return True
         # The squares of large numbers may have been too large for a sum.
@@ -399,7 +399,7 @@ class Attached:
     def _close_round(self, schedule: Schedule) -> None:
         self._waited_s = self._waited() - self._waited_before
         in_steps_s = time.perf_counter() - self._round_at - self._waited_s
-        self._step_s = in_steps_s / len(self._plan)
+        self._step_s = max(0.0, in_steps_s) / len(self._plan)
         decision = schedule.settle(self._sums, self.local_step)
         self._num_failed = 0
         self._trained.keep_first(0)
@@ -441,6 +441,7 @@ class Attached:
 
     def _hold(self, weights: Tensor, buffers: Tensor) -> None:
         """Put other weights and buffers into the model."""
+        self._flat.rebind()
         self._flat.weights.copy_(weights)
         self._flat.buffers.copy_(buffers)
 
