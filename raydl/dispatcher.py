@@ -21,6 +21,7 @@ from raydl.ledger import Claim, Ledger
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.reports import Books, Outcome, Record, Standing
+from raydl.rules import Sends
 from raydl.schedules.dues import Due, Dues
 from raydl.schedules.roster import Member, Roster
 from raydl.schedules.turns import Turns
@@ -188,8 +189,7 @@ class Dispatcher:
             self._num_settled += 1
             self._version += 1
             epoch = self._ledger.epoch
-            num_due = num_evaluations_due(self._config.evaluation, self._ledger)
-            self._complete(worker_id, settlement.num_trained)
+            is_due = self._complete(worker_id, settlement.num_trained)
             num_steps = settlement.local_step - member.local_step
             member.local_step, member.settlement = settlement.local_step, settlement
             member.step_s = settlement.header.step_s
@@ -198,14 +198,13 @@ class Dispatcher:
                 settlement.header, num_messages=1, num_steps=num_steps, staleness=staleness
             )
             keep = self._dues.tell(worker_id)
-            if keep is not None:  # it has taken all its steps by the time that it keeps its state
-                num_open = self._ledger.num_claimed_by(worker_id)
-                member.num_kept = member.num_completed + num_open
+            if keep is not None:
+                member.num_kept = member.num_completed
+                if self._keeps_own_steps:  # it has taken all by the time that it keeps its state
+                    member.num_kept += self._ledger.num_claimed_by(worker_id)
             self._settle_checkpoint()
             orders = self._orders(worker_id, keep=keep)
-            is_due = num_evaluations_due(self._config.evaluation, self._ledger) > num_due
-            if is_due and self._roster.in_training:  # else the final snapshot will do
-                self._dues.want(self._version, is_kept=False)
+            self._want_evaluation(is_due)
             if orders.outcome is Outcome.GO_ON:  # else it is recorded when the worker has left
                 standing = self._standing(settlement)
                 self._books.record(standing, at_once=self._ledger.epoch > epoch)
@@ -213,11 +212,27 @@ class Dispatcher:
             self._changed.notify_all()
             return orders
 
-    def _complete(self, worker_id: str, num_trained: int | None = None) -> None:
-        """Count as done what a worker has trained since it entered; None: all that it claimed."""
+    def _complete(self, worker_id: str, num_trained: int | None = None) -> bool:
+        """Count as done what a worker has trained since it entered; return if a score is due.
+
+        Args:
+            worker_id: whose.
+            num_trained: positions; None: all that it claimed.
+        """
+        num_due = num_evaluations_due(self._config.evaluation, self._ledger)
         member = self._roster[worker_id]
         count = None if num_trained is None else num_trained - member.num_completed
         member.num_completed += self._ledger.complete(worker_id, count)
+        return num_evaluations_due(self._config.evaluation, self._ledger) > num_due
+
+    def _want_evaluation(self, is_due: bool) -> None:
+        if is_due and self._roster.in_training:  # else the final snapshot will do
+            self._dues.want(self._version, is_kept=False)
+
+    @property
+    def _keeps_own_steps(self) -> bool:
+        """Whether workers go on from replicas of their own, with steps that no message has."""
+        return self._method.rule.sends is Sends.WEIGHTS
 
     def repeat(self, push: Push) -> Orders:
         """Return the orders that a settled message was answered with.
@@ -269,8 +284,8 @@ class Dispatcher:
     def leave(self, stamp: Stamp) -> None:
         """Note that a worker has left; when all have, the last snapshot is due.
 
-        Only now no message is on its way to any shard, and the steps after its last message are
-        taken, too.
+        Only now no message is on its way to any shard. Its steps after the last message are taken,
+        too: they count where its replica goes on with them, or where nobody goes on.
         """
         with self._changed:
             if self._roster.refusal(stamp):
@@ -278,11 +293,19 @@ class Dispatcher:
             member = self._roster[stamp.worker_id]
             is_news, member.has_closed = not member.has_closed, True
             if is_news:
-                self._complete(stamp.worker_id)
+                self._count_last_steps(stamp.worker_id)
                 if member.settlement is not None:
                     self._books.record(self._standing(member.settlement), at_once=True)
                 self._want_last()
                 self._watch.run(not self._roster.is_closed)
+
+    def _count_last_steps(self, worker_id: str) -> None:
+        answered = self._roster[worker_id].answered
+        is_finished = answered is not None and answered[1].outcome is Outcome.FINISHED
+        if self._keeps_own_steps or is_finished:
+            self._want_evaluation(self._complete(worker_id))
+        else:  # it becomes a copy of the center
+            self._ledger.give_back(worker_id)
 
     def _want_last(self) -> None:
         """Want the last snapshot if all have left; of those that are gone, none is to come."""

@@ -36,8 +36,9 @@ def test_what_a_lost_worker_had_not_sent_is_claimed_again():
     assert spans_of(settle(dispatcher, "w1")) == [(5, 10), (20, 25)]
 
 
-def test_who_leaves_has_taken_all_its_steps():
-    dispatcher = make_dispatcher(num_samples=20, epochs=1)
+@pytest.mark.parametrize("method", ["async-easgd", "async-diloco", "async-sgd"])
+def test_who_has_finished_has_taken_all_its_steps(method):
+    dispatcher = make_dispatcher(method, num_samples=20, epochs=1)
     enter(dispatcher, "w0")
     enter(dispatcher, "w1")
     for worker_id in ("w0", "w1"):
@@ -72,6 +73,45 @@ def test_a_checkpoint_counts_what_the_kept_states_have_trained():
     assert dispatcher.state(is_kept=True)["num_samples"] == 20  # not what it claimed since
     settle(dispatcher, "w0", num_trained=25)
     assert dispatcher.state(is_kept=True)["num_samples"] == 25
+
+
+# Replicas that send weights go on from their own; all others become copies of the center.
+SENT_OR_OWN = [("async-easgd", True), ("async-diloco", False), ("async-sgd", False)]
+
+
+@pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
+def test_a_checkpoint_counts_unsent_steps_only_where_the_replica_goes_on_with_them(method, goes_on):
+    dispatcher = make_dispatcher(method)
+    enter(dispatcher, "w0")
+    dispatcher.change(Membership(1, ("w0",)))
+    dispatcher.vote(1, checkpoint=1.0)
+    assert settle(dispatcher, "w0", num_trained=5).keep is not None
+    assert dispatcher.state(is_kept=True)["num_samples"] == (10 if goes_on else 5)
+
+
+@pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
+@pytest.mark.parametrize("vote", ["stop", "regroup"])
+def test_unsent_steps_of_who_leaves_count_only_where_the_replica_goes_on(method, goes_on, vote):
+    dispatcher = make_dispatcher(method)
+    enter(dispatcher, "w0")
+    dispatcher.change(Membership(1, ("w0",)))
+    dispatcher.vote(1, **{vote: 1.0})
+    assert settle(dispatcher, "w0", num_trained=5).outcome is not Outcome.GO_ON
+    dispatcher.leave(Stamp("w0", 1, 0, 9))
+    assert dispatcher.state()["num_samples"] == (10 if goes_on else 5)
+    assert dispatcher.take_records()[-1].num_samples == (10 if goes_on else 5)
+
+
+def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
+    dispatcher = make_dispatcher(num_samples=20)
+    enter(dispatcher, "w0")
+    enter(dispatcher, "w1")
+    settle(dispatcher, "w1")
+    dispatcher.dismiss("w0")
+    assert settle(dispatcher, "w0", num_trained=5).outcome is Outcome.LEFT
+    assert dispatcher.take_due() == []
+    dispatcher.leave(Stamp("w0", 1, 0, 9))  # the first epoch is complete with its last step
+    assert dispatcher.take_due() == [Due(dispatcher.version, False)]
 
 
 def test_a_vote_for_a_checkpoint_is_no_staleness():
