@@ -6,7 +6,9 @@ the like; a ``np.random.default_rng()`` of a task's own is the task's to seed.
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ def _seed(for_numpy: int, for_python: int, *, torch_seed: int) -> None:
 
 def generators_state(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators that training on a device draws from."""
-    cuda = torch.cuda.get_rng_state() if device.type == "cuda" else None
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     return {
@@ -49,9 +51,21 @@ def load_generators(state: dict[str, Any], device: torch.device) -> None:
     """Take over what :func:`generators_state` returned, perhaps by way of a checkpoint."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state:  # earlier checkpoints have torch's alone
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(np.asarray(numbers).tolist()), gauss))
+
+
+@contextlib.contextmanager
+def callers_generators_kept() -> Iterator[None]:
+    """Leave the generators of a caller as they were, whatever is seeded and drawn meanwhile."""
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.device("cuda" if has_cuda else "cpu")
+    state = generators_state(device)
+    try:
+        yield
+    finally:
+        load_generators(state, device)

@@ -9,10 +9,12 @@ from raydl.checkpoint import CheckpointStore
 from raydl.data import Batches, load, preparation_for
 from raydl.errors import DataError
 from raydl.evaluator import score
+from raydl.generators import callers_generators_kept
 from raydl.runs.folder import open_run
 from raydl.task import build_model, task_on
 
 
+@callers_generators_kept()
 def score_run(path: str, *, data: str | None = None, best: bool = False) -> dict[str, float]:
     """Return the metrics of a run's newest center, or its best, on its test set.
 

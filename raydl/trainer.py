@@ -32,6 +32,7 @@ from raydl.examples import Examples
 from raydl.extent import notes_on_period
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
+from raydl.generators import callers_generators_kept
 from raydl.job import Job
 from raydl.local_crew import LocalCrew
 from raydl.method import Method
@@ -142,6 +143,7 @@ class Trainer:
         trainer.config = config
         return trainer
 
+    @callers_generators_kept()
     def fit(self) -> Result:
         """Train to the end and return the figures.
 

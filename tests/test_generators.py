@@ -8,10 +8,12 @@ import torch
 from conftest import linear, tiny_images
 from histories import History, assert_same, config
 
+import raydl
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.crew import Collected
 from raydl.generators import generators_state, load_generators, seed_everything, seed_generators
+from raydl.scoring import score_run
 from raydl.storage import Storage
 from raydl.task import Classification, build_model
 
@@ -74,6 +76,22 @@ def test_the_seed_of_torch_is_the_runs_own():
     drawn = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(torch.rand(1), drawn)
+
+
+def test_a_run_and_its_score_leave_the_callers_generators_as_they_were(tmp_path):
+    path = str(tmp_path / "run")
+    trainer = raydl.Trainer(
+        "mlp",
+        training=raydl.TrainingConfig(steps=2),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        run=raydl.RunConfig(run_dir=path, progress="none"),
+    )
+    seed_everything(5)
+    expected = draws()
+    for act in (trainer.fit, lambda: score_run(path)):
+        seed_everything(5)
+        act()
+        assert draws() == expected
 
 
 def test_a_resumed_run_draws_what_one_that_was_not_interrupted_draws(tmp_path):
