@@ -5,6 +5,7 @@ Plain objects: the center's actor wraps one of these, and so does a run in one p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,8 @@ class CenterService:
         """
         home = self.home.change(membership)
         self.dispatcher.change(membership)
-        return self._assembled(self.dispatcher.version, False, [home, *others])
+        due = Due(self.dispatcher.version, is_kept=False)
+        return self._assembled(due, self.dispatcher.state(), [home, *others])
 
     def shared_cells(self, worker_id: str) -> dict[Span, CellAddress]:
         """Return the home shard's spans that a worker of this node may map."""
@@ -116,21 +118,22 @@ class CenterService:
         """Take a message to the home shard."""
         return self.home.exchange(push)
 
-    def snapshot(self, due: Due, others: list[ShardState]) -> Snapshot:
+    def snapshot(self, due: Due, others: Callable[[], list[ShardState]]) -> Snapshot:
         """Return a copy of the whole center.
 
         Spans are copied one after another while messages come in, so they may be some
-        exchanges apart; once all workers have left, they are not.
+        exchanges apart; once all workers have left, they are not. It counts the samples that were
+        in the center before: whoever goes on from it trains some again rather than none.
 
         Args:
             due: under which number.
-            others: the other shards.
+            others: returns the other shards, as they are then.
         """
-        return self._assembled(due.round, due.is_kept, [self.home.state(), *others])
+        counters = self.dispatcher.state(is_kept=due.is_kept)
+        return self._assembled(due, counters, [self.home.state(), *others()])
 
-    def _assembled(self, round: int, is_kept: bool, shards: list[ShardState]) -> Snapshot:
+    def _assembled(self, due: Due, counters: dict[str, Any], shards: list[ShardState]) -> Snapshot:
         """Return the whole center from its shards, the home shard first."""
-        counters = self.dispatcher.state(is_kept=is_kept)
         weights = np.empty(self._num_parameters, np.float32)
         states = {}
         for shard in shards:
@@ -140,8 +143,8 @@ class CenterService:
                 weights[slice(*span)] = values
                 states[span] = optimizer
         return Snapshot(
-            round=round,
-            is_kept=is_kept,
+            round=due.round,
+            is_kept=due.is_kept,
             weights=weights,
             buffers=shards[HOME].buffers,
             optimizer=_joined(states),

@@ -14,6 +14,7 @@ from raydl.crew import Changed, Collected, Event, Published, Reported, RunEnded,
 from raydl.data import Batches, Dataset, Prepare
 from raydl.evaluator import Evaluator
 from raydl.exchange.local import LocalGroup, LocalPost
+from raydl.exchange.shard import ShardState
 from raydl.faults import Fault
 from raydl.job import Job
 from raydl.membership import Membership
@@ -61,6 +62,9 @@ class LocalCrew:
             for index in range(1, self._job.config.exchange.center_shards)
         ]
 
+    def _states_of_others(self) -> list[ShardState]:
+        return [shard.state() for shard in self._others]
+
     def ask(self, worker_id: str) -> None:
         """Say that the one worker is ready."""
         assert worker_id == "w0"
@@ -76,8 +80,7 @@ class LocalCrew:
         records: tuple[Record, ...] = ()
         if self._service:
             for due in self._service.dispatcher.take_due():
-                others = [shard.state() for shard in self._others]
-                self._shelf.put(self._service.snapshot(due, others))
+                self._shelf.put(self._service.snapshot(due, self._states_of_others))
             records = self._service.dispatcher.take_records()
         self._events.append(
             Published(

@@ -171,7 +171,7 @@ class Ensemble:
         """Return the center as it is."""
         if self.job.method.is_sync:
             return self.newest
-        return self.service.snapshot(Due(0, False), [s.state() for s in self.others])
+        return self.service.snapshot(Due(0, False), lambda: [s.state() for s in self.others])
 
     def run(self, rounds: int | None = None) -> list[Outcome]:
         """Run all workers for some rounds, or to their end; raise what any of them raised."""

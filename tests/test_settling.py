@@ -155,6 +155,20 @@ class Noted(Classification):
         return super().loss(model, batch)
 
 
+def test_a_snapshot_counts_no_sample_that_came_after_a_span_of_it_was_copied():
+    ensemble = Ensemble(config("async-sgd", epochs=9), num_workers=1).join()
+    ensemble.run(1)
+    before = ensemble.service.dispatcher.state()
+
+    def others():
+        ensemble.run(1)
+        return []
+
+    snapshot = ensemble.service.snapshot(Due(0, False), others)
+    assert snapshot.num_samples == before["num_samples"]
+    assert ensemble.center().num_samples > snapshot.num_samples
+
+
 def run_to_end(worker):
     while worker.run_round() is Outcome.GO_ON:
         pass

@@ -94,8 +94,7 @@ class CenterActor:
             num_changes = self._shelf.num_changes()
             return Published(self._shelf.rounds(), faults=faults, num_changes=num_changes)
         for due in self._service.dispatcher.take_due():
-            states = ray.get([s.state.remote() for s in self._others], timeout=START_S)
-            self._shelf.put(self._service.snapshot(due, states))
+            self._shelf.put(self._service.snapshot(due, self._states_of_others))
         dispatcher = self._service.dispatcher
         return Published(
             self._shelf.rounds(),
@@ -105,6 +104,12 @@ class CenterActor:
             told_s=time.monotonic(),
             process=self._process,
         )
+
+    def _states_of_others(self) -> list[ShardState]:
+        states: list[ShardState] = ray.get(
+            [shard.state.remote() for shard in self._others], timeout=START_S
+        )
+        return states
 
     def optimizer_state(self) -> tuple[tuple[int, float], dict[str, Any]]:
         """Return ((exchanges settled, CPU seconds of the copy), what the optimizer remembers)."""
@@ -138,7 +143,7 @@ class CenterActor:
         service = self._at_home
         service.open(membership)
         due = Due(service.dispatcher.version, is_kept=False)
-        return membership.generation, service.snapshot(due, states)
+        return membership.generation, service.snapshot(due, lambda: states)
 
     def change(self, membership: Membership) -> tuple[int, Snapshot]:
         """Let workers join and leave while the others train on.

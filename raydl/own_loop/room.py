@@ -165,7 +165,7 @@ class Room:
         """Return the center as it is now; None: the workers have it."""
         if self._service is None:
             return None
-        return self._service.snapshot(Due(self._service.dispatcher.version, is_kept=False), [])
+        return self._service.snapshot(Due(self._service.dispatcher.version, is_kept=False), list)
 
     def quiet_s(self) -> float:
         """Return for how many seconds nobody has been here."""
@@ -191,6 +191,6 @@ class Room:
             snapshot = service.change(membership, [])
         else:  # in rank order, where the method keeps to it
             service.open(membership)
-            snapshot = service.snapshot(Due(service.dispatcher.version, is_kept=False), [])
+            snapshot = service.snapshot(Due(service.dispatcher.version, is_kept=False), list)
         self._starts = {w: s for w, s in self._starts.items() if w in self._members}
         self._starts.update(dict.fromkeys(self._members - before, snapshot))
