@@ -1,5 +1,7 @@
 """Why a call of an actor failed, in few words, from the pages that Ray says."""
 
+from unittest.mock import Mock
+
 import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
@@ -50,15 +52,60 @@ class Bare(RayCrew):
 
     def __init__(self):
         self._calls, self._leases = Calls(), Leases(10.0)
-        self._shards, self._workers, self._places, self._known = [], {}, {}, None
+        self._shards, self._places = [], {}
+        self._workers = {"w0": Mock()}
+        self._collected = {}
         self._backup = _Backup(is_needed=True)
+        self.started_with = []
 
     def _start_center(self, snapshot, optimizer=None):
         self._calls.expect("opened", "center", list)
+        self.started_with.append(optimizer)
+
+    def hand_over_checkpoint(self, snapshot):
+        self._collected = {"center": None}
+        (collected,) = self._on_collected("center")(snapshot)
+        assert collected.snapshot is snapshot
 
 
-def test_the_score_of_a_center_that_was_made_again_does_not_come():
+def center_of(round):
+    return Mock(round=round, optimizer=f"of {round}")
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """A crew that has just begun; references are the objects themselves."""
+    monkeypatch.setattr("raydl.on_ray.crew.ray.put", lambda value: value)
     crew = Bare()
+    crew.open(center_of(7))
+    return crew
+
+
+def test_a_center_that_is_lost_before_its_first_backup_keeps_the_optimizer_it_began_with(crew):
+    assert crew.rebuild_center("w0") == "its optimizer is as it was after 7 exchanges"
+    assert crew.started_with[-1] == "of 7"
+
+
+def test_the_optimizer_of_a_newer_checkpoint_is_kept_and_that_of_an_older_one_is_not(crew):
+    crew.hand_over_checkpoint(center_of(20))
+    crew.rebuild_center("w0")
+    crew._backup.keep("of 30", 30, 0.0, now=0.0)
+    crew.hand_over_checkpoint(center_of(25))
+    crew.rebuild_center("w0")
+    assert crew.started_with[-2:] == ["of 20", "of 30"]
+    crew._backup.keep("of 29", 29, 0.0, now=0.0)
+    assert crew.rebuild_center("w0").endswith("after 30 exchanges")
+
+
+def test_a_center_that_goes_back_to_its_checkpoint_takes_no_later_optimizer_with_it(crew):
+    crew.hand_over_checkpoint(center_of(20))
+    crew._backup.keep("of 30", 30, 0.0, now=0.0)
+    crew.rebuild_center(None)
+    crew.rebuild_center("w0")
+    assert crew.started_with[-1] == "of 20"
+
+
+def test_the_score_of_a_center_that_was_made_again_does_not_come(crew):
     crew._calls.expect("score", "evaluator", list, task="evaluation")
     crew._calls.expect("state", "w0", list, task="state of w0")
     crew.rebuild_center(None)

@@ -62,11 +62,15 @@ class _Backup:
     is_needed: bool
     """The center has an optimizer, and it alone has the state."""
     state: Any = None
-    """Reference of the newest copy, in the shared memory of the center's node; None: none yet."""
+    """Reference of the newest copy, in the shared memory of a node."""
     version: int = 0
     """Exchanges that the center had settled by then."""
     is_asked: bool = False
     _next_at: float = 0.0
+
+    def begin(self, state: Any, version: int) -> None:
+        """Begin with the state that a center starts from, or that a checkpoint has."""
+        self.state, self.version = state, version
 
     def is_due(self, now: float) -> bool:
         """Whether to make another one."""
@@ -74,7 +78,9 @@ class _Backup:
 
     def keep(self, state: Any, version: int, seconds: float, *, now: float) -> None:
         """Take one that is made, and the CPU seconds that it took."""
-        self.state, self.version, self.is_asked = state, version, False
+        self.is_asked = False
+        if version >= self.version:  # else a checkpoint was faster
+            self.state, self.version = state, version
         self._next_at = now + max(_BACKUP_EVERY_S, 50 * seconds)
 
 
@@ -128,8 +134,15 @@ class RayCrew:
 
     def open(self, snapshot: Snapshot) -> None:
         """Start the center."""
-        self._known = ray.put(snapshot)
+        self._know(snapshot)
+        self._backup.begin(*self._known_optimizer)
         self._start_center(self._known)
+
+    def _know(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot from which a center can begin anew, if no worker has a newer one."""
+        self._known = ray.put(snapshot)
+        optimizer = ray.put(snapshot.optimizer) if self._backup.is_needed else None
+        self._known_optimizer = optimizer, snapshot.round
 
     def _start_center(self, snapshot: Any, optimizer: Any = None) -> None:
         """Start all shards of the center.
@@ -169,6 +182,7 @@ class RayCrew:
         self._backup.is_asked = False
         self._calls.forget(lambda call: call.task == "evaluation")  # of the center that was
         if worker_id is None:
+            self._backup.begin(*self._known_optimizer)
             self._start_center(self._known)
             return ""
         copy = self._workers[worker_id].center.remote()
@@ -176,8 +190,6 @@ class RayCrew:
             self._start_center(copy)
             return ""
         self._start_center(copy, self._backup.state)
-        if self._backup.state is None:
-            return "its optimizer begins anew"
         return f"its optimizer is as it was after {self._backup.version:,} exchanges"
 
     def ask(self, worker_id: str) -> None:
@@ -442,7 +454,9 @@ class RayCrew:
             if any(value is None for value in self._collected.values()):
                 return []
             parts, self._collected = self._collected, {}
-            self._known = ray.put(parts["center"])
+            self._know(parts["center"])
+            if self._backup.version < self._known_optimizer[1]:
+                self._backup.begin(*self._known_optimizer)
             return [Collected(parts.pop("center"), parts)]
 
         return handle
