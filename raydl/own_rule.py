@@ -1,4 +1,4 @@
-"""Rules of a user's own: found, and tried before anything starts.
+"""Rules of a user's own: found, checked, and tried before anything starts.
 
 What a rule does wrong would be seen late, or never: a center that does not move, state that a
 resumed run does not have. So a copy of it takes a few steps over small tensors first.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,10 +24,11 @@ from raydl.config.own_code import load_own
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.rules import Rule, Sends, Tally
 
-_NUM_PARAMETERS = 6
+_FEW = 6
 _NUM_UPDATES = 16
 """A rule may let arrivals gather before the center moves; but not so many."""
-_SETTINGS = ("sends", "steps_replica", "schedule", "period")
+_SETTINGS = {"sends": Sends, "steps_replica": bool, "schedule": str, "period": int}
+"""What a rule says of itself, and of which kind each is."""
 _ALIKE = 0.75
 _MISSING = object()
 
@@ -80,31 +82,54 @@ def _name_of(rule: Rule) -> str:
 
 
 def check_rule(rule: Rule) -> None:
-    """Try a rule of a user's own on small tensors.
+    """Check what a rule of a user's own says of itself.
 
     Raises:
-        ConfigError: a setting of it is wrong or misspelt, a method is missing or takes something
-            else, the center is not moved in place, or the rule keeps state in itself.
-        Exception: what the rule's own code raised.
+        ConfigError: a setting of it is wrong or misspelt, or a method is missing or takes something
+            else.
     """
     name = type(rule).__name__
     _check_settings(rule, name)
     _check_methods(rule, name)
+
+
+def try_rule(rule: Rule, num_parameters: int) -> None:
+    """Try a rule of a user's own on small tensors.
+
+    Args:
+        rule: which was checked.
+        num_parameters: that an exchange has; a rule may hold tensors of that size.
+
+    Raises:
+        ConfigError: the center is not moved in place, or the rule keeps state in itself.
+        Exception: what the rule's own code raised.
+    """
+    try:
+        _try(rule, _FEW, least_updates=_NUM_UPDATES)
+    except ConfigError:
+        raise
+    except Exception:
+        _try(rule, num_parameters, least_updates=2)
+
+
+def _try(rule: Rule, size: int, *, least_updates: int) -> None:
+    name = type(rule).__name__
     try:
         tried = copy.deepcopy(rule)
     except Exception:  # of whatever it holds; what it does to itself is seen all the same
         tried = rule
-    before = {key: _copied(value) for key, value in _attributes(tried)}
-    _try_pull(tried, name)
+    before = dict(_remembered(tried))
+    _try_pull(tried, name, size)
     _refuse_state(tried, before, name, "pull")
-    _try_updates(tried, name)
+    _try_updates(tried, name, size, least=least_updates)
     _refuse_state(tried, before, name, "update_center_")
 
 
 def _check_settings(rule: Rule, name: str) -> None:
-    for key in _own_names(type(rule)):
+    for key, value in _own_values(type(rule)):
         near = difflib.get_close_matches(key, _SETTINGS, n=1, cutoff=_ALIKE)
-        if near and key not in _SETTINGS:
+        is_own = key in _SETTINGS or key.startswith("_")
+        if near and not is_own and isinstance(value, _SETTINGS[near[0]]):
             raise UnknownNameError(f"method.name {name}", key, _SETTINGS)
     sends, schedule, period = (getattr(rule, key) for key in ("sends", "schedule", "period"))
     if not isinstance(sends, Sends):
@@ -117,12 +142,12 @@ def _check_settings(rule: Rule, name: str) -> None:
         raise ConfigError("method.name", problem)
 
 
-def _own_names(kind: type) -> Iterator[str]:
-    """Yield the names of what a user's classes define beside functions."""
-    for cls in kind.__mro__[: kind.__mro__.index(Rule)]:
+def _own_values(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield what a user's classes define beside functions, the base classes first."""
+    for cls in reversed(kind.__mro__[: kind.__mro__.index(Rule)]):
         for key, value in vars(cls).items():
-            if not key.startswith("_") and not callable(value) and not hasattr(value, "__get__"):
-                yield key
+            if not key.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+                yield key, value
 
 
 def _check_methods(rule: Rule, name: str) -> None:
@@ -162,10 +187,10 @@ def _functions(kind: type) -> list[str]:
     ]
 
 
-def _try_pull(rule: Rule, name: str) -> None:
+def _try_pull(rule: Rule, name: str, size: int) -> None:
     if rule.sends is not Sends.WEIGHTS or type(rule).measured_pull is not Rule.measured_pull:
         return
-    replica, center = _values(1), _values(2)
+    replica, center = _values(1, size), _values(2, size)
     pull: Any = rule.pull(replica, center, Tally(2, 1, 8.0), out=torch.empty_like(center))
     if not isinstance(pull, Tensor) or (pull.shape, pull.dtype) != (center.shape, center.dtype):
         is_tensor = isinstance(pull, Tensor)
@@ -175,16 +200,16 @@ def _try_pull(rule: Rule, name: str) -> None:
             f"{name}.pull() must return what the replica subtracts, {center.dtype} of its shape "
             f"{list(center.shape)}; it returned {found}",
         )
-    if not (torch.equal(replica, _values(1)) and torch.equal(center, _values(2))):
+    if not (torch.equal(replica, _values(1, size)) and torch.equal(center, _values(2, size))):
         raise ConfigError(
             "method.name",
             f"{name}.pull() must leave replica and center as they are, and write into out",
         )
 
 
-def _try_updates(rule: Rule, name: str) -> None:
-    """Let messages of two workers move a center."""
-    center = _values(2)
+def _try_updates(rule: Rule, name: str, size: int, *, least: int) -> None:
+    """Let messages of two workers move a center; so many at least, and more until it has moved."""
+    center = _values(2, size)
     # As at a real center: the rule gets another name of the memory.
     handle = center.detach()
     optimizer: Optimizer | None = rule.make_center_optimizer([handle])
@@ -192,21 +217,22 @@ def _try_updates(rule: Rule, name: str) -> None:
         optimizer = SGD([handle], lr=0.1)
     num_messages = 2 if rule.schedule == "sync" else 1
     for number in range(_NUM_UPDATES):
-        total = _values(3 + number)
+        total = _values(3 + number, size)
         rule.update_center_(handle, total, Tally(2, num_messages, 8.0), optimizer)
-    if torch.equal(center, _values(2)):
-        raise ConfigError(
-            "method.name",
-            f"{name}.update_center_() did not move the center in {_NUM_UPDATES} updates on trial; "
-            f"move it in place, as center.add_(...) does: center = ... makes a tensor that nobody "
-            f"sees",
-        )
+        if number + 1 >= least and not torch.equal(center, _values(2, size)):
+            return
+    raise ConfigError(
+        "method.name",
+        f"{name}.update_center_() did not move the center in {_NUM_UPDATES} updates on trial; "
+        f"move it in place, as center.add_(...) does: center = ... makes a tensor that nobody "
+        f"sees",
+    )
 
 
-def _values(seed: int) -> Tensor:
-    """Return numbers of either sign, the same for one seed, shape [6]."""
-    numbers = np.random.default_rng(seed).standard_normal(_NUM_PARAMETERS)
-    return torch.tensor(numbers, dtype=torch.float32)
+def _values(seed: int, size: int) -> Tensor:
+    """Return numbers of either sign, the same for one seed, shape [size]."""
+    numbers = np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
+    return torch.from_numpy(numbers)
 
 
 # state
@@ -214,11 +240,19 @@ def _values(seed: int) -> Tensor:
 
 def _attributes(rule: Rule) -> Iterator[tuple[str, Any]]:
     """Yield what a rule and its user's classes hold beside functions."""
-    for cls in reversed(type(rule).__mro__[: type(rule).__mro__.index(Rule)]):
-        for key, value in vars(cls).items():
-            if not key.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
-                yield key, value
-    yield from vars(rule).items()
+    yield from _own_values(type(rule))
+    for key, value in vars(rule).items():
+        # What a property remembers, it would find again.
+        if not isinstance(getattr(type(rule), key, None), functools.cached_property):
+            yield key, value
+
+
+def _remembered(rule: Rule) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a rule as they are now, for a comparison later."""
+    for key, value in _attributes(rule):
+        copied = _copied(value)
+        # Of what is not even equal to its own copy nobody can tell whether it was changed.
+        yield key, copied if _is_same(copied, value) else value
 
 
 def _refuse_state(rule: Rule, before: Mapping[str, Any], name: str, method: str) -> None:
@@ -246,23 +280,33 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether two values hold the same, as far as that can be seen."""
     try:
         return _holds_same(one, other)
-    except RecursionError:  # it holds itself
+    except Exception:  # it holds itself, or can not be compared
         return True
 
 
 def _holds_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(one, other)
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and _is_alike(
+            one.detach().cpu().numpy(), other.detach().cpu().numpy()
+        )
     if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
+        return _is_alike(one, other)
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_holds_same(one[k], other[k]) for k in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_holds_same, one, other))
     if isinstance(one, Optimizer):
         return _holds_same(one.state_dict(), other.state_dict())
-    if one is other or not hasattr(one, "__dict__"):
-        return bool(one is other or one == other)
+    if isinstance(one, float) or not hasattr(one, "__dict__"):
+        return bool(one == other or (one != one and other != other))
     return _holds_same(vars(one), vars(other))
+
+
+def _is_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays hold the same values, as NaN is the same as NaN."""
+    is_float = np.issubdtype(one.dtype, np.inexact)
+    return bool(np.array_equal(one, other, equal_nan=is_float))

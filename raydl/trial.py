@@ -20,9 +20,11 @@ from raydl.config import TrainConfig
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
 from raydl.errors import ConfigError, DataError, ShapeError
+from raydl.exchange.cells import cell_size
 from raydl.flat import FlatModel
 from raydl.method import Method, check_weights
 from raydl.optimizers import check_for_model, no_gradient_text
+from raydl.own_rule import try_rule
 from raydl.task import ChecksOutput, Task, build_model, in_precision
 
 _NEAR = 0.05
@@ -51,14 +53,17 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
     Raises:
         ShapeError: the model does not take the data, or the task returns what is no loss and no
             metrics.
-        ConfigError: settings go by scores that the task does not measure, or the optimizer does
-            not take the model.
+        ConfigError: settings go by scores that the task does not measure, the optimizer does
+            not take the model, or the rule does not do what it must.
         DataError: there are no two samples that can be read.
     """
     shape = batches.samples.shape
     model = build_model(task, shape, seed=config.training.seed)
     flat = FlatModel(model, name=task.name)
     check_weights(task.name, flat.parameters, config, method)
+    shards, fragments = config.exchange.center_shards, config.exchange.fragments
+    size = cell_size(flat.num_parameters, num_shards=shards, num_fragments=fragments)
+    try_rule(method.rule, size)
     optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
     check_state(f"optimizer.name {method.inner.name}", optimizer)
     weights, buffers = flat.weights.clone(), flat.buffers.clone()

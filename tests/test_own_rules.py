@@ -1,8 +1,10 @@
 """What is wrong with a rule of a user's own is one sentence, before anything starts."""
 
+import functools
 import re
 import threading
 
+import numpy as np
 import pytest
 import torch
 from conftest import linear
@@ -14,7 +16,7 @@ import raydl
 from raydl.config import MethodConfig, TrainConfig
 from raydl.errors import ConfigError, ShapeError
 from raydl.methods import METHODS, resolve
-from raydl.own_rule import check_rule
+from raydl.own_rule import check_rule, try_rule
 from raydl.rules import MeanGradient, Outer, Rule, Sends
 from raydl.task import Classification
 
@@ -129,6 +131,12 @@ class SendsText(Halfway):
     sends = "weights"
 
 
+def tried(rule, num_parameters=12):
+    """Take a rule as a run does: its settings first, the rule itself with the model."""
+    resolve(TrainConfig(method=MethodConfig(name="own")), rule)
+    try_rule(rule, num_parameters)
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
@@ -155,14 +163,14 @@ class SendsText(Halfway):
 def test_what_is_wrong_is_told_by_name(kind, sentence):
     kept = list(Counts.calls)
     with pytest.raises(ConfigError, match=f"^method.name {re.escape(sentence)}"):
-        resolve(TrainConfig(method=MethodConfig(name="own")), kind())
+        tried(kind())
     assert Counts.calls == kept + [1] * (kind is Counts) * 16, "a class attribute is no copy"
     Counts.calls.clear()
 
 
 def test_the_sentence_says_where_state_belongs():
     with pytest.raises(ConfigError) as error:
-        check_rule(KeepsMomentum())
+        try_rule(KeepsMomentum(), 12)
     assert str(error.value).endswith(
         "a resumed run and workers that join later would not have it, and spans of the parameters "
         "would share it; keep state in the optimizer that make_center_optimizer() returns "
@@ -233,24 +241,74 @@ class Holds(Halfway):
         self.how = lambda value: value
 
 
-@pytest.mark.parametrize("rule", [Halfway(), WithMomentum(), Waits(), Holds(), MeanGradient()])
+class NeverEqual:
+    """A value that differs from its own copy."""
+
+    def __eq__(self, other):
+        return False
+
+    __hash__ = None
+
+
+class NotCompared(NeverEqual):
+    def __eq__(self, other):
+        raise TypeError("which is the greater?")
+
+    __hash__ = None
+
+
+class HoldsMore(Halfway):
+    """Values that are hard to compare, and names that are near those of settings."""
+
+    periods = (2, 4)
+    schedules = {"a": 1}  # noqa: RUF012
+    _period = 3
+
+    def __init__(self):
+        self.values = [NeverEqual(), NotCompared(), float("nan"), torch.tensor(torch.nan)]
+        self.array = np.array([np.nan, 1.0])
+        self.objects = np.array([None, "a"], dtype=object)
+
+    @functools.cached_property
+    def share(self):
+        return 0.5
+
+    def pull(self, replica, center, tally, *, out):
+        return torch.sub(replica, center, out=out).mul_(self.share)
+
+
+class Masked(Halfway):
+    """Holds a number for each parameter of a model."""
+
+    def __init__(self, num_parameters):
+        self.mask = (torch.arange(num_parameters) % 2).float()
+
+    def pull(self, replica, center, tally, *, out):
+        return torch.sub(replica, center, out=out).mul_(self.mask)
+
+
+@pytest.mark.parametrize(
+    "rule", [Halfway(), WithMomentum(), Waits(), Holds(), HoldsMore(), Masked(12), MeanGradient()]
+)
 def test_a_rule_that_is_right_is_taken_as_it_is(rule):
     before = dict(vars(rule))
-    check_rule(rule)
+    tried(rule)
     assert vars(rule).keys() == before.keys()
     assert all(value is before[key] for key, value in vars(rule).items())
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_named_rule_passes_the_trial(name):
-    check_rule(resolve(TrainConfig(method=MethodConfig(name=name))).rule)
+    rule = resolve(TrainConfig(method=MethodConfig(name=name))).rule
+    check_rule(rule)
+    try_rule(rule, 12)
 
 
 def test_the_trial_draws_nothing():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    check_rule(Halfway())
+    try_rule(Halfway(), 12)
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -260,7 +318,36 @@ def test_what_a_rule_raises_comes_as_it_is():
             raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        check_rule(Raises())
+        try_rule(Raises(), 12)
+
+
+class MaskedAndCounts(Masked):
+    count = 0
+
+    def pull(self, replica, center, tally, *, out):
+        self.count += 1
+        return super().pull(replica, center, tally, out=out)
+
+
+def test_a_rule_for_a_model_of_one_size_is_tried_on_that_size():
+    with pytest.raises(ConfigError, match="changed the rule's attribute count"):
+        try_rule(MaskedAndCounts(12), 12)
+    with pytest.raises(RuntimeError, match="must match"):
+        try_rule(Masked(12), 13)
+
+
+def test_a_rule_for_the_size_of_the_model_trains(tmp_path):
+    num_parameters = 64 * 10 + 10
+    result = raydl.Trainer(
+        raydl.Classification(
+            lambda shape, n: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, n))
+        ),
+        method=Masked(num_parameters),
+        training=raydl.TrainingConfig(epochs=2),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        run=raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    ).fit()
+    assert result.metrics["center_accuracy"] > 0.5
 
 
 def test_state_in_its_place_survives_a_resumption():

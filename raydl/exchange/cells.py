@@ -22,6 +22,12 @@ def cells(size: int, *, num_shards: int, num_fragments: int) -> list[list[Span]]
     ]
 
 
+def cell_size(size: int, *, num_shards: int, num_fragments: int) -> int:
+    """Return how many parameters the first cell has: what a rule gets to see at once."""
+    start, stop = cells(size, num_shards=num_shards, num_fragments=num_fragments)[0][0]
+    return stop - start
+
+
 def _common(a: Span, b: Span) -> Span | None:
     start, stop = max(a[0], b[0]), min(a[1], b[1])
     return (start, stop) if start < stop else None

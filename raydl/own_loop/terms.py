@@ -12,11 +12,13 @@ from torch.optim import LBFGS, Optimizer
 from raydl.config import TrainConfig, TrainingConfig, dotted, to_dict
 from raydl.data import DataShape
 from raydl.errors import ConfigError
+from raydl.exchange.cells import cell_size
 from raydl.flat import FlatModel
 from raydl.job import Job
 from raydl.method import check_weights
 from raydl.methods import resolve
 from raydl.optimizers import parameters_of
+from raydl.own_rule import try_rule
 from raydl.rules import Rule
 from raydl.task import Batch
 
@@ -87,7 +89,11 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
         raise ConfigError("num_workers", f"must be 1 or more, got {config.scaling.wanted()}")
     name = type(model).__name__
     method = resolve(config, rule)
-    check_weights(name, [p for p in model.parameters() if p.requires_grad], config, method)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    check_weights(name, trained, config, method)
+    fragments = config.exchange.fragments
+    size = cell_size(sum(p.numel() for p in trained), num_shards=1, num_fragments=fragments)
+    try_rule(method.rule, size)
     if not method.rule.steps_replica:
         raise ConfigError(
             "method.name",
