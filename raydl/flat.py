@@ -65,9 +65,10 @@ class FlatModel:
         """By parameter, how often a backward pass has reached it; empty where nobody watches."""
         self._hooks: list[Any] = []
         self._bind()
-        flat = {*self._parameters, *self._buffers}
+        # Not by name: a parameter may be registered as a buffer elsewhere.
+        flat = {id(tensor) for tensor in (*self._parameters.values(), *self._buffers.values())}
         self.untrained = UntrainedState(
-            self._name, {k: place for k, place in places_of(model).items() if k not in flat}
+            self._name, {k: p for k, p in places_of(model).items() if id(p.get()) not in flat}
         )
 
     @property

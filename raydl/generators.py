@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_CPU = torch.device("cpu")
+
 
 def seed_everything(seed: int) -> None:
     """Begin all generators from one seed: a model is then built alike in every process."""
@@ -62,10 +64,14 @@ def load_generators(state: dict[str, Any], device: torch.device) -> None:
 @contextlib.contextmanager
 def callers_generators_kept() -> Iterator[None]:
     """Leave the generators of a caller as they were, whatever is seeded and drawn meanwhile."""
+    state, seed = generators_state(_CPU), torch.initial_seed()
     has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.device("cuda" if has_cuda else "cpu")
-    state = generators_state(device)
+    on_gpus = torch.cuda.get_rng_state_all() if has_cuda else []
     try:
         yield
     finally:
-        load_generators(state, device)
+        load_generators(state, _CPU)
+        if has_cuda:
+            torch.cuda.set_rng_state_all(on_gpus)
+        else:  # torch keeps the newest seed for the moment at which it starts CUDA
+            torch.cuda.manual_seed_all(seed)

@@ -39,6 +39,8 @@ class Method:
     """The optimizer that the workers build: without a momentum that is the master's."""
     own_optimizer: OwnOptimizer | None = None
     """The user's own, instead of the named."""
+    has_own_rule: bool = False
+    """The rule is the user's own, and is tried with the model."""
 
     @property
     def is_sync(self) -> bool:

@@ -246,6 +246,7 @@ def resolve(
         if row.is_momentum_at_center
         else optimizer,
         own_optimizer=own_optimizer,
+        has_own_rule=rule is not None,
     )
     check(config, method)
     return method

@@ -31,6 +31,7 @@ _SETTINGS = {"sends": Sends, "steps_replica": bool, "schedule": str, "period": i
 """What a rule says of itself, and of which kind each is."""
 _ALIKE = 0.75
 _MISSING = object()
+_CPU = torch.device("cpu")
 
 
 def as_method(method: MethodConfig | Rule | str) -> tuple[MethodConfig, Rule | None]:
@@ -93,35 +94,36 @@ def check_rule(rule: Rule) -> None:
     _check_methods(rule, name)
 
 
-def try_rule(rule: Rule, num_parameters: int) -> None:
+def try_rule(rule: Rule, num_parameters: int, *, device: torch.device = _CPU) -> None:
     """Try a rule of a user's own on small tensors.
 
     Args:
         rule: which was checked.
         num_parameters: that an exchange has; a rule may hold tensors of that size.
+        device: of the exchange.
 
     Raises:
         ConfigError: the center is not moved in place, or the rule keeps state in itself.
         Exception: what the rule's own code raised.
     """
     try:
-        _try(rule, _FEW, least_updates=_NUM_UPDATES)
+        _try(rule, _values(_FEW, device), least_updates=_NUM_UPDATES)
     except ConfigError:
         raise
     except Exception:
-        _try(rule, num_parameters, least_updates=2)
+        _try(rule, _values(num_parameters, device), least_updates=2)
 
 
-def _try(rule: Rule, size: int, *, least_updates: int) -> None:
+def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
     name = type(rule).__name__
     try:
         tried = copy.deepcopy(rule)
     except Exception:  # of whatever it holds; what it does to itself is seen all the same
         tried = rule
     before = dict(_remembered(tried))
-    _try_pull(tried, name, size)
+    _try_pull(tried, name, values)
     _refuse_state(tried, before, name, "pull")
-    _try_updates(tried, name, size, least=least_updates)
+    _try_updates(tried, name, values, least=least_updates)
     _refuse_state(tried, before, name, "update_center_")
 
 
@@ -187,10 +189,10 @@ def _functions(kind: type) -> list[str]:
     ]
 
 
-def _try_pull(rule: Rule, name: str, size: int) -> None:
+def _try_pull(rule: Rule, name: str, values: Tensor) -> None:
     if rule.sends is not Sends.WEIGHTS or type(rule).measured_pull is not Rule.measured_pull:
         return
-    replica, center = _values(1, size), _values(2, size)
+    replica, center = values.clone(), values.flip(0)
     pull: Any = rule.pull(replica, center, Tally(2, 1, 8.0), out=torch.empty_like(center))
     if not isinstance(pull, Tensor) or (pull.shape, pull.dtype) != (center.shape, center.dtype):
         is_tensor = isinstance(pull, Tensor)
@@ -200,16 +202,17 @@ def _try_pull(rule: Rule, name: str, size: int) -> None:
             f"{name}.pull() must return what the replica subtracts, {center.dtype} of its shape "
             f"{list(center.shape)}; it returned {found}",
         )
-    if not (torch.equal(replica, _values(1, size)) and torch.equal(center, _values(2, size))):
+    if not (torch.equal(replica, values) and torch.equal(center, values.flip(0))):
         raise ConfigError(
             "method.name",
             f"{name}.pull() must leave replica and center as they are, and write into out",
         )
 
 
-def _try_updates(rule: Rule, name: str, size: int, *, least: int) -> None:
+def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
     """Let messages of two workers move a center; so many at least, and more until it has moved."""
-    center = _values(2, size)
+    center = values * 1e-12  # so small that a step of any size shows
+    before = center.clone()
     # As at a real center: the rule gets another name of the memory.
     handle = center.detach()
     optimizer: Optimizer | None = rule.make_center_optimizer([handle])
@@ -217,9 +220,9 @@ def _try_updates(rule: Rule, name: str, size: int, *, least: int) -> None:
         optimizer = SGD([handle], lr=0.1)
     num_messages = 2 if rule.schedule == "sync" else 1
     for number in range(_NUM_UPDATES):
-        total = _values(3 + number, size)
+        total = values.roll(number)
         rule.update_center_(handle, total, Tally(2, num_messages, 8.0), optimizer)
-        if number + 1 >= least and not torch.equal(center, _values(2, size)):
+        if number + 1 >= least and not torch.equal(center, before):
             return
     raise ConfigError(
         "method.name",
@@ -229,10 +232,10 @@ def _try_updates(rule: Rule, name: str, size: int, *, least: int) -> None:
     )
 
 
-def _values(seed: int, size: int) -> Tensor:
-    """Return numbers of either sign, the same for one seed, shape [size]."""
-    numbers = np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
-    return torch.from_numpy(numbers)
+def _values(size: int, device: torch.device) -> Tensor:
+    """Return numbers of either sign, always the same, shape [size]."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, generator=generator).to(device)
 
 
 # state
@@ -279,34 +282,24 @@ def _copied(value: Any) -> Any:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two values hold the same, as far as that can be seen."""
     try:
-        return _holds_same(one, other)
+        return one is other or (type(one) is type(other) and _holds_same(one, other))
     except Exception:  # it holds itself, or can not be compared
         return True
 
 
 def _holds_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return (one.shape, one.dtype) == (other.shape, other.dtype) and _is_alike(
-            one.detach().cpu().numpy(), other.detach().cpu().numpy()
-        )
-    if isinstance(one, np.ndarray):
-        return _is_alike(one, other)
+    """Whether two values of one type hold the same; NaN is the same as NaN."""
+    if isinstance(one, (Tensor, np.ndarray)):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        is_same: Any = (one == other) | ((one != one) & (other != other))
+        return bool(is_same.all())
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_holds_same(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_holds_same, one, other))
+        return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, Optimizer):
-        return _holds_same(one.state_dict(), other.state_dict())
-    if isinstance(one, float) or not hasattr(one, "__dict__"):
+        return _is_same(one.state_dict(), other.state_dict())
+    if not hasattr(one, "__dict__"):
         return bool(one == other or (one != one and other != other))
-    return _holds_same(vars(one), vars(other))
-
-
-def _is_alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays hold the same values, as NaN is the same as NaN."""
-    is_float = np.issubdtype(one.dtype, np.inexact)
-    return bool(np.array_equal(one, other, equal_nan=is_float))
+    return _is_same(vars(one), vars(other))

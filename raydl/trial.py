@@ -61,9 +61,10 @@ def try_model(task: Task, batches: Batches, config: TrainConfig, method: Method)
     model = build_model(task, shape, seed=config.training.seed)
     flat = FlatModel(model, name=task.name)
     check_weights(task.name, flat.parameters, config, method)
-    shards, fragments = config.exchange.center_shards, config.exchange.fragments
-    size = cell_size(flat.num_parameters, num_shards=shards, num_fragments=fragments)
-    try_rule(method.rule, size)
+    if method.has_own_rule:
+        shards, fragments = config.exchange.center_shards, config.exchange.fragments
+        size = cell_size(flat.num_parameters, num_shards=shards, num_fragments=fragments)
+        try_rule(method.rule, size)
     optimizer = check_for_model(method.inner, method.own_optimizer, model, flat.weights)
     check_state(f"optimizer.name {method.inner.name}", optimizer)
     weights, buffers = flat.weights.clone(), flat.buffers.clone()

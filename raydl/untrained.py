@@ -6,9 +6,10 @@ exchange averages it; it is made equal in all processes at the start, and kept i
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class UntrainedState:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors themselves."""
         found = {name: place.get() for name, place in self._places.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: t for name, t in found.items() if t is not None and can_be_kept(t)}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return copies of all of it."""
@@ -113,11 +114,7 @@ class UntrainedState:
         Raises:
             ShapeError: this is another model.
         """
-        here = self.tensors()
-        for key in here.keys() & arrays.keys():
-            if self.is_saved(key) and here[key].shape != arrays[key].shape:
-                self._refuse_shape(key, here[key], arrays[key])
-        others = [k for k in here if self.is_saved(k) and k not in arrays]
+        others = [k for k in self.tensors() if self.is_saved(k) and k not in arrays]
         if others:
             raise ShapeError(
                 self._name,
@@ -129,10 +126,17 @@ class UntrainedState:
 
     def _load(self, name: str, tensor: Tensor, values: Any) -> None:
         if isinstance(tensor, nn.Parameter) and tuple(values.shape) != tuple(tensor.shape):
-            self._refuse_shape(name, tensor, values)
+            raise ShapeError(
+                self._name,
+                f"has {name} of shape {list(tensor.shape)}, the run's first model of "
+                f"{list(values.shape)}; build all models alike",
+            )
         try:
             found = tensor_of(values, tensor.dtype)
         except RuntimeError as error:  # other bytes an element
+            if not self.is_saved(name):  # a cache, which may be of any kind
+                self._places[name].set(torch.as_tensor(values).to(tensor.device, copy=True))
+                return
             raise ShapeError(
                 self._name,
                 f"has {name} of {tensor.dtype}, the run's first model of {values.dtype}; build "
@@ -143,13 +147,6 @@ class UntrainedState:
                 tensor.copy_(found)
             else:  # a buffer that grows, or one that was expanded
                 tensor.data = found.to(tensor.device)
-
-    def _refuse_shape(self, name: str, tensor: Tensor, values: Any) -> NoReturn:
-        raise ShapeError(
-            self._name,
-            f"has {name} of shape {list(tensor.shape)}, the run's first model of "
-            f"{list(values.shape)}; build all models alike",
-        )
 
     # what has changed
 
@@ -228,7 +225,8 @@ class BufferNews:
         """Return what is known of a buffer, on its device."""
         marked = self._untrained.marked(name)
         if name not in self._told and marked is not None:
-            self._told[name] = tensor_of(marked, tensor.dtype).to(tensor.device)
+            with contextlib.suppress(RuntimeError):  # it has another dtype by now
+                self._told[name] = tensor_of(marked, tensor.dtype).to(tensor.device)
         return self._told.get(name)
 
 
@@ -274,7 +272,7 @@ def tensor_of(values: Any, dtype: torch.dtype) -> Tensor:
 
 def _array_of(tensor: Tensor) -> np.ndarray:
     """Return a copy as an array; a dtype that NumPy lacks as integers of its size."""
-    tensor = tensor.detach().to("cpu", copy=True).contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
     try:
         return tensor.numpy()
     except TypeError:
@@ -290,9 +288,13 @@ def _shares_elements(tensor: Tensor) -> bool:
 
 def _differs_from(tensor: Tensor, other: Tensor | None) -> Tensor:
     """Return, on the device of a tensor, whether it differs from another one in shape or a bit."""
-    if other is None or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+    if other is None or _kind(tensor) != _kind(other):
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return (_bits(tensor) != _bits(other)).any()
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _are_true(flags: list[Tensor]) -> list[bool]:
@@ -305,7 +307,8 @@ def _are_true(flags: list[Tensor]) -> list[bool]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return the elements of a tensor as integers, in one row."""
-    return tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    return flat.view(_INTEGERS[tensor.element_size()])
 
 
 def _differs(array: np.ndarray, other: np.ndarray | None) -> bool:
@@ -317,7 +320,22 @@ def _differs(array: np.ndarray, other: np.ndarray | None) -> bool:
 
 def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells whether a frozen parameter was moved: its shape, a checksum of its bits."""
+    bits = _bits(tensor.detach())
+    checksum = _crc32(bits) if bits.device.type == "cpu" else _weighted_sum(bits)
+    return tuple(tensor.shape), checksum
+
+
+def _crc32(bits: Tensor) -> int:
     crc = 0
-    for block in torch.split(_bits(tensor.detach()), _BLOCK):
-        crc = zlib.crc32(block.cpu().numpy().data, crc)
-    return tuple(tensor.shape), crc
+    for block in torch.split(bits, _BLOCK):
+        crc = zlib.crc32(block.numpy().data, crc)
+    return crc
+
+
+def _weighted_sum(bits: Tensor) -> int:
+    """Return a checksum that a device takes by itself: each element counts by its place."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for number, block in enumerate(torch.split(bits, _BLOCK)):
+        places = torch.arange(block.numel(), device=bits.device).add_(number * _BLOCK)
+        total += (2 * places + 1).mul_(block).sum()
+    return int(total)

@@ -12,7 +12,13 @@ import raydl
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.crew import Collected
-from raydl.generators import generators_state, load_generators, seed_everything, seed_generators
+from raydl.generators import (
+    callers_generators_kept,
+    generators_state,
+    load_generators,
+    seed_everything,
+    seed_generators,
+)
 from raydl.scoring import score_run
 from raydl.storage import Storage
 from raydl.task import Classification, build_model
@@ -92,6 +98,17 @@ def test_a_run_and_its_score_leave_the_callers_generators_as_they_were(tmp_path)
         seed_everything(5)
         act()
         assert draws() == expected
+
+
+def test_the_seed_that_a_gpu_will_begin_with_is_the_callers(monkeypatch):
+    """Before CUDA starts torch remembers the newest seed for it."""
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(5)
+    with callers_generators_kept():
+        seed_everything(1)
+    assert seeds[-1] == 5
 
 
 def test_a_resumed_run_draws_what_one_that_was_not_interrupted_draws(tmp_path):

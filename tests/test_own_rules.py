@@ -287,14 +287,53 @@ class Masked(Halfway):
         return torch.sub(replica, center, out=out).mul_(self.mask)
 
 
+class Slow(Halfway):
+    """Moves the center by next to nothing."""
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.lerp_(total.div_(tally.num_messages), 1e-9)
+
+
 @pytest.mark.parametrize(
-    "rule", [Halfway(), WithMomentum(), Waits(), Holds(), HoldsMore(), Masked(12), MeanGradient()]
+    "rule",
+    [Halfway(), WithMomentum(), Waits(), Holds(), HoldsMore(), Masked(12), Slow(), MeanGradient()],
 )
 def test_a_rule_that_is_right_is_taken_as_it_is(rule):
     before = dict(vars(rule))
     tried(rule)
     assert vars(rule).keys() == before.keys()
     assert all(value is before[key] for key, value in vars(rule).items())
+
+
+def test_a_named_method_with_hardly_any_coupling_is_taken():
+    case = settings(MethodConfig(name="sync-easgd", beta=1e-9), 1)
+    model = linear((1, 4, 4), 3)
+    with Threads(case).attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as elastic:
+        assert elastic.rank == 0
+
+
+class CountsInBfloat16(Halfway):
+    def __init__(self):
+        self.seen = torch.zeros(3, dtype=torch.bfloat16)
+
+    def update_center_(self, center, total, tally, optimizer):
+        self.seen += 1
+        super().update_center_(center, total, tally, optimizer)
+
+
+class CountsBesideWhatCanNotBeCompared(Halfway):
+    def __init__(self):
+        self.held = {"what": NotCompared(), "seen": [0]}
+
+    def update_center_(self, center, total, tally, optimizer):
+        self.held["seen"][0] += 1
+        super().update_center_(center, total, tally, optimizer)
+
+
+@pytest.mark.parametrize("kind", [CountsInBfloat16, CountsBesideWhatCanNotBeCompared])
+def test_state_of_any_kind_is_found(kind):
+    with pytest.raises(ConfigError, match=r"update_center_\(\) changed the rule's attribute"):
+        tried(kind())
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

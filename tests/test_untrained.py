@@ -23,7 +23,7 @@ from raydl.evaluator import Evaluator
 from raydl.flat import FlatModel
 from raydl.storage import Storage
 from raydl.task import Classification, evaluate
-from raydl.untrained import BufferNews
+from raydl.untrained import BufferNews, _weighted_sum
 
 METHODS = ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"]
 
@@ -394,7 +394,6 @@ def test_a_tensor_of_another_shape_in_its_place_is_told():
 @pytest.mark.parametrize(
     ("name", "tensor", "sentence"),
     [
-        ("order", torch.arange(30), "order of shape [30], the run's first model of [32]"),
         ("order", torch.zeros(32), "order of torch.float32, the run's first model of int64"),
         ("more", torch.arange(2), "has more, which the run's first model does not have"),
     ],
@@ -406,6 +405,15 @@ def test_a_process_that_builds_another_model_is_told(name, tensor, sentence):
         del model._buffers[name]
     model.register_buffer(name, tensor)
     with pytest.raises(ShapeError, match=re.escape(sentence)):
+        FlatModel(model, untrained=first).untrained.load_first(first)
+
+
+def test_a_process_that_builds_a_frozen_layer_of_another_shape_is_told():
+    first = FlatModel(Mixed((1, 4, 4), 3)).untrained.arrays()
+    model = Mixed((1, 4, 4), 3)
+    model.frozen.bias = nn.Parameter(torch.zeros(30), requires_grad=False)
+    sentence = r"frozen.bias of shape \[30\], the run's first model of \[32\]"
+    with pytest.raises(ShapeError, match=sentence):
         FlatModel(model, untrained=first).untrained.load_first(first)
 
 
@@ -500,16 +508,58 @@ def test_a_tensor_that_no_checkpoint_holds_is_refused_where_it_would_be_saved(te
     assert FlatModel(Holder(tensor, persistent=False)).untrained.names == ()
 
 
-def test_a_buffer_that_grows_is_told_and_kept():
-    flat = FlatModel(Holder(torch.arange(2)))
+class Grows(nn.Module):
+    """Remembers the size of each batch that it has seen."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.layer = nn.Linear(image_shape[1] * image_shape[2], num_classes)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, images):
+        if self.training:
+            self.seen = torch.cat([self.seen, torch.tensor([len(images)])])
+        return self.layer(images.flatten(1))
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_a_run_whose_model_has_a_buffer_that_grows_is_resumed(tmp_path, method):
+    def fit(steps, *, resume=False):
+        run = raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none", resume=resume)
+        raydl.Trainer(
+            raydl.Classification(Grows),
+            method=method,
+            training=raydl.TrainingConfig(steps=steps),
+            scaling=raydl.ScalingConfig(num_workers=0),
+            run=run,
+        ).fit()
+        return CheckpointStore(Storage(str(tmp_path / "run"))).read()[0]
+
+    first = fit(8).center["seen"]
+    assert first.numel() > 1
+    assert fit(24, resume=True).center["seen"].numel() > first.numel()
+
+
+def test_a_cache_may_change_its_dtype_and_its_layout():
+    first = FlatModel(Holder(torch.zeros(3), persistent=False))
+    later = FlatModel(Holder(torch.zeros(3), persistent=False), untrained=["held"])
+    first.model.held = torch.ones(4, dtype=torch.float64)
+    later.untrained.load_first(first.untrained.arrays())
+    assert torch.equal(later.model.held, torch.ones(4, dtype=torch.float64))
+    first.model.held = torch.eye(2).to_sparse()
+    assert first.untrained.own() == {}
+
+
+@pytest.mark.parametrize(
+    "other", [torch.tensor([0.5]), torch.tensor([1 + 2j]).conj(), torch.arange(4)]
+)
+def test_a_buffer_of_another_kind_than_before_is_told(other):
+    flat = FlatModel(Holder(torch.tensor([0])))
     flat.untrained.mark()
     news = BufferNews(flat.untrained)
-    flat.model.held = torch.arange(5)
-    state = {name: tensor.clone() for name, tensor in flat.model.state_dict().items()}
-    assert news.take()["held"].tolist() == [0, 1, 2, 3, 4]
-    later = FlatModel(Holder(torch.arange(2)))
-    later.load_untrained(state, {})
-    assert later.model.held.tolist() == [0, 1, 2, 3, 4]
+    flat.model.held = other
+    assert np.array_equal(news.take()["held"], other.resolve_conj().numpy())
+    assert news.take() == {}
 
 
 def test_a_parameter_that_is_registered_as_a_buffer_too_is_trained():
@@ -519,6 +569,30 @@ def test_a_parameter_that_is_registered_as_a_buffer_too_is_trained():
     assert (flat.num_parameters, flat.num_buffers, flat.untrained.names) == (3, 0, ())
     flat.weights.fill_(7)
     assert torch.equal(model.state_dict()["copy"], torch.full((1, 2), 7.0))
+
+
+def test_a_parameter_that_is_a_buffer_of_a_module_around_it_is_trained():
+    model = nn.Sequential(nn.Linear(2, 1))
+    model.register_buffer("anchor", model[0].weight)
+    flat = FlatModel(model)
+    assert (flat.num_parameters, flat.num_buffers, flat.untrained.names) == (3, 0, ())
+
+
+def test_a_checksum_that_a_device_takes_tells_places_apart():
+    values = torch.arange(1000)
+    assert _weighted_sum(values) == _weighted_sum(values.clone())
+    assert _weighted_sum(values) != _weighted_sum(values.roll(1)) != _weighted_sum(values + 1)
+
+
+@pytest.mark.gpu
+def test_a_frozen_parameter_on_a_gpu_that_moves_is_seen():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).cuda()
+    model[0].requires_grad_(False)
+    flat = FlatModel(model)
+    flat.untrained.mark()
+    assert flat.untrained.moved_parameters() == ()
+    model[0].weight.copy_(model[0].weight.roll(1, 0))
+    assert flat.untrained.moved_parameters() == ("0.weight",)
 
 
 def test_a_frozen_parameter_whose_values_change_places_has_moved():

@@ -78,9 +78,7 @@ class _Backup:
 
     def keep(self, state: Any, version: int, seconds: float, *, now: float) -> None:
         """Take one that is made, and the CPU seconds that it took."""
-        self.is_asked = False
-        if version >= self.version:  # else a checkpoint was faster
-            self.state, self.version = state, version
+        self.state, self.version, self.is_asked = state, version, False
         self._next_at = now + max(_BACKUP_EVERY_S, 50 * seconds)
 
 

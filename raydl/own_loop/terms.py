@@ -91,9 +91,11 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     method = resolve(config, rule)
     trained = [p for p in model.parameters() if p.requires_grad]
     check_weights(name, trained, config, method)
-    fragments = config.exchange.fragments
-    size = cell_size(sum(p.numel() for p in trained), num_shards=1, num_fragments=fragments)
-    try_rule(method.rule, size)
+    if method.has_own_rule:
+        size = sum(p.numel() for p in trained)
+        fragments = config.exchange.fragments
+        size = cell_size(size, num_shards=1, num_fragments=fragments)
+        try_rule(method.rule, size, device=trained[0].device)
     if not method.rule.steps_replica:
         raise ConfigError(
             "method.name",
