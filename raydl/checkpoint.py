@@ -32,9 +32,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from raydl.errors import CheckpointError, ConfigError
-from raydl.storage import Storage, in_words
+from raydl.storage import Storage, below, in_words
 
 FORMAT = 1
+TRAINED = "center.safetensors"
+"""What a finished run has trained, in the run's folder."""
 _FOLDER = "checkpoints"
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"round-(\d+)(?:\.(\d+))?")
@@ -88,6 +90,15 @@ class CheckpointStore:
     def names(self) -> list[str]:
         """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged."""
         return [name for name in self._finished() if name not in self._damaged]
+
+    def without_manifest(self) -> list[str]:
+        """Return the folders of checkpoints that have lost their manifests.
+
+        On an object store the first checkpoint of a run is such a one until it is whole.
+        """
+        names = [n for n in self._ours() if _NAME.fullmatch(n) and not self._has_manifest(n)]
+        is_first = self._storage.is_object_store and len(names) == 1
+        return [] if is_first else sorted(names, key=_round_and_version)
 
     def _finished(self) -> list[str]:
         """Return those with a manifest, oldest first."""
@@ -234,6 +245,18 @@ class CheckpointStore:
         manifest = self._manifest(names[-1])
         data = self._file(names[-1], "center.safetensors", manifest)
         return load_tensors(data), manifest["round"]
+
+    def write_trained(self, center: dict[str, Tensor]) -> None:
+        """Write the center of a finished run into the run's folder, as ``center.safetensors``.
+
+        Raises:
+            CheckpointError: the storage refused.
+        """
+        try:
+            self._storage.write_bytes(TRAINED, save_tensors(_owned(center)))
+        except OSError as error:
+            path = below(self._storage.root, TRAINED)
+            raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
 
     def _manifest(self, name: str) -> dict[str, Any]:
         try:

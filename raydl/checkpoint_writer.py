@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,9 @@ from raydl.ledger import Ledger
 from raydl.runs.totals import Totals
 
 _NOTHING = Totals()
+_INSIST_S = 60.0
+"""For how long the last files of a run are tried to be written."""
+_AGAIN_S = 1.0
 
 
 def checkpoint_of(
@@ -132,11 +136,41 @@ class CheckpointWriter:
         checkpoint = checkpoint_of(
             collected, self._flat, seconds=seconds, totals=totals, order=self._order
         )
-        self._store.write(checkpoint)
+        if collected.is_last:
+            self._write_last(checkpoint)
+        else:
+            self._store.write(checkpoint)
         try:
             self._after()
         except OSError as error:  # the checkpoint itself is whole
             self._troubles.append(f"{error}; they come with the next checkpoint")
+
+    def _write_last(self, checkpoint: Checkpoint) -> None:
+        """Write what a run is for, then its last checkpoint, which takes more room.
+
+        Raises:
+            CheckpointError: one of them could not be written for a minute.
+        """
+        try:
+            self._insist(lambda: self._store.write_trained(checkpoint.center))
+        finally:
+            self._insist(lambda: self._store.write(checkpoint))
+
+    def _insist(self, write: Callable[[], object]) -> None:
+        """Write; if that fails, again and again for a minute: somebody may make room."""
+        until, is_first = time.monotonic() + _INSIST_S, True
+        while True:
+            try:
+                write()
+                return
+            except CheckpointError as error:
+                if time.monotonic() > until:
+                    advice = "once it can be, the same command with --resume ends the run"
+                    raise CheckpointError(error.path, f"{error.problem}; {advice}") from error
+                if is_first:
+                    self._troubles.append(f"{error}; it is tried again for {_INSIST_S:.0f} s")
+                is_first = False
+            time.sleep(_AGAIN_S)
 
     def score(self, evaluated: Evaluated) -> None:
         """Write the center that was scored if it came along and is the best."""

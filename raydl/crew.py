@@ -140,12 +140,22 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """The evaluator is at work."""
+
+    num_samples: int
+    """Of the test set, that it has scored of the center under way."""
+
+
+@dataclass(frozen=True)
 class Collected:
     """All states of a round are here."""
 
     snapshot: Snapshot
     workers: dict[str, dict[str, Any]]
     """By worker, in the order of the ranks."""
+    is_last: bool = False
+    """The run is finished with it: its center is what was trained."""
 
 
 Event = (
@@ -160,6 +170,7 @@ Event = (
     | Lost
     | Published
     | Evaluated
+    | Scoring
     | Collected
 )
 

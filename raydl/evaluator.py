@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,20 +13,40 @@ from raydl.callbacks import score_of
 from raydl.center import Snapshot
 from raydl.config import TrainConfig
 from raydl.crew import Evaluated
-from raydl.data import Batches
+from raydl.data import Batch, Batches
 from raydl.examples import example_rows
 from raydl.job import Job, first_model
 from raydl.task import Predicts, Task, evaluate, in_precision, predict
 from raydl.untrained import Untrained
 
 
-def score(task: Task, model: nn.Module, test: Batches, config: TrainConfig) -> dict[str, float]:
-    """Return the metrics of a model on a test set, in the precision and batches of a run."""
+def score(
+    task: Task,
+    model: nn.Module,
+    test: Batches,
+    config: TrainConfig,
+    *,
+    note: Callable[[int], None] = lambda num_samples: None,
+) -> dict[str, float]:
+    """Return the metrics of a model on a test set, in the precision and batches of a run.
+
+    Args:
+        task: knows the metrics.
+        model: to score.
+        test: the test set.
+        config: of the run.
+        note: is told before each batch how many samples are scored.
+    """
+
+    def batch(start: int, stop: int) -> Batch:
+        note(start)
+        return test.batch(np.arange(start, stop))
+
     with in_precision(config.training.precision, next(model.parameters()).device):
         return evaluate(
             task,
             model,
-            lambda start, stop: test.batch(np.arange(start, stop)),
+            batch,
             num_samples=test.num_samples,
             batch_size=config.evaluation.batch_size,
         )
@@ -46,12 +67,17 @@ class Evaluator:
         self._flat = first_model(job, untrained)
         self._first = self._flat.untrained.arrays() if untrained is None else untrained
         self._best = -math.inf
+        self.num_scored = 0
+        """Samples of the test set that are scored, of the center under way."""
+
+    def _note(self, num_samples: int) -> None:
+        self.num_scored = num_samples
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot, and what it says of the examples."""
         self._put(snapshot)
         config = self._job.config
-        metrics = score(self._job.task, self._flat.model, self._test, config)
+        metrics = score(self._job.task, self._flat.model, self._test, config, note=self._note)
         with in_precision(config.training.precision, self._flat.weights.device):
             predicted = self._predicted()
         is_best = self._is_best(metrics)

@@ -106,12 +106,15 @@ def make_writer(
         tell: takes a sentence of what can not be written.
         seconds_before: seconds of training in earlier starts; an old run writes fewer points.
     """
-    events = TensorBoardWriter(str(folder.path), purge_after=purge_after)
-    thinned = Thinned(events, seconds_before=seconds_before)
-    tensorboard = Forgiving(thinned, f"the curves in {folder.path}", tell)
+
+    def make_events(is_first: bool) -> MetricsWriter:
+        return TensorBoardWriter(str(folder.path), purge_after=purge_after, goes_on=not is_first)
+
+    events = Forgiving(make_events, f"the curves in {folder.path}", tell)
+    tensorboard = Thinned(events, seconds_before=seconds_before)
     if config.scaling.max_workers == 0:
         return tensorboard
     from raydl.on_ray.metrics import RayMetrics  # imports Ray
 
     gauges = RayMetrics(folder.path.name, first_sample=purge_after or 0)
-    return Tee(tensorboard, Forgiving(gauges, "Ray's metrics", tell))
+    return Tee(tensorboard, Forgiving(lambda _: gauges, "Ray's metrics", tell))

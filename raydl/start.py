@@ -9,15 +9,16 @@ from typing import Any
 from raydl.best import BestCenter
 from raydl.callbacks import callbacks_of
 from raydl.center import Snapshot, first_snapshot
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint import TRAINED, CheckpointStore
 from raydl.checkpoint_writer import snapshot_of
 from raydl.config import TrainConfig
 from raydl.data.order import Order
-from raydl.errors import ConfigError
+from raydl.errors import CheckpointError, ConfigError
 from raydl.extent import Extent
 from raydl.flat import FlatModel
 from raydl.runs.folder import RunFolder
 from raydl.runs.totals import Totals
+from raydl.storage import below
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Start:
     sentences: list[str]
     before: Totals = field(default_factory=Totals)
     """What earlier starts came to."""
+    is_trained: bool = False
+    """Nothing is left to train, but the run did not come to write its end."""
 
     @classmethod
     def open(
@@ -48,7 +51,7 @@ class Start:
 
         Raises:
             ConfigError: the run is complete, or began with other samples or another order.
-            CheckpointError: none of its checkpoints can be read.
+            CheckpointError: none of its checkpoints can be read, or some have no manifest.
             ShapeError: the checkpoint is of another model.
         """
         num_samples = order.num_samples
@@ -60,6 +63,7 @@ class Start:
         folder.open_again(config)
         known = best.open_again() if config.checkpoint.keep_best else []
         if not store.names() and not folder.storage.exists("result.json"):
+            _refuse_without_manifest(folder, store)
             sentences = [*known, f"no checkpoint yet: the run begins anew in {folder.root}"]
             first = first_snapshot(flat, num_samples)
             return cls(folder, store, best, first, {}, 0.0, sentences)
@@ -67,11 +71,27 @@ class Start:
         snapshot = snapshot_of(checkpoint, flat)
         flat.load_untrained(checkpoint.center, checkpoint.state.get("untrained", {}))
         _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
-        _refuse_complete(folder, config, snapshot)
-        sentences += [*known, f"resuming from round {snapshot.round} in {folder.root}"]
+        is_trained = _is_trained(folder, config, snapshot)
+        told = (
+            f"all is trained in {folder.root}: what the run's end lacks is written"
+            if is_trained
+            else f"resuming from round {snapshot.round} in {folder.root}"
+        )
+        sentences += [*known, told]
         before = Totals.of(checkpoint, folder.storage)
         seconds, states = checkpoint.seconds, checkpoint.workers
-        return cls(folder, store, best, snapshot, states, seconds, sentences, before)
+        return cls(folder, store, best, snapshot, states, seconds, sentences, before, is_trained)
+
+
+def _refuse_without_manifest(folder: RunFolder, store: CheckpointStore) -> None:
+    """Raise a CheckpointError rather than begin anew over checkpoints that can not be read."""
+    names = store.without_manifest()
+    if names:
+        raise CheckpointError(
+            below(folder.root, "checkpoints"),
+            f"holds {', '.join(names)} without manifest.json, so none of them can be read; put the "
+            f"manifests back, or begin anew in another folder",
+        )
 
 
 def _refuse_other_order(order: Order, num_before: int, name_before: str | None) -> None:
@@ -94,18 +114,25 @@ def _refuse_other_order(order: Order, num_before: int, name_before: str | None) 
         )
 
 
-def _refuse_complete(folder: RunFolder, config: TrainConfig, snapshot: Snapshot) -> None:
-    """Raise ConfigError if by these settings there is nothing left to train."""
+def _is_trained(folder: RunFolder, config: TrainConfig, snapshot: Snapshot) -> bool:
+    """Return whether nothing is left to train, and the run's end is yet to be written.
+
+    Raises:
+        ConfigError: nothing is left at all.
+    """
+    result = _read_result(folder)
+    has_ended = result.get("rounds") == snapshot.round and folder.storage.exists(TRAINED)
     extent = Extent.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
     if extent.is_reached(
         num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
     ):
+        if not has_ended:
+            return True
         raise ConfigError(
             "run.resume",
             f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
             f"raise training.epochs (or steps, samples, seconds) to train on",
         )
-    result = _read_result(folder)
     ended_by = result.get("ended_by")
     stops = [callback.name for callback in callbacks_of(config.training)]
     if ended_by in stops and result.get("rounds") == snapshot.round:
@@ -114,6 +141,7 @@ def _refuse_complete(folder: RunFolder, config: TrainConfig, snapshot: Snapshot)
             f"the run is complete: {result.get('ended_because')}; "
             f"change {ended_by.partition(' ')[0]} to train on",
         )
+    return False
 
 
 def _read_result(folder: RunFolder) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
-
-from safetensors.torch import save as save_tensors
 
 from raydl import models, ray_session
 from raydl.callbacks import Callback, callbacks_of, checked_callbacks
@@ -24,10 +23,11 @@ from raydl.config import (
     TrainingConfig,
     to_dict,
 )
-from raydl.control import Controller, State, kind_for
+from raydl.control import State, kind_for
 from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
 from raydl.errors import ConfigError, DataError
+from raydl.evaluator import Evaluator
 from raydl.examples import Examples
 from raydl.extent import notes_on_period
 from raydl.faults import FaultPlan
@@ -177,11 +177,16 @@ class Trainer:
                 center_accuracy=start.before.center_accuracy,
             )  # fmt: skip
             with open_desk(start.folder.storage, view) as desk:
-                crew = _make_crew(job, dataset, prepare, flat)
-                try:
-                    result = self._run(crew, job, flat, start, desk, view, Examples(dataset.test))
-                finally:
-                    crew.close()
+                examples = Examples(dataset.test)
+                if start.is_trained:
+                    evaluator = _make_evaluator(job, dataset, prepare, flat)
+                    result = self._end(evaluator, flat, start, job, view, examples)
+                else:
+                    crew = _make_crew(job, dataset, prepare, flat)
+                    try:
+                        result = self._run(crew, job, flat, start, desk, view, examples)
+                    finally:
+                        crew.close()
         for callback in self.callbacks:
             callback.ended(result.metrics)
         return result
@@ -214,8 +219,55 @@ class Trainer:
         view: RunView,
         examples: Examples,
     ) -> Result:
-        config, folder, snapshot = self.config, start.folder, start.snapshot
+        config, snapshot = self.config, start.snapshot
         crew.open(snapshot)
+        with self._recorded(job, flat, start, view, examples) as recorder:
+            controller = kind_for(is_sync=job.method.is_sync)(
+                crew,
+                config,
+                job.method,
+                recorder,
+                first_round=snapshot.round,
+                first_generation=snapshot.generation,
+                first_cuts=snapshot.num_cuts,
+                own_states=start.own_states,
+                faults=job.faults,
+                callbacks=(*callbacks_of(config.training), *self.callbacks),
+            )
+            recorder.follow(controller)
+            run_to_end(controller, recorder, desk, view, config=config)
+        assert controller.state is State.DONE
+        is_stopped = controller.outcome is Outcome.STOPPED
+        return _finish(
+            recorder,
+            start,
+            stopped_by=controller.stop_reason if is_stopped else "",
+            ended_by=controller.ended_by,
+            ended_because=controller.ended_because,
+        )
+
+    def _end(
+        self,
+        evaluator: Evaluator,
+        flat: FlatModel,
+        start: Start,
+        job: Job,
+        view: RunView,
+        examples: Examples,
+    ) -> Result:
+        """Write the end of a run whose last checkpoint is there, and what comes after it not."""
+        with self._recorded(job, flat, start, view, examples) as recorder:
+            start.store.write_trained(start.store.read_center()[0])
+            if not start.before.is_scored(start.snapshot.round):
+                recorder.evaluated(evaluator.evaluate(start.snapshot))
+        return _finish(recorder, start)
+
+    @contextmanager
+    def _recorded(
+        self, job: Job, flat: FlatModel, start: Start, view: RunView, examples: Examples
+    ) -> Iterator[RunRecorder]:
+        """Open the recorder, tell what is known at the start, and close it in the end."""
+        config, folder, snapshot = self.config, start.folder, start.snapshot
         purge_after = snapshot.num_samples if config.run.resume else None
         log = EventLog(make_progress(config.run.progress))
         recorder = RunRecorder(
@@ -241,23 +293,9 @@ class Trainer:
             recorder.describe(config_as_markdown(to_dict(config)))
             for sentence in start.sentences:
                 recorder.event(sentence)
-            controller = kind_for(is_sync=job.method.is_sync)(
-                crew,
-                config,
-                job.method,
-                recorder,
-                first_round=snapshot.round,
-                first_generation=snapshot.generation,
-                first_cuts=snapshot.num_cuts,
-                own_states=start.own_states,
-                faults=job.faults,
-                callbacks=(*callbacks_of(config.training), *self.callbacks),
-            )
-            recorder.follow(controller)
-            run_to_end(controller, recorder, desk, view, config=config)
+            yield recorder
         finally:
             recorder.close()
-        return _finish(controller, recorder, start)
 
 
 def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None:
@@ -326,20 +364,25 @@ def _make_crew(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -
     return RayCrew(job, dataset, prepare, untrained)
 
 
-def _finish(controller: Controller, recorder: RunRecorder, start: Start) -> Result:
-    assert controller.state is State.DONE
-    folder, store = start.folder, start.store
-    is_stopped = controller.outcome is Outcome.STOPPED
+def _make_evaluator(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -> Evaluator:
+    return Evaluator(job, Batches(dataset.test, prepare), first.untrained.arrays())
+
+
+def _finish(
+    recorder: RunRecorder,
+    start: Start,
+    *,
+    stopped_by: str = "",
+    ended_by: str = "",
+    ended_because: str = "",
+) -> Result:
     metrics = {
         **recorder.figures(),
-        "stopped_by": controller.stop_reason if is_stopped else "",
-        "ended_by": controller.ended_by,
-        "ended_because": controller.ended_because,
+        "stopped_by": stopped_by,
+        "ended_by": ended_by,
+        "ended_because": ended_because,
     }
-    names = store.names()
-    if names and not is_stopped:
-        center, _ = store.read_center()
-        folder.storage.write_bytes("center.safetensors", save_tensors(center))
-    folder.write_result(metrics)
-    newest = below(folder.root, f"checkpoints/{names[-1]}") if names else ""
-    return Result(metrics, folder.root, newest, metrics["stopped_by"])
+    start.folder.write_result(metrics)
+    names = start.store.names()
+    newest = below(start.folder.root, f"checkpoints/{names[-1]}") if names else ""
+    return Result(metrics, start.folder.root, newest, stopped_by)

@@ -12,6 +12,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from disks import mounted
 
 from raydl import ray_session
 from raydl.center import Snapshot, first_snapshot
@@ -69,6 +70,13 @@ def tiny_images(num_samples: int = 24, *, seed: int = 0) -> ImageSet:
     images = random.integers(0, 256, (num_samples, 1, 4, 4), dtype=np.uint8)
     images[np.arange(num_samples), 0, labels, labels] = 255
     return ImageSet(images, labels, ("0", "1", "2"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MiB."""
+    with mounted(tmp_path / "disk", kib=2048) as disk:
+        yield disk
 
 
 def linear(image_shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:

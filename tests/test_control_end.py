@@ -12,7 +12,7 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.control import State, kind_for
-from raydl.crew import Draining, GaveUp, Lost, Published
+from raydl.crew import Draining, GaveUp, Lost, Published, Scoring
 from raydl.errors import RaydlError
 from raydl.methods import resolve
 from raydl.reports import Outcome
@@ -61,12 +61,87 @@ def test_a_stop_before_anything_was_trained_ends_at_once():
 
 
 @BOTH
-def test_finishing_is_bounded(is_sync):
+def test_silence_of_the_last_states_ends_the_run_with_a_sentence(is_sync):
     stage = Stage(is_sync=is_sync).start()
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
-    stage.now += 301.0
-    with pytest.raises(RaydlError, match="did not finish within 300 s"):
+    stage.now += 299.0
+    stage.step()
+    stage.now += 2.0
+    with pytest.raises(RaydlError, match="nothing was heard of them for 300 s"):
         stage.step()
+
+
+@pytest.fixture
+def unscored(request):
+    """Return a stage that waits for nothing but the score of its last center."""
+    stage = Stage(is_sync=request.param).start()
+    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    stage.step(report("w0", 9), report("w1", 9), collected(9))
+    assert stage.state is State.FINISHING
+    return stage
+
+
+UNSCORED = pytest.mark.parametrize(
+    "unscored", [True, False], indirect=True, ids=["rounds", "messages"]
+)
+
+
+@UNSCORED
+def test_a_score_may_take_as_long_as_it_moves(unscored):
+    for number in range(20):
+        unscored.now += 290.0
+        unscored.step(Scoring(10 * number))
+    assert unscored.state is State.FINISHING
+    unscored.step(scored(9))
+    assert unscored.state is State.DONE
+    assert len(unscored.recorder.scores) == 1
+
+
+@UNSCORED
+def test_a_score_that_does_not_move_is_a_missing_score_and_no_failure(unscored):
+    for _ in range(4):
+        unscored.step(Scoring(10))
+        unscored.now += 100.0
+    unscored.step(Scoring(10))
+    assert (unscored.state, unscored.controller.outcome) == (State.DONE, Outcome.FINISHED)
+    assert unscored.said[-1] == (
+        "the evaluator has scored nothing for 300 s: the run ends without a score of its last "
+        "center"
+    )
+    assert unscored.recorder.scores == []
+
+
+@UNSCORED
+def test_an_evaluator_that_is_lost_again_and_again_is_told_and_given_up(unscored):
+    for _ in range(5):
+        assert unscored.state is State.FINISHING
+        unscored.step()  # asks for the score again
+        unscored.step(GaveUp("evaluation", "its process was killed, or crashed"))
+    assert unscored.state is State.DONE
+    again = "a score was given up: its process was killed, or crashed; the evaluator starts again"
+    assert again in unscored.said
+    assert unscored.said[-1].startswith("the evaluator was lost 5 times: the run ends without a")
+
+
+@BOTH
+@pytest.mark.parametrize(("end", "is_last"), [("finished", True), ("stopped", False)])
+def test_the_last_checkpoint_of_a_finished_run_has_what_was_trained(is_sync, end, is_last):
+    stage = Stage(is_sync=is_sync).start()
+    if end == "stopped":
+        stage.controller.request_stop("SIGTERM")
+    stage.step(*stage.end(end, 9, "w0", "w1"), Published((0, 9)))
+    stage.step(report("w0", 9), report("w1", 9), collected(9))
+    assert [c.is_last for c in stage.recorder.checkpoints] == [is_last]
+
+
+@UNSCORED
+def test_the_end_waits_for_the_last_files(unscored):
+    unscored.recorder.is_writing = True
+    unscored.step(scored(9))
+    assert unscored.state is State.FINISHING
+    unscored.recorder.is_writing = False
+    unscored.step()
+    assert unscored.state is State.DONE
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from disks import fill
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_metrics_back import grow_old
 
@@ -19,6 +20,7 @@ from raydl.metrics import (
     Forgiving,
     MembershipTable,
     Tee,
+    TensorBoardWriter,
     tag_of,
     time_values,
 )
@@ -26,6 +28,7 @@ from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.metrics.tensorboard import make_layout
 from raydl.on_ray import metrics as ray_metrics
 from raydl.on_ray.metrics import EXPORTED, RayMetrics, exported_name
+from raydl.report.events import read_history
 
 LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]
 LOCAL += ["--period", "2"]
@@ -190,15 +193,55 @@ class Disk:
         self.written.append("closed")
 
 
-def test_a_writer_that_fails_is_told_once_and_the_others_go_on():
-    told, full, other = [], Disk(room=1), Disk(room=9)
-    both = Tee(Forgiving(full, "the curves", told.append), Forgiving(other, "Ray", told.append))
-    for num_samples in (1, 2, 3):
-        both.scalars({"train/lr": 0.1}, num_samples=num_samples)
+def test_a_writer_that_fails_is_told_once_made_again_and_the_others_go_on():
+    told, now, made, other = [], [0.0], [], Disk(room=9)
+
+    def make(is_first):
+        made.append(Disk(room=1 if is_first else 9))
+        if len(made) == 2:
+            raise OSError(28, "No space left on device")
+        return made[-1]
+
+    curves = Forgiving(make, "the curves", told.append, clock=lambda: now[0])
+    both = Tee(curves, Forgiving(lambda _: other, "Ray", told.append))
+    for number in range(1, 9):
+        now[0] = 5.0 * number  # fails at 10 s, and when it is made again at 20 s
+        both.scalars({"train/lr": 0.1}, num_samples=number)
     both.close()
-    assert (full.written, other.written) == ([1], [1, 2, 3, "closed"])
+    assert [disk.written for disk in made] == [[1, "closed"], [], [6, 7, 8, "closed"]]
+    assert other.written == [*range(1, 9), "closed"]
     reason = "[Errno 28] No space left on device"
-    assert told == [f"the curves can not be written ({reason}); training goes on without"]
+    again = "training goes on, and they are tried again every 10 s"
+    assert told == [
+        f"the curves can not be written ({reason}); {again}", "the curves are written again"
+    ]  # fmt: skip
+
+
+def test_the_curves_of_a_disk_that_was_full_go_on(small_disk):
+    """As TensorBoard reads them: the points of before stay, those of after are there."""
+    folder, told, now = small_disk / "run", [], [0.0]
+    curves = Forgiving(
+        lambda is_first: TensorBoardWriter(str(folder), goes_on=not is_first),
+        "the curves",
+        told.append,
+        clock=lambda: now[0],
+    )
+    curves.scalars({"train/loss": 1.0}, num_samples=1)
+    curves.flush()
+    fill(small_disk)
+    for number in range(2, 400):
+        curves.scalars({"train/loss": 2.0}, num_samples=number)
+    curves.flush()
+    (small_disk / "filled").unlink()
+    now[0] = 60.0
+    curves.scalars({"train/loss": 3.0}, num_samples=1000)
+    curves.close()
+    points = EventAccumulator(str(folder)).Reload().Scalars("train/loss")
+    assert (points[0].step, points[-1].step) == (1, 1000)
+    assert len(told) == 2
+    history = read_history([path.read_bytes() for path in sorted(folder.glob("events*"))])
+    assert history.num_starts == 1, "the second file goes on with the first"
+    assert history.curves["train/loss"].samples[-1] == 1000
 
 
 def test_the_history_of_the_stack_covers_the_whole_run_in_a_bounded_number_of_points():

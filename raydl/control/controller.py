@@ -37,8 +37,10 @@ from raydl.reports import Outcome
 from raydl.rules import Sends
 
 _POLL_S = 0.25
-_FINISH_S = 300.0
-"""The longest wait for the last states and the last evaluation, in seconds."""
+_SILENCE_S = 300.0
+"""How long, after the last round, nothing may be heard of the last states, or of the score."""
+_MAX_LOST_SCORES = 5
+"""How often in a row the evaluator may be lost before the run ends without a score."""
 CAUSE_S = 2.0
 """How long a broken exchange waits for news of its cause: that somebody, or the center, was
 lost."""
@@ -183,6 +185,7 @@ class Controller:
         self.state, self._has_moved = state, True
         self._state_since = self._clock()
         if state is State.FINISHING:
+            self._known.is_finished = self.outcome is Outcome.FINISHED
             self._staff.stop_hiring()
 
     @property
@@ -384,17 +387,39 @@ class Controller:
     def _finish(self) -> None:
         run = self._run
         assert run is not None
-        if self._in_state_s > _FINISH_S:
-            raise RaydlError(
-                f"the run did not finish within {_FINISH_S:.0f} s after its last round"
-            )
         is_held = self._round in self._keeper.published and not self._keeper.is_lost
         if not is_held and not self._has_center(run):
             return
         self._keeper.collect(run, self._round)
-        is_scored = self.outcome is Outcome.STOPPED or self._keeper.is_scored(self._round)
-        if self.stop_reason and not is_scored:  # whoever asked may not wait so long
-            self._say(f"{self.stop_reason}: the run ends without a score of its last center")
-            is_scored = True
-        if self._keeper.is_collected(self._round) and is_scored and run.is_told():
+        if not self._keeper.is_collected(self._round):
+            if self._silent_s > _SILENCE_S:
+                raise RaydlError(
+                    f"the last states of the workers did not come: nothing was heard of them for "
+                    f"{_SILENCE_S:.0f} s; the same command with --resume goes on from the newest "
+                    f"checkpoint"
+                )
+            return
+        is_told = run.is_told() or self._silent_s > _SILENCE_S
+        is_scored = self.outcome is Outcome.STOPPED or self._is_scored()
+        if is_told and is_scored and not self._recorder.is_writing:
             self._enter(State.DONE)
+
+    @property
+    def _silent_s(self) -> float:
+        """Seconds since something was heard of what the end waits for."""
+        return self._clock() - max(self._state_since, self._keeper.heard_at)
+
+    def _is_scored(self) -> bool:
+        """Whether the last center is scored, or will not be: all else is complete without."""
+        if self._keeper.is_scored(self._round):
+            return True
+        if self.stop_reason:  # whoever asked may not wait so long
+            why = self.stop_reason
+        elif self._keeper.num_lost_scores >= _MAX_LOST_SCORES:
+            why = f"the evaluator was lost {_MAX_LOST_SCORES} times"
+        elif self._silent_s > _SILENCE_S:
+            why = f"the evaluator has scored nothing for {_SILENCE_S:.0f} s"
+        else:
+            return False
+        self._say(f"{why}: the run ends without a score of its last center")
+        return True

@@ -46,6 +46,11 @@ class CenterKeeper:
         """Workers that are asked for what they kept for a checkpoint."""
         self._evaluating = self._evaluated = first_round
         self._scored: set[int] = set()
+        self._num_scored = 0
+        self.heard_at = clock()
+        """When a score, a part of one, or states last came."""
+        self.num_lost_scores = 0
+        """Scores that were given up since one came."""
         self._lost_round = -1
         self._last_collected = -1
 
@@ -148,8 +153,9 @@ class CenterKeeper:
             case "checkpoint":
                 self.times.give_up()
                 self.giving = frozenset()
-            case "evaluation":
+            case "evaluation" if self._evaluating != self._evaluated:
                 self._evaluating = self._evaluated
+                self.num_lost_scores += 1
             case "publication":
                 self._publishing = None
 
@@ -174,9 +180,15 @@ class CenterKeeper:
         if is_of_lost or round in self._scored:
             self.gave_up("evaluation")
             return False
+        self.heard_at, self.num_lost_scores = self._clock(), 0
         self._scored.add(round)
         self._evaluated = self._evaluating = round
         return True
+
+    def take_progress(self, num_samples: int) -> None:
+        """Note how much of the test set the evaluator has scored."""
+        if num_samples != self._num_scored:
+            self._num_scored, self.heard_at = num_samples, self._clock()
 
     def is_scored(self, round: int) -> bool:
         """Whether a round, or a newer one, was scored."""
@@ -214,6 +226,7 @@ class CenterKeeper:
 
     def take_collected(self, collected: Collected) -> None:
         """Note that all states of a round are here."""
+        self.heard_at = self._clock()
         self._last_collected = collected.snapshot.round
         self.giving = frozenset()
         self.times.done(self._clock(), collected.snapshot.epoch)

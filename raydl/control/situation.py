@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from raydl.crew import (
     Published,
     Reported,
     RunEnded,
+    Scoring,
     WorkerReady,
 )
 from raydl.pace import Pace
@@ -54,6 +56,8 @@ class Situation:
     """Seconds, rising."""
     run: Generation | None = None
     """The newest generation."""
+    is_finished: bool = False
+    """Whether all is trained, so that the next checkpoint is the last."""
     is_changing: bool = False
     """Whether the center has yet to learn of the newest membership."""
 
@@ -86,9 +90,11 @@ class Situation:
                 self._take_loss(name, reason)
             case Evaluated() if self.keeper.take_score(event):
                 self._take_score(event)
+            case Scoring(num_samples):
+                self.keeper.take_progress(num_samples)
             case Collected():
                 self.keeper.take_collected(event)
-                self.recorder.checkpoint(event)
+                self.recorder.checkpoint(dataclasses.replace(event, is_last=self.is_finished))
 
     def _take_score(self, evaluated: Evaluated) -> None:
         self.recorder.evaluated(evaluated)
@@ -162,5 +168,7 @@ class Situation:
         self.keeper.gave_up(task)
         if task == "checkpoint":
             self.say(f"a checkpoint was given up: {reason}")
+        elif task == "evaluation":
+            self.say(f"a score was given up: {reason}; the evaluator starts again")
         elif task.startswith("state of"):
             self.staff.take_over(task.removeprefix("state of "), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -81,16 +82,27 @@ class TensorBoardWriter:
         purge_after: in a resumed run, the samples at its checkpoint; later points of the
             interrupted run are hidden, and the curves go on from there. None or 0: the run
             begins, and hides all that an attempt before it left in the folder.
+        goes_on: this start has written a file before; nothing is hidden.
     """
 
-    def __init__(self, log_dir: str, *, purge_after: int | None = None) -> None:
+    def __init__(
+        self, log_dir: str, *, purge_after: int | None = None, goes_on: bool = False
+    ) -> None:
         # Imported here: it costs a second that no worker should pay.
         from torch.utils.tensorboard import SummaryWriter
 
         # In the first start, too: TensorBoard takes the first mark in a folder for a beginning
         # that hides nothing, so that a resumed run's own has to be the second.
-        self._writer = SummaryWriter(log_dir, purge_step=purge_after + 1 if purge_after else 0)
+        purge_step = purge_after + 1 if purge_after else 0
+        self._writer = SummaryWriter(log_dir, purge_step=None if goes_on else purge_step)
+        self._keep_quiet()
         self._write_layout()
+
+    def _keep_quiet(self) -> None:
+        """Let the thread that writes print no traceback: the next call raises what it kept."""
+        with contextlib.suppress(AttributeError):  # of another version
+            thread = self._writer._get_file_writer().event_writer._async_writer._worker
+            thread._invoke_excepthook = lambda thread: None
 
     def _write_layout(self) -> None:
         """Write the layout; torch's own call knows no picture of more than one band."""

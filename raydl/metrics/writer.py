@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
+
+_AGAIN_S = 10.0
+"""Seconds after which a writer that failed is made anew."""
+_FAILURES = (OSError, RuntimeError, ValueError)
 
 
 class MetricsWriter(Protocol):
@@ -88,45 +95,83 @@ class Tee:
 
 
 class Forgiving:
-    """Hands all on to a writer until that fails; from then on training goes on without it.
+    """Hands all on to a writer; one that fails is made anew, and training goes on meanwhile.
+
+    What comes between the failure and the new writer is lost.
 
     Args:
-        writer: to disk, say, which may be full.
-        name: what is lost with it: the beginning of a sentence.
+        make: makes the writer, to disk, say, which may be full; told whether it is the first one.
+        name: what fails with it: the beginning of a sentence.
         tell: takes the sentence.
+        clock: seconds, rising.
     """
 
-    def __init__(self, writer: MetricsWriter, name: str, tell: Callable[[str], None]) -> None:
-        self._writer: MetricsWriter | None = writer
+    def __init__(
+        self,
+        make: Callable[[bool], MetricsWriter],
+        name: str,
+        tell: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make = make
         self._name = name
         self._tell = tell
+        self._clock = clock
+        self._writer: MetricsWriter | None = None
+        self._is_first, self._next_at = True, -math.inf
+
+    def _write(self, act: Callable[[MetricsWriter], None]) -> None:
+        """Hand something on; make the writer first, if there is none and it is time to try."""
+        if self._writer is None and self._clock() >= self._next_at:
+            try:
+                self._writer = self._make(self._is_first)
+            except _FAILURES as error:
+                self._fail(None, error)
+                return
+            if not self._is_first:
+                self._tell(f"{self._name} are written again")
+            self._is_first = False
+        self._try(act)
 
     def _try(self, act: Callable[[MetricsWriter], None]) -> None:
-        if self._writer is None:
+        writer = self._writer  # a checkpoint's thread flushes while the controller writes
+        if writer is None:
             return
         try:
-            act(self._writer)
-        except (OSError, RuntimeError, ValueError) as error:
-            self._writer = None
-            self._tell(f"{self._name} can not be written ({error}); training goes on without")
+            act(writer)
+        except _FAILURES as error:
+            self._fail(writer, error)
+
+    def _fail(self, writer: MetricsWriter | None, error: Exception) -> None:
+        is_news = self._writer is writer and (writer is not None or self._next_at == -math.inf)
+        self._writer, self._next_at = None, self._clock() + _AGAIN_S
+        if writer is not None:
+            with contextlib.suppress(*_FAILURES):
+                writer.close()
+        if is_news:
+            self._tell(
+                f"{self._name} can not be written ({error}); training goes on, and they are tried "
+                f"again every {_AGAIN_S:.0f} s"
+            )
 
     def scalars(
         self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
     ) -> None:
         """Write one point for each tag."""
-        self._try(lambda writer: writer.scalars(values, num_samples=num_samples, unix_s=unix_s))
+        self._write(lambda writer: writer.scalars(values, num_samples=num_samples, unix_s=unix_s))
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:
         """Write a text in Markdown."""
-        self._try(lambda writer: writer.text(name, markdown, num_samples=num_samples))
+        self._write(lambda writer: writer.text(name, markdown, num_samples=num_samples))
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write a picture, uint8, shape [H, W, 3]."""
-        self._try(lambda writer: writer.image(name, pixels, num_samples=num_samples))
+        self._write(lambda writer: writer.image(name, pixels, num_samples=num_samples))
 
     def go_back(self, *, num_samples: int) -> None:
         """Hide what lies from a sample on."""
-        self._try(lambda writer: writer.go_back(num_samples=num_samples))
+        self._write(lambda writer: writer.go_back(num_samples=num_samples))
 
     def flush(self) -> None:
         """Make what was written visible to readers."""

@@ -416,7 +416,7 @@ class WorkerActor:
         return self._worker.take_kept(round)
 
 
-@ray.remote(num_cpus=0, memory=_A_BYTE)
+@ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"control": 1})
 class EvaluatorActor:
     """Scores snapshots of the center, beside the workers."""
 
@@ -429,4 +429,10 @@ class EvaluatorActor:
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""
+        torch.set_num_threads(1)
         return self._evaluator.evaluate(snapshot)
+
+    @ray.method(concurrency_group="control")
+    def num_scored(self) -> int:
+        """Return how many samples of the center under way are scored."""
+        return self._evaluator.num_scored

@@ -26,6 +26,7 @@ from raydl.crew import (
     Published,
     Reported,
     RunEnded,
+    Scoring,
     WorkerReady,
 )
 from raydl.data import Dataset, Prepare
@@ -270,8 +271,16 @@ class RayCrew:
             if who not in asked:
                 self._calls.expect(self._shards[index].ping.remote(), who, _on_ping)
                 self._leases.ask(who)
+        self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
         self._events += [Draining(worker_id) for worker_id in self._notices.new(homes)]
+
+    def _ask_the_evaluator(self) -> None:
+        """Ask how far a score is, if one is under way and that was not just asked."""
+        handlers = [call.handle for call in self._calls if call.task == "evaluation"]
+        if self._evaluator is not None and handlers and _on_progress not in handlers:
+            ref = self._evaluator.num_scored.remote()
+            self._calls.expect(ref, "evaluator", _on_progress, task="evaluation")
 
     def _ask_for_backup(self) -> None:
         """Let the center copy its optimizer's state; it stays in the node's shared memory."""
@@ -471,6 +480,10 @@ def _on_change(_: int) -> list[Event]:
 
 def _on_report(report: WorkerReport) -> list[Event]:
     return [Reported(report)]
+
+
+def _on_progress(num_samples: int) -> list[Event]:
+    return [Scoring(num_samples)]
 
 
 def _on_ping(_: None) -> list[Event]:

@@ -1,6 +1,7 @@
 """A run's curves and sentences, read back from its TensorBoard event files.
 
-Every start of a run writes a file of its own. It says at its top from how many samples on the
+Every start of a run writes a file of its own, and another one wherever that can not be written
+any more: only the first has a mark at its top. It says from how many samples on the
 points of earlier starts no longer count, and again wherever the center went back: what lies
 beyond is of a center that is gone. The seconds are those of training: they begin
 with the first generation of each start and go on where the checkpoint lay, so that the time
@@ -113,6 +114,13 @@ class _Start:
             step = at
             yield text, samples, wall_s
 
+    def add(self, other: _Start) -> None:
+        """Take over what this start wrote later, into another file."""
+        self.stretches += other.stretches
+        self.texts += other.texts
+        self.formed |= other.formed
+        self.is_damaged |= other.is_damaged
+
     def mark(self, purge_from: int) -> None:
         """Begin a new stretch; a mark at the top belongs to the first."""
         if self.stretches[-1].points:
@@ -130,7 +138,7 @@ def read_history(files: Sequence[bytes]) -> History:
     """
     past = _Past()
     told: list[Told] = []
-    starts = [_read_start(data) for data in files]
+    starts = _joined([_read_file(data) for data in files])
     for number, start in enumerate(starts, 1):
         past.drop_from(start.stretches[0].purge_from)
         clock = _Clock(start, past.seconds)
@@ -145,6 +153,17 @@ def read_history(files: Sequence[bytes]) -> History:
         num_starts=len(starts),
         damage=_damage(starts),
     )
+
+
+def _joined(files: Sequence[_Start]) -> list[_Start]:
+    """Return the starts that wrote some files."""
+    starts: list[_Start] = []
+    for file in files:
+        if starts and file.stretches[0].purge_from is None:
+            starts[-1].add(file)
+        else:
+            starts.append(file)
+    return starts
 
 
 def _damage(starts: Sequence[_Start]) -> str:
@@ -224,7 +243,7 @@ def _is_late(point: _Point) -> bool:
     return point.tag.startswith(_CENTER) and point.tag != "center/distance"
 
 
-def _read_start(data: bytes) -> _Start:
+def _read_file(data: bytes) -> _Start:
     # Imported here: it costs half a second that only who reads events should pay.
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto import event_pb2

@@ -49,6 +49,10 @@ class Totals:
         """The newest accuracy of the center; None: not known."""
         return self.evaluations[-1].get("accuracy") if self.evaluations else None
 
+    def is_scored(self, round: int) -> bool:
+        """Whether the center of a round has a score."""
+        return any(score["round"] == round for score in self.evaluations)
+
     def to_state(self) -> dict[str, Any]:
         """Return what a checkpoint can hold."""
         return asdict(self)

@@ -1,0 +1,190 @@
+"""A run leaves its result, whatever stands in the way of its last files."""
+
+import dataclasses
+import json
+import shutil
+import threading
+import time
+
+import pytest
+from disks import fill
+from safetensors.torch import load_file
+from test_recorder import Store, collected, make
+
+import raydl
+from raydl import checkpoint_writer
+from raydl.checkpoint import CheckpointStore
+from raydl.control import State
+from raydl.errors import CheckpointError, ConfigError
+from raydl.storage import Storage
+
+
+def trainer(folder, *, steps=24, resume=False, **more):
+    return raydl.Trainer(
+        "mlp",
+        "digits",
+        training=raydl.TrainingConfig(steps=steps),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        run=raydl.RunConfig(run_dir=str(folder), progress="none", resume=resume),
+        **more,
+    )
+
+
+def sentences(folder):
+    return json.loads((folder / "status.json").read_text())["events"]
+
+
+# the last files, which a full disk refuses
+
+
+class Trained(Store):
+    """A store that fails so many times before it takes the center, and the checkpoint."""
+
+    def __init__(self, *, center=0, checkpoint=0):
+        super().__init__()
+        self.left = {"center": center, "checkpoint": checkpoint}
+
+    def write_trained(self, center):
+        self._write("center")
+
+    def write(self, checkpoint):
+        self._write("checkpoint")
+
+    def _write(self, what):
+        self.left[what] -= 1
+        if self.left[what] >= 0:
+            raise CheckpointError(f"runs/x/{what}", "could not be written: disk full")
+        self.written.append(what)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """What is insisted on is tried often, and for half a second."""
+    monkeypatch.setattr(checkpoint_writer, "_INSIST_S", 0.5)
+    monkeypatch.setattr(checkpoint_writer, "_AGAIN_S", 0.01)
+
+
+def last(round):
+    checkpoint = collected(round)
+    return dataclasses.replace(checkpoint, is_last=True)
+
+
+def test_what_was_trained_is_written_before_the_last_checkpoint(soon):
+    store = Trained()
+    recorder, _ = make(store)
+    recorder.checkpoint(last(7))
+    recorder.close()
+    assert store.written == ["center", "checkpoint"]
+
+
+def test_the_last_files_are_tried_until_there_is_room_and_that_is_told(soon):
+    store = Trained(center=3, checkpoint=2)
+    recorder, memory = make(store)
+    recorder.checkpoint(last(7))
+    recorder.checkpoints.wait()
+    recorder.show(State.FINISHING, {})
+    recorder.close()
+    assert store.written == ["center", "checkpoint"]
+    assert memory.sentences == [
+        f"checkpoint runs/x/{what}: could not be written: disk full; it is tried again for 0 s"
+        for what in ("center", "checkpoint")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("full", "written"), [("center", ["checkpoint"]), ("checkpoint", ["center"])]
+)
+def test_one_of_the_last_files_that_can_not_be_written_does_not_keep_the_other(soon, full, written):
+    store = Trained(**{full: 10**9})
+    recorder, _ = make(store)
+    recorder.checkpoint(last(7))
+    with pytest.raises(CheckpointError, match=f"runs/x/{full}"):
+        recorder.close()
+    assert store.written == written
+
+
+class Fills(raydl.Callback):
+    """Fills a disk at the first score."""
+
+    def __init__(self, disk, *, free_after_s=None):
+        self.disk, self.free_after_s = disk, free_after_s
+
+    def evaluated(self, evaluated):
+        if not (self.disk / "filled").exists():
+            fill(self.disk)
+            if self.free_after_s is not None:
+                threading.Timer(self.free_after_s, (self.disk / "filled").unlink).start()
+
+    def ended(self, figures):
+        pass
+
+
+def test_a_run_waits_for_room_at_its_end(small_disk):
+    fills = Fills(small_disk, free_after_s=3.0)
+    trainer(small_disk / "run", steps=90, callbacks=[fills]).fit()
+    assert (small_disk / "run/center.safetensors").exists()
+    assert any("it is tried again for 60 s" in line for line in sentences(small_disk / "run"))
+    assert CheckpointStore(Storage(str(small_disk / "run"))).names()
+
+
+def test_a_run_that_found_no_room_is_finished_once_there_is_some(small_disk, soon):
+    folder = small_disk / "run"
+    with pytest.raises(CheckpointError) as error:
+        trainer(folder, steps=90, callbacks=[Fills(small_disk)]).fit()
+    assert str(error.value).endswith(
+        "no space left on device; once it can be, the same command with --resume ends the run"
+    )
+    (small_disk / "filled").unlink()
+    result = trainer(folder, steps=90, resume=True).fit()
+    assert result.metrics["center_accuracy"] > 0.5
+    assert (folder / "center.safetensors").exists()
+    assert (folder / "result.json").exists()
+
+
+# a run that is trained, and has not come to its end
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that is complete."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    trainer(folder).fit()
+    return folder
+
+
+@pytest.mark.parametrize("lacks", [["result.json"], ["center.safetensors"],
+                                   ["result.json", "center.safetensors"]])  # fmt: skip
+def test_a_resumed_run_that_lacks_its_end_alone_gets_it(whole, tmp_path, lacks):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for name in lacks:
+        (folder / name).unlink()
+    began = time.monotonic()
+    trainer(folder, resume=True).fit()
+    assert time.monotonic() - began < 30
+    before, after = (json.loads((f / "result.json").read_text()) for f in (whole, folder))
+    for figure in ("center_accuracy", "rounds", "samples", "stopped_by", "evaluations"):
+        assert after[figure] == before[figure], figure
+    assert (folder / "center.safetensors").read_bytes() == (
+        whole / "center.safetensors"
+    ).read_bytes()
+    told = f"all is trained in {folder}: what the run's end lacks is written"
+    assert any(told in line for line in sentences(folder))
+    with pytest.raises(ConfigError, match="the run is complete"):
+        trainer(folder, resume=True).fit()
+
+
+def test_checkpoints_without_manifests_are_not_written_over(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "result.json").unlink()
+    for manifest in folder.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    names = sorted(path.name for path in folder.glob("checkpoints/*"))
+    with pytest.raises(CheckpointError) as error:
+        trainer(folder, resume=True).fit()
+    assert f"holds {', '.join(names)} without manifest.json, so none of them can" in str(
+        error.value
+    )
+    for name in names:
+        assert load_file(folder / f"checkpoints/{name}/center.safetensors")
