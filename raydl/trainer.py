@@ -241,6 +241,7 @@ class Trainer:
         return _finish(
             recorder,
             start,
+            lacks_score=controller.lacks_score,
             stopped_by=controller.stop_reason if is_stopped else "",
             ended_by=controller.ended_by,
             ended_because=controller.ended_because,
@@ -372,6 +373,7 @@ def _finish(
     recorder: RunRecorder,
     start: Start,
     *,
+    lacks_score: bool = False,
     stopped_by: str = "",
     ended_by: str = "",
     ended_because: str = "",
@@ -382,6 +384,8 @@ def _finish(
         "ended_by": ended_by,
         "ended_because": ended_because,
     }
+    if lacks_score:  # that of an earlier center is none of this one
+        metrics |= {"center_accuracy": None, "center_loss": None}
     start.folder.write_result(metrics)
     names = start.store.names()
     newest = below(start.folder.root, f"checkpoints/{names[-1]}") if names else ""

@@ -95,6 +95,7 @@ def test_a_score_may_take_as_long_as_it_moves(unscored):
     unscored.step(scored(9))
     assert unscored.state is State.DONE
     assert len(unscored.recorder.scores) == 1
+    assert not unscored.controller.lacks_score
 
 
 @UNSCORED
@@ -109,6 +110,7 @@ def test_a_score_that_does_not_move_is_a_missing_score_and_no_failure(unscored):
         "center"
     )
     assert unscored.recorder.scores == []
+    assert unscored.controller.lacks_score
 
 
 @UNSCORED

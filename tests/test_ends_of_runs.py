@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from conftest import linear
 from disks import fill
 from safetensors.torch import load_file
 from test_recorder import Store, collected, make
@@ -14,7 +15,7 @@ from test_recorder import Store, collected, make
 import raydl
 from raydl import checkpoint_writer
 from raydl.checkpoint import CheckpointStore
-from raydl.control import State
+from raydl.control import State, controller
 from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage
 
@@ -188,3 +189,51 @@ def test_checkpoints_without_manifests_are_not_written_over(whole, tmp_path):
     )
     for name in names:
         assert load_file(folder / f"checkpoints/{name}/center.safetensors")
+
+
+# scores that take their time
+
+
+class Slow(raydl.Classification):
+    """Takes its time over each batch of a score."""
+
+    def __init__(self, seconds):
+        super().__init__(linear)
+        self.seconds = seconds
+
+    def metrics(self, model, batch):
+        if len(batch[0]) > 2:  # not on trial
+            time.sleep(self.seconds)
+        return super().metrics(model, batch)
+
+
+def slowly(folder, seconds, monkeypatch):
+    monkeypatch.setattr(controller, "_SILENCE_S", 3.0)
+    return raydl.Trainer(
+        Slow(seconds),
+        "digits",
+        training=raydl.TrainingConfig(steps=24),
+        evaluation=raydl.EvaluationConfig(batch_size=30),
+        scaling=raydl.ScalingConfig(num_workers=1),
+        run=raydl.RunConfig(run_dir=str(folder), progress="none"),
+    ).fit()
+
+
+@pytest.mark.cluster
+def test_a_last_score_that_takes_longer_than_silence_may_is_waited_for(
+    cluster, tmp_path, monkeypatch
+):
+    result = slowly(tmp_path / "run", 0.8, monkeypatch)
+    newest = result.metrics["evaluations"][-1]
+    assert newest["round"] == result.metrics["rounds"]
+
+
+@pytest.mark.cluster
+def test_an_evaluator_that_falls_silent_costs_the_run_its_score_alone(
+    cluster, tmp_path, monkeypatch
+):
+    result = slowly(tmp_path / "run", 60.0, monkeypatch)
+    assert result.metrics["center_accuracy"] is None
+    assert (tmp_path / "run/center.safetensors").exists()
+    told = "the evaluator has scored nothing for 3 s: the run ends without a score of its last"
+    assert any(told in line for line in sentences(tmp_path / "run"))

@@ -405,6 +405,12 @@ class Controller:
             self._enter(State.DONE)
 
     @property
+    def lacks_score(self) -> bool:
+        """Whether the run is finished, and its last center has no score."""
+        is_finished = self.outcome is Outcome.FINISHED
+        return is_finished and not self._keeper.is_scored(self._round)
+
+    @property
     def _silent_s(self) -> float:
         """Seconds since something was heard of what the end waits for."""
         return self._clock() - max(self._state_since, self._keeper.heard_at)

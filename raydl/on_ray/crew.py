@@ -277,10 +277,10 @@ class RayCrew:
 
     def _ask_the_evaluator(self) -> None:
         """Ask how far a score is, if one is under way and that was not just asked."""
-        handlers = [call.handle for call in self._calls if call.task == "evaluation"]
+        handlers = [call.handle for call in self._calls if call.who == "evaluator"]
         if self._evaluator is not None and handlers and _on_progress not in handlers:
             ref = self._evaluator.num_scored.remote()
-            self._calls.expect(ref, "evaluator", _on_progress, task="evaluation")
+            self._calls.expect(ref, "evaluator", _on_progress, task="progress")
 
     def _ask_for_backup(self) -> None:
         """Let the center copy its optimizer's state; it stays in the node's shared memory."""
@@ -326,6 +326,8 @@ class RayCrew:
         return self._give_up_or_lose(call, reason)
 
     def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
+        if call.handle is _on_progress:  # what becomes of the score, the call for it tells
+            return []
         if call.who == "evaluator":
             self._end_evaluator()
         if call.task == "backup":  # another one will be made, of this center or the next
