@@ -384,6 +384,7 @@ def _finish(
         "ended_by": ended_by,
         "ended_because": ended_because,
     }
+    metrics["lacks_score"] = lacks_score
     if lacks_score:  # that of an earlier center is none of this one
         metrics |= {"center_accuracy": None, "center_loss": None}
     start.folder.write_result(metrics)
