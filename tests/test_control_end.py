@@ -221,13 +221,18 @@ def test_with_the_center_and_its_furthest_copies_gone_the_run_ends_with_what_is_
 # whole runs, simulated
 
 
-def run(kind, seed, *, last_round, stop_at=None, max_restarts=10_000):
+def run(
+    kind, seed, *, last_round, stop_at=None, max_restarts=10_000, wild_s=60.0, num_workers=None,
+    storm_at=None,
+):  # fmt: skip
     """Run to the end, among faults for a minute; return (crew, controller)."""
-    crew, is_sync = kind(seed, last_round=last_round, wild_s=60.0), kind.is_sync
+    crew, is_sync = kind(seed, last_round=last_round, wild_s=wild_s), kind.is_sync
     recorder = FakeRecorder()
     config = TrainConfig(
         method=MethodConfig(name="sync-easgd" if is_sync else "async-easgd"),
-        scaling=ScalingConfig(num_workers=SIZES[seed % len(SIZES)], start_timeout_s=500.0),
+        scaling=ScalingConfig(
+            num_workers=num_workers or SIZES[seed % len(SIZES)], start_timeout_s=500.0
+        ),
         training=TrainingConfig(epochs=5),
         checkpoint=CheckpointConfig(every_s=7.0),
         elastic=ElasticConfig(lease_s=LEASE_S, max_restarts=max_restarts),
@@ -242,6 +247,9 @@ def run(kind, seed, *, last_round, stop_at=None, max_restarts=10_000):
         clock=lambda: crew.now,
     )
     for _ in range(8000):
+        if storm_at is not None and crew.now >= storm_at:
+            crew.lose_most()
+            storm_at = None
         if stop_at is not None and crew.now >= stop_at:
             controller.request_stop("SIGTERM")
         if controller.step():

@@ -239,6 +239,13 @@ class SimCrew:
 
         self._after((0, 4), tell)
 
+    def lose_most(self):
+        """Lose three quarters of the workers within a second."""
+        up = [w for w, worker in self.workers.items() if worker.is_up]
+        assert len(up) >= 90, "the test is about many"
+        for worker_id in self.random.sample(up, 3 * len(up) // 4):
+            self._kill(worker_id)
+
     def _lose_center(self):
         life, self.is_center_up, self.rounds = self.life, False, []
 
@@ -367,6 +374,15 @@ def test_whatever_goes_wrong_for_a_minute_rounds_are_trained_to_the_end(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_whenever_rounds_are_stopped_among_faults_the_run_ends(seed):
     run(SimRounds, seed, last_round=400, stop_at=random.Random(seed).uniform(0.0, 40.0))
+
+
+@pytest.mark.parametrize("num_workers", [(1, 100), 100])
+@pytest.mark.parametrize("seed", range(20))
+def test_rounds_go_on_after_the_loss_of_most_workers_at_once(seed, num_workers):
+    run(
+        SimRounds, seed, last_round=200, num_workers=num_workers, wild_s=0.0, storm_at=20.0,
+        max_restarts=20,
+    )  # fmt: skip
 
 
 def test_without_any_progress_losses_end_the_run():

@@ -47,7 +47,10 @@ class Staff:
         self._takes_over = takes_over
         self._say = say
         self._max_workers = max(1, config.scaling.max_workers)
-        self._num_lost = 0
+        self._num_losses = 0
+        self._num_asked = 0
+        self._asked: dict[str, int] = {}
+        self._new_from = 0
         self.is_hiring = True
         """Whether the run may go on; near its end nobody is asked for any more."""
         for worker_id in self._saved_order[: self._max_workers]:
@@ -55,6 +58,8 @@ class Staff:
         self._ask_for_missing()
 
     def _ask(self, worker_id: str) -> None:
+        self._asked[worker_id] = self._num_asked
+        self._num_asked += 1
         self._workforce.add(worker_id)
         self._crew.ask(worker_id)
 
@@ -103,7 +108,11 @@ class Staff:
     def lose(self, worker_id: str, reason: str) -> None:
         """Note that a worker was lost, and ask for another one."""
         self._say(f"{worker_id} was lost: {reason}")
-        self.count_loss(worker_id, reason)
+        # Workers that were there when it began are one loss, however many: of a rack, say, or a
+        # market that takes its machines back.
+        if self._asked[worker_id] >= self._new_from:
+            self._new_from = self._num_asked
+            self.count_loss(worker_id, reason)
         self._workforce.remove(worker_id, "was lost")
         self._ask_for_missing()
 
@@ -116,22 +125,22 @@ class Staff:
         return [worker_id for worker_id, _ in stuck]
 
     def count_loss(self, name: str, reason: str) -> None:
-        """Note that something was lost.
+        """Note a loss, of a process or of several at once.
 
         Raises:
-            ProcessLostError: too much was, without any progress of the training.
+            ProcessLostError: there were too many, without any progress of the training.
         """
-        self._num_lost += 1
-        if self._num_lost > self._config.elastic.max_restarts:
+        self._num_losses += 1
+        if self._num_losses > self._config.elastic.max_restarts:
             raise ProcessLostError(
                 name,
-                f"{reason}; it is the {self._num_lost}th loss in a row while the training did "
+                f"{reason}; it is the {self._num_losses}th loss in a row while the training did "
                 f"not go on, more than elastic.max_restarts",
             )
 
     def saw_progress(self) -> None:
         """Note that the training goes on."""
-        self._num_lost = 0
+        self._num_losses = self._new_from = 0
 
     def part_with_leavers(self, still_needed: Container[str]) -> list[str]:
         """Take over the replicas of those who have left, then let them go; return who went.
