@@ -121,6 +121,8 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: list[Future[None]] = []
         self._troubles: deque[str] = deque()
+        self.written_at: float | None = None
+        """When the newest checkpoint was whole, by the monotonic clock; None: there is none yet."""
 
     def checkpoint(self, collected: Collected, *, seconds: float, totals: Totals) -> None:
         """Write a checkpoint.
@@ -140,6 +142,7 @@ class CheckpointWriter:
             self._write_last(checkpoint)
         else:
             self._store.write(checkpoint)
+        self.written_at = time.monotonic()
         try:
             self._after()
         except OSError as error:  # the checkpoint itself is whole

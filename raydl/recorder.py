@@ -115,6 +115,8 @@ class RunRecorder:
             )
         )
         self._speed = RecentSpeed()
+        self._trains_since = self._opened_at
+        self._is_old_told = False
         self._best = best
         self.checkpoints = CheckpointWriter(
             store, flat, best, order=order, after=self._wrote_checkpoint
@@ -324,7 +326,30 @@ class RunRecorder:
         """Refresh the terminal."""
         for sentence in self.checkpoints.take_failures():
             self.event(sentence)
+        self._tell_of_old_checkpoint(state)
         self._progress.update(self._view(state, workers))
+
+    def _tell_of_old_checkpoint(self, state: State) -> None:
+        """Say, once, that the newest checkpoint is twice as old as it should be."""
+        now, every_s = time.monotonic(), self._config.checkpoint.every_s
+        if state is State.WAITING:  # it has what all go on from
+            self._trains_since = now
+        written_at = self.checkpoints.written_at or self._trains_since
+        age_s = now - max(written_at, self._trains_since)
+        if every_s is None or age_s <= 2 * every_s:
+            self._is_old_told = False
+        elif not self._is_old_told:
+            self._is_old_told = True
+            why = "one is still being written" if self.is_writing else "the workers have kept none"
+            self.event(
+                f"no checkpoint was written for {age_s:.0f} s, twice checkpoint.every_s: {why}"
+            )
+
+    @property
+    def checkpoint_s(self) -> float | None:
+        """Seconds since this start wrote a checkpoint; None: it wrote none yet."""
+        written_at = self.checkpoints.written_at
+        return None if written_at is None else time.monotonic() - written_at
 
     def _view(self, state: State, workers: Mapping[str, int]) -> ProgressView:
         training, scaling, last = self._config.training, self._config.scaling, self.last

@@ -213,13 +213,15 @@ def test_status_of_a_silent_driver_begins_with_that(tmp_path, capsys, monkeypatc
     halt_the_clock(monkeypatch)
     values = dataclasses.asdict(STATUS) | {"driver": "process 12 on node-a, 0a1b2c3d"}
     (tmp_path / "status.json").write_text(
-        json.dumps(values | {"told_at": run_desk.time.time() - 37})
+        json.dumps(values | {"told_at": run_desk.time.time() - 37, "checkpoint_s": 25.0})
     )
     assert cli.main(["status", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(
+    out = capsys.readouterr().out
+    assert out.startswith(
         "the driver, process 12 on node-a, has told nothing for 37 s: it may be gone; "
         "the same command with --resume goes on\nlast told: training\n"
     )
+    assert "\nnewest checkpoint 0:01:02 ago\n" in out
 
 
 def test_status_as_json_holds_all_that_is_known(tmp_path, capsys):

@@ -12,7 +12,7 @@ from raydl.best import BestCenter
 from raydl.cadence import Cadence, Choice
 from raydl.center import first_snapshot
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
-from raydl.config import TrainConfig, TrainingConfig
+from raydl.config import CheckpointConfig, TrainConfig, TrainingConfig
 from raydl.control import State
 from raydl.crew import Collected, Evaluated
 from raydl.data.feed import LeftOut
@@ -78,10 +78,12 @@ def flat_model():
     return FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes))
 
 
-def make(store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING, best=None):
+def make(
+    store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING, best=None, config=None
+):
     memory, flat = Memory(), flat_model()
     recorder = RunRecorder(
-        TrainConfig(training=TrainingConfig(epochs=2)),
+        config or TrainConfig(training=TrainingConfig(epochs=2)),
         num_train=10,
         start=first_snapshot(flat, 10),
         seconds_before=5.0,
@@ -122,6 +124,34 @@ def test_a_last_checkpoint_that_fails_is_an_error():
     recorder.checkpoint(collected(7))
     with pytest.raises(CheckpointError, match="disk full"):
         recorder.close()
+
+
+def test_a_checkpoint_that_is_overdue_is_told_once(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("raydl.recorder.time.monotonic", lambda: now[0])
+    config = TrainConfig(checkpoint=CheckpointConfig(every_s=60.0))
+    recorder, memory = make(Store(), config=config)
+
+    def show(at_s, state=State.TRAINING):
+        now[0] = 100.0 + at_s
+        recorder.show(state, {})
+
+    for at_s in (0.0, 119.0, 121.0, 125.0):
+        show(at_s)
+    overdue = "no checkpoint was written for 121 s, twice checkpoint.every_s: the workers have kept"
+    assert memory.sentences == [f"{overdue} none"]
+    recorder.checkpoint(collected(1))
+    recorder.checkpoints.wait()
+    assert recorder.checkpoint_s == 0.0
+    show(244.0)
+    assert len(memory.sentences) == 1
+    show(246.0)
+    assert len(memory.sentences) == 2
+    show(400.0, State.WAITING)  # with a checkpoint of what all go on from
+    show(519.0)
+    show(521.0)
+    assert len(memory.sentences) == 3
+    recorder.close()
 
 
 def fails_to_copy():

@@ -399,9 +399,9 @@ class Controller:
                     f"checkpoint"
                 )
             return
-        is_told = run.is_told() or self._silent_s > _SILENCE_S
+        is_told = run.is_told() and not self._recorder.is_writing
         is_scored = self.outcome is Outcome.STOPPED or self._is_scored()
-        if is_told and is_scored and not self._recorder.is_writing:
+        if is_scored and (is_told or self._silent_s > _SILENCE_S):
             self._enter(State.DONE)
 
     @property
