@@ -246,14 +246,24 @@ class CheckpointStore:
         data = self._file(names[-1], "center.safetensors", manifest)
         return load_tensors(data), manifest["round"]
 
-    def write_trained(self, center: dict[str, Tensor]) -> None:
+    def has_trained(self, round: int) -> bool:
+        """Whether the center of a finished run, as it was after a round, is in the run's folder."""
+        try:
+            data = self._storage.read_bytes(TRAINED)
+            told = _header(data).get("__metadata__", {}).get("round", round)
+        except (OSError, ValueError):
+            return False
+        return bool(int(told) == round)  # earlier ones do not tell
+
+    def write_trained(self, center: dict[str, Tensor], round: int) -> None:
         """Write the center of a finished run into the run's folder, as ``center.safetensors``.
 
         Raises:
             CheckpointError: the storage refused.
         """
         try:
-            self._storage.write_bytes(TRAINED, save_tensors(_owned(center)))
+            data = save_tensors(_owned(center), metadata={"round": str(round)})
+            self._storage.write_bytes(TRAINED, data)
         except OSError as error:
             path = below(self._storage.root, TRAINED)
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
@@ -384,11 +394,19 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     raise CheckpointError(path, f"can not hold a {type(value).__name__}")
 
 
+def _header(data: bytes) -> dict[str, Any]:
+    """Return the header of a safetensors file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header
+
+
 def _unpack(data: bytes) -> dict[str, Any]:
     """Return what :func:`_pack` was given."""
-    header_bytes = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + header_bytes])
-    outline = json.loads(header["__metadata__"]["outline"])
+    outline = json.loads(_header(data)["__metadata__"]["outline"])
     state: dict[str, Any] = _filled(outline, load_tensors(data))
     return state
 

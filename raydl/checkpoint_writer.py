@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raydl.best import BestCenter
 from raydl.cadence import Cadence
@@ -33,6 +35,7 @@ def checkpoint_of(
     seconds: float,
     totals: Totals = _NOTHING,
     order: str = "",
+    ended: tuple[str, str] = ("", ""),
 ) -> Checkpoint:
     """Return what to write for a collected round.
 
@@ -42,6 +45,7 @@ def checkpoint_of(
         seconds: training time up to it, over all starts.
         totals: what all starts did up to it.
         order: name of the order of the samples, which the ledger's positions are in.
+        ended: by what the run was ended with this round, and why; empty: it goes on.
     """
     snapshot = collected.snapshot
     weights, buffers = torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
@@ -64,6 +68,7 @@ def checkpoint_of(
             "totals": totals.to_state(),
             "order": order,
             "untrained": flat.untrained.unsaved(),
+            "ended": ended,
         },
         workers=collected.workers,
     )
@@ -123,26 +128,43 @@ class CheckpointWriter:
         self._troubles: deque[str] = deque()
         self.written_at: float | None = None
         """When the newest checkpoint was whole, by the monotonic clock; None: there is none yet."""
+        self.has_failed = False
+        """Whether the newest one could not be written, or is being written."""
+        self._trained_round = -1
+        self._finishing: list[Future[None]] = []
+        self._is_aborted = threading.Event()
 
-    def checkpoint(self, collected: Collected, *, seconds: float, totals: Totals) -> None:
+    def checkpoint(
+        self,
+        collected: Collected,
+        *,
+        seconds: float,
+        totals: Totals,
+        ended: tuple[str, str] = ("", ""),
+    ) -> None:
         """Write a checkpoint.
 
         Args:
             collected: the states of a round.
             seconds: training time up to it, over all starts.
             totals: what all starts did up to it.
+            ended: see :func:`checkpoint_of`.
         """
-        self._writing.append(self._pool.submit(self._write, collected, seconds, totals))
+        write = self._pool.submit(self._write, collected, seconds, totals, ended)
+        self._writing.append(write)
 
-    def _write(self, collected: Collected, seconds: float, totals: Totals) -> None:
+    def _write(
+        self, collected: Collected, seconds: float, totals: Totals, ended: tuple[str, str]
+    ) -> None:
         checkpoint = checkpoint_of(
-            collected, self._flat, seconds=seconds, totals=totals, order=self._order
+            collected, self._flat, seconds=seconds, totals=totals, order=self._order, ended=ended
         )
+        self.has_failed = True
         if collected.is_last:
             self._write_last(checkpoint)
         else:
             self._store.write(checkpoint)
-        self.written_at = time.monotonic()
+        self.has_failed, self.written_at = False, time.monotonic()
         try:
             self._after()
         except OSError as error:  # the checkpoint itself is whole
@@ -155,9 +177,23 @@ class CheckpointWriter:
             CheckpointError: one of them could not be written for a minute.
         """
         try:
-            self._insist(lambda: self._store.write_trained(checkpoint.center))
+            self._write_trained(checkpoint.center, checkpoint.round)
         finally:
             self._insist(lambda: self._store.write(checkpoint))
+
+    def _write_trained(self, center: dict[str, Tensor], round: int) -> None:
+        self._insist(lambda: self._store.write_trained(center, round))
+        self._trained_round = round
+
+    def finish(self) -> None:
+        """Write what was trained, if the last checkpoint came before it was known to be that."""
+        self._finishing.append(self._pool.submit(self._write_trained_of_newest))
+
+    def _write_trained_of_newest(self) -> None:
+        if self._store.names():
+            center, round = self._store.read_center()
+            if round > self._trained_round:
+                self._write_trained(center, round)
 
     def _insist(self, write: Callable[[], object]) -> None:
         """Write; if that fails, again and again for a minute: somebody may make room."""
@@ -167,13 +203,17 @@ class CheckpointWriter:
                 write()
                 return
             except CheckpointError as error:
-                if time.monotonic() > until:
+                if time.monotonic() > until or self._is_aborted.is_set():
                     advice = "once it can be, the same command with --resume ends the run"
                     raise CheckpointError(error.path, f"{error.problem}; {advice}") from error
                 if is_first:
                     self._troubles.append(f"{error}; it is tried again for {_INSIST_S:.0f} s")
                 is_first = False
-            time.sleep(_AGAIN_S)
+            self._is_aborted.wait(_AGAIN_S)
+
+    def abort(self) -> None:
+        """Insist on nothing any more: somebody wants an end at once."""
+        self._is_aborted.set()
 
     def score(self, evaluated: Evaluated) -> None:
         """Write the center that was scored if it came along and is the best."""
@@ -216,6 +256,10 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the last checkpoint could not be written.
         """
-        self.wait()
-        for future in self._writing[-1:]:
+        try:
+            self.wait()
+        except BaseException:  # Ctrl-C
+            self.abort()
+            raise
+        for future in [*self._writing[-1:], *self._finishing]:
             future.result()

@@ -311,7 +311,9 @@ class RunRecorder:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
         reached = self._sums.take(collected.snapshot.round)
         totals = self._totals(reached)
-        self.checkpoints.checkpoint(collected, seconds=reached.seconds, totals=totals)
+        run = self._controller
+        ended = (run.ended_by, run.ended_because) if run and collected.is_last else ("", "")
+        self.checkpoints.checkpoint(collected, seconds=reached.seconds, totals=totals, ended=ended)
 
     @property
     def is_writing(self) -> bool:
@@ -332,24 +334,30 @@ class RunRecorder:
     def _tell_of_old_checkpoint(self, state: State) -> None:
         """Say, once, that the newest checkpoint is twice as old as it should be."""
         now, every_s = time.monotonic(), self._config.checkpoint.every_s
-        if state is State.WAITING:  # it has what all go on from
-            self._trains_since = now
-        written_at = self.checkpoints.written_at or self._trains_since
-        age_s = now - max(written_at, self._trains_since)
+        if state not in (State.TRAINING, State.REGROUPING, State.RECOVERING):
+            self._trains_since = now  # who waits has what all go on from
+        age_s = now - max(self.checkpoints.written_at or self._trains_since, self._trains_since)
         if every_s is None or age_s <= 2 * every_s:
             self._is_old_told = False
         elif not self._is_old_told:
             self._is_old_told = True
-            why = "one is still being written" if self.is_writing else "the workers have kept none"
             self.event(
-                f"no checkpoint was written for {age_s:.0f} s, twice checkpoint.every_s: {why}"
+                f"no checkpoint was written for {age_s:.0f} s, twice checkpoint.every_s: "
+                f"{self._why_no_checkpoint()}"
             )
 
+    def _why_no_checkpoint(self) -> str:
+        if self.is_writing:
+            return "one is still being written"
+        if self.checkpoints.has_failed:
+            return "the newest could not be"
+        return "the workers have kept no states"
+
     @property
-    def checkpoint_s(self) -> float | None:
-        """Seconds since this start wrote a checkpoint; None: it wrote none yet."""
+    def checkpoint_at(self) -> float | None:
+        """When this start wrote its newest checkpoint, Unix time; None: it wrote none yet."""
         written_at = self.checkpoints.written_at
-        return None if written_at is None else time.monotonic() - written_at
+        return None if written_at is None else _unix_s(written_at)
 
     def _view(self, state: State, workers: Mapping[str, int]) -> ProgressView:
         training, scaling, last = self._config.training, self._config.scaling, self.last

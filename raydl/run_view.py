@@ -148,7 +148,7 @@ class RunView:
             center_accuracy=_finite(accuracy),
             workers=workers,
             events=self._log.lines if self._log else (),
-            checkpoint_s=recorder.checkpoint_s if recorder else None,
+            checkpoint_at=recorder.checkpoint_at if recorder else None,
         )
 
 

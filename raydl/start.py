@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from raydl.best import BestCenter
 from raydl.callbacks import callbacks_of
 from raydl.center import Snapshot, first_snapshot
-from raydl.checkpoint import TRAINED, CheckpointStore
+from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import snapshot_of
 from raydl.config import TrainConfig
 from raydl.data.order import Order
@@ -36,6 +36,10 @@ class Start:
     """What earlier starts came to."""
     is_trained: bool = False
     """Nothing is left to train, but the run did not come to write its end."""
+    ended: tuple[str, str] = ("", "")
+    """By what the run was ended before its time, and why."""
+    result: dict[str, Any] = field(default_factory=dict)
+    """The figures of a run that is trained, where it came to write them."""
 
     @classmethod
     def open(
@@ -71,16 +75,30 @@ class Start:
         snapshot = snapshot_of(checkpoint, flat)
         flat.load_untrained(checkpoint.center, checkpoint.state.get("untrained", {}))
         _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
-        is_trained = _is_trained(folder, config, snapshot)
+        result = _result_at(folder, snapshot)
+        ended_by, why = result.get("ended_by"), result.get("ended_because")
+        ended = (ended_by, why) if ended_by else tuple(checkpoint.state.get("ended", ("", "")))
+        is_trained = _is_complete(config, snapshot, ended_by=ended[0])
+        if is_trained and result and store.has_trained(snapshot.round):
+            _refuse_complete(snapshot, *ended)
         told = (
             f"all is trained in {folder.root}: what the run's end lacks is written"
             if is_trained
             else f"resuming from round {snapshot.round} in {folder.root}"
         )
-        sentences += [*known, told]
-        before = Totals.of(checkpoint, folder.storage)
-        seconds, states = checkpoint.seconds, checkpoint.workers
-        return cls(folder, store, best, snapshot, states, seconds, sentences, before, is_trained)
+        return cls(
+            folder,
+            store,
+            best,
+            snapshot,
+            checkpoint.workers,
+            checkpoint.seconds,
+            [*sentences, *known, told],
+            Totals.of(checkpoint, folder.storage),
+            is_trained,
+            ended,
+            result,
+        )
 
 
 def _refuse_without_manifest(folder: RunFolder, store: CheckpointStore) -> None:
@@ -114,40 +132,31 @@ def _refuse_other_order(order: Order, num_before: int, name_before: str | None) 
         )
 
 
-def _is_trained(folder: RunFolder, config: TrainConfig, snapshot: Snapshot) -> bool:
-    """Return whether nothing is left to train, and the run's end is yet to be written.
-
-    Raises:
-        ConfigError: nothing is left at all.
-    """
-    result = _read_result(folder)
-    has_ended = result.get("rounds") == snapshot.round and folder.storage.exists(TRAINED)
+def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> bool:
+    """Whether by these settings there is nothing left to train."""
     extent = Extent.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
-    if extent.is_reached(
+    is_reached = extent.is_reached(
         num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
-    ):
-        if not has_ended:
-            return True
-        raise ConfigError(
-            "run.resume",
-            f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
-            f"raise training.epochs (or steps, samples, seconds) to train on",
-        )
-    ended_by = result.get("ended_by")
-    stops = [callback.name for callback in callbacks_of(config.training)]
-    if ended_by in stops and result.get("rounds") == snapshot.round:
-        raise ConfigError(
-            "run.resume",
-            f"the run is complete: {result.get('ended_because')}; "
-            f"change {ended_by.partition(' ')[0]} to train on",
-        )
-    return False
+    )
+    return is_reached or ended_by in [callback.name for callback in callbacks_of(config.training)]
 
 
-def _read_result(folder: RunFolder) -> dict[str, Any]:
-    """Return the figures of the newest start that came to its end; none if none did."""
+def _refuse_complete(snapshot: Snapshot, ended_by: str, ended_because: str) -> NoReturn:
+    raise ConfigError(
+        "run.resume",
+        f"the run is complete: {ended_because}; change {ended_by.partition(' ')[0]} to train on"
+        if ended_by
+        else f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
+        f"raise training.epochs (or steps, samples, seconds) to train on",
+    )
+
+
+def _result_at(folder: RunFolder, snapshot: Snapshot) -> dict[str, Any]:
+    """Return the figures of a start that came to its end with this snapshot; none if none did."""
     try:
         result = json.loads(folder.storage.read_bytes("result.json"))
     except (OSError, ValueError):
         return {}
-    return result if isinstance(result, dict) else {}
+    if not isinstance(result, dict) or result.get("stopped_by"):
+        return {}
+    return result if result.get("samples") == snapshot.num_samples else {}

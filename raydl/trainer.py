@@ -236,6 +236,8 @@ class Trainer:
             )
             recorder.follow(controller)
             run_to_end(controller, recorder, desk, view, config=config)
+            if controller.outcome is Outcome.FINISHED:
+                recorder.checkpoints.finish()
         assert controller.state is State.DONE
         is_stopped = controller.outcome is Outcome.STOPPED
         return _finish(
@@ -258,10 +260,16 @@ class Trainer:
     ) -> Result:
         """Write the end of a run whose last checkpoint is there, and what comes after it not."""
         with self._recorded(job, flat, start, view, examples) as recorder:
-            start.store.write_trained(start.store.read_center()[0])
+            recorder.checkpoints.finish()
             if not start.before.is_scored(start.snapshot.round):
-                recorder.evaluated(evaluator.evaluate(start.snapshot))
-        return _finish(recorder, start)
+                evaluated = evaluator.evaluate(start.snapshot)
+                recorder.evaluated(evaluated)
+                for callback in self.callbacks:
+                    callback.evaluated(evaluated.without_center())
+        if start.result:
+            return _result_of(start, start.result)
+        ended_by, ended_because = start.ended
+        return _finish(recorder, start, ended_by=ended_by, ended_because=ended_because)
 
     @contextmanager
     def _recorded(
@@ -295,6 +303,9 @@ class Trainer:
             for sentence in start.sentences:
                 recorder.event(sentence)
             yield recorder
+        except BaseException:
+            recorder.checkpoints.abort()
+            raise
         finally:
             recorder.close()
 
@@ -388,6 +399,10 @@ def _finish(
     if lacks_score:  # that of an earlier center is none of this one
         metrics |= {"center_accuracy": None, "center_loss": None}
     start.folder.write_result(metrics)
+    return _result_of(start, metrics)
+
+
+def _result_of(start: Start, metrics: dict[str, Any]) -> Result:
     names = start.store.names()
     newest = below(start.folder.root, f"checkpoints/{names[-1]}") if names else ""
-    return Result(metrics, start.folder.root, newest, stopped_by)
+    return Result(metrics, start.folder.root, newest, metrics["stopped_by"])

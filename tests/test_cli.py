@@ -212,9 +212,9 @@ def test_status_of_a_silent_driver_begins_with_that(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(run_desk, "LOOK_AGAIN_S", 0.01)
     halt_the_clock(monkeypatch)
     values = dataclasses.asdict(STATUS) | {"driver": "process 12 on node-a, 0a1b2c3d"}
-    (tmp_path / "status.json").write_text(
-        json.dumps(values | {"told_at": run_desk.time.time() - 37, "checkpoint_s": 25.0})
-    )
+    now = run_desk.time.time()
+    values |= {"told_at": now - 37, "checkpoint_at": now - 62}
+    (tmp_path / "status.json").write_text(json.dumps(values))
     assert cli.main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(

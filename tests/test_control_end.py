@@ -120,9 +120,8 @@ def test_an_evaluator_that_is_lost_again_and_again_is_told_and_given_up(unscored
         unscored.step()  # asks for the score again
         unscored.step(GaveUp("evaluation", "its process was killed, or crashed"))
     assert unscored.state is State.DONE
-    again = "a score was given up: its process was killed, or crashed; the evaluator starts again"
-    assert again in unscored.said
-    assert unscored.said[-1].startswith("the evaluator was lost 5 times: the run ends without a")
+    assert "a score was given up: its process was killed, or crashed" in unscored.said
+    assert unscored.said[-1].startswith("the score was given up 5 times: the run ends without a")
 
 
 @BOTH
@@ -132,8 +131,32 @@ def test_the_last_checkpoint_of_a_finished_run_has_what_was_trained(is_sync, end
     if end == "stopped":
         stage.controller.request_stop("SIGTERM")
     stage.step(*stage.end(end, 9, "w0", "w1"), Published((0, 9)))
-    stage.step(report("w0", 9), report("w1", 9), collected(9))
+    stage.step(report("w0", 9), report("w1", 9))
+    stage.step(collected(9))
     assert [c.is_last for c in stage.recorder.checkpoints] == [is_last]
+
+
+@UNSCORED
+def test_a_center_that_is_lost_before_its_score_costs_the_score_alone(unscored):
+    told = unscored.step(Lost("center", "its node was lost"))
+    assert [call[0] for call in told if call] == ["rebuild_center"]
+    for _ in range(4):
+        unscored.now += 100.0
+        unscored.step()
+    assert (unscored.state, unscored.controller.outcome) == (State.DONE, Outcome.FINISHED)
+    assert unscored.controller.lacks_score
+
+
+@UNSCORED
+def test_a_score_that_comes_while_the_last_files_are_written_is_none_to_do_without(unscored):
+    unscored.recorder.is_writing = True
+    unscored.controller.request_stop("SIGTERM")
+    unscored.step()
+    unscored.step(scored(9))
+    unscored.recorder.is_writing = False
+    unscored.step()
+    assert unscored.state is State.DONE
+    assert not any("without a score" in sentence for sentence in unscored.said)
 
 
 @UNSCORED

@@ -242,7 +242,7 @@ def test_exchanges_that_break_without_a_cause_are_tried_again_but_not_for_ever()
         assert stage.said[-1].endswith("the same go on")
     stage.step(*stage.end("broken", 0, "w0", "w1"))
     stage.now += 2.5
-    with pytest.raises(ProcessLostError, match="a reset; it is the 3th loss in a row"):
+    with pytest.raises(ProcessLostError, match="a reset; it is loss 3 in a row"):
         stage.step()
 
 

@@ -17,6 +17,7 @@ from raydl import checkpoint_writer
 from raydl.checkpoint import CheckpointStore
 from raydl.control import State, controller
 from raydl.errors import CheckpointError, ConfigError
+from raydl.runs.totals import Totals
 from raydl.storage import Storage
 
 
@@ -45,7 +46,7 @@ class Trained(Store):
         super().__init__()
         self.left = {"center": center, "checkpoint": checkpoint}
 
-    def write_trained(self, center):
+    def write_trained(self, center, round):
         self._write("center")
 
     def write(self, checkpoint):
@@ -142,6 +143,29 @@ def test_a_run_that_found_no_room_is_finished_once_there_is_some(small_disk, soo
     assert (folder / "result.json").exists()
 
 
+def test_what_was_trained_is_written_though_nobody_knew_of_the_last_checkpoint(tmp_path):
+    """A checkpoint may be voted for just before the end; then it is the last one, too."""
+    storage = Storage(str(tmp_path))
+    recorder, _ = make(CheckpointStore(storage))
+    recorder.checkpoint(last(5))  # a center that has gone on since
+    recorder.checkpoint(collected(7))
+    recorder.checkpoints.finish()
+    recorder.close()
+    store = CheckpointStore(storage)
+    assert (store.has_trained(7), store.has_trained(5)) == (True, False)
+
+
+def test_an_abort_insists_on_nothing(monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_INSIST_S", 600.0)
+    recorder, _ = make(Trained(center=10**9, checkpoint=10**9))
+    recorder.checkpoint(last(7))
+    began = time.monotonic()
+    recorder.checkpoints.abort()
+    with pytest.raises(CheckpointError):
+        recorder.close()
+    assert time.monotonic() - began < 60
+
+
 # a run that is trained, and has not come to its end
 
 
@@ -173,6 +197,64 @@ def test_a_resumed_run_that_lacks_its_end_alone_gets_it(whole, tmp_path, lacks):
     assert any(told in line for line in sentences(folder))
     with pytest.raises(ConfigError, match="the run is complete"):
         trainer(folder, resume=True).fit()
+
+
+def test_a_run_that_is_trained_further_has_no_old_weights(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    before = (folder / "center.safetensors").read_bytes()
+    trainer(folder, steps=48, resume=True).fit()
+    (folder / "center.safetensors").write_bytes(before)
+    trainer(folder, steps=48, resume=True).fit()
+    assert (folder / "center.safetensors").read_bytes() != before
+
+
+@pytest.mark.parametrize("lacks", ["result.json", "center.safetensors"])
+def test_a_run_that_was_good_enough_and_lacks_its_end_trains_no_further(tmp_path, lacks):
+    folder = tmp_path / "run"
+
+    def fit(*, resume):
+        training = raydl.TrainingConfig(epochs=60, stop_at_accuracy=0.6)
+        return raydl.Trainer(
+            "mlp",
+            "digits",
+            training=training,
+            scaling=raydl.ScalingConfig(num_workers=0),
+            run=raydl.RunConfig(run_dir=str(folder), progress="none", resume=resume),
+        ).fit()
+
+    first = fit(resume=False).metrics
+    assert first["ended_by"]
+    (folder / lacks).unlink()
+    again = fit(resume=True).metrics
+    for figure in ("rounds", "samples", "ended_by", "ended_because", "center_accuracy"):
+        assert again[figure] == first[figure], figure
+    assert (folder / lacks).exists()
+    with pytest.raises(ConfigError, match="the run is complete: "):
+        fit(resume=True)
+
+
+class Hears(raydl.Callback):
+    """Notes the rounds of the scores that it hears of."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def evaluated(self, evaluated):
+        self.rounds.append(evaluated.round)
+
+    def ended(self, figures):
+        self.rounds.append("end")
+
+
+def test_callbacks_hear_of_a_last_score_that_comes_with_a_resumption(whole, tmp_path, monkeypatch):
+    folder, hears = tmp_path / "run", Hears()
+    shutil.copytree(whole, folder)
+    (folder / "result.json").unlink()
+    rounds = json.loads((whole / "result.json").read_text())["rounds"]
+    monkeypatch.setattr(Totals, "is_scored", lambda self, round: False)
+    trainer(folder, resume=True, callbacks=[hears]).fit()
+    assert hears.rounds == [rounds, "end"]
 
 
 def test_checkpoints_without_manifests_are_not_written_over(whole, tmp_path):

@@ -208,13 +208,42 @@ def test_a_writer_that_fails_is_told_once_made_again_and_the_others_go_on():
         now[0] = 5.0 * number  # fails at 10 s, and when it is made again at 20 s
         both.scalars({"train/lr": 0.1}, num_samples=number)
     both.close()
-    assert [disk.written for disk in made] == [[1, "closed"], [], [6, 7, 8, "closed"]]
+    assert [disk.written for disk in made] == [[1], [], [6, 7, 8, "closed"]]
     assert other.written == [*range(1, 9), "closed"]
     reason = "[Errno 28] No space left on device"
     again = "training goes on, and they are tried again every 10 s"
     assert told == [
         f"the curves can not be written ({reason}); {again}", "the curves are written again"
     ]  # fmt: skip
+
+
+def test_a_center_that_goes_back_while_curves_can_not_be_written_hides_what_it_must():
+    now, made = [0.0], []
+
+    class Marked(Disk):
+        def go_back(self, *, num_samples):
+            self.written.append(f"back to {num_samples}")
+
+    def make(is_first):
+        made.append(Marked(room=1 if is_first else 9))
+        return made[-1]
+
+    curves = Forgiving(make, "the curves", lambda sentence: None, clock=lambda: now[0])
+    for num_samples in (30, 40):  # the second fails
+        curves.scalars({"train/lr": 0.1}, num_samples=num_samples)
+    curves.go_back(num_samples=20)
+    curves.go_back(num_samples=25)
+    now[0] = 30.0
+    curves.scalars({"train/lr": 0.1}, num_samples=26)
+    assert made[1].written == ["back to 20", 26]
+
+
+def test_a_writer_that_fails_again_and_again_is_tried_ever_more_rarely():
+    told, now = [], [0.0]
+    curves = Forgiving(lambda _: Disk(room=0), "the curves", told.append, clock=lambda: now[0])
+    for now[0] in range(2000):
+        curves.scalars({"train/lr": 0.1}, num_samples=1)
+    assert len(told) < 20
 
 
 def test_the_curves_of_a_disk_that_was_full_go_on(small_disk):
@@ -232,10 +261,13 @@ def test_the_curves_of_a_disk_that_was_full_go_on(small_disk):
     for number in range(2, 400):
         curves.scalars({"train/loss": 2.0}, num_samples=number)
     curves.flush()
+    for now[0] in (10.0, 20.0, 30.0):  # tried in vain
+        curves.scalars({"train/loss": 2.0}, num_samples=500)
     (small_disk / "filled").unlink()
     now[0] = 60.0
     curves.scalars({"train/loss": 3.0}, num_samples=1000)
     curves.close()
+    assert all(path.stat().st_size for path in folder.glob("events*"))
     points = EventAccumulator(str(folder)).Reload().Scalars("train/loss")
     assert (points[0].step, points[-1].step) == (1, 1000)
     assert len(told) == 2

@@ -69,8 +69,9 @@ def _print_status(seen: RunStatus) -> None:
         f"generation {seen.generation}, round {seen.round:,}, "
         f"workers {_workers(seen)}"
     )
-    if seen.checkpoint_s is not None and not seen.is_final:
-        print(f"newest checkpoint {clock_text(seen.checkpoint_s + seen.silent_s)} ago")
+    if seen.checkpoint_at is not None and not seen.is_final:
+        age_s = max(0.0, seen.told_at + seen.silent_s - seen.checkpoint_at)
+        print(f"newest checkpoint {clock_text(age_s)} ago")
     if seen.workers:
         print()
         rows = [

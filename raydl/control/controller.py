@@ -40,7 +40,7 @@ _POLL_S = 0.25
 _SILENCE_S = 300.0
 """How long, after the last round, nothing may be heard of the last states, or of the score."""
 _MAX_LOST_SCORES = 5
-"""How often in a row the evaluator may be lost before the run ends without a score."""
+"""How often in a row a score may be given up before the run ends without one."""
 CAUSE_S = 2.0
 """How long a broken exchange waits for news of its cause: that somebody, or the center, was
 lost."""
@@ -185,7 +185,6 @@ class Controller:
         self.state, self._has_moved = state, True
         self._state_since = self._clock()
         if state is State.FINISHING:
-            self._known.is_finished = self.outcome is Outcome.FINISHED
             self._staff.stop_hiring()
 
     @property
@@ -387,22 +386,34 @@ class Controller:
     def _finish(self) -> None:
         run = self._run
         assert run is not None
+        if not self._keeper.is_collected(self._round):
+            self._collect_last(run)
+            return
+        if self._keeper.is_lost:  # for the score alone, which is no condition
+            self._say(self._keeper.rebuild(self.workforce.freshest_copy(since=self._first_round)))
+        is_told = run.is_told() and not self._recorder.is_writing
+        if not is_told and self._silent_s <= _SILENCE_S:
+            return
+        if self.lacks_score:
+            why = self._why_no_score()
+            if not why:
+                return
+            self._say(f"{why}: the run ends without a score of its last center")
+        self._enter(State.DONE)
+
+    def _collect_last(self, run: Generation) -> None:
         is_held = self._round in self._keeper.published and not self._keeper.is_lost
         if not is_held and not self._has_center(run):
             return
+        if self.outcome is Outcome.FINISHED:
+            self._known.finished_at = self._round
         self._keeper.collect(run, self._round)
-        if not self._keeper.is_collected(self._round):
-            if self._silent_s > _SILENCE_S:
-                raise RaydlError(
-                    f"the last states of the workers did not come: nothing was heard of them for "
-                    f"{_SILENCE_S:.0f} s; the same command with --resume goes on from the newest "
-                    f"checkpoint"
-                )
-            return
-        is_told = run.is_told() and not self._recorder.is_writing
-        is_scored = self.outcome is Outcome.STOPPED or self._is_scored()
-        if is_scored and (is_told or self._silent_s > _SILENCE_S):
-            self._enter(State.DONE)
+        if self._silent_s > _SILENCE_S:
+            raise RaydlError(
+                f"the last states of the workers did not come: nothing was heard of them for "
+                f"{_SILENCE_S:.0f} s; the same command with --resume goes on from the newest "
+                f"checkpoint"
+            )
 
     @property
     def lacks_score(self) -> bool:
@@ -415,17 +426,12 @@ class Controller:
         """Seconds since something was heard of what the end waits for."""
         return self._clock() - max(self._state_since, self._keeper.heard_at)
 
-    def _is_scored(self) -> bool:
-        """Whether the last center is scored, or will not be: all else is complete without."""
-        if self._keeper.is_scored(self._round):
-            return True
+    def _why_no_score(self) -> str:
+        """Return why the last center will have no score; empty: it may come yet."""
         if self.stop_reason:  # whoever asked may not wait so long
-            why = self.stop_reason
-        elif self._keeper.num_lost_scores >= _MAX_LOST_SCORES:
-            why = f"the evaluator was lost {_MAX_LOST_SCORES} times"
-        elif self._silent_s > _SILENCE_S:
-            why = f"the evaluator has scored nothing for {_SILENCE_S:.0f} s"
-        else:
-            return False
-        self._say(f"{why}: the run ends without a score of its last center")
-        return True
+            return self.stop_reason
+        if self._keeper.num_lost_scores >= _MAX_LOST_SCORES:
+            return f"the score was given up {_MAX_LOST_SCORES} times"
+        if self._silent_s > _SILENCE_S:
+            return f"the evaluator has scored nothing for {_SILENCE_S:.0f} s"
+        return ""

@@ -153,9 +153,8 @@ class CenterKeeper:
             case "checkpoint":
                 self.times.give_up()
                 self.giving = frozenset()
-            case "evaluation" if self._evaluating != self._evaluated:
+            case "evaluation":
                 self._evaluating = self._evaluated
-                self.num_lost_scores += 1
             case "publication":
                 self._publishing = None
 

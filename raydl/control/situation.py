@@ -56,8 +56,8 @@ class Situation:
     """Seconds, rising."""
     run: Generation | None = None
     """The newest generation."""
-    is_finished: bool = False
-    """Whether all is trained, so that the next checkpoint is the last."""
+    finished_at: int | None = None
+    """The round with which all is trained; None: it is not."""
     is_changing: bool = False
     """Whether the center has yet to learn of the newest membership."""
 
@@ -94,7 +94,8 @@ class Situation:
                 self.keeper.take_progress(num_samples)
             case Collected():
                 self.keeper.take_collected(event)
-                self.recorder.checkpoint(dataclasses.replace(event, is_last=self.is_finished))
+                is_last = event.snapshot.round == self.finished_at
+                self.recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
 
     def _take_score(self, evaluated: Evaluated) -> None:
         self.recorder.evaluated(evaluated)
@@ -169,6 +170,7 @@ class Situation:
         if task == "checkpoint":
             self.say(f"a checkpoint was given up: {reason}")
         elif task == "evaluation":
-            self.say(f"a score was given up: {reason}; the evaluator starts again")
+            self.keeper.num_lost_scores += 1
+            self.say(f"a score was given up: {reason}")
         elif task.startswith("state of"):
             self.staff.take_over(task.removeprefix("state of "), None)

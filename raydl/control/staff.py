@@ -134,8 +134,8 @@ class Staff:
         if self._num_losses > self._config.elastic.max_restarts:
             raise ProcessLostError(
                 name,
-                f"{reason}; it is the {self._num_losses}th loss in a row while the training did "
-                f"not go on, more than elastic.max_restarts",
+                f"{reason}; it is loss {self._num_losses} in a row while the training did not "
+                f"go on, more than elastic.max_restarts",
             )
 
     def saw_progress(self) -> None:

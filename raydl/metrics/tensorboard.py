@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -42,6 +44,8 @@ LINES: dict[str, dict[str, list[str]]] = {
 }
 """The page *Custom Scalars* from top to bottom: category, picture, patterns of its curves."""
 
+_ROOM = 1 << 14
+"""Bytes that an event file needs at once."""
 STACKED = ("Time in eight parts", "seconds per worker, stacked: one band for each part")
 """The category and the title of the one picture that is no picture of lines."""
 
@@ -93,6 +97,7 @@ class TensorBoardWriter:
 
         # In the first start, too: TensorBoard takes the first mark in a folder for a beginning
         # that hides nothing, so that a resumed run's own has to be the second.
+        _require_room(log_dir)
         purge_step = purge_after + 1 if purge_after else 0
         self._writer = SummaryWriter(log_dir, purge_step=None if goes_on else purge_step)
         self._keep_quiet()
@@ -153,3 +158,11 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Flush and end."""
         self._writer.close()
+
+
+def _require_room(folder: str) -> None:
+    """Raise an OSError if there is none: TensorBoard's own writer would leave an empty file."""
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_ROOM))
+        file.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +11,8 @@ import numpy as np
 
 _AGAIN_S = 10.0
 """Seconds after which a writer that failed is made anew."""
+_SOON_S = 60.0
+"""A writer that fails within this time is made anew later than the one before it."""
 _FAILURES = (OSError, RuntimeError, ValueError)
 
 
@@ -119,20 +120,30 @@ class Forgiving:
         self._tell = tell
         self._clock = clock
         self._writer: MetricsWriter | None = None
-        self._is_first, self._next_at = True, -math.inf
+        self._is_first, self._is_failing = True, False
+        self._made_at = self._next_at = -math.inf
+        self._wait_s = _AGAIN_S
+        self._back_to: int | None = None
 
     def _write(self, act: Callable[[MetricsWriter], None]) -> None:
         """Hand something on; make the writer first, if there is none and it is time to try."""
         if self._writer is None and self._clock() >= self._next_at:
             try:
-                self._writer = self._make(self._is_first)
+                self._writer = self._made()
             except _FAILURES as error:
                 self._fail(None, error)
                 return
-            if not self._is_first:
-                self._tell(f"{self._name} are written again")
-            self._is_first = False
         self._try(act)
+
+    def _made(self) -> MetricsWriter:
+        writer = self._make(self._is_first)
+        if self._back_to is not None:  # the center went back meanwhile
+            writer.go_back(num_samples=self._back_to)
+        if self._is_failing:
+            self._made_at = self._clock()
+            self._tell(f"{self._name} are written again")
+        self._is_first, self._is_failing, self._back_to = False, False, None
+        return writer
 
     def _try(self, act: Callable[[MetricsWriter], None]) -> None:
         writer = self._writer  # a checkpoint's thread flushes while the controller writes
@@ -144,15 +155,19 @@ class Forgiving:
             self._fail(writer, error)
 
     def _fail(self, writer: MetricsWriter | None, error: Exception) -> None:
-        is_news = self._writer is writer and (writer is not None or self._next_at == -math.inf)
-        self._writer, self._next_at = None, self._clock() + _AGAIN_S
-        if writer is not None:
-            with contextlib.suppress(*_FAILURES):
-                writer.close()
-        if is_news:
+        """Do without a writer for a while; None: one could not be made."""
+        if writer is not self._writer:  # another one was made meanwhile
+            return
+        now = self._clock()
+        if writer is not None:  # one that fails again soon is tried more rarely
+            is_soon = now - self._made_at < _SOON_S
+            self._wait_s = 2 * self._wait_s if is_soon else _AGAIN_S
+        self._writer, self._next_at = None, now + self._wait_s
+        if not self._is_failing:
+            self._is_failing = True
             self._tell(
                 f"{self._name} can not be written ({error}); training goes on, and they are tried "
-                f"again every {_AGAIN_S:.0f} s"
+                f"again every {self._wait_s:.0f} s"
             )
 
     def scalars(
@@ -171,7 +186,10 @@ class Forgiving:
 
     def go_back(self, *, num_samples: int) -> None:
         """Hide what lies from a sample on."""
-        self._write(lambda writer: writer.go_back(num_samples=num_samples))
+        self._try(lambda writer: writer.go_back(num_samples=num_samples))
+        if self._writer is None:  # the next one has to hide it
+            before = self._back_to
+            self._back_to = num_samples if before is None else min(before, num_samples)
 
     def flush(self) -> None:
         """Make what was written visible to readers."""

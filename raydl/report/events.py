@@ -101,7 +101,10 @@ class _Start:
     stretches: list[_Stretch] = field(default_factory=lambda: [_Stretch()])
     texts: list[tuple[str, int, float]] = field(default_factory=list)
     formed: dict[int, Formed] = field(default_factory=dict)
-    is_damaged: bool = False
+    num_files: int = 1
+    num_damaged: int = 0
+    begins: bool = False
+    """Whether a mark stands before all else: another start's first file."""
 
     @property
     def sentences(self) -> Iterator[tuple[str, int, float]]:
@@ -119,7 +122,8 @@ class _Start:
         self.stretches += other.stretches
         self.texts += other.texts
         self.formed |= other.formed
-        self.is_damaged |= other.is_damaged
+        self.num_files += other.num_files
+        self.num_damaged += other.num_damaged
 
     def mark(self, purge_from: int) -> None:
         """Begin a new stretch; a mark at the top belongs to the first."""
@@ -159,7 +163,7 @@ def _joined(files: Sequence[_Start]) -> list[_Start]:
     """Return the starts that wrote some files."""
     starts: list[_Start] = []
     for file in files:
-        if starts and file.stretches[0].purge_from is None:
+        if starts and not file.begins:
             starts[-1].add(file)
         else:
             starts.append(file)
@@ -167,8 +171,8 @@ def _joined(files: Sequence[_Start]) -> list[_Start]:
 
 
 def _damage(starts: Sequence[_Start]) -> str:
-    count = sum(start.is_damaged for start in starts)
-    return f"{count} of {len(starts)} event files are damaged and read in part" if count else ""
+    count, num_files = sum(s.num_damaged for s in starts), sum(s.num_files for s in starts)
+    return f"{count} of {num_files} event files are damaged and read in part" if count else ""
 
 
 def _curve(points: list[tuple[int, float, float]]) -> Curve:
@@ -248,15 +252,17 @@ def _read_file(data: bytes) -> _Start:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto import event_pb2
 
-    start = _Start()
+    start, has_values = _Start(), False
     for record in _records(data):
         try:
             event = event_pb2.Event.FromString(record)
         except DecodeError:
-            start.is_damaged = True
+            start.num_damaged = 1
             break
         if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+            start.begins |= not has_values
             start.mark(int(event.step))
+        has_values |= bool(event.summary.value)
         for value in event.summary.value:
             _take(start, event, value)
     return start

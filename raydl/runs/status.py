@@ -47,8 +47,8 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...]
     events: tuple[str, ...]
     """The newest few lines, oldest first."""
-    checkpoint_s: float | None = None
-    """Seconds since the driver wrote a checkpoint; None: it wrote none yet."""
+    checkpoint_at: float | None = None
+    """When the driver wrote its newest checkpoint, Unix time; None: it wrote none yet."""
     told_at: float = 0.0
     """Unix time, by the clock of the driver's machine."""
     driver: str = ""
