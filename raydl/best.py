@@ -6,17 +6,14 @@ metadata of safetensors what was scored, and how well. Plain PyTorch loads it.
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from raydl import tensor_files
 from raydl.callbacks import score_of
 from raydl.crew import Evaluated
 from raydl.errors import CheckpointError
@@ -24,7 +21,6 @@ from raydl.flat import FlatModel
 from raydl.storage import Storage
 
 FILE = "best.safetensors"
-_KEY = "raydl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +104,7 @@ class BestCenter:
             torch.tensor(waiting.weights), torch.tensor(waiting.buffers), waiting.untrained
         )
         try:
-            self._storage.write_bytes(FILE, save_tensors(center, {_KEY: json.dumps(asdict(best))}))
+            self._storage.write_bytes(FILE, tensor_files.dump(center, asdict(best)))
         except OSError as error:
             path = f"{self._storage.root}/{FILE}"
             raise CheckpointError(path, f"could not be written: {error}") from error
@@ -128,10 +124,8 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
     if not storage.exists(FILE):
         raise CheckpointError(path, "no best center was kept; train with --checkpoint.keep-best")
     try:
-        data = storage.read_bytes(FILE)
-        center = load_tensors(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        best = Best(**json.loads(header["__metadata__"][_KEY]))
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        center, values = tensor_files.load(storage.read_bytes(FILE))
+        best = Best(**values)
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(path, f"can not be read: {error}") from error
     return center, best

@@ -31,10 +31,12 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from raydl import tensor_files
 from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage, below, in_words
 
-FORMAT = 1
+FORMAT = 2
+"""From 2 on a manifest has a checksum of itself."""
 TRAINED = "center.safetensors"
 """What a finished run has trained, in the run's folder."""
 _FOLDER = "checkpoints"
@@ -154,6 +156,7 @@ class CheckpointStore:
             "workers": list(checkpoint.workers),
             "files": {n: {"bytes": len(d), "crc32": zlib.crc32(d)} for n, d in files.items()},
         }
+        manifest["crc32"] = _checksum(manifest)
         aside = name if self._storage.is_object_store else f"{_PARTIAL}{name}"
         for file_name, data in files.items():
             self._storage.write_bytes(f"{_FOLDER}/{aside}/{file_name}", data)
@@ -249,11 +252,33 @@ class CheckpointStore:
     def has_trained(self, round: int) -> bool:
         """Whether the center of a finished run, as it was after a round, is in the run's folder."""
         try:
-            data = self._storage.read_bytes(TRAINED)
-            told = _header(data).get("__metadata__", {}).get("round", round)
+            return self._trained_round() in (None, round)
         except (OSError, ValueError):
             return False
-        return bool(int(told) == round)  # earlier ones do not tell
+
+    def _trained_round(self) -> int | None:
+        """Return the round of what was trained; None: an earlier file, which does not tell."""
+        _, values = tensor_files.load(self._storage.read_bytes(TRAINED))
+        if values.keys() - {"round"}:
+            raise ValueError(f"it is damaged: it says {', '.join(values)}")
+        return values.get("round")
+
+    def damages(self) -> list[str]:
+        """Read all that is kept; return a sentence for each file that is not as it was written."""
+        found = []
+        for name in self._finished():
+            try:
+                self._read(name)
+            except CheckpointError as error:
+                found.append(str(error))
+        where = below(self._storage.root, _FOLDER)
+        found += [f"checkpoint {where}/{n}: has no manifest" for n in self.without_manifest()]
+        if self._storage.exists(TRAINED):
+            try:
+                self._trained_round()
+            except (OSError, ValueError) as error:
+                found.append(f"{below(self._storage.root, TRAINED)}: {error}")
+        return found
 
     def write_trained(self, center: dict[str, Tensor], round: int) -> None:
         """Write the center of a finished run into the run's folder, as ``center.safetensors``.
@@ -262,7 +287,7 @@ class CheckpointStore:
             CheckpointError: the storage refused.
         """
         try:
-            data = save_tensors(_owned(center), metadata={"round": str(round)})
+            data = tensor_files.dump(_owned(center), {"round": round})
             self._storage.write_bytes(TRAINED, data)
         except OSError as error:
             path = below(self._storage.root, TRAINED)
@@ -272,6 +297,8 @@ class CheckpointStore:
         try:
             manifest = json.loads(self._storage.read_bytes(_manifest_path(name)))
             _require(manifest, {"format": (int,)})
+            if manifest["format"] < 1:
+                raise ValueError(f"there is no format {manifest['format']}")
             if manifest["format"] <= FORMAT:
                 return _checked(manifest)
         except (OSError, ValueError) as error:
@@ -325,7 +352,14 @@ def _checked(manifest: Any) -> dict[str, Any]:
         _require(expected, {"bytes": (int,), "crc32": (int,)})
     for worker_id in checked["workers"]:
         _require({"a worker's id": worker_id}, {"a worker's id": (str,)})
+    told = {key: value for key, value in checked.items() if key != "crc32"}
+    if checked["format"] > 1 and checked.get("crc32") != _checksum(told):
+        raise ValueError("its checksum is another")
     return checked
+
+
+def _checksum(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _require(values: Any, kinds: _Kinds) -> dict[str, Any]:
@@ -394,19 +428,9 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     raise CheckpointError(path, f"can not hold a {type(value).__name__}")
 
 
-def _header(data: bytes) -> dict[str, Any]:
-    """Return the header of a safetensors file.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return header
-
-
 def _unpack(data: bytes) -> dict[str, Any]:
     """Return what :func:`_pack` was given."""
-    outline = json.loads(_header(data)["__metadata__"]["outline"])
+    outline = json.loads(tensor_files.header_of(data)["__metadata__"]["outline"])
     state: dict[str, Any] = _filled(outline, load_tensors(data))
     return state
 

@@ -134,7 +134,7 @@ def test_no_checkpoint_and_only_damaged_ones_are_said_in_one_sentence(tmp_path):
     manifest = tmp_path / "checkpoints/round-00000001/manifest.json"
     values = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**values, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this raydl reads up to 1"):
+    with pytest.raises(CheckpointError, match="has format 99, this raydl reads up to 2"):
         store.read()
 
 
@@ -438,6 +438,8 @@ def test_a_folder_that_can_not_be_listed_after_the_write_is_told_too(tmp_path):
         (lambda m: {**m, "generation": None}, "generation must be of type int, got NoneType"),
         (lambda m: {**m, "num_samples": True}, "num_samples must be of type int, got bool"),
         (lambda m: {**m, "seconds": "long"}, "seconds must be of type float, got str"),
+        (lambda m: {**m, "num_samples": m["num_samples"] + 1}, "its checksum is another"),
+        (lambda m: {**m, "format": 0}, "there is no format 0"),
     ],
 )
 def test_a_malformed_manifest_is_damage_to_fall_back_from(tmp_path, change, problem):
@@ -458,7 +460,9 @@ def test_a_manifest_that_leaves_out_a_file_is_damage_to_fall_back_from(tmp_path)
     for round in (1, 2):
         store.write(make(round))
     manifest = tmp_path / "checkpoints/round-00000002/manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": {}}))
+    # One of the first format, which has no checksum of its own.
+    values = {**json.loads(manifest.read_text()), "format": 1, "files": {}}
+    manifest.write_text(json.dumps(values))
     checkpoint, damage = store.read()
     assert checkpoint.round == 1
     assert "safetensors is missing in its manifest" in damage[0]
@@ -469,9 +473,9 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_not_passed_over(tmp_path)
     for round in (1, 2):
         store.write(make(round))
     manifest = tmp_path / "checkpoints/round-00000002/manifest.json"
-    manifest.write_text('{"format": 2, "all": "else", "may": "differ"}')
+    manifest.write_text('{"format": 3, "all": "else", "may": "differ"}')
     for read in (store.read, store.read_center):
-        with pytest.raises(CheckpointError, match=r"has format 2, .* up to 1; update raydl"):
+        with pytest.raises(CheckpointError, match=r"has format 3, .* up to 2; update raydl"):
             read()
     assert store.names() == ["round-00000001", "round-00000002"]
 
@@ -507,3 +511,13 @@ def test_a_folder_that_a_user_made_is_neither_read_nor_deleted(tmp_path):
     store.write(make(2))
     assert store.names() == ["round-00000002"]
     assert (folder / "round-00000001-best/manifest.json").exists()
+
+
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)))
+    store.write(make(1))
+    manifest = tmp_path / "checkpoints/round-00000001/manifest.json"
+    values = json.loads(manifest.read_text())
+    del values["crc32"]
+    manifest.write_text(json.dumps({**values, "format": 1}))
+    assert store.read()[0].round == 1

@@ -25,7 +25,7 @@ ROWS = [
     },
     {
         "method", "methods", "own_rule", "models", "task", "own_task", "data", "metrics",
-        "progress", "storage",
+        "progress", "storage", "tensor_files",
         "center", "distances", "replica", "talk", "checkpoint", "runs", "examples",
         "faults", "generators", "leases", "plan",
     },
@@ -36,7 +36,7 @@ ROWS = [
     {"crew", "callbacks", "evaluator", "local_crew", "submission", "on_ray"},
     {"control", "bad_samples", "best", "checkpoint_writer", "recorder", "run_view"},
     {
-        "start", "run_loop", "trial", "trainer", "scoring", "comparison", "report", "cli",
+        "start", "run_loop", "trial", "trainer", "scoring", "check", "comparison", "report", "cli",
         "__main__", "__init__",
     },
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from raydl.cli.listing import list_methods, list_models
 from raydl.cli.options import STOPPED, list_commands, parse_train
 from raydl.cli.planning import plan
 from raydl.cli.reporting import report
-from raydl.cli.runs import remove, score, status
+from raydl.cli.runs import check, remove, score, status
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "status": status,
     "remove": remove,
     "evaluate": score,
+    "check": check,
     "report": report,
     "plan": plan,
     "data": data_command,

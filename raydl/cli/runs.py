@@ -1,4 +1,4 @@
-"""What is asked of a run, by its folder: ``raydl evaluate``, ``status``, ``remove``."""
+"""What is asked of a run, by its folder: ``raydl evaluate``, ``check``, ``status``, ``remove``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,24 @@ def score(arguments: Sequence[str]) -> int:
 
     print(json.dumps(score_run(options.run, data=options.data, best=options.best), indent=2))
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckOptions:
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run's folder, a path or URI."""
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Check what a run has kept against its checksums."""
+    options = tyro.cli(
+        _CheckOptions, args=list(arguments), prog="raydl check", description=check.__doc__
+    )
+    from raydl.check import check_run
+
+    damages = check_run(options.run)
+    print(*damages or ["all that the run has kept is as it was written"], sep="\n")
+    return 1 if damages else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,30 @@
+"""Whether the files that a run has kept are as they were written."""
+
+from __future__ import annotations
+
+from raydl.best import FILE, read_best
+from raydl.checkpoint import CheckpointStore
+from raydl.errors import CheckpointError
+from raydl.runs.folder import open_run
+
+
+def check_run(path: str) -> list[str]:
+    """Read all checkpoints of a run, its best center and what it has trained.
+
+    Args:
+        path: the run's folder, a path or URI.
+
+    Returns:
+        A sentence for each file that is damaged.
+
+    Raises:
+        DataError: no run is there.
+    """
+    storage = open_run(path).storage
+    damages = CheckpointStore(storage).damages()
+    if storage.exists(FILE):
+        try:
+            read_best(storage)
+        except CheckpointError as error:
+            damages.append(str(error))
+    return damages
