@@ -17,7 +17,7 @@ from raydl.progress import Progress, ProgressView, Silent
 from raydl.recorder import RunRecorder
 from raydl.reports import Outcome
 from raydl.runs.status import RunStatus, WorkerStatus
-from raydl.texts import clock_text
+from raydl.texts import clock_text, shown
 
 _NUM_EVENTS = 8
 _NODE_DIGITS = 8
@@ -53,6 +53,7 @@ class EventLog:
 
     def event(self, sentence: str) -> None:
         """Keep the sentence, and say it."""
+        sentence = shown(sentence)
         self._lines.append(f"{clock_text(self._clock() - self._began_at)} {sentence}")
         self._show(lambda progress: progress.event(sentence))
 

@@ -11,6 +11,7 @@ from importlib import metadata
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_desk import halt_the_clock
@@ -196,6 +197,33 @@ def test_status_is_read_at_a_glance(tmp_path, capsys):
         "generation 3: w2 is left out",
         "[bold] is not markup",
     ]
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J"
+
+
+def test_no_text_of_a_file_commands_the_terminal(tmp_path, capsys):
+    worker = dataclasses.replace(STATUS.workers[0], node=HOSTILE)
+    status = dataclasses.replace(
+        STATUS, state=f"failed: {HOSTILE}", workers=(worker,), events=(HOSTILE,)
+    )
+    RunDesk(Storage(str(tmp_path))).close(status)
+    assert cli.main(["status", str(tmp_path)]) == 0
+    folder = tmp_path / "pictures"
+    for number in range(4):
+        write_picture(folder / f"cat{HOSTILE.replace(chr(7), '')}" / f"{number}.png")
+        write_picture(folder / "dog" / f"{number}.png")
+    assert cli.main(["data", "info", str(folder)]) == 0
+    assert cli.main(["status", str(tmp_path / f"no{HOSTILE}")]) == 2
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err
+    assert "\\x1b[2J" in told.out
+    assert "\\x1b[2J" in told.err
+
+
+def write_picture(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (4, 4)).save(path)
 
 
 def test_status_before_any_worker_is_three_lines(tmp_path, capsys):

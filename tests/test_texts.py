@@ -2,7 +2,7 @@
 
 import pytest
 
-from raydl.texts import clock_text, config_as_markdown, markdown_table, seconds_text
+from raydl.texts import clock_text, config_as_markdown, markdown_table, seconds_text, shown
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,8 @@ def test_settings_become_a_table_of_dotted_names():
 
 def test_a_setting_with_a_bar_stays_one_cell():
     assert "| `data` | s3://a\\|b |" in config_as_markdown({"data": "s3://a|b"})
+
+
+def test_what_a_terminal_would_obey_is_shown():
+    text = "cat\x1b[2J\r\x9b31m\u202edog\tand\nmore \u00e9\u4e2d"
+    assert shown(text) == "cat\\x1b[2J\\r\\x9b31m\\u202edog\\tand\nmore \u00e9\u4e2d"

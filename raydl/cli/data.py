@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raydl.cli.options import list_commands, print_table
+from raydl.cli.options import list_commands, print_table, say
 from raydl.texts import clock_text, seconds_text
 
 if TYPE_CHECKING:
@@ -95,11 +95,11 @@ def convert(arguments: Sequence[str]) -> int:
     with _progress() as show:
         written = convert_data(source, target, ConvertConfig(**words), on_rows=show)
     for part in written:
-        print(
+        say(
             f"{part.name}: {part.num_rows:,} rows in {_counted(part.num_groups, 'row group')}, "
             f"{_counted(part.num_files, 'file')}, {bytes_text(part.num_bytes)}"
         )
-    print(f"wrote {target} in {seconds_text(time.monotonic() - start)}; use: --data {target}")
+    say(f"wrote {target} in {seconds_text(time.monotonic() - start)}; use: --data {target}")
     return 0
 
 
@@ -146,13 +146,13 @@ class _PlainLines:
 def _print_info(info: SourceInfo) -> None:
     from raydl.data.info import bytes_text
 
-    print(f"{info.source}: {info.holds} ({_kind(info)})")
+    say(f"{info.source}: {info.holds} ({_kind(info)})")
     if info.holds == "text":
         print(f"{info.num_tokens:,} tokens, a vocabulary of {info.vocabulary:,}")
     if info.picture_shape:
         _, height, width = info.picture_shape
         size = f"{height}x{width} {info.mode} (height x width)"
-        print(f"pictures of {size}, going by the first one; {len(info.class_names)} classes")
+        say(f"pictures of {size}, going by the first one; {len(info.class_names)} classes")
     print()
     _print_parts(info.parts, unit="tokens" if info.holds == "text" else "rows")
     if not info.has_test and info.holds != "text":
@@ -167,7 +167,7 @@ def _print_info(info: SourceInfo) -> None:
     how = "is streamed" if info.is_streamed else "is read at the start and kept in memory"
     print(f"\n{bytes_text(info.decoded_bytes)} decoded; it {how}")
     for warning in info.warnings:
-        print(f"warning: {warning}")
+        say(f"warning: {warning}")
 
 
 def _kind(info: SourceInfo) -> str:

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from raydl.config import AUTO, ScalingConfig, TrainConfig
 from raydl.errors import ConfigError
+from raydl.texts import shown
 
 _Options = TypeVar("_Options")
 _ALIKE = 0.6
@@ -106,6 +107,11 @@ def list_commands(
     return "\n".join(lines)
 
 
+def say(*lines: str) -> None:
+    """Print lines of which parts may come from files; a terminal obeys none of it."""
+    print(shown("\n".join(lines)))
+
+
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
 ) -> None:
@@ -114,7 +120,7 @@ def print_table(
     for name in head:
         table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(shown(cell).replace("\n", "\\n") for cell in row))
     Console(markup=False).print(table)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from raydl.cli.options import print_table
+from raydl.cli.options import print_table, say
 from raydl.texts import clock_text
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def check(arguments: Sequence[str]) -> int:
     from raydl.check import check_run
 
     damages = check_run(options.run)
-    print(*damages or ["all that the run has kept is as it was written"], sep="\n")
+    say(*damages or ["all that the run has kept is as it was written"])
     return 1 if damages else 0
 
 
@@ -80,8 +80,8 @@ def status(arguments: Sequence[str]) -> int:
 
 def _print_status(seen: RunStatus) -> None:
     accuracy = "-" if seen.center_accuracy is None else f"{seen.center_accuracy:.2%}"
-    print(f"{seen.stale_sentence()}\nlast told: {seen.state}" if seen.is_stale else seen.state)
-    print(
+    say(f"{seen.stale_sentence()}\nlast told: {seen.state}" if seen.is_stale else seen.state)
+    say(
         f"epoch {seen.epoch:.1f}, {seen.num_samples:,} samples in {clock_text(seen.seconds)}, "
         f"center accuracy {accuracy}\n"
         f"generation {seen.generation}, round {seen.round:,}, "
@@ -102,7 +102,7 @@ def _print_status(seen: RunStatus) -> None:
         head = ("worker", "state", "for", "node", "round", "step", "a step", "waited")
         print_table(head, rows, numbers=("for", "round", "step", "a step", "waited"))
     if seen.events:
-        print("", *seen.events, sep="\n")
+        say("", *seen.events)
 
 
 def _workers(seen: RunStatus) -> str:
@@ -127,5 +127,5 @@ def remove(arguments: Sequence[str]) -> int:
     )
     from raydl.runs.desk import request_removal
 
-    print(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
+    say(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
     return 0
