@@ -190,7 +190,9 @@ def test_before_its_controller_a_run_tells_where_it_goes_on_from():
 
 def recorder(accuracy):
     record = SimpleNamespace(round=20, num_samples=250)
-    return SimpleNamespace(last=record, center_accuracy=accuracy, seconds=11.0)
+    return SimpleNamespace(
+        last=record, center_accuracy=accuracy, seconds=11.0, checkpoint_at=1_000.0
+    )
 
 
 def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):

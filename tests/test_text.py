@@ -350,13 +350,24 @@ def test_a_task_without_accuracy_is_shown_reported_and_looked_at(run, tmp_path, 
 )
 def test_the_last_line_has_what_the_task_measures(monkeypatch, capsys, scores, words):
     figures = {
-        "samples": 10, "seconds": 1.0,
+        "samples": 10, "seconds": 1.0, "lacks_score": False,
         "evaluations": [{"round": 1, "samples": 10, "seconds": 1.0, **scores}],
     }  # fmt: skip
     result = type("Result", (), {"metrics": figures, "path": "runs/a", "stopped_by": ""})
     monkeypatch.setattr(Trainer, "fit", lambda self: result)
     assert cli.main(["train"]) == 0
     assert f"center test {words}" in capsys.readouterr().out
+
+
+def test_the_last_line_shows_no_score_of_an_earlier_center(monkeypatch, capsys):
+    figures = {
+        "samples": 10, "seconds": 1.0, "lacks_score": True,
+        "evaluations": [{"round": 1, "samples": 5, "seconds": 1.0, "accuracy": 0.9}],
+    }  # fmt: skip
+    result = type("Result", (), {"metrics": figures, "path": "runs/a", "stopped_by": ""})
+    monkeypatch.setattr(Trainer, "fit", lambda self: result)
+    assert cli.main(["train"]) == 0
+    assert "center test scores: none of the last center" in capsys.readouterr().out
 
 
 def test_the_job_learns_from_the_documentation(root, tmp_path, monkeypatch):
