@@ -123,7 +123,7 @@ class CenterService:
 
         Spans are copied one after another while messages come in, so they may be some
         exchanges apart; once all workers have left, they are not. It counts the samples that were
-        in the center before: whoever goes on from it trains some again rather than none.
+        in the center before: a run that goes on from it trains some again, and skips none.
 
         Args:
             due: under which number.

@@ -21,10 +21,10 @@ def check_run(path: str) -> list[str]:
         DataError: no run is there.
     """
     storage = open_run(path).storage
-    damages = CheckpointStore(storage).damages()
+    damage = CheckpointStore(storage).find_damage()
     if storage.exists(FILE):
         try:
             read_best(storage)
         except CheckpointError as error:
-            damages.append(str(error))
-    return damages
+            damage.append(str(error))
+    return damage

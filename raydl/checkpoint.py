@@ -93,6 +93,12 @@ class CheckpointStore:
         """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged."""
         return [name for name in self._finished() if name not in self._damaged]
 
+    @property
+    def newest_round(self) -> int:
+        """The round of the newest whole checkpoint; -1: there is none."""
+        names = self.names()
+        return _round_and_version(names[-1])[0] if names else -1
+
     def without_manifest(self) -> list[str]:
         """Return the folders of checkpoints that have lost their manifests.
 
@@ -263,7 +269,7 @@ class CheckpointStore:
             raise ValueError(f"it is damaged: it says {', '.join(values)}")
         return values.get("round")
 
-    def damages(self) -> list[str]:
+    def find_damage(self) -> list[str]:
         """Read all that is kept; return a sentence for each file that is not as it was written."""
         found = []
         for name in self._finished():

@@ -23,7 +23,7 @@ from raydl.ledger import Ledger
 from raydl.runs.totals import Totals
 
 _NOTHING = Totals()
-_INSIST_S = 60.0
+_RETRY_S = 60.0
 """For how long the last files of a run are tried to be written."""
 _AGAIN_S = 1.0
 
@@ -179,10 +179,10 @@ class CheckpointWriter:
         try:
             self._write_trained(checkpoint.center, checkpoint.round)
         finally:
-            self._insist(lambda: self._store.write(checkpoint))
+            self._retry(lambda: self._store.write(checkpoint))
 
     def _write_trained(self, center: dict[str, Tensor], round: int) -> None:
-        self._insist(lambda: self._store.write_trained(center, round))
+        self._retry(lambda: self._store.write_trained(center, round))
         self._trained_round = round
 
     def finish(self) -> None:
@@ -190,14 +190,12 @@ class CheckpointWriter:
         self._finishing.append(self._pool.submit(self._write_trained_of_newest))
 
     def _write_trained_of_newest(self) -> None:
-        if self._store.names():
-            center, round = self._store.read_center()
-            if round > self._trained_round:
-                self._write_trained(center, round)
+        if self._store.newest_round > self._trained_round:
+            self._write_trained(*self._store.read_center())
 
-    def _insist(self, write: Callable[[], object]) -> None:
+    def _retry(self, write: Callable[[], object]) -> None:
         """Write; if that fails, again and again for a minute: somebody may make room."""
-        until, is_first = time.monotonic() + _INSIST_S, True
+        until, is_first = time.monotonic() + _RETRY_S, True
         while True:
             try:
                 write()
@@ -207,12 +205,12 @@ class CheckpointWriter:
                     advice = "once it can be, the same command with --resume ends the run"
                     raise CheckpointError(error.path, f"{error.problem}; {advice}") from error
                 if is_first:
-                    self._troubles.append(f"{error}; it is tried again for {_INSIST_S:.0f} s")
+                    self._troubles.append(f"{error}; it is tried again for {_RETRY_S:.0f} s")
                 is_first = False
             self._is_aborted.wait(_AGAIN_S)
 
     def abort(self) -> None:
-        """Insist on nothing any more: somebody wants an end at once."""
+        """Retry nothing any more: somebody wants an end at once."""
         self._is_aborted.set()
 
     def score(self, evaluated: Evaluated) -> None:

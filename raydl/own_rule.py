@@ -245,7 +245,7 @@ def _attributes(rule: Rule) -> Iterator[tuple[str, Any]]:
     """Yield what a rule and its user's classes hold beside functions."""
     yield from _own_values(type(rule))
     for key, value in vars(rule).items():
-        # What a property remembers, it would find again.
+        # A cached property would be computed again.
         if not isinstance(getattr(type(rule), key, None), functools.cached_property):
             yield key, value
 

@@ -335,7 +335,7 @@ class RunRecorder:
         """Say, once, that the newest checkpoint is twice as old as it should be."""
         now, every_s = time.monotonic(), self._config.checkpoint.every_s
         if state not in (State.TRAINING, State.REGROUPING, State.RECOVERING):
-            self._trains_since = now  # who waits has what all go on from
+            self._trains_since = now  # a run that waits has written its state
         age_s = now - max(self.checkpoints.written_at or self._trains_since, self._trains_since)
         if every_s is None or age_s <= 2 * every_s:
             self._is_old_told = False

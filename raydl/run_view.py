@@ -17,7 +17,7 @@ from raydl.progress import Progress, ProgressView, Silent
 from raydl.recorder import RunRecorder
 from raydl.reports import Outcome
 from raydl.runs.status import RunStatus, WorkerStatus
-from raydl.texts import clock_text, shown
+from raydl.texts import clock_text, escape_controls
 
 _NUM_EVENTS = 8
 _NODE_DIGITS = 8
@@ -53,7 +53,7 @@ class EventLog:
 
     def event(self, sentence: str) -> None:
         """Keep the sentence, and say it."""
-        sentence = shown(sentence)
+        sentence = escape_controls(sentence)
         self._lines.append(f"{clock_text(self._clock() - self._began_at)} {sentence}")
         self._show(lambda progress: progress.event(sentence))
 

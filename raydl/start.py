@@ -82,7 +82,7 @@ class Start:
         if is_trained and result and store.has_trained(snapshot.round):
             _refuse_complete(snapshot, *ended)
         told = (
-            f"all is trained in {folder.root}: what the run's end lacks is written"
+            f"the run in {folder.root} is trained to its end; its missing files are written"
             if is_trained
             else f"resuming from round {snapshot.round} in {folder.root}"
         )

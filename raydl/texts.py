@@ -12,7 +12,7 @@ _OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """What a terminal obeys rather than shows, but for the end of a line."""
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return a text with control characters as escapes, as Python writes them.
 
     What comes from files, names of classes and columns, sentences of other machines, is to be seen

@@ -61,8 +61,8 @@ class Trained(Store):
 
 @pytest.fixture
 def soon(monkeypatch):
-    """What is insisted on is tried often, and for half a second."""
-    monkeypatch.setattr(checkpoint_writer, "_INSIST_S", 0.5)
+    """Failed writes are retried often, and for half a second."""
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_S", 0.5)
     monkeypatch.setattr(checkpoint_writer, "_AGAIN_S", 0.01)
 
 
@@ -155,8 +155,8 @@ def test_what_was_trained_is_written_though_nobody_knew_of_the_last_checkpoint(t
     assert (store.has_trained(7), store.has_trained(5)) == (True, False)
 
 
-def test_an_abort_insists_on_nothing(monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "_INSIST_S", 600.0)
+def test_an_abort_ends_all_retries(monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_S", 600.0)
     recorder, _ = make(Trained(center=10**9, checkpoint=10**9))
     recorder.checkpoint(last(7))
     began = time.monotonic()
@@ -193,7 +193,7 @@ def test_a_resumed_run_that_lacks_its_end_alone_gets_it(whole, tmp_path, lacks):
     assert (folder / "center.safetensors").read_bytes() == (
         whole / "center.safetensors"
     ).read_bytes()
-    told = f"all is trained in {folder}: what the run's end lacks is written"
+    told = f"the run in {folder} is trained to its end; its missing files are written"
     assert any(told in line for line in sentences(folder))
     with pytest.raises(ConfigError, match="the run is complete"):
         trainer(folder, resume=True).fit()

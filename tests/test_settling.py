@@ -37,7 +37,7 @@ def test_what_a_lost_worker_had_not_sent_is_claimed_again():
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-diloco", "async-sgd"])
-def test_who_has_finished_has_taken_all_its_steps(method):
+def test_a_worker_that_has_finished_has_taken_all_its_steps(method):
     dispatcher = make_dispatcher(method, num_samples=20, epochs=1)
     enter(dispatcher, "w0")
     enter(dispatcher, "w1")
@@ -91,7 +91,7 @@ def test_a_checkpoint_counts_unsent_steps_only_where_the_replica_goes_on_with_th
 
 @pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
 @pytest.mark.parametrize("vote", ["stop", "regroup"])
-def test_unsent_steps_of_who_leaves_count_only_where_the_replica_goes_on(method, goes_on, vote):
+def test_unsent_steps_of_a_leaving_worker_count_where_its_replica_goes_on(method, goes_on, vote):
     dispatcher = make_dispatcher(method)
     enter(dispatcher, "w0")
     dispatcher.change(Membership(1, ("w0",)))

@@ -2,7 +2,13 @@
 
 import pytest
 
-from raydl.texts import clock_text, config_as_markdown, markdown_table, seconds_text, shown
+from raydl.texts import (
+    clock_text,
+    config_as_markdown,
+    escape_controls,
+    markdown_table,
+    seconds_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,4 +57,4 @@ def test_a_setting_with_a_bar_stays_one_cell():
 
 def test_what_a_terminal_would_obey_is_shown():
     text = "cat\x1b[2J\r\x9b31m\u202edog\tand\nmore \u00e9\u4e2d"
-    assert shown(text) == "cat\\x1b[2J\\r\\x9b31m\\u202edog\\tand\nmore \u00e9\u4e2d"
+    assert escape_controls(text) == "cat\\x1b[2J\\r\\x9b31m\\u202edog\\tand\nmore \u00e9\u4e2d"

@@ -19,7 +19,7 @@ from raydl.cli.runs import check, remove, score, status
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
-from raydl.texts import shown
+from raydl.texts import escape_controls
 from raydl.versions import installed_version
 
 __all__ = ["COMMANDS", "main", "parse_train"]
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(given[1:])
     except RaydlError as error:
-        print(shown(f"error: {error}"), file=sys.stderr)
+        print(escape_controls(f"error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

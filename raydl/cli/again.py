@@ -13,7 +13,7 @@ from functools import partial
 from raydl.cli import main
 from raydl.cli.options import parse_train
 from raydl.errors import CheckpointError, RaydlError
-from raydl.texts import shown
+from raydl.texts import escape_controls
 
 HOLD_WAIT_S = 180.0
 """How long a lock is waited for: a file server keeps that of a machine that went for a while."""
@@ -26,7 +26,7 @@ def again(arguments: Sequence[str]) -> int:
         if _is_ours(words):
             words.append("--resume")
     except RaydlError as error:
-        print(shown(f"error: {error}"), file=sys.stderr)
+        print(escape_controls(f"error: {error}"), file=sys.stderr)
         return 2
     return main(["train", *words])
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from raydl.config import AUTO, ScalingConfig, TrainConfig
 from raydl.errors import ConfigError
-from raydl.texts import shown
+from raydl.texts import escape_controls
 
 _Options = TypeVar("_Options")
 _ALIKE = 0.6
@@ -109,7 +109,7 @@ def list_commands(
 
 def say(*lines: str) -> None:
     """Print lines of which parts may come from files; a terminal obeys none of it."""
-    print(shown("\n".join(lines)))
+    print(escape_controls("\n".join(lines)))
 
 
 def print_table(
@@ -120,7 +120,7 @@ def print_table(
     for name in head:
         table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
     for row in rows:
-        table.add_row(*(shown(cell).replace("\n", "\\n") for cell in row))
+        table.add_row(*(escape_controls(cell).replace("\n", "\\n") for cell in row))
     Console(markup=False).print(table)
 
 

@@ -50,9 +50,9 @@ def check(arguments: Sequence[str]) -> int:
     )
     from raydl.check import check_run
 
-    damages = check_run(options.run)
-    say(*damages or ["all that the run has kept is as it was written"])
-    return 1 if damages else 0
+    damage = check_run(options.run)
+    say(*damage or ["all that the run has kept is as it was written"])
+    return 1 if damage else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Tee:
 class Forgiving:
     """Hands all on to a writer; one that fails is made anew, and training goes on meanwhile.
 
-    What comes between the failure and the new writer is lost.
+    Points between the failure and the new writer are lost.
 
     Args:
         make: makes the writer, to disk, say, which may be full; told whether it is the first one.

@@ -429,7 +429,7 @@ class EvaluatorActor:
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # another thread than the constructor's
         return self._evaluator.evaluate(snapshot)
 
     @ray.method(concurrency_group="control")
