@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from raydl.center import Snapshot
+from raydl.errors import NonFiniteError
 from raydl.faults import Fault
 from raydl.membership import Membership
 from raydl.reports import Outcome, Record, WorkerReport
@@ -48,6 +49,8 @@ class RunEnded:
     """What the exchange said that did not complete."""
     num_changes: int = 0
     """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
+    error: NonFiniteError | None = None
+    """Its replica diverged, and was rolled back to the center."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,12 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Failed:
-    """A process raised: the user's code, or a loss that is not finite."""
+    """A process raised. Of a worker in its loop a :class:`RunEnded` follows, unless it is lost."""
 
     name: str
-    """``w3`` for a worker, ``center``, ``evaluator`` or ``checkpoint``."""
+    """``w3`` for a worker, ``center``, or ``evaluator``."""
     error: Exception
+    """An :class:`InfrastructureError` where its machine failed; else what the code there raised."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,10 @@ class Crew(Protocol):
 
     def end(self, worker_id: str) -> None:
         """End a worker's process, or take back that it was asked for."""
+        ...
+
+    def avoid(self, node: str) -> bool:
+        """Start no further worker on a node; return False, and do nothing, if there is no other."""
         ...
 
     def poll(self, timeout_s: float) -> list[Event]:

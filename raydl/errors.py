@@ -7,23 +7,32 @@
     ├── ShapeError                  the model and the data do not fit each other
     ├── ClusterError                no Ray cluster is there that would have us
     ├── ResourceError               the cluster can not hold what was asked for
+    │   └── CapacityError           it did not come to have it in time
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
     ├── StepError                   a local step led to what must not reach the center
-    │   └── NonFiniteLossError      the loss became NaN or infinite
+    │   └── NonFiniteError          weights, gradients or buffers are NaN, infinite or too large
+    │       └── NonFiniteLossError  the loss became NaN or infinite
+    ├── InfrastructureError         a machine failed: its memory, its device, its disk, its network
     ├── ProcessLostError            a process of the run went away
+    ├── StalledError                what the run waits for did not come in time
     ├── AttachError                 an own loop could not go on together with the others
     └── ExchangeError               an exchange did not complete; nothing was changed by it
         └── ExchangeTimeoutError    somebody did not come in time
 
 All of them travel between processes: ``args`` equals the signature, so that pickle calls
-the constructor again, and the wording lives in ``__str__``.
+the constructor again, and the wording lives in ``__str__``. A command that ends with one of them
+has its exit status: 2 for a mistake in what was asked for, 1 for a training that failed, 75 where
+the machines failed and the same command with ``--resume`` may succeed.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
+WORTH_RETRYING = 75
+"""Exit status of a run that its machines ended: EX_TEMPFAIL of sysexits.h."""
 _LISTED = 8
 """The longest table that a message about a near miss lists in full."""
 _ALIKE = 0.5
@@ -32,6 +41,9 @@ _ALIKE = 0.5
 
 class RaydlError(Exception):
     """Base of every error raised on purpose; its text is one sentence for the user."""
+
+    exit_status: ClassVar[int] = 2
+    """Of a command that ends with it."""
 
 
 class ConfigError(RaydlError):
@@ -126,6 +138,12 @@ class ResourceError(RaydlError):
     """The cluster can not hold what was asked for."""
 
 
+class CapacityError(ResourceError):
+    """The cluster did not come to hold what was asked for in the time that was given."""
+
+    exit_status = WORTH_RETRYING
+
+
 class CheckpointError(RaydlError):
     """A checkpoint is absent, damaged, or belongs to another model.
 
@@ -152,6 +170,8 @@ class StepError(RaydlError):
         problem: what it led to, and what to change.
     """
 
+    exit_status = 1
+
     def __init__(self, worker_id: str, local_step: int, problem: str) -> None:
         super().__init__(worker_id, local_step, problem)
         self.worker_id = worker_id
@@ -162,7 +182,11 @@ class StepError(RaydlError):
         return f"local step {self.local_step} of worker {self.worker_id}: {self.problem}"
 
 
-class NonFiniteLossError(StepError):
+class NonFiniteError(StepError):
+    """A replica has values that are NaN, infinite or beyond 1e19: it has diverged."""
+
+
+class NonFiniteLossError(NonFiniteError):
     """The loss of a batch became NaN or infinite.
 
     Args:
@@ -183,6 +207,25 @@ class NonFiniteLossError(StepError):
         )
 
 
+class InfrastructureError(RaydlError):
+    """A machine failed, not the code that ran on it: memory, an accelerator, a disk, the network.
+
+    Args:
+        name: the process that it happened to: ``w3`` for a worker, ``evaluator``.
+        problem: what the machine, or the library that speaks to it, said.
+    """
+
+    exit_status = WORTH_RETRYING
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(name, problem)
+        self.name = name
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"the machine of {self.name} failed: {self.problem}"
+
+
 class ProcessLostError(RaydlError):
     """A process of the run went away.
 
@@ -190,6 +233,8 @@ class ProcessLostError(RaydlError):
         name: whose: ``w3`` for a worker, ``center``, ``evaluator``.
         reason: what Ray said about it.
     """
+
+    exit_status = WORTH_RETRYING
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -201,6 +246,12 @@ class ProcessLostError(RaydlError):
             f"the process of {self.name} was lost: {self.reason}; the same command with "
             f"--resume goes on from the last checkpoint, if one was written"
         )
+
+
+class StalledError(RaydlError):
+    """What a run needs to go on did not come in the time that is given to it."""
+
+    exit_status = WORTH_RETRYING
 
 
 class AttachError(RaydlError):
@@ -228,6 +279,8 @@ class ExchangeError(RaydlError):
         generation: the membership it belonged to.
         problem: what the transport said.
     """
+
+    exit_status = WORTH_RETRYING
 
     def __init__(self, round: int, generation: int, problem: str) -> None:
         super().__init__(round, generation, problem)

@@ -9,6 +9,10 @@ from raydl import errors
 from raydl.errors import RaydlError
 
 EXAMPLES = [
+    errors.StalledError("the center did not start within 60 s"),
+    errors.CapacityError("2 of 4 workers came"),
+    errors.InfrastructureError("w3", "MemoryError"),
+    errors.NonFiniteError("w1", 3, "there are values that are not finite"),
     errors.RaydlError("something"),
     errors.ConfigError("method.beta", "must be in (0, 1], got 1.8"),
     errors.UnknownNameError("model", "lnet", ("lenet", "mlp")),

@@ -40,7 +40,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 done, 2 a mistake in what was asked for.
+    """Run a command and return its exit status.
+
+    0 done, 1 the training failed, 2 a mistake in what was asked for, 75 the machines failed and the
+    same command with ``--resume`` may succeed, 130 or 143 stopped by SIGINT or SIGTERM.
 
     Args:
         arguments: without the program's name; None: those of this process.
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(given[1:])
     except RaydlError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED["SIGINT"]

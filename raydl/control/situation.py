@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raydl.callbacks import Listeners
+from raydl.config import ElasticConfig
 from raydl.control.chaos import Chaos
 from raydl.control.curves import Curves
 from raydl.control.generation import Generation
@@ -14,6 +15,7 @@ from raydl.control.keeper import CenterKeeper
 from raydl.control.plateau import Plateau
 from raydl.control.staff import Staff
 from raydl.control.state import Recorder
+from raydl.control.worker_errors import ordinal
 from raydl.control.workforce import Copy, Workforce
 from raydl.crew import (
     Changed,
@@ -31,6 +33,8 @@ from raydl.crew import (
     Scoring,
     WorkerReady,
 )
+from raydl.errors import InfrastructureError, NonFiniteError
+from raydl.machine_failures import in_one_line
 from raydl.pace import Pace
 from raydl.reports import Outcome, Record, WorkerReport
 
@@ -54,10 +58,21 @@ class Situation:
     """Takes one line on what happened."""
     clock: Callable[[], float]
     """Seconds, rising."""
+    elastic: ElasticConfig
     run: Generation | None = None
     """The newest generation."""
     finished_at: int | None = None
     """The round with which all is trained; None: it is not."""
+    error: Exception | None = None
+    """What a worker or the evaluator raised: the run ends with it, after a checkpoint."""
+    why_error: str = ""
+    """Why the run ends with it."""
+    num_rollbacks: int = 0
+    """Replicas that diverged in this epoch."""
+    rollback_epoch: int = -1
+    """The epoch that is meant."""
+    num_news: int = 0
+    """Answers of the center since it learned of a membership: the second was asked for later."""
     is_changing: bool = False
     """Whether the center has yet to learn of the newest membership."""
 
@@ -79,13 +94,13 @@ class Situation:
             case RunEnded():
                 self._take_end_of(event)
             case Changed():
-                self.is_changing = False
+                self.is_changing, self.num_news = False, 0
             case HandedIn(worker_id, state):
                 self.staff.take_over(worker_id, state)
             case GaveUp(task, reason):
                 self._take_failure_of(task, reason)
-            case Failed(_, error):
-                raise error
+            case Failed(name, error):
+                self._take_error(name, error)
             case Lost(name, reason):
                 self._take_loss(name, reason)
             case Evaluated() if self.keeper.take_score(event):
@@ -97,6 +112,48 @@ class Situation:
                 is_last = event.snapshot.round == self.finished_at
                 self.recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
 
+    def _take_error(self, name: str, error: Exception) -> None:
+        """Go on without a worker that raised, or stop after a checkpoint and raise it then.
+
+        Raises:
+            Exception: the error, where no checkpoint can come of it: before the first round, at
+                the center, and where the run stops already.
+        """
+        if self.error is not None:
+            raise self.error
+        why = f"{name} raised {in_one_line(error)}"
+        if name in self.workforce:
+            why = self.staff.take_error(name, error)
+            if not why:
+                self.expect_nothing_from(name)
+                return
+        if self.run is None or (name not in self.workforce and name != "evaluator"):
+            raise error
+        self.error, self.why_error = error, why
+        if isinstance(error, InfrastructureError):  # its process is of no use any more
+            self.staff.end(name)
+            self.expect_nothing_from(name)
+
+    def _take_divergence(self, end: RunEnded, error: NonFiniteError) -> None:
+        """Let a replica that diverged go on from the center, a bounded number of times."""
+        elastic = self.elastic
+        epoch = int(self.curves.epoch)
+        if epoch != self.rollback_epoch:
+            self.rollback_epoch, self.num_rollbacks = epoch, 0
+        self.num_rollbacks += 1
+        if self.num_rollbacks <= elastic.max_rollbacks and elastic.on_worker_error != "stop":
+            self.say(
+                f"{error}; {end.worker_id} is rolled back to the center "
+                f"({self.num_rollbacks} of {elastic.max_rollbacks} times in this epoch)"
+            )
+        elif self.error is None:
+            self.error, self.why_error = error, f"{end.worker_id} diverged"
+            if elastic.on_worker_error != "stop":
+                self.why_error += (
+                    f" for the {ordinal(self.num_rollbacks)} time in this epoch, more often than "
+                    f"elastic.max_rollbacks"
+                )
+
     def _take_score(self, evaluated: Evaluated) -> None:
         self.recorder.evaluated(evaluated)
         self.listeners.take(evaluated.without_center())
@@ -107,6 +164,7 @@ class Situation:
             self.say(sentence)
 
     def _take_published(self, published: Published) -> None:
+        self.num_news += 1
         self.keeper.take_published(published)
         for number, worker_id in published.faults:
             self.say(self.chaos.note(number, worker_id))
@@ -136,6 +194,8 @@ class Situation:
         if run and run.is_present(end.worker_id):
             if not run.take_end(end, self.clock()):
                 return  # of a generation before this one
+            if end.error is not None:
+                self._take_divergence(end, end.error)
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
             if is_pause and self.is_sync:
                 self.pace.pause(self.clock(), run.membership.generation)

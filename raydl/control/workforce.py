@@ -156,10 +156,10 @@ class Workforce:
                 self._enter(worker_id, Phase.LEFT_OUT, "is late and left out")
                 self._entries[worker_id].num_late += 1
 
-    def stand_by(self, worker_id: str) -> None:
-        """Note that a worker is out of its loop, and could join again."""
+    def stand_by(self, worker_id: str, cause: str = "") -> None:
+        """Note that a worker is out of its loop, and could join again; the cause is told."""
         if self._entries[worker_id].phase is Phase.TRAINING:
-            self._enter(worker_id, Phase.READY)
+            self._enter(worker_id, Phase.READY, cause)
 
     def left_loop(self, worker_id: str, copy: Copy | None = None) -> None:
         """Note that a worker does not train any more; None: it did not begin."""

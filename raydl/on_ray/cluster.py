@@ -198,6 +198,15 @@ def check_room(scaling: ScalingConfig) -> None:
     )
 
 
+def has_room_elsewhere(scaling: ScalingConfig, not_on: Iterable[str]) -> bool:
+    """Whether a node besides some, by hex id, holds a worker, or an autoscaler may add one."""
+    there = [
+        node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in not_on
+    ]
+    need = scaling.resources()
+    return _num_that_fit(need, [*there, *(t[1] for t in _nodes_to_add())], 1) > 0
+
+
 def _num_that_fit(
     need: Mapping[str, float], nodes: Iterable[Mapping[str, float]], unlimited: int
 ) -> int:

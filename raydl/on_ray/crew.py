@@ -30,6 +30,7 @@ from raydl.crew import (
     WorkerReady,
 )
 from raydl.data import Dataset, Prepare
+from raydl.errors import InfrastructureError
 from raydl.exchange.collective import GroupAddress
 from raydl.faults import Fault
 from raydl.job import Job
@@ -41,6 +42,7 @@ from raydl.on_ray.cluster import (
     Notices,
     Place,
     awaited,
+    has_room_elsewhere,
     kill_process,
     node_here,
     send_by_value,
@@ -116,6 +118,7 @@ class RayCrew:
         self._calls = Calls()
         self._leases = Leases(job.config.elastic.lease_s)
         self._notices = Notices()
+        self._avoided: set[str] = set()
         self._asked_at = 0.0
         self._fired: set[int] = set()
         self._members: tuple[str, ...] = ()
@@ -193,11 +196,21 @@ class RayCrew:
 
     def ask(self, worker_id: str) -> None:
         """Ask for one more worker."""
-        options = worker_options(self._job.config.scaling, not_on=self._notices.nodes)
+        options = worker_options(
+            self._job.config.scaling, not_on=self._notices.nodes | self._avoided
+        )
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
         ref = worker.setup.remote(self._job, worker_id, self._train, self._prepare, self._untrained)
         self._calls.expect(ref, worker_id, self._on_ready(worker_id))
+
+    def avoid(self, node: str) -> bool:
+        """Start no further worker on a node, if another one could hold it."""
+        avoided = self._avoided | {node}
+        if not has_room_elsewhere(self._job.config.scaling, avoided | self._notices.nodes):
+            return False
+        self._avoided = avoided
+        return True
 
     def _on_ready(self, worker_id: str) -> Handler:
         def handle(place: Place) -> list[Event]:
@@ -319,11 +332,22 @@ class RayCrew:
     def _take_error(self, error: RayTaskError, call: Call) -> list[Event]:
         """Tell what a task raised, or that something it needed went away."""
         if not isinstance(error.cause, RayError):
-            return [Failed(call.who, original(error))]
+            return self._take_raised(original(error), call)
         reason = in_few_words(error.cause)
         if call.generation:  # its loop did not begin
             return [RunEnded(call.who, Outcome.BROKEN, -1, call.generation, reason)]
         return self._give_up_or_lose(call, reason)
+
+    def _take_raised(self, error: Exception, call: Call) -> list[Event]:
+        """Tell what a process raised; of a worker in its loop, let it say how far it had come."""
+        if call.who == "evaluator":
+            self._end_evaluator()
+            if isinstance(error, InfrastructureError):
+                return [GaveUp(call.task, str(error))]
+        if call.generation and not isinstance(error, InfrastructureError):
+            ended = self._workers[call.who].raised.remote(call.generation)
+            self._calls.expect(ended, call.who, lambda end: [end])
+        return [Failed(call.who, error)]
 
     def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
         if call.handle is _on_progress:  # what becomes of the score, the call for it tells
