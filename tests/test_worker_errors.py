@@ -160,11 +160,20 @@ def test_an_error_before_the_first_round_is_raised_at_once(is_sync):
 
 
 @BOTH
-def test_a_second_error_while_it_stops_raises_the_first(is_sync):
+def test_the_same_mistake_in_all_workers_leaves_a_checkpoint_too(is_sync):
+    stage = Stage(is_sync=is_sync).start()
+    stage.step(Failed("w1", OWN), Failed("w0", ZeroDivisionError("in another process")))
+    ends = stage.end("broken", 7, "w0", "w1", generation=1)
+    assert stop_of(stage, *ends) is OWN
+    assert len(stage.recorder.checkpoints) == 1
+
+
+@BOTH
+def test_a_last_checkpoint_that_can_not_be_gathered_raises_the_first_error(is_sync):
     stage = Stage(is_sync=is_sync).start()
     stage.step(Failed("w1", OWN))
     with pytest.raises(ZeroDivisionError):
-        stage.step(Failed("w0", ValueError()))
+        stage.step(Failed("w1", ValueError("a state that no file holds")))
 
 
 @BOTH

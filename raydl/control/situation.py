@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raydl.callbacks import Listeners
 from raydl.config import ElasticConfig
@@ -65,6 +65,8 @@ class Situation:
     """The round with which all is trained; None: it is not."""
     error: Exception | None = None
     """What a worker or the evaluator raised: the run ends with it, after a checkpoint."""
+    failed: set[str] = field(default_factory=set)
+    """The processes that have raised since."""
     why_error: str = ""
     """Why the run ends with it."""
     num_rollbacks: int = 0
@@ -120,17 +122,31 @@ class Situation:
                 the center, and where the run stops already.
         """
         if self.error is not None:
-            raise self.error
+            self._take_further_error(name, error)
+            return
         why = f"{name} raised {in_one_line(error)}"
         if name in self.workforce:
             why = self.staff.take_error(name, error)
             if not why:
                 self.expect_nothing_from(name)
                 return
-        if self.run is None or (name not in self.workforce and name != "evaluator"):
+        is_in_loop = name in self.workforce and self.staff.is_hiring
+        if self.run is None or not (is_in_loop or name == "evaluator"):
             raise error
-        self.error, self.why_error = error, why
-        if isinstance(error, InfrastructureError):  # its process is of no use any more
+        self.error, self.why_error, self.failed = error, why, {name}
+        self._end_failed(name, error)
+
+    def _take_further_error(self, name: str, error: Exception) -> None:
+        """Take in that another worker raised while the run stops: the same mistake, as a rule."""
+        assert self.error is not None
+        if name in self.failed or name not in self.workforce or not self.staff.is_hiring:
+            raise self.error  # the last checkpoint itself fails
+        self.failed.add(name)
+        self._end_failed(name, error)
+
+    def _end_failed(self, name: str, error: Exception) -> None:
+        """End the process of a worker whose machine failed: its state is of no use any more."""
+        if isinstance(error, InfrastructureError) and name in self.workforce:
             self.staff.end(name)
             self.expect_nothing_from(name)
 
