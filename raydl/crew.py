@@ -101,6 +101,14 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Busy:
+    """A process does not answer, but computes: it is waited for. Told once."""
+
+    name: str
+    silent_s: float
+
+
+@dataclass(frozen=True)
 class Published:
     """The center holds the snapshots of these rounds."""
 
@@ -172,6 +180,7 @@ Event = (
     | GaveUp
     | Failed
     | Lost
+    | Busy
     | Published
     | Evaluated
     | Scoring

@@ -390,6 +390,7 @@ class Worker:
             choice=self._schedule.choice() if self._schedule else None,
             left_out=self._feed.left_out,
             told_s=time.monotonic(),
+            cpu_s=time.process_time(),
         )
 
     def center(self) -> Snapshot:

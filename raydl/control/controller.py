@@ -92,7 +92,10 @@ class Controller:
         self.ended_because = ""
         """What it said."""
         self.workforce = Workforce(
-            lease_s=config.elastic.lease_s, first_step_s=config.exchange.timeout_s, clock=clock
+            lease_s=config.elastic.lease_s,
+            first_step_s=config.exchange.timeout_s,
+            max_busy_s=config.elastic.max_busy_s,
+            clock=clock,
         )
         self._said = self._stop_said = ""
         self._recorder = recorder

@@ -18,6 +18,7 @@ from raydl.control.state import Recorder
 from raydl.control.worker_errors import ordinal
 from raydl.control.workforce import Copy, Workforce
 from raydl.crew import (
+    Busy,
     Changed,
     Collected,
     Draining,
@@ -105,6 +106,12 @@ class Situation:
                 self._take_error(name, error)
             case Lost(name, reason):
                 self._take_loss(name, reason)
+            case Busy(name, silent_s):
+                self.say(
+                    f"{name} has not answered for {silent_s:.0f} s but is busy: a long call may "
+                    f"hold the interpreter lock, or a large state is on its way; it is waited for, "
+                    f"{self.elastic.max_busy_s:g} s at most (elastic.max_busy_s)"
+                )
             case Evaluated() if self.keeper.take_score(event):
                 self._take_score(event)
             case Scoring(num_samples):

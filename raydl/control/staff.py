@@ -158,7 +158,11 @@ class Staff:
         stuck = self._workforce.stuck()
         for worker_id, seconds in stuck:
             self._crew.end(worker_id)
-            self.lose(worker_id, f"it is stuck, in one step for {seconds:.0f} s")
+            self.lose(
+                worker_id,
+                f"it is stuck, in one step for {seconds:.0f} s (elastic.lease_s, or "
+                f"elastic.max_busy_s where it computes)",
+            )
         return [worker_id for worker_id, _ in stuck]
 
     def count_loss(self, name: str, reason: str) -> None:

@@ -211,6 +211,7 @@ class ShardActor:
     ) -> None:
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
+        self._index = index
         self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
 
     def form(self, membership: Membership) -> ShardState:
@@ -230,8 +231,9 @@ class ShardActor:
         """Return what the optimizers remember, by span."""
         return self._shard.optimizer_states()
 
-    def ping(self) -> None:
-        """Answer."""
+    def ping(self) -> tuple[int, Place]:
+        """Return which shard this is, and where it runs."""
+        return self._index, (node_here(), os.getpid())
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return what a worker of a node may map."""

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.config import ScalingConfig
 from raydl.errors import ResourceError
+from raydl.on_ray.liveness import Times, times_of
 from raydl.ray_session import draining_nodes, nodes_to_add
 
 _LOOK_EVERY_S = 1.0
@@ -67,6 +68,18 @@ def kill_process(place: Place, *, home: str) -> None:
         return
     where = NodeAffinitySchedulingStrategy(node, soft=False)
     _kill_here.options(scheduling_strategy=where).remote(pid)
+
+
+def ask_times(place: Place) -> Any:
+    """Ask a node for the times of a process; return the reference of the answer."""
+    node, pid = place
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    return _times_here.options(scheduling_strategy=where).remote(pid)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _times_here(pid: int) -> Times | None:
+    return times_of(pid)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
