@@ -133,7 +133,7 @@ def model(image_shape, num_classes):
 raydl.Trainer(
     raydl.Classification(model), "digits",
     method=raydl.MethodConfig(name=METHOD, period=4),
-    training=raydl.TrainingConfig(epochs=20),
+    training=raydl.TrainingConfig(epochs=6),
     elastic=raydl.ElasticConfig(lease_s=LEASE_S),
     run=raydl.RunConfig(run_dir=FOLDER, progress="plain"),
 ).fit()
@@ -155,7 +155,7 @@ def hold_lock(tmp_path, method, hold_s, lease_s):
 def test_code_that_holds_the_interpreter_lock_for_longer_than_the_lease_is_waited_for(
     tmp_path, method
 ):
-    output = hold_lock(tmp_path, method, hold_s=9.0, lease_s=3.0)
+    output = hold_lock(tmp_path, method, hold_s=6.0, lease_s=2.0)
     assert "but is busy: a long call may hold the interpreter lock" in output
 
 

@@ -26,7 +26,7 @@ class Floor:
         self.generation += 1
         self.force.formed(Membership(self.generation, worker_ids))
 
-    def report(self, worker_id, *, local_step=0, round=0, step_s=0.1, waiting_s=0.0):
+    def report(self, worker_id, *, local_step=0, round=0, step_s=0.1, waiting_s=0.0, **more):
         self.force.take_report(
             WorkerReport(
                 worker_id,
@@ -37,6 +37,7 @@ class Floor:
                 local_step=local_step,
                 step_s=step_s,
                 waiting_s=waiting_s,
+                **more,
             )
         )
 
