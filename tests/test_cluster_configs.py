@@ -216,7 +216,7 @@ def test_all_files_name_one_version_of_ray_and_one_of_raydl():
 
 
 def test_the_image_of_aws_is_put_in_by_the_command_of_its_header():
-    [words] = [w for w in commands_of("aws-spot") if w[0] == "sed"]
+    [words] = [w for w in commands_of("aws-spot") if w[0] == "sed" and "ami-" in w[2]]
     _, pattern, _, end = words[2].split("/")
     assert end == ""
     changed = re.sub(pattern, "ami-1234", text_of("aws-spot"), flags=re.M)
@@ -401,7 +401,8 @@ def test_the_commands_of_a_header_are_understood(name):
 def test_start_and_stop_name_this_file(name):
     own = f"cluster_configs/{name}.yaml"
     files = {w for words in all_commands(name) for w in words if w.endswith(".yaml")}
-    assert {f.rpartition("=")[2] for f in files} == {own}
+    clusters = {f for f in (f.rpartition("=")[2] for f in files) if f.count("/") == 1}
+    assert clusters == {own}
     assert any(own in " ".join(words) for words in commands_of(name, "Start"))
     if name != "local":
         assert any(own in words for words in commands_of(name, "Stop"))
