@@ -10,7 +10,7 @@ from ray.autoscaler._private._azure.node_provider import AzureNodeProvider as Ra
 from raydl.node_providers.settings import azure_cluster, azure_provider
 
 
-class AzureNodeProvider(RayAzureNodeProvider):
+class AzureNodeProvider(RayAzureNodeProvider):  # type: ignore[misc]
     """Ray's provider for Azure, without the network and the identity that it makes."""
 
     @staticmethod

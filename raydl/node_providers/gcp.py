@@ -9,7 +9,7 @@ from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
 from raydl.node_providers.settings import gcp_cluster
 
 
-class GcpNodeProvider(GCPNodeProvider):
+class GcpNodeProvider(GCPNodeProvider):  # type: ignore[misc]
     """Ray's provider for Google Cloud, without the account and the key that it makes."""
 
     @staticmethod

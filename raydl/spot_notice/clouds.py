@@ -77,13 +77,13 @@ class Metadata:
         except (OSError, http.client.HTTPException) as error:
             raise MetadataError(f"{self._url}{path} does not answer: {error}") from None
 
-    def get(self, path: str, headers: dict[str, str], *, method: str = "GET") -> str:
+    def get(self, path: str, headers: dict[str, str]) -> str:
         """Return the text of an answer.
 
         Raises:
             MetadataError: there was none, or its status is not 200.
         """
-        status, text = self.ask(path, headers, method=method)
+        status, text = self.ask(path, headers)
         if status != 200:
             raise MetadataError(f"{self._url}{path} answers with status {status}")
         return text
