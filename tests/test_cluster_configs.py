@@ -352,8 +352,8 @@ def test_both_kuberay_files_have_the_same_cluster():
     assert specs[0] == specs[1]
 
 
-# No door open: the same for all files; each cloud's roles and networks are held by
-# test_aws_access.py and test_node_providers.py
+# What the files open, and to whom. The roles and networks of the clouds are held by
+# test_aws_access.py and test_node_providers.py.
 
 
 def pods_of(name):

@@ -1,4 +1,4 @@
-"""What is asked of Google Cloud and Azure: machines, and nothing that opens a door.
+"""Ray's launcher asks Google Cloud and Azure for machines, and for no right beside them.
 
 Ray's own providers run here, with stand-ins for the clouds' libraries, which are not installed.
 """
@@ -139,7 +139,7 @@ def test_without_a_public_key_nothing_is_started(cloud, tmp_path):
     ],
     indirect=["cloud"],
 )
-def test_what_nobody_makes_must_be_named(cloud, path, message):
+def test_a_setting_that_the_provider_does_not_make_must_be_given(cloud, path, message):
     config = copy.deepcopy(prepare_config(config_of(cloud)))
     *folders, last = path.split(".")
     place = config
@@ -151,6 +151,24 @@ def test_what_nobody_makes_must_be_named(cloud, path, message):
 
 
 # Google Cloud
+
+
+@gcp
+def test_a_key_that_a_machine_has_stays_and_ours_is_added_once(cloud):
+    config = prepare_config(config_of(cloud))
+    types = config["available_node_types"]
+    shared = {"items": [{"key": "ssh-keys", "value": "admin:ssh-rsa BBBB"}]}
+    types["cpu-spot"]["node_config"]["metadata"] = shared
+    types["gpu-spot"]["node_config"] = types["cpu-spot"]["node_config"]  # as YAML's anchors do
+    for node_type in gcp_cluster(config)["available_node_types"].values():
+        [keys] = [
+            item["value"]
+            for item in node_type["node_config"]["metadata"]["items"]
+            if item["key"] == "ssh-keys"
+        ]
+        assert keys.count(f"ubuntu:{PUBLIC_KEY}") == 1
+    assert keys.splitlines()[0] == "admin:ssh-rsa BBBB"
+    assert len(shared["items"][0]["value"].splitlines()) == 1
 
 
 def inserted(config, name):

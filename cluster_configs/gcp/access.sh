@@ -1,6 +1,6 @@
 #!/bin/sh
-# Who may reach what in the cluster of gcp-spot.yaml: its network, two service accounts, three roles.
-# It starts no machine.
+# The network, the two service accounts and the three roles of the cluster in gcp-spot.yaml. It
+# starts no machine.
 #
 #   sh cluster_configs/gcp/access.sh PROJECT BUCKET SSH_FROM      make them
 #   sh cluster_configs/gcp/access.sh --delete PROJECT BUCKET      delete them
@@ -14,9 +14,9 @@
 #   objects of the bucket.
 # - A worker may read objects of the bucket.
 #
-# Who runs it needs the roles compute.networkAdmin, compute.securityAdmin, iam.serviceAccountAdmin,
-# iam.roleAdmin, resourcemanager.projectIamAdmin and the bucket's storage.admin. Who runs `ray up`
-# needs compute.instanceAdmin.v1, and iam.serviceAccountUser of the two accounts.
+# To run it you need the roles compute.networkAdmin, compute.securityAdmin, iam.serviceAccountAdmin,
+# iam.roleAdmin, resourcemanager.projectIamAdmin and the bucket's storage.admin; for `ray up` you need
+# compute.instanceAdmin.v1, and iam.serviceAccountUser of the two accounts.
 set -eu
 
 name=raydl-gcp-spot # cluster_name, region and zone of gcp-spot.yaml

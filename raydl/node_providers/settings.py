@@ -1,4 +1,4 @@
-"""What a cluster's file must name, since nothing is made for it, and what follows from it."""
+"""The settings that a cluster's file must give, since these providers make nothing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def gcp_cluster(cluster: Cluster) -> Cluster:
     user, public_key = _ssh(cluster)
     for name, node in _nodes(cluster):
         _need(node, name, ("serviceAccounts", "networkInterfaces"))
-        items = node.setdefault("metadata", {}).setdefault("items", [])
-        items.append({"key": "ssh-keys", "value": f"{user}:{public_key}"})
+        node["metadata"] = _with_key(node.get("metadata", {}), f"{user}:{public_key}")
     return _prepared(cluster)
 
 
@@ -53,6 +52,18 @@ def azure_provider(provider: dict[str, Any], node: dict[str, Any]) -> dict[str, 
     """Return the provider's settings with the identity and the network of one node type."""
     parameters = node["azure_arm_parameters"]
     return {**provider, **{key: parameters[key] for key in AZURE_OWN}}
+
+
+def _with_key(metadata: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the metadata of a machine with one more key for SSH, beside those that it has.
+
+    A new one: node types of a file may share theirs, and the key may be there already.
+    """
+    items = metadata.get("items", [])
+    keys = [line for i in items if i["key"] == "ssh-keys" for line in i["value"].splitlines()]
+    keys += [] if key in keys else [key]
+    others = [i for i in items if i["key"] != "ssh-keys"]
+    return {**metadata, "items": [*others, {"key": "ssh-keys", "value": "\n".join(keys)}]}
 
 
 def _prepared(cluster: Cluster) -> Cluster:
