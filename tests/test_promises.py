@@ -33,14 +33,14 @@ ROWS = [
         "exchange", "reports", "schedules", "dispatcher", "job", "worker", "center_service",
         "own_loop",
     },
-    {"crew", "callbacks", "evaluator", "local_crew", "submission", "on_ray"},
+    {"crew", "callbacks", "evaluator", "local_crew", "submission", "on_ray", "node_providers"},
     {"control", "bad_samples", "best", "checkpoint_writer", "recorder", "run_view"},
     {
         "start", "run_loop", "trial", "trainer", "scoring", "check", "comparison", "report", "cli",
         "__main__", "__init__",
     },
 ]  # fmt: skip
-MAY_IMPORT_RAY = {"ray_session", "exchange", "on_ray"}
+MAY_IMPORT_RAY = {"ray_session", "exchange", "on_ray", "node_providers"}
 MAY_IMPORT_TORCH_FROM = 1
 
 
