@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
         return measure(parse(arguments), command=command)
     except RaydlError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED["SIGINT"]
