@@ -170,7 +170,6 @@ def test_three_quarters_of_twelve_workers_may_be_lost_within_a_second(tmp_path, 
             stop(run)
 
 
-@pytest.mark.slow
 def test_two_runs_on_one_cluster_do_not_touch_each_other(cluster, tmp_path):
     faults = [{"fault": "kill", "target": "rank 0", "at": "round 30"}]
     options = ["--epochs", "100", "--period", "4", "--workers", "2"]
