@@ -18,7 +18,7 @@ from raydl.models import MODELS
 from raydl.versions import DISTRIBUTION, installed_version, requirements
 
 ROWS = [
-    {"errors", "config", "ray_session", "spot_notice", "texts", "versions"},
+    {"redaction", "errors", "config", "ray_session", "spot_notice", "texts", "versions"},
     {
         "rules", "flat", "untrained", "membership", "pace", "ledger", "extent", "compression",
         "optimizers", "trust", "network", "cadence", "stopwatch", "blocks",
