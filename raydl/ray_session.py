@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from raydl.errors import ClusterError, ConfigError
 from raydl.redaction import redact
@@ -70,7 +71,7 @@ def dashboard_url(address: str) -> str:
     """Return the URL of a cluster's dashboard, from what a user wrote.
 
     Raises:
-        ConfigError: it is an address of Ray Client or of the head's own port.
+        ConfigError: it is an address of Ray Client or of the head's own port, or no URL.
     """
     if address == "auto":  # Ray looks for the cluster of this machine
         return address
@@ -82,7 +83,13 @@ def dashboard_url(address: str) -> str:
             "submit.address",
             f"must be the cluster's dashboard, http://{host or 'HEAD'}:8265, got {address}",
         )
-    return address if mark else f"http://{address}"
+    url = address if mark else f"http://{address}"
+    try:
+        urlsplit(url).port  # noqa: B018
+    except ValueError:  # which quotes a part of it: of a password, where its / was not encoded
+        problem = f"must be a URL, http://HEAD:8265, got {url}"
+        raise ConfigError("submit.address", problem) from None
+    return url
 
 
 def begin() -> None:
