@@ -26,10 +26,10 @@ _NAMES_SOMETHING = ("abfs", "abfss", "wasb", "wasbs", "hdfs", "viewfs")
 """Schemes in which the word before the ``@`` is a container or a plain user name."""
 _ANONYMOUS = "anonymous"
 """The user of a bucket that asks for none: ``gs://anonymous@bucket``."""
-_QUERY = re.compile(r"[?#][^\"<>`]*")
+_QUERY = re.compile(r"[?#].*", re.DOTALL)
 _HOST_LOGIN = re.compile(r"[^/@\s]*:[^/\s]*@")
 """User and password of a host without a scheme, as in ``endpoint_override``."""
-_AFTER_A_URI = re.compile(r"['\"),.:;\]}]*$")
+_AFTER_A_URI = re.compile(r"['\"`<>),.:;\]}]*$")
 """What ends a sentence, or a quotation, in which a URI comes last."""
 _SECRET_NAMES = ("key", "sig", "pass", "auth", "sas")
 _SECRET_ENDINGS = (
@@ -60,13 +60,18 @@ def redact_values(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: redact_values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(redact_values(inner) for inner in value)
+        kind = tuple if isinstance(value, tuple) else list
+        return kind(redact_values(inner) for inner in value)
     return value
 
 
 def has_credentials(value: Any) -> bool:
     """Whether a text, or one of nested values, is a URI with credentials, or quotes one."""
-    return bool(redact_values(value) != value)
+    if isinstance(value, str):
+        return redact(value) != value
+    if isinstance(value, dict):
+        return has_credentials(list(value.values()))
+    return isinstance(value, (list, tuple)) and any(map(has_credentials, value))
 
 
 def _redacted(text: str, depth: int) -> str:
@@ -101,18 +106,18 @@ def _without_secrets(query: str, depth: int) -> str:
     """Return a query (and fragment) without secrets; what follows a URI in a sentence stays."""
     words = re.split(r"([?&#])", query)[1:]
     pairs = list(zip(words[::2], words[1::2], strict=True))
-    kept, opens, end = "", "", ""
-    for at, (mark, word) in enumerate(pairs):
-        if not _is_secret(word):
+    kept, opens, is_secret = "", "", False
+    for mark, word in pairs:
+        if is_secret and mark != "&":  # a ? or # of the secret, which was not encoded
+            continue
+        is_secret = _is_secret(word)
+        if not is_secret:
             kept += (opens if mark == "&" and opens else mark) + _plain(word, depth)
             opens = ""
-            continue
-        if mark != "&":  # the next parameter comes to stand there
+        elif mark != "&":  # the next parameter comes to stand there
             opens = mark
-        if at == len(pairs) - 1:
-            found = _AFTER_A_URI.search(word)
-            end = found[0] if found else ""
-    return kept + end
+    end = _AFTER_A_URI.search(query) if is_secret else None
+    return kept + (end[0] if end else "")
 
 
 def _is_secret(parameter: str) -> bool:

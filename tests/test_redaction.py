@@ -1,14 +1,19 @@
 """Credentials in URIs are shown nowhere, and nothing that worked stops to work for it."""
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 import warnings
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint import make
@@ -81,6 +86,8 @@ from raydl.trainer import Result
             "https://storage.googleapis.com/b/x?Expires=1",
         ),
         ("https://h/x?key=SECRET&password=SECRET&token=SECRET&a=1#access_token=SECRET", "https://h/x?a=1"),
+        ("https://h/x?a=1&password=wh?SECRET#SECRET\"SECRET&b=2", "https://h/x?a=1&b=2"),
+        ("s3://KEY:S?SECRET#SECRET@bucket/x", "s3://bucket/x"),
         ("https://h/x?a=1;sig=SECRET&b=2", "https://h/x?a=1&b=2"),
         ("https://h/x?client_secret=SECRET&client_id=1&API-Key=SECRET", "https://h/x?client_id=1"),
     ],
@@ -117,6 +124,7 @@ def test_what_carries_no_credentials_stays_as_it_is(text):
             "s3://b/x: can not be read (see 'https://h/y'), or ask me@here.",
         ),
         ("the run is in s3://b/x?token=SECRET: go on there", "the run is in s3://b/x: go on there"),
+        ("<s3://b/x?token=SECRET> `s3://b/y?sig=SECRET`", "<s3://b/x> `s3://b/y`"),
         ("| data | s3://b/x?token=SECRET | 1 |", "| data | s3://b/x | 1 |"),
         ('{"a": "s3://b/x?token=SECRET", "b": 1}', '{"a": "s3://b/x", "b": 1}'),
         ("train.py --data 's3://K:SECRET@b/x' --lr 1", "train.py --data 's3://b/x' --lr 1"),
@@ -548,3 +556,42 @@ def test_a_wrong_place_for_a_run_is_told_without_them():
     assert SECRET not in str(told.value)
     with pytest.raises(DataError, match="nowhere: "):
         raydl.data.load(f"file:///nowhere{QUERY}")
+
+
+# Ray: what a cluster keeps of a driver
+
+DRIVER = """
+import sys
+from ray._private.state import state
+from raydl import cli
+status = cli.main(sys.argv[1:])
+print("job table", state.job_table())
+print("actor table", state.actor_table())
+sys.exit(status)
+"""
+
+
+@pytest.mark.cluster
+def test_no_log_of_ray_and_no_entry_of_its_tables_has_a_secret(tmp_path, digits):
+    ray_folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path must be short
+    words = [*options(tmp_path, digits, "--epochs", "1"), "--workers", "1"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER, *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(ray_folder)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"--data {digits.removesuffix(QUERY)}" in done.stdout.partition("job table")[2]
+        assert SECRET not in done.stdout + done.stderr
+        logs = [p for p in ray_folder.rglob("*") if p.is_file() and not p.is_symlink()]
+        assert any("python-core-driver" in path.name for path in logs)
+        for path in logs:
+            assert SECRET.encode() not in path.read_bytes(), path
+        for path, content in everything_written(tmp_path).items():
+            assert SECRET.encode() not in content, path
+    finally:
+        shutil.rmtree(ray_folder, ignore_errors=True)

@@ -158,6 +158,14 @@ def test_what_needs_trust_is_all_that_raydl_does_not_know_by_name(settings, name
     assert code_named(TrainConfig(**settings)) == names
 
 
+def test_a_task_of_raydls_own_lets_nothing_be_imported_from_the_current_folder(folder, monkeypatch):
+    folder.names(task="raydl.task:Classification", model="net")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
+    with pytest.raises(RaydlError, match="does not fit the run's model"):
+        score_run("run")
+    assert os.getcwd() not in sys.path
+
+
 def test_a_run_of_raydls_own_needs_none(tmp_path, capsys):
     run = str(tmp_path / "run")
     options = ["--model", "mlp", "--workers", "0", "--epochs", "1", "--run-dir", run]
