@@ -566,7 +566,7 @@ from ray._private.state import state
 from raydl import cli
 status = cli.main(sys.argv[1:])
 print("job table", state.job_table())
-print("actor table", state.actor_table())
+print("actor table", state.actor_table(None))
 sys.exit(status)
 """
 
