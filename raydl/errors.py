@@ -5,6 +5,7 @@
     │   └── UnknownNameError        a name that no table holds; lists the nearest
     ├── DataError                   the input is missing, empty, truncated or mislabelled
     ├── ShapeError                  the model and the data do not fit each other
+    ├── UntrustedCodeError          a run's folder names code, and nobody said to run it
     ├── ClusterError                no Ray cluster is there that would have us
     ├── ResourceError               the cluster can not hold what was asked for
     │   └── CapacityError           it did not come to have it in time
@@ -20,9 +21,11 @@
         └── ExchangeTimeoutError    somebody did not come in time
 
 All of them travel between processes: ``args`` equals the signature, so that pickle calls
-the constructor again, and the wording lives in ``__str__``. A command that ends with one of them
-has its exit status: 2 for a mistake in what was asked for, 1 for a training that failed, 75 where
-the machines failed and the same command with ``--resume`` may succeed.
+the constructor again, and the wording lives in ``__str__``. None of them holds the credentials of
+a URI: texts are redacted when the error is made, so that no log, traceback or pickle has them. A
+command that ends with one of them has its exit status: 2 for a mistake in what was asked for, 1 for
+a training that failed, 75 where the machines failed and the same command with ``--resume`` may
+succeed.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from typing import ClassVar
+
+from raydl.redaction import redact
 
 WORTH_RETRYING = 75
 """Exit status of a run that its machines ended: EX_TEMPFAIL of sysexits.h."""
@@ -40,10 +45,17 @@ _ALIKE = 0.5
 
 
 class RaydlError(Exception):
-    """Base of every error raised on purpose; its text is one sentence for the user."""
+    """Base of every error raised on purpose; its text is one sentence for the user.
+
+    Args:
+        args: texts are redacted.
+    """
 
     exit_status: ClassVar[int] = 2
     """Of a command that ends with it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(RaydlError):
@@ -56,8 +68,7 @@ class ConfigError(RaydlError):
 
     def __init__(self, setting: str, problem: str) -> None:
         super().__init__(setting, problem)
-        self.setting = setting
-        self.problem = problem
+        self.setting, self.problem = self.args
 
     def __str__(self) -> str:
         return f"{self.setting} {self.problem}"
@@ -79,8 +90,8 @@ class UnknownNameError(ConfigError):
         if not near or len(self.choices) <= _LISTED:
             hints.append(f"known: {', '.join(self.choices)}")
         super().__init__(setting, f"has no {name!r}; {' '.join(hints)}")
-        self.args = (setting, name, self.choices)
-        self.name = name
+        self.name = redact(name)
+        self.args = (self.setting, self.name, self.choices)
 
 
 class DataError(RaydlError):
@@ -93,11 +104,34 @@ class DataError(RaydlError):
 
     def __init__(self, source: str, problem: str) -> None:
         super().__init__(source, problem)
-        self.source = source
-        self.problem = problem
+        self.source, self.problem = self.args
 
     def __str__(self) -> str:
         return f"{self.source}: {self.problem}"
+
+
+class UntrustedCodeError(RaydlError):
+    """A run's folder names code that is not raydl's, and nobody said that it may run here.
+
+    Args:
+        source: the file that names it, a path or URI.
+        names: for each setting the ``module:name`` that it has: ``(("model", "nets:small"),)``.
+    """
+
+    def __init__(self, source: str, names: Iterable[tuple[str, str]]) -> None:
+        self.names = tuple((setting, name) for setting, name in names)
+        super().__init__(source, self.names)
+        self.source, _ = self.args
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source} names code that is not raydl's: {self.listed()}; it would be imported "
+            f"and run here: add --trust (in Python trust=True) if you trust whoever can write there"
+        )
+
+    def listed(self) -> str:
+        """Return the names for a person: ``model 'nets:small'``."""
+        return ", ".join(f"{setting} {name!r}" for setting, name in self.names)
 
 
 class ShapeError(RaydlError):
@@ -110,8 +144,7 @@ class ShapeError(RaydlError):
 
     def __init__(self, model: str, problem: str) -> None:
         super().__init__(model, problem)
-        self.model = model
-        self.problem = problem
+        self.model, self.problem = self.args
 
     def __str__(self) -> str:
         return f"model {self.model}: {self.problem}"
@@ -127,8 +160,7 @@ class ClusterError(RaydlError):
 
     def __init__(self, address: str, problem: str) -> None:
         super().__init__(address, problem)
-        self.address = address
-        self.problem = problem
+        self.address, self.problem = self.args
 
     def __str__(self) -> str:
         return f"the Ray cluster at {self.address} (RAY_ADDRESS) {self.problem}"
@@ -154,8 +186,7 @@ class CheckpointError(RaydlError):
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(path, problem)
-        self.path = path
-        self.problem = problem
+        self.path, self.problem = self.args
 
     def __str__(self) -> str:
         return f"checkpoint {self.path}: {self.problem}"
@@ -174,9 +205,7 @@ class StepError(RaydlError):
 
     def __init__(self, worker_id: str, local_step: int, problem: str) -> None:
         super().__init__(worker_id, local_step, problem)
-        self.worker_id = worker_id
-        self.local_step = local_step
-        self.problem = problem
+        self.worker_id, self.local_step, self.problem = self.args
 
     def __str__(self) -> str:
         return f"local step {self.local_step} of worker {self.worker_id}: {self.problem}"
@@ -219,8 +248,7 @@ class InfrastructureError(RaydlError):
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(name, problem)
-        self.name = name
-        self.problem = problem
+        self.name, self.problem = self.args
 
     def __str__(self) -> str:
         return f"the machine of {self.name} failed: {self.problem}"
@@ -238,8 +266,7 @@ class ProcessLostError(RaydlError):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
+        self.name, self.reason = self.args
 
     def __str__(self) -> str:
         return (
@@ -264,8 +291,7 @@ class AttachError(RaydlError):
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(name, problem)
-        self.name = name
-        self.problem = problem
+        self.name, self.problem = self.args
 
     def __str__(self) -> str:
         return f"raydl.attach to {self.name!r}: {self.problem}"
@@ -284,9 +310,7 @@ class ExchangeError(RaydlError):
 
     def __init__(self, round: int, generation: int, problem: str) -> None:
         super().__init__(round, generation, problem)
-        self.round = round
-        self.generation = generation
-        self.problem = problem
+        self.round, self.generation, self.problem = self.args
 
     def __str__(self) -> str:
         return f"exchange round {self.round} (generation {self.generation}) failed: {self.problem}"

@@ -7,6 +7,7 @@ command needs of torch or Ray it imports when it runs: ``--help`` should not wai
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
@@ -19,6 +20,7 @@ from raydl.cli.runs import check, remove, score, status
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
+from raydl.redaction import redact
 from raydl.texts import escape_controls
 from raydl.versions import installed_version
 
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 done, 1 the training failed, 2 a mistake in what was asked for, 75 the machines failed and the
     same command with ``--resume`` may succeed, 130 or 143 stopped by SIGINT or SIGTERM.
 
+    An exception of another kind is shown with its traceback, without credentials of URIs: 1.
+
     Args:
         arguments: without the program's name; None: those of this process.
     """
@@ -67,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0
+    except Exception:  # of the user's own code, mostly; Python would show what it quotes
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        return 1
 
 
 def _version() -> str:
