@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from raydl.best import BestCenter
@@ -17,10 +16,11 @@ from raydl.cadence import Cadence
 from raydl.center import Snapshot
 from raydl.checkpoint import Checkpoint, CheckpointStore
 from raydl.crew import Collected, Evaluated
-from raydl.errors import CheckpointError
+from raydl.errors import CheckpointError, StateLostError
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
 from raydl.runs.totals import Totals
+from raydl.tensor_files import view_of
 
 _NOTHING = Totals()
 _RETRY_S = 60.0
@@ -48,13 +48,13 @@ def checkpoint_of(
         ended: by what the run was ended with this round, and why; empty: it goes on.
     """
     snapshot = collected.snapshot
-    weights, buffers = torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
+    weights, buffers = view_of(snapshot.weights), view_of(snapshot.buffers)
     return Checkpoint(
         round=snapshot.round,
         generation=snapshot.generation,
         num_samples=snapshot.num_samples,
         seconds=seconds,
-        center=flat.state_dict_of(weights, buffers, snapshot.untrained),
+        center=flat.state_dict_of(weights, buffers, snapshot.untrained, copies=False),
         state={
             "epoch": snapshot.epoch,
             "local_step": snapshot.local_step,
@@ -160,10 +160,15 @@ class CheckpointWriter:
             collected, self._flat, seconds=seconds, totals=totals, order=self._order, ended=ended
         )
         self.has_failed = True
-        if collected.is_last:
-            self._write_last(checkpoint)
-        else:
-            self._store.write(checkpoint)
+        try:
+            if collected.is_last:
+                self._write_last(checkpoint)
+            else:
+                self._store.write(checkpoint)
+        finally:
+            for state in collected.workers.values():
+                if not isinstance(state, dict):
+                    state.release()
         self.has_failed, self.written_at = False, time.monotonic()
         try:
             self._after()
@@ -200,6 +205,8 @@ class CheckpointWriter:
             try:
                 write()
                 return
+            except StateLostError:
+                raise
             except CheckpointError as error:
                 if time.monotonic() > until or self._is_aborted.is_set():
                     advice = "once it can be, the same command with --resume ends the run"
@@ -240,7 +247,7 @@ class CheckpointWriter:
         for future in [f for f in self._writing[:-1] if f.done()]:
             self._writing.remove(future)
             error = future.exception()
-            if error is not None:
+            if error is not None and not isinstance(error, StateLostError):  # which was told
                 said.append(f"{error}; training goes on, the next one may go through")
         return said
 

@@ -8,6 +8,7 @@
     ├── ClusterError                no Ray cluster is there that would have us
     ├── ResourceError               the cluster can not hold what was asked for
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
+    │   └── StateLostError          a worker has gone before its state was written
     ├── StepError                   a local step led to what must not reach the center
     │   └── NonFiniteLossError      the loss became NaN or infinite
     ├── ProcessLostError            a process of the run went away
@@ -141,6 +142,23 @@ class CheckpointError(RaydlError):
 
     def __str__(self) -> str:
         return f"checkpoint {self.path}: {self.problem}"
+
+
+class StateLostError(CheckpointError):
+    """A worker has gone, or fell silent, before its own state was written.
+
+    Args:
+        worker_id: which one.
+        problem: what became of it.
+    """
+
+    def __init__(self, worker_id: str, problem: str) -> None:
+        super().__init__(f"of {worker_id}", problem)
+        self.args = (worker_id, problem)
+        self.worker_id = worker_id
+
+    def __str__(self) -> str:
+        return f"the state of {self.worker_id} was not written: {self.problem}"
 
 
 class StepError(RaydlError):

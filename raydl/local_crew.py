@@ -10,6 +10,7 @@ import torch
 
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
+from raydl.checkpoint import SavedState
 from raydl.crew import Changed, Collected, Event, Published, Reported, RunEnded, WorkerReady
 from raydl.data import Batches, Dataset, Prepare
 from raydl.evaluator import Evaluator
@@ -65,7 +66,7 @@ class LocalCrew:
     def _states_of_others(self) -> list[ShardState]:
         return [shard.state() for shard in self._others]
 
-    def ask(self, worker_id: str) -> None:
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Say that the one worker is ready."""
         assert worker_id == "w0"
         self._events.append(WorkerReady(worker_id))
@@ -110,7 +111,9 @@ class LocalCrew:
                 shard.open(membership)
             road = LocalPost([self._service, *self._others], self._service.dispatcher)
             self._events.append(Changed())
-        self._worker.join(membership, road, self._snapshot(round), own_states.get("w0"))
+        state = own_states.get("w0")
+        own_state = state.load() if isinstance(state, SavedState) else state
+        self._worker.join(membership, road, self._snapshot(round), own_state)
         self._generation = membership.generation
         self._running = True
 

@@ -15,9 +15,10 @@ import posixpath
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyarrow import fs
 
@@ -62,7 +63,9 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
         # What a URI can not say: its options again, with fewer attempts.
         _, (options,) = filesystem.__reduce__()
         retries = fs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS)
-        filesystem = fs.S3FileSystem(**{**options, "retry_strategy": retries})
+        # In the background PyArrow writes from a copy of all that is not sent yet.
+        ours = {"retry_strategy": retries, "background_writes": False}
+        filesystem = fs.S3FileSystem(**{**options, **ours})
     return filesystem, path
 
 
@@ -100,8 +103,23 @@ def _split(place: str) -> tuple[str, str, str]:
     return scheme + colon, base, mark + query
 
 
+class Sum(NamedTuple):
+    """What tells whether a file is as it was written."""
+
+    num_bytes: int
+    crc32: int
+
+    @classmethod
+    def of(cls, pieces: Iterable[Any]) -> Sum:
+        """Return that of contents that come in pieces."""
+        num_bytes = crc32 = 0
+        for piece in pieces:
+            num_bytes, crc32 = num_bytes + len(piece), zlib.crc32(piece, crc32)
+        return cls(num_bytes, crc32)
+
+
 class Storage:
-    """Named files below one root.
+    """Named files below one root. Processes of other machines may be sent one.
 
     Args:
         root: a local folder or a URI; need not exist yet.
@@ -147,7 +165,7 @@ class Storage:
         name = f".probe-{uuid.uuid4().hex[:8]}"  # another driver may look at the same time
         try:
             self.write_bytes(name, b"")
-            self._filesystem.delete_file(self._at(name))
+            self.delete_file(name)
         except OSError as error:
             if self.local_path is not None:  # a full disk keeps what could not be filled
                 for left in (name, f"{name}.tmp"):
@@ -156,14 +174,27 @@ class Storage:
             problem = f"{self.root} can not be written: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same_storage, (self.root, self._filesystem, self._path)
+
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a file, replacing an older one at once and as a whole."""
-        self._put(name, lambda stream: stream.write(data))
+        self.write_pieces(name, [data])
+
+    def write_pieces(self, name: str, pieces: Iterable[Any]) -> Sum:
+        """Write a file as :meth:`write_bytes` does, from contents that come in pieces."""
+        sums = []
+
+        def fill(stream: Any) -> None:
+            sums.append(Sum.of(_written(stream, pieces)))
+
+        self._put(name, fill)
+        return sums[0]
 
     def copy_in(self, local: str, name: str) -> None:
         """Write a file that lies on this machine, piece by piece; like :meth:`write_bytes` else."""
         with open(local, "rb") as source:
-            self._put(name, lambda stream: shutil.copyfileobj(source, stream, _CHUNK_BYTES))
+            self.write_pieces(name, iter(lambda: source.read(_CHUNK_BYTES), b""))
 
     def copy_out(self, name: str, local: str) -> None:
         """Copy a file to this machine, piece by piece; it appears there as a whole.
@@ -216,6 +247,34 @@ class Storage:
             data: bytes = stream.read()
         return data
 
+    def read_pieces(self, name: str) -> Iterator[bytes]:
+        """Yield the contents of a file in order, in pieces.
+
+        Raises:
+            OSError: it is not there or can not be read.
+        """
+        with self._filesystem.open_input_stream(self._at(name), compression=None) as stream:
+            while piece := stream.read(_CHUNK_BYTES):
+                yield piece
+
+    def read_whole(self, name: str) -> bytearray:
+        """Return a whole file as memory that may be changed, of which there is one copy.
+
+        Raises:
+            OSError: it is not there or can not be read.
+        """
+        size = self._filesystem.get_file_info(self._at(name)).size
+        data, filled = bytearray(size or 0), 0
+        for piece in self.read_pieces(name):
+            data[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        del data[filled:]
+        return data
+
+    def delete_file(self, name: str) -> None:
+        """Delete a file that is there."""
+        self._filesystem.delete_file(self._at(name))
+
     def exists(self, name: str) -> bool:
         """Whether a file or folder is there."""
         info = self._filesystem.get_file_info(self._at(name))
@@ -239,3 +298,17 @@ class Storage:
         """Rename a folder at once. Not on object stores."""
         self._filesystem.move(self._at(name), self._at(new_name))
         self._flush_to_disk(posixpath.dirname(self._at(new_name)))
+
+
+def _same_storage(root: str, filesystem: fs.FileSystem, path: str) -> Storage:
+    """Return a storage as it was in another process, whatever folder this one works in."""
+    storage = Storage(path, filesystem=filesystem)
+    storage.root = root
+    return storage
+
+
+def _written(stream: Any, pieces: Iterable[Any]) -> Iterator[Any]:
+    """Write each piece, then hand it on."""
+    for piece in pieces:
+        stream.write(piece)
+        yield piece

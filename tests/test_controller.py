@@ -94,12 +94,16 @@ class FakeCrew:
 
     def __init__(self):
         self.events, self.told, self.formed = [], [], []
-        self.timeouts = []
+        self.timeouts, self.asked_with = [], {}
 
     def poll(self, timeout_s):
         self.timeouts.append(timeout_s)
         events, self.events = self.events, []
         return events
+
+    def ask(self, worker_id, own_state=None):
+        self.told.append(("ask", worker_id))
+        self.asked_with[worker_id] = own_state
 
     def form(self, membership, round, own_states):
         self.formed.append(membership)

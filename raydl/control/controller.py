@@ -202,9 +202,11 @@ class Controller:
         if self.state is State.FINISHING:
             return
         run, keeper = self._run, self._keeper
+        if not self._recorder.is_writing:
+            keeper.wrote()
         is_settled = self.state is State.WAITING and keeper.is_collected(self._round)
         needed = set(run.ended) if run and not is_settled else set()
-        for worker_id in self._staff.part_with_leavers(needed | keeper.giving):
+        for worker_id in self._staff.part_with_leavers(needed | keeper.giving | keeper.writing):
             self._known.expect_nothing_from(worker_id)
 
     # what follows from it

@@ -29,6 +29,7 @@ from raydl.crew import (
     Reported,
     RunEnded,
     Scoring,
+    StatesLost,
     WorkerReady,
 )
 from raydl.pace import Pace
@@ -96,6 +97,9 @@ class Situation:
                 self.keeper.take_collected(event)
                 is_last = event.snapshot.round == self.finished_at
                 self.recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
+            case StatesLost(round, reason):
+                self.keeper.lost_states(round)
+                self.say(f"a checkpoint was given up: {reason}")
 
     def _take_score(self, evaluated: Evaluated) -> None:
         self.recorder.evaluated(evaluated)

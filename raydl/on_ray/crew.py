@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import uuid
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.center import Snapshot
+from raydl.checkpoint import SavedState
 from raydl.crew import (
     Changed,
     Collected,
@@ -27,6 +31,7 @@ from raydl.crew import (
     Reported,
     RunEnded,
     Scoring,
+    StatesLost,
     WorkerReady,
 )
 from raydl.data import Dataset, Prepare
@@ -46,6 +51,7 @@ from raydl.on_ray.cluster import (
     send_by_value,
     worker_options,
 )
+from raydl.on_ray.states import RayState, feed
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.5
@@ -121,6 +127,8 @@ class RayCrew:
         self._members: tuple[str, ...] = ()
         self._collected: dict[str, Any] = {}
         self._events: list[Event] = []
+        self._late: deque[Callable[[], list[Event]]] = deque()
+        self._blind: set[str] = set()
         self._evaluator: ActorHandle | None = None
         method = job.method
         self._backup = _Backup(not method.is_sync and method.has_center_optimizer)
@@ -137,9 +145,16 @@ class RayCrew:
         self._backup.begin(*self._known_optimizer)
         self._start_center(self._known)
 
-    def _know(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot from which a center can begin anew, if no worker has a newer one."""
-        self._known = ray.put(snapshot)
+    def _know(self, snapshot: Snapshot, ref: Any = None) -> None:
+        """Keep a snapshot from which a center can begin anew, if no worker has a newer one.
+
+        Args:
+            snapshot: the snapshot.
+            ref: where it is already in the shared memory of the center's node; that of the driver
+                is where it is safe.
+        """
+        is_safe = ref is not None and self._places["center"][0] == self._home
+        self._known = ref if is_safe else ray.put(snapshot)
         optimizer = ray.put(snapshot.optimizer) if self._backup.is_needed else None
         self._known_optimizer = optimizer, snapshot.round
 
@@ -191,20 +206,49 @@ class RayCrew:
         self._start_center(copy, self._backup.state)
         return f"its optimizer is as it was after {self._backup.version:,} exchanges"
 
-    def ask(self, worker_id: str) -> None:
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Ask for one more worker."""
         options = worker_options(self._job.config.scaling, not_on=self._notices.nodes)
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
-        ref = worker.setup.remote(self._job, worker_id, self._train, self._prepare, self._untrained)
-        self._calls.expect(ref, worker_id, self._on_ready(worker_id))
+        ref = worker.setup.remote(
+            self._job,
+            worker_id,
+            self._train,
+            self._prepare,
+            self._untrained,
+            None if own_state is None else pickle.dumps(own_state),
+        )
+        self._calls.expect(ref, worker_id, self._on_ready(worker_id, own_state))
 
-    def _on_ready(self, worker_id: str) -> Handler:
-        def handle(place: Place) -> list[Event]:
-            self._places[worker_id] = place
-            return [WorkerReady(worker_id, place[0])]
+    def _on_ready(self, worker_id: str, own_state: SavedState | None) -> Handler:
+        def handle(told: tuple[Place, bool]) -> list[Event]:
+            place, has_state = told
+            if not has_state and own_state is not None:
+                self._feed(worker_id, place, own_state)
+                return []
+            return self._came_up(worker_id, place)
 
         return handle
+
+    def _came_up(self, worker_id: str, place: Place) -> list[Event]:
+        self._places[worker_id] = place
+        return [WorkerReady(worker_id, place[0])]
+
+    def _feed(self, worker_id: str, place: Place, saved: SavedState) -> None:
+        """Hand a worker its state that it can not read by itself; it is ready then."""
+        worker = self._workers[worker_id]
+
+        def after(problem: Exception | None) -> list[Event]:
+            if self._workers.get(worker_id) is not worker:  # it was ended meanwhile
+                return []
+            if problem is None:
+                return self._came_up(worker_id, place)
+            if isinstance(problem, RayError):
+                return self._lose(worker_id, in_few_words(problem))
+            return [Failed(worker_id, problem)]
+
+        feed(worker, saved, lambda problem: self._late.append(lambda: after(problem)))
 
     def end(self, worker_id: str) -> None:
         """End a worker's process."""
@@ -244,6 +288,8 @@ class RayCrew:
             call = self._calls.take(ref)
             if call is not None:  # its process may have been lost a moment ago
                 self._events += self._answer(ref, call)
+        while self._late:
+            self._events += self._late.popleft()()
         for who in self._leases.expired():
             self._events += self._lose(
                 who, f"it did not answer for {self._leases.owed_s(who):.0f} s"
@@ -383,8 +429,16 @@ class RayCrew:
             device=config.exchange_device,
             timeout_s=config.exchange.timeout_s,
         )
+        goes_on = isinstance(own_state, SavedState)  # then the worker has it
+        own_state = None if goes_on else own_state
         ref = self._workers[worker_id].run.remote(
-            membership, address, snapshot, own_state, self._shards, tuple(self._fired)
+            membership,
+            address,
+            snapshot,
+            own_state,
+            self._shards,
+            tuple(self._fired),
+            goes_on=goes_on,
         )
         self._calls.expect(ref, worker_id, lambda end: [end], generation=generation)
 
@@ -447,28 +501,46 @@ class RayCrew:
             self._evaluator = None
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
-        """Gather center and workers of a round."""
+        """Gather the center of a round; the workers hold their states until they are written."""
         self._calls.forget(lambda call: call.task == "checkpoint")
         self._collected = dict.fromkeys(("center", *worker_ids))
-        refs = {"center": self._center.get.remote(round)}
-        refs |= {w: self._workers[w].take_kept.remote(round) for w in worker_ids}
-        for who, ref in refs.items():
-            self._calls.expect(ref, who, self._on_collected(who), task="checkpoint")
+        center = self._center.get_to_write.remote(round)
+        self._calls.expect(center, "center", self._on_center(center), task="checkpoint")
+        for worker_id in worker_ids:
+            held = self._workers[worker_id].hold_kept.remote(round)
+            self._calls.expect(held, worker_id, self._on_held(worker_id, round), task="checkpoint")
 
-    def _on_collected(self, who: str) -> Handler:
-        def handle(part: Any) -> list[Event]:
-            if part is None:
+    def _on_center(self, ref: Any) -> Handler:
+        def handle(snapshot: Snapshot | None) -> list[Event]:
+            if snapshot is None:
                 return [GaveUp("checkpoint", "the center was rebuilt")]
-            self._collected[who] = part
-            if any(value is None for value in self._collected.values()):
-                return []
-            parts, self._collected = self._collected, {}
-            self._know(parts["center"])
-            if self._backup.version < self._known_optimizer[1]:
-                self._backup.begin(*self._known_optimizer)
-            return [Collected(parts.pop("center"), parts)]
+            self._collected["center"] = snapshot, ref
+            return self._events_if_all_are_here()
 
         return handle
+
+    def _on_held(self, worker_id: str, round: int) -> Handler:
+        def lost(reason: str) -> None:
+            self._late.append(lambda: [StatesLost(round, reason)])
+
+        def handle(_: int) -> list[Event]:
+            worker = self._workers[worker_id]
+            self._collected[worker_id] = RayState(
+                worker, worker_id, round, blind=self._blind, on_loss=lost
+            )
+            return self._events_if_all_are_here()
+
+        return handle
+
+    def _events_if_all_are_here(self) -> list[Event]:
+        if any(part is None for part in self._collected.values()):
+            return []
+        workers, self._collected = self._collected, {}
+        snapshot, ref = workers.pop("center")
+        self._know(snapshot, ref)
+        if self._backup.version < self._known_optimizer[1]:
+            self._backup.begin(*self._known_optimizer)
+        return [Collected(snapshot, workers)]
 
     def waiting_for(self) -> str:
         """Return who is starting, what the others need, and what the cluster has."""
