@@ -149,7 +149,7 @@ def cost_of(num_workers: int, megabytes: int, num_checkpoints: int) -> Cost:
     words = [
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--batch-size", "4",
         "--workers", str(num_workers), "--period", str(_PERIOD), "--samples", _ENDLESS,
-        "--method", "sync-easgd", "--optimizer.momentum", "0.9", "--lr", "0.0001",
+        "--method", "sync-easgd", "--momentum", "0.9", "--lr", "0.0001",
         "--evaluation.every-epochs", _ENDLESS, "--checkpoint.every-s", f"{_EVERY_S:g}",
         "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip

@@ -160,7 +160,7 @@ def test_a_worker_that_can_not_write_costs_that_checkpoint_and_leaves_nothing(
     store.write(make(1))
     others = [Elsewhere({"a": 1}), Elsewhere({"a": 1})]
     workers = {"w0": others[0], "w1": Elsewhere({}, problem=problem), "w2": others[1]}
-    with pytest.raises(CheckpointError, match="killed|could not be written: no space left"):
+    with pytest.raises(CheckpointError, match=r"killed|could not be written: no space left"):
         store.write(with_workers(2, **workers))
     assert all(other.is_cancelled for other in others)
     assert os.listdir(tmp_path / "checkpoints") == ["round-00000001"]
@@ -178,10 +178,10 @@ def test_a_saved_state_is_read_from_any_working_folder_and_tells_damage(tmp_path
     assert same(saved.load(), make(1).workers["w0"])
     path = tmp_path / "run/checkpoints/round-00000001/worker-w0.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="w0.safetensors: is damaged: its checksum is anoth"):
+    with pytest.raises(CheckpointError, match=r"w0.safetensors: is damaged: its checksum is anoth"):
         saved.load()
     path.unlink()
-    with pytest.raises(CheckpointError, match="w0.safetensors: can not be read"):
+    with pytest.raises(CheckpointError, match=r"w0.safetensors: can not be read"):
         saved.load()
 
 
