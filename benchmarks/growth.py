@@ -206,7 +206,7 @@ class MemoryCrew:
 class NoRecorder:
     """Takes what a controller tells."""
 
-    is_writing = False
+    is_writing = is_given_up = False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *words, **more: None

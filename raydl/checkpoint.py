@@ -171,6 +171,8 @@ class CheckpointStore:
         self._storage = storage
         self._keep = keep
         self._damaged: set[str] = set()
+        self.root = storage.root
+        """Of the run's folder."""
 
     def names(self) -> list[str]:
         """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged."""

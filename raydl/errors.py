@@ -9,6 +9,7 @@
     ├── ResourceError               the cluster can not hold what was asked for
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
     │   └── StateLostError          a worker has gone before its state was written
+    ├── StorageSilentError          a run's storage does not answer
     ├── StepError                   a local step led to what must not reach the center
     │   └── NonFiniteLossError      the loss became NaN or infinite
     ├── ProcessLostError            a process of the run went away
@@ -159,6 +160,28 @@ class StateLostError(CheckpointError):
 
     def __str__(self) -> str:
         return f"the state of {self.worker_id} was not written: {self.problem}"
+
+
+class StorageSilentError(RaydlError):
+    """A storage has not answered for so long that nothing waits for it any more.
+
+    Args:
+        root: where it is.
+        seconds: for how long.
+        what: the call that has no answer.
+    """
+
+    def __init__(self, root: str, seconds: float, what: str) -> None:
+        super().__init__(root, seconds, what)
+        self.root = root
+        self.seconds = seconds
+        self.what = what
+
+    def __str__(self) -> str:
+        return (
+            f"the storage {self.root} has not answered for {self.seconds:.0f} s ({self.what}); see "
+            f"to its server, its mount and the network"
+        )
 
 
 class StepError(RaydlError):

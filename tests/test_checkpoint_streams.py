@@ -308,7 +308,7 @@ def test_workers_that_see_the_folder_write_their_files_and_others_send_them(
     monkeypatch.setattr(Storage, "__reduce__", lambda storage: elsewhere)
     monkeypatch.setattr("raydl.on_ray.states.PIECE_BYTES", 10_000)
     fit(tmp_path / "unseen", steps=40)
-    assert len(pieces_of_driver) >= 4
+    assert len(pieces_of_driver) >= 2
     assert not (tmp_path / "elsewhere").exists()
     stores = [CheckpointStore(Storage(str(tmp_path / name))) for name in ("seen", "unseen")]
     one, other = (store.read()[0] for store in stores)

@@ -131,7 +131,7 @@ class FakeRecorder:
         self.events, self.records, self.checkpoints, self.scores = [], [], [], []
         self.evaluated, self.checkpoint = self.scores.append, self.checkpoints.append
         self.event = self.events.append
-        self.is_writing = False
+        self.is_writing = self.is_given_up = False
 
     def record(self, record, reports):
         self.records.append(record)

@@ -35,6 +35,8 @@ from raydl.crew import (
 from raydl.pace import Pace
 from raydl.reports import Outcome, Record, WorkerReport
 
+_TOLD_SCORES = 20
+
 
 @dataclass(kw_only=True)
 class Situation:
@@ -175,6 +177,13 @@ class Situation:
             self.say(f"a checkpoint was given up: {reason}")
         elif task == "evaluation":
             self.keeper.num_lost_scores += 1
-            self.say(f"a score was given up: {reason}")
+            self._tell_lost_score(self.keeper.num_lost_scores, reason)
         elif task.startswith("state of"):
             self.staff.take_over(task.removeprefix("state of "), None)
+
+    def _tell_lost_score(self, number: int, reason: str) -> None:
+        """Tell each of the first scores that are lost in a row, then every tenth."""
+        if number == 1:
+            self.say(f"a score was given up: {reason}")
+        elif number <= _TOLD_SCORES or number % 10 == 0:
+            self.say(f"a score was given up, {number} in a row by now: {reason}")

@@ -114,15 +114,18 @@ class RayStateWrite:
         if self._ref is None:
             return None
         worker, num_before, heard_at = self._state.worker, -1, time.monotonic()
-        while not ray.wait([self._ref], timeout=_LOOK_EVERY_S)[0]:
-            num_bytes = ray.get(worker.num_written.remote(), timeout=ANSWER_S)
-            if num_bytes != num_before:
-                num_before, heard_at = num_bytes, time.monotonic()
-            elif time.monotonic() - heard_at > SILENCE_S:
-                worker.stop_writing.remote()
-                return None
-        written: Sum | None = ray.get(self._ref)
-        return written
+        what = f"to write {self._name}, by {self._state.worker_id} itself"
+        with self._storage.waiting(what) as hear:
+            while not ray.wait([self._ref], timeout=_LOOK_EVERY_S)[0]:
+                num_bytes = ray.get(worker.num_written.remote(), timeout=ANSWER_S)
+                if num_bytes != num_before:
+                    num_before, heard_at = num_bytes, time.monotonic()
+                    hear()
+                elif time.monotonic() - heard_at > SILENCE_S:
+                    worker.stop_writing.remote()
+                    return None
+            written: Sum | None = ray.get(self._ref)
+            return written
 
     def _pieces(self) -> Iterator[np.ndarray]:
         """Yield what the worker holds; the next piece is on its way while one is written."""
