@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from raydl.errors import StorageSilentError
 from raydl.storage import Storage
 
-TELL_S = 10.0
+TELL_S = 8.0
 """After so long without an answer a line says so, in seconds."""
 GIVE_UP_S = 45.0
 """After so long without an answer nothing waits for it any more, in seconds."""
@@ -75,7 +75,7 @@ def within(
     Args:
         storage: which.
         act: what is done; left behind if the storage falls silent.
-        tell: takes a sentence if it is silent for ten seconds.
+        tell: takes a sentence if it is silent for some seconds.
         limit_s: the longest silence, in seconds; of one that was given up before, a second.
 
     Raises:

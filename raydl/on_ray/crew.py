@@ -126,6 +126,7 @@ class RayCrew:
         self._fired: set[int] = set()
         self._members: tuple[str, ...] = ()
         self._collected: dict[str, Any] = {}
+        self._held: tuple[int, tuple[str, ...]] = -1, ()
         self._events: list[Event] = []
         self._late: deque[Callable[[], list[Event]]] = deque()
         self._blind: set[str] = set()
@@ -383,6 +384,7 @@ class RayCrew:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
             self._calls.forget(lambda other: other.task == "checkpoint")
+            self._release_held()
         return [GaveUp(call.task, reason)]
 
     def _lose(self, who: str, reason: str) -> list[Event]:
@@ -503,12 +505,22 @@ class RayCrew:
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Gather the center of a round; the workers hold their states until they are written."""
         self._calls.forget(lambda call: call.task == "checkpoint")
+        self._release_held(but=round)
+        self._held = round, worker_ids
         self._collected = dict.fromkeys(("center", *worker_ids))
         center = self._center.get_to_write.remote(round)
         self._calls.expect(center, "center", self._on_center(center), task="checkpoint")
         for worker_id in worker_ids:
             held = self._workers[worker_id].hold_kept.remote(round)
             self._calls.expect(held, worker_id, self._on_held(worker_id, round), task="checkpoint")
+
+    def _release_held(self, *, but: int = -1) -> None:
+        """Let workers hold no more what they were asked for and nobody came to write."""
+        round, worker_ids = self._held
+        self._held = -1, ()
+        for worker_id in worker_ids:
+            if round != but and worker_id in self._workers:
+                self._workers[worker_id].release.remote(round)
 
     def _on_center(self, ref: Any) -> Handler:
         def handle(snapshot: Snapshot | None) -> list[Event]:
@@ -536,6 +548,7 @@ class RayCrew:
         if any(part is None for part in self._collected.values()):
             return []
         workers, self._collected = self._collected, {}
+        self._held = -1, ()  # from here on who writes them releases them
         snapshot, ref = workers.pop("center")
         self._know(snapshot, ref)
         if self._backup.version < self._known_optimizer[1]:
