@@ -10,7 +10,6 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from raydl import tensor_files
@@ -19,6 +18,7 @@ from raydl.crew import Evaluated
 from raydl.errors import CheckpointError
 from raydl.flat import FlatModel
 from raydl.storage import Storage, below
+from raydl.tensor_files import view_of
 
 FILE = "best.safetensors"
 
@@ -100,11 +100,14 @@ class BestCenter:
             seconds=waiting.seconds,
             metrics=waiting.metrics,
         )
+        assert waiting.weights is not None, "take saw to it"
+        assert waiting.buffers is not None, "which comes with the weights"
         center = self._flat.state_dict_of(
-            torch.tensor(waiting.weights), torch.tensor(waiting.buffers), waiting.untrained
+            view_of(waiting.weights), view_of(waiting.buffers), waiting.untrained, copies=False
         )
         try:
-            self._storage.write_bytes(FILE, tensor_files.dump(center, asdict(best)))
+            file = tensor_files.seal(center, asdict(best))
+            self._storage.write_pieces(FILE, file.pieces())
         except OSError as error:
             path = below(self._storage.root, FILE)
             raise CheckpointError(path, f"could not be written: {error}") from error
@@ -124,7 +127,7 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
     if not storage.exists(FILE):
         raise CheckpointError(path, "no best center was kept; train with --checkpoint.keep-best")
     try:
-        center, values = tensor_files.load(storage.read_bytes(FILE))
+        center, values = tensor_files.load(storage.read_whole(FILE))
         best = Best(**values)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(path, f"can not be read: {error}") from error

@@ -249,6 +249,35 @@ def copied_to_cpu(value: Any) -> Any:
     return value
 
 
+def as_arrays(value: Any) -> Any:
+    """Return nested dicts and lists with arrays on the memory of their tensors.
+
+    Ray shares arrays with a process of the same node; tensors it copies, twice. Of a dtype that
+    NumPy lacks they stay tensors.
+    """
+    if isinstance(value, Tensor):
+        try:
+            return value.detach().cpu().numpy()
+        except TypeError:
+            return value
+    if isinstance(value, dict):
+        return {k: as_arrays(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [as_arrays(v) for v in value]
+    return value
+
+
+def as_tensors(value: Any) -> Any:
+    """Return nested dicts and lists with copies of their arrays as tensors again."""
+    if isinstance(value, np.ndarray):
+        return torch.tensor(value)
+    if isinstance(value, dict):
+        return {k: as_tensors(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [as_tensors(v) for v in value]
+    return value
+
+
 class SnapshotShelf:
     """The newest committed snapshots, and the two newest that are kept for a checkpoint.
 

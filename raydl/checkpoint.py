@@ -12,29 +12,33 @@ renamed; on object stores, which have no renaming, the manifest alone makes it w
 Nothing is ever written over: a round that is written again, after a resume, comes to lie
 beside the first as round-00000120.1, and the first is deleted when the second is whole.
 So at any moment of a write one that can be read is there.
+
+States of workers do not pass through the memory of whoever writes or reads a checkpoint: a worker
+on another machine writes its file itself (:class:`DistantState`), into the folder that it is told,
+and reads it itself (:class:`SavedState`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
+import uuid
 import warnings
 import zlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from raydl import tensor_files
-from raydl.errors import CheckpointError, ConfigError
+from raydl.errors import CheckpointError, ConfigError, StateLostError
 from raydl.redaction import redact
-from raydl.storage import Storage, below, in_words
+from raydl.storage import Storage, Sum, below, in_words
+from raydl.tensor_files import TensorFile, view_of
 
 FORMAT = 2
 """From 2 on a manifest has a checksum of itself."""
@@ -43,6 +47,8 @@ TRAINED = "center.safetensors"
 _FOLDER = "checkpoints"
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"round-(\d+)(?:\.(\d+))?")
+_CANCEL_S = 10.0
+"""The longest wait for distant workers to write no more, in seconds."""
 _TENSOR = "tensor"
 _Kinds = dict[str, tuple[type, ...]]
 _MANIFEST: _Kinds = {
@@ -53,6 +59,81 @@ _MANIFEST: _Kinds = {
     "workers": (list,),
     "files": (dict,),
 }
+
+
+class StateWrite(Protocol):
+    """A worker's state on its way to its file."""
+
+    def wait(self) -> Sum:
+        """Return what was written, once the file is whole.
+
+        Raises:
+            StateLostError: the process that had the state has gone, or does not answer.
+            OSError: the storage refused.
+        """
+        ...
+
+    def cancel(self, until: float) -> None:
+        """Write no more of it; return when nothing more will be written, or at ``until``.
+
+        Args:
+            until: by ``time.monotonic()``.
+        """
+        ...
+
+
+class DistantState(Protocol):
+    """A worker's state in another process, which can write it."""
+
+    def begin_write(self, storage: Storage, name: str, token: str) -> StateWrite:
+        """Let the state be written to a file of a storage, and return at once.
+
+        Args:
+            storage: the run's folder.
+            name: of the file in it.
+            token: a file beside it, for another machine to see whether its storage is this one.
+        """
+        ...
+
+    def release(self) -> None:
+        """Hold the state no more: it is written, or will not be."""
+        ...
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A worker's state in a file of a checkpoint. It travels to whoever reads it."""
+
+    storage: Storage
+    name: str
+    """Of the file."""
+    written: Sum
+
+    @property
+    def path(self) -> str:
+        """Where the file is."""
+        return below(self.storage.root, self.name)
+
+    def load(self) -> dict[str, Any]:
+        """Read the state.
+
+        Raises:
+            CheckpointError: it can not be read here, or is damaged.
+        """
+        try:
+            return self.parse(self.storage.read_whole(self.name))
+        except OSError as error:
+            raise CheckpointError(self.path, f"can not be read: {in_words(error)}") from error
+
+    def parse(self, data: bytearray) -> dict[str, Any]:
+        """Return the state from the contents of the file, in which its tensors stay.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        if Sum.of(_slices(data)) != self.written:
+            raise CheckpointError(self.path, "is damaged: its checksum is another")
+        return unpack(data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +150,10 @@ class Checkpoint:
     """The model's state dict with the center's values."""
     state: dict[str, Any]
     """Version, counters, ledger, and the optimizer at the center."""
-    workers: dict[str, dict[str, Any]]
-    """Each worker's own state, by id, in the order of the ranks."""
+    workers: Mapping[str, dict[str, Any] | DistantState | SavedState]
+    """Each worker's own state, by id, in the order of the ranks: nested values, or where they are.
+
+    What is read has :class:`SavedState`."""
 
 
 class _DamagedError(CheckpointError):
@@ -89,6 +172,8 @@ class CheckpointStore:
         self._storage = storage
         self._keep = keep
         self._damaged: set[str] = set()
+        self.root = storage.root
+        """Of the run's folder."""
 
     def names(self) -> list[str]:
         """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged."""
@@ -130,11 +215,16 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the storage refused; earlier checkpoints are as they were.
+            StateLostError: a worker has gone that was writing its own state.
         """
         try:
             self._clear_unfinished()  # their space may be what the new one needs
             name = self._fresh_name(checkpoint.round)
             self._write(name, checkpoint)
+        except StateLostError:
+            with suppress(OSError):
+                self._clear_unfinished()
+            raise
         except OSError as error:
             with suppress(OSError):  # the first error is the one to tell
                 self._clear_unfinished()
@@ -150,10 +240,8 @@ class CheckpointStore:
         return f"round-{round:08d}" + (f".{version}" if version else "")
 
     def _write(self, name: str, checkpoint: Checkpoint) -> None:
-        files = {"center.safetensors": save_tensors(_owned(checkpoint.center))}
-        files["state.safetensors"] = _pack(checkpoint.state)
-        for worker_id, state in checkpoint.workers.items():
-            files[f"worker-{worker_id}.safetensors"] = _pack(state)
+        aside = name if self._storage.is_object_store else f"{_PARTIAL}{name}"
+        sums = self._write_files(f"{_FOLDER}/{aside}", checkpoint)
         manifest = {
             "format": FORMAT,
             "round": checkpoint.round,
@@ -161,15 +249,48 @@ class CheckpointStore:
             "num_samples": checkpoint.num_samples,
             "seconds": checkpoint.seconds,
             "workers": list(checkpoint.workers),
-            "files": {n: {"bytes": len(d), "crc32": zlib.crc32(d)} for n, d in files.items()},
+            "files": {n: {"bytes": s.num_bytes, "crc32": s.crc32} for n, s in sums.items()},
         }
         manifest["crc32"] = _checksum(manifest)
-        aside = name if self._storage.is_object_store else f"{_PARTIAL}{name}"
-        for file_name, data in files.items():
-            self._storage.write_bytes(f"{_FOLDER}/{aside}/{file_name}", data)
         self._storage.write_bytes(_manifest_path(aside), json.dumps(manifest, indent=1).encode())
         if aside != name:
             self._storage.move_dir(f"{_FOLDER}/{aside}", f"{_FOLDER}/{name}")
+
+    def _write_files(self, folder: str, checkpoint: Checkpoint) -> dict[str, Sum]:
+        """Write all but the manifest; distant workers write while this process does."""
+
+        def put(name: str, file: TensorFile) -> Sum:
+            return self._storage.write_pieces(f"{folder}/{name}", file.pieces())
+
+        here, distant = _by_place(checkpoint.workers)
+        with self._distant_writes(folder, distant) as writes:
+            sums = {"center.safetensors": put("center.safetensors", TensorFile(checkpoint.center))}
+            sums["state.safetensors"] = put("state.safetensors", pack(checkpoint.state))
+            sums |= {name: put(name, pack(state)) for name, state in here.items()}
+            sums |= {name: write.wait() for name, write in writes.items()}
+        return sums
+
+    @contextmanager
+    def _distant_writes(
+        self, folder: str, states: Mapping[str, DistantState]
+    ) -> Iterator[dict[str, StateWrite]]:
+        """Let distant states be written; if anything fails, nobody writes any more afterwards."""
+        if not states:
+            yield {}
+            return
+        token = f"{folder}/token-{uuid.uuid4().hex}"
+        self._storage.write_bytes(token, b"")
+        writes: dict[str, StateWrite] = {}
+        try:
+            for name, state in states.items():
+                writes[name] = state.begin_write(self._storage, f"{folder}/{name}", token)
+            yield writes
+        except BaseException:
+            until = time.monotonic() + _CANCEL_S
+            for write in writes.values():
+                write.cancel(until)
+            raise
+        self._storage.delete_file(token)
 
     def _clear_unfinished(self) -> None:
         """Delete what a crash or a full disk left, as far as the storage lets us."""
@@ -229,7 +350,7 @@ class CheckpointStore:
     def _read(self, name: str) -> Checkpoint:
         manifest = self._manifest(name)
         workers = {
-            worker_id: _unpack(self._file(name, f"worker-{worker_id}.safetensors", manifest))
+            worker_id: self._saved_state(name, f"worker-{worker_id}.safetensors", manifest)
             for worker_id in manifest["workers"]
         }
         return Checkpoint(
@@ -237,8 +358,8 @@ class CheckpointStore:
             generation=manifest["generation"],
             num_samples=manifest["num_samples"],
             seconds=manifest["seconds"],
-            center=load_tensors(self._file(name, "center.safetensors", manifest)),
-            state=_unpack(self._file(name, "state.safetensors", manifest)),
+            center=self._center(name, manifest),
+            state=unpack(self._file(name, "state.safetensors", manifest)),
             workers=workers,
         )
 
@@ -253,8 +374,24 @@ class CheckpointStore:
             where = below(self._storage.root, _FOLDER)
             raise CheckpointError(where, "there is none to read")
         manifest = self._manifest(names[-1])
-        data = self._file(names[-1], "center.safetensors", manifest)
-        return load_tensors(data), manifest["round"]
+        return self._center(names[-1], manifest), manifest["round"]
+
+    def _center(self, name: str, manifest: dict[str, Any]) -> dict[str, Tensor]:
+        tensors, _ = tensor_files.parse(self._file(name, "center.safetensors", manifest))
+        return tensors
+
+    def _saved_state(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
+        """Return the place of a worker's state, which is read to see whether it is whole."""
+        path, expected = f"{_FOLDER}/{name}/{file_name}", _sum_in(manifest, file_name)
+        if expected is None:
+            raise self._lacks(name, file_name)
+        try:
+            found = Sum.of(self._storage.read_pieces(path))
+        except OSError as error:
+            raise self._unreadable(name, file_name, error) from error
+        if found != expected:
+            raise self._differs(name, file_name, found, expected)
+        return SavedState(self._storage, path, expected)
 
     def has_trained(self, round: int) -> bool:
         """Whether the center of a finished run, as it was after a round, is in the run's folder."""
@@ -265,7 +402,7 @@ class CheckpointStore:
 
     def _trained_round(self) -> int | None:
         """Return the round of what was trained; None: an earlier file, which does not tell."""
-        _, values = tensor_files.load(self._storage.read_bytes(TRAINED))
+        _, values = tensor_files.load(self._storage.read_whole(TRAINED))
         if values.keys() - {"round"}:
             raise ValueError(f"it is damaged: it says {', '.join(values)}")
         return values.get("round")
@@ -294,8 +431,8 @@ class CheckpointStore:
             CheckpointError: the storage refused.
         """
         try:
-            data = tensor_files.dump(_owned(center), {"round": round})
-            self._storage.write_bytes(TRAINED, data)
+            file = tensor_files.seal(center, {"round": round})
+            self._storage.write_pieces(TRAINED, file.pieces())
         except OSError as error:
             path = below(self._storage.root, TRAINED)
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
@@ -315,23 +452,31 @@ class CheckpointStore:
             f"has format {manifest['format']}, this raydl reads up to {FORMAT}; update raydl",
         )
 
-    def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytes:
+    def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytearray:
         """Return a file of a checkpoint, checked against its manifest."""
-        if file_name not in manifest["files"]:
-            raise _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
-        expected = manifest["files"][file_name]
+        expected = _sum_in(manifest, file_name)
+        if expected is None:
+            raise self._lacks(name, file_name)
         try:
-            data = self._storage.read_bytes(f"{_FOLDER}/{name}/{file_name}")
+            data = self._storage.read_whole(f"{_FOLDER}/{name}/{file_name}")
         except OSError as error:
-            raise _DamagedError(
-                self._path(name), f"{file_name} can not be read: {error}"
-            ) from error
-        if len(data) != expected["bytes"] or zlib.crc32(data) != expected["crc32"]:
-            raise _DamagedError(
-                self._path(name),
-                f"{file_name} is damaged: {len(data)} bytes, written were {expected['bytes']}",
-            )
+            raise self._unreadable(name, file_name, error) from error
+        found = Sum.of(_slices(data))
+        if found != expected:
+            raise self._differs(name, file_name, found, expected)
         return data
+
+    def _lacks(self, name: str, file_name: str) -> _DamagedError:
+        return _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
+
+    def _unreadable(self, name: str, file_name: str, error: OSError) -> _DamagedError:
+        return _DamagedError(self._path(name), f"{file_name} can not be read: {error}")
+
+    def _differs(self, name: str, file_name: str, found: Sum, expected: Sum) -> _DamagedError:
+        return _DamagedError(
+            self._path(name),
+            f"{file_name} is damaged: {found.num_bytes} bytes, written were {expected.num_bytes}",
+        )
 
     def _path(self, name: str) -> str:
         return below(self._storage.root, f"{_FOLDER}/{name}")
@@ -386,9 +531,31 @@ def _require(values: Any, kinds: _Kinds) -> dict[str, Any]:
     return values
 
 
-def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, as safetensors wants them."""
-    return {key: tensor.detach().contiguous().clone() for key, tensor in tensors.items()}
+def _by_place(
+    workers: Mapping[str, dict[str, Any] | DistantState | SavedState],
+) -> tuple[dict[str, dict[str, Any]], dict[str, DistantState]]:
+    """Return the states of workers by the name of their file: (here, in other processes)."""
+    here, distant = {}, {}
+    for worker_id, state in workers.items():
+        name = f"worker-{worker_id}.safetensors"
+        if isinstance(state, SavedState):
+            here[name] = state.load()
+        elif isinstance(state, dict):
+            here[name] = state
+        else:
+            distant[name] = state
+    return here, distant
+
+
+def _sum_in(manifest: dict[str, Any], file_name: str) -> Sum | None:
+    expected = manifest["files"].get(file_name)
+    return None if expected is None else Sum(expected["bytes"], expected["crc32"])
+
+
+def _slices(data: bytearray) -> Iterator[memoryview]:
+    memory = memoryview(data)
+    for start in range(0, len(data), tensor_files.PIECE_BYTES):
+        yield memory[start : start + tensor_files.PIECE_BYTES]
 
 
 def check_state(setting: str, state: dict[str, Any]) -> None:
@@ -403,11 +570,17 @@ def check_state(setting: str, state: dict[str, Any]) -> None:
         ) from error
 
 
-def _pack(state: dict[str, Any]) -> bytes:
-    """Return nested values as one safetensors file: tensors inside, the rest as metadata."""
+def pack(state: dict[str, Any]) -> TensorFile:
+    """Return nested values as one safetensors file: tensors inside, the rest as metadata.
+
+    The tensors are not copied: they should stay as they are until the file is written.
+
+    Raises:
+        CheckpointError: something in it can not be held.
+    """
     tensors: dict[str, Tensor] = {}
     outline = _outline(state, tensors, "")
-    return save_tensors(tensors, metadata={"outline": json.dumps(outline)})
+    return TensorFile(tensors, {"outline": json.dumps(outline)})
 
 
 def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
@@ -416,10 +589,10 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     Not by its path, which two may share: {0: …, "0": …}, or {"a/b": …, "a": {"b": …}}.
     """
     if isinstance(value, np.ndarray):
-        value = torch.tensor(value)  # which copies: one that came by way of Ray is read-only
+        value = view_of(value)
     if isinstance(value, Tensor):
         key = str(len(tensors))
-        tensors[key] = value.detach().cpu().contiguous().clone()
+        tensors[key] = value.detach()
         return {_TENSOR: key}
     if isinstance(value, dict):
         for key in value:
@@ -435,10 +608,10 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     raise CheckpointError(path, f"can not hold a {type(value).__name__}")
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
-    """Return what :func:`_pack` was given."""
-    outline = json.loads(tensor_files.header_of(data)["__metadata__"]["outline"])
-    state: dict[str, Any] = _filled(outline, load_tensors(data))
+def unpack(data: bytearray) -> dict[str, Any]:
+    """Return what :func:`pack` was given; its tensors lie in ``data``."""
+    tensors, metadata = tensor_files.parse(data)
+    state: dict[str, Any] = _filled(json.loads((metadata or {})["outline"]), tensors)
     return state
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from raydl.center import Snapshot
+from raydl.checkpoint import DistantState, SavedState
 from raydl.errors import NonFiniteError
 from raydl.faults import Fault
 from raydl.membership import Membership
@@ -161,13 +162,21 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Collected:
-    """All states of a round are here."""
+    """All states of a round are at hand: the workers hold theirs until they are written."""
 
     snapshot: Snapshot
-    workers: dict[str, dict[str, Any]]
-    """By worker, in the order of the ranks."""
+    workers: dict[str, dict[str, Any] | DistantState]
+    """By worker, in the order of the ranks: what it holds, or how it gets to its file."""
     is_last: bool = False
     """The run is finished with it: its center is what was trained."""
+
+
+@dataclass(frozen=True)
+class StatesLost:
+    """A worker has gone whose state of a collected round was not written yet."""
+
+    round: int
+    reason: str
 
 
 Event = (
@@ -185,6 +194,7 @@ Event = (
     | Evaluated
     | Scoring
     | Collected
+    | StatesLost
 )
 
 
@@ -195,8 +205,13 @@ class Crew(Protocol):
         """Start the center with a first snapshot."""
         ...
 
-    def ask(self, worker_id: str) -> None:
-        """Ask for one more worker; it starts when the cluster has room."""
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
+        """Ask for one more worker; it starts when the cluster has room.
+
+        Args:
+            worker_id: a new one.
+            own_state: what it goes on with from a checkpoint; it is ready once it has that.
+        """
         ...
 
     def end(self, worker_id: str) -> None:
@@ -217,8 +232,9 @@ class Crew(Protocol):
         Args:
             membership: who trains.
             round: one that the center holds.
-            own_states: from a checkpoint, by worker; one that is absent starts at the center
-                or goes on with what it has in memory.
+            own_states: by worker, what another one handed in or, of who was asked for with one,
+                its own of a checkpoint; one that is absent starts at the center or goes on with
+                what it has in memory.
         """
         ...
 
@@ -266,7 +282,7 @@ class Crew(Protocol):
         ...
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
-        """Gather the states kept at that round."""
+        """Gather the center of that round, and let the workers hold the states kept then."""
         ...
 
     def waiting_for(self) -> str:

@@ -10,6 +10,8 @@
     ├── ResourceError               the cluster can not hold what was asked for
     │   └── CapacityError           it did not come to have it in time
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
+    │   └── StateLostError          a worker has gone before its state was written
+    ├── StorageSilentError          a run's storage does not answer
     ├── StepError                   a local step led to what must not reach the center
     │   └── NonFiniteError          weights, gradients or buffers are NaN, infinite or too large
     │       └── NonFiniteLossError  the loss became NaN or infinite
@@ -190,6 +192,45 @@ class CheckpointError(RaydlError):
 
     def __str__(self) -> str:
         return f"checkpoint {self.path}: {self.problem}"
+
+
+class StateLostError(CheckpointError):
+    """A worker has gone, or fell silent, before its own state was written.
+
+    Args:
+        worker_id: which one.
+        problem: what became of it.
+    """
+
+    def __init__(self, worker_id: str, problem: str) -> None:
+        super().__init__(f"of {worker_id}", problem)
+        self.args = (worker_id, problem)
+        self.worker_id = worker_id
+
+    def __str__(self) -> str:
+        return f"the state of {self.worker_id} was not written: {self.problem}"
+
+
+class StorageSilentError(RaydlError):
+    """A storage has not answered for so long that nothing waits for it any more.
+
+    Args:
+        root: where it is.
+        seconds: for how long.
+        what: the call that has no answer.
+    """
+
+    exit_status = WORTH_RETRYING
+
+    def __init__(self, root: str, seconds: float, what: str) -> None:
+        super().__init__(root, seconds, what)
+        self.root, self.seconds, self.what = self.args
+
+    def __str__(self) -> str:
+        return (
+            f"the storage {self.root} has not answered for {self.seconds:.0f} s ({self.what}); see "
+            f"to its server, its mount and the network"
+        )
 
 
 class StepError(RaydlError):

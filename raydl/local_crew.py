@@ -10,6 +10,7 @@ import torch
 
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
+from raydl.checkpoint import SavedState
 from raydl.crew import (
     Changed,
     Collected,
@@ -75,7 +76,7 @@ class LocalCrew:
     def _states_of_others(self) -> list[ShardState]:
         return [shard.state() for shard in self._others]
 
-    def ask(self, worker_id: str) -> None:
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Say that the one worker is ready."""
         assert worker_id == "w0"
         self._events.append(WorkerReady(worker_id))
@@ -139,7 +140,9 @@ class LocalCrew:
         road: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
         if self._service:
             road = LocalPost([self._service, *self._others], self._service.dispatcher)
-        self._worker.join(membership, road, snapshot, own_states.get("w0"))
+        state = own_states.get("w0")
+        own_state = state.load() if isinstance(state, SavedState) else state
+        self._worker.join(membership, road, snapshot, own_state)
         self._generation = membership.generation
         self._running = True
 

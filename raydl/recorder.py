@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from raydl.bad_samples import BadSamples
@@ -18,7 +19,7 @@ from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
 from raydl.crew import Collected, Evaluated
-from raydl.errors import CheckpointError
+from raydl.errors import CheckpointError, StorageSilentError
 from raydl.examples import Examples
 from raydl.extent import Extent
 from raydl.flat import FlatModel
@@ -37,6 +38,8 @@ from raydl.progress import Progress, ProgressView
 from raydl.reports import AllreduceReport, Record, WorkerReport
 from raydl.runs.sums import Sum, Sums
 from raydl.runs.totals import Totals, speed_figures
+from raydl.silence import within
+from raydl.storage import Storage
 
 _DRAW_EVERY_S = 20.0
 """Pictures are drawn no more often, and once more at the end."""
@@ -61,6 +64,8 @@ class RunRecorder:
         order: name of the order of the samples, for checkpoints.
         after_checkpoint: called when one was written, and at the end: copies the curves. An
             ``OSError`` that it raises is told, and ends nothing.
+        storage: the run's folder; None: one that always answers.
+        refuge: see :class:`raydl.checkpoint_writer.CheckpointWriter`.
     """
 
     def __init__(
@@ -79,7 +84,10 @@ class RunRecorder:
         examples: Examples,
         order: str = "",
         after_checkpoint: Callable[[], None],
+        storage: Storage | None = None,
+        refuge: Path | None = None,
     ) -> None:
+        self._storage = storage
         self.last: Record | None = None
         self._evaluations = list(before.evaluations)
         self._allreduce: AllreduceReport | None = None
@@ -119,7 +127,13 @@ class RunRecorder:
         self._is_old_told = False
         self._best = best
         self.checkpoints = CheckpointWriter(
-            store, flat, best, order=order, after=self._wrote_checkpoint
+            store,
+            flat,
+            best,
+            order=order,
+            after=self._wrote_checkpoint,
+            **({"unanswered": storage.unanswered} if storage else {}),
+            refuge=refuge,
         )
         """What writes them."""
 
@@ -320,6 +334,11 @@ class RunRecorder:
         """Whether a checkpoint is being written: the next one waits for it."""
         return self.checkpoints.is_writing
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the storage has not answered for so long that nothing waits for it."""
+        return self.checkpoints.is_given_up
+
     def _wrote_checkpoint(self) -> None:
         self._writer.flush()
         self._after_checkpoint()
@@ -418,16 +437,23 @@ class RunRecorder:
     def _copy_last(self) -> None:
         """Copy the curves to their end; if that fails, the run is whole all the same."""
         try:
-            self._after_checkpoint()
-        except OSError as error:
+            self._bounded(self._after_checkpoint)
+        except (OSError, StorageSilentError) as error:
             self._progress.event(f"{error}; all else of the run is where it should be")
 
     def _write_best(self) -> None:
         """Try the best center once more if it could not be written; the run is whole without."""
         try:
-            self._best.write()
-        except CheckpointError as error:
+            self._bounded(self._best.write)
+        except (CheckpointError, StorageSilentError) as error:
             self._progress.event(f"{error}; all else of the run is where it should be")
+
+    def _bounded(self, act: Callable[[], None]) -> None:
+        """Do something on the storage for as long as that answers."""
+        if self._storage is None:
+            act()
+        else:
+            within(self._storage, act, tell=self._progress.event)
 
     def close(self) -> None:
         """Finish what is being written.

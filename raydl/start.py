@@ -91,7 +91,7 @@ class Start:
             store,
             best,
             snapshot,
-            checkpoint.workers,
+            dict(checkpoint.workers),
             checkpoint.seconds,
             [*sentences, *known, told],
             Totals.of(checkpoint, folder.storage),

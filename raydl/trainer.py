@@ -49,6 +49,7 @@ from raydl.run_loop import make_writer, open_desk, run_to_end
 from raydl.run_view import EventLog, RunView
 from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder
+from raydl.silence import entered_within, within
 from raydl.start import Start
 from raydl.storage import below
 from raydl.task import Task, checked_task, task_on
@@ -170,9 +171,9 @@ class Trainer:
         flat = trial.flat
         faults = _read_faults(config)
         folder = RunFolder(config)
-        with folder.held(resume=config.run.resume):
+        with entered_within(folder.storage, folder.held(resume=config.run.resume)):
             order = dataset.train.order(config.training.seed)
-            start = Start.open(folder, config, flat, order=order)
+            start = within(folder.storage, lambda: Start.open(folder, config, flat, order=order))
             start.sentences.extend(_notes_on(trial, method))
             start.sentences.extend(
                 notes_on_period(config, period=method.period, num_samples=order.num_samples)
@@ -301,10 +302,12 @@ class Trainer:
             examples=examples,
             order=job.order.name,
             after_checkpoint=folder.publish_events,
+            storage=folder.storage,
+            refuge=folder.path if folder.is_remote else None,
         )
         view.follow_recorder(recorder, log)
         try:
-            folder.write_config(config)
+            within(folder.storage, lambda: folder.write_config(config), tell=log.event)
             recorder.describe(config_as_markdown(redact_values(to_dict(config))))
             for sentence in start.sentences:
                 recorder.event(sentence)
@@ -404,11 +407,11 @@ def _finish(
     metrics["lacks_score"] = lacks_score
     if lacks_score:  # that of an earlier center is none of this one
         metrics |= {"center_accuracy": None, "center_loss": None}
-    start.folder.write_result(metrics)
+    within(start.folder.storage, lambda: start.folder.write_result(metrics))
     return _result_of(start, metrics)
 
 
 def _result_of(start: Start, metrics: dict[str, Any]) -> Result:
-    names = start.store.names()
+    names = within(start.folder.storage, start.store.names)
     newest = below(start.folder.root, f"checkpoints/{names[-1]}") if names else ""
     return Result(metrics, start.folder.root, newest, metrics["stopped_by"])

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from raydl.center import Snapshot
+from raydl.checkpoint import pack
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.data import Batches
 from raydl.data.feed import Feed
-from raydl.errors import ExchangeError, NonFiniteError
+from raydl.errors import ExchangeError, NonFiniteError, StateLostError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
@@ -34,6 +35,7 @@ from raydl.rules import Sends
 from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
 from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
+from raydl.tensor_files import TensorFile
 from raydl.untrained import Untrained
 
 
@@ -94,6 +96,7 @@ class Worker:
         self._seconds_at = (0.0, 0.0)
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
+        self._held: dict[int, TensorFile] = {}
         self._schedule: Schedule | None = None
         self._feedback: dict[Span, ErrorFeedback] = {}
         self._first_untrained = untrained or {}
@@ -408,6 +411,36 @@ class Worker:
             state = self._kept.pop(round, None)
             self._kept = {r: s for r, s in self._kept.items() if r > round}
         return self._state_dict() if state is None else state
+
+    def hold_kept(self, round: int) -> None:
+        """Hold the state kept at that round, as :meth:`take_kept` finds it, to be written.
+
+        It is held until :meth:`release`, or until two newer ones are: that of the last round may be
+        wanted while the one before it is being written.
+        """
+        held = pack(self.take_kept(round))
+        with self._lock:
+            self._held.pop(round, None)
+            self._held[round] = held
+            for old in list(self._held)[:-2]:
+                del self._held[old]
+
+    def held(self, round: int) -> TensorFile:
+        """Return what is held of a round, as a file.
+
+        Raises:
+            StateLostError: it is not held any more.
+        """
+        with self._lock:
+            held = self._held.get(round)
+        if held is None:
+            raise StateLostError(self.worker_id, f"that of round {round} is not held any more")
+        return held
+
+    def release(self, round: int) -> None:
+        """Hold the state of a round no more: it is written, or will not be."""
+        with self._lock:
+            self._held.pop(round, None)
 
     def _state_dict(self) -> dict[str, Any]:
         with self.parts.measure("host_device_parameters"):

@@ -93,12 +93,16 @@ class FakeCrew:
 
     def __init__(self):
         self.events, self.told, self.formed = [], [], []
-        self.timeouts = []
+        self.timeouts, self.asked_with = [], {}
 
     def poll(self, timeout_s):
         self.timeouts.append(timeout_s)
         events, self.events = self.events, []
         return events
+
+    def ask(self, worker_id, own_state=None):
+        self.told.append(("ask", worker_id))
+        self.asked_with[worker_id] = own_state
 
     def form(self, membership, round, own_states):
         self.formed.append(membership)
@@ -130,7 +134,7 @@ class FakeRecorder:
         self.events, self.records, self.checkpoints, self.scores = [], [], [], []
         self.evaluated, self.checkpoint = self.scores.append, self.checkpoints.append
         self.event = self.events.append
-        self.is_writing = False
+        self.is_writing = self.is_given_up = False
 
     def record(self, record, reports):
         self.records.append(record)

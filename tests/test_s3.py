@@ -114,18 +114,19 @@ def test_status_and_evaluate_take_the_uri(finished, capsys):
 
 
 def test_a_run_that_goes_on_elsewhere_ends_with_the_same_bits(finished, tmp_path, monkeypatch):
-    write, whole_ones = Storage.write_bytes, []
+    write, whole_ones = Storage.write_pieces, []
 
-    def write_one_checkpoint(storage, name, data):
+    def write_one_checkpoint(storage, name, pieces):
         if whole_ones and name.startswith(("checkpoints/", "center")):
             raise OSError("the network went away")
-        write(storage, name, data)
+        written = write(storage, name, pieces)
         if name.endswith("manifest.json"):
             whole_ones.append(name)
+        return written
 
-    monkeypatch.setattr(Storage, "write_bytes", write_one_checkpoint)
+    monkeypatch.setattr(Storage, "write_pieces", write_one_checkpoint)
     assert train(tmp_path / "a/parts", "--epochs", "2") == 2
-    monkeypatch.setattr(Storage, "write_bytes", write)
+    monkeypatch.setattr(Storage, "write_pieces", write)
     assert train(tmp_path / "b/parts", "--epochs", "2", "--resume") == 0
     whole, parts = (Storage(uri) for uri in (finished[0], "s3://kept/runs/parts"))
     assert parts.read_bytes("center.safetensors") == whole.read_bytes("center.safetensors")
@@ -228,10 +229,10 @@ def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
 class Cut(Storage):
     """A storage that fails at the manifest, which comes last."""
 
-    def write_bytes(self, name, data):
+    def write_pieces(self, name, pieces):
         if name.endswith("manifest.json"):
             raise OSError("the network went away")
-        super().write_bytes(name, data)
+        return super().write_pieces(name, pieces)
 
 
 def test_a_checkpoint_that_was_cut_off_is_none_and_the_one_before_stays():

@@ -6,7 +6,9 @@ command needs of torch or Ray it imports when it runs: ``--help`` should not wai
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -26,6 +28,8 @@ from raydl.versions import installed_version
 
 __all__ = ["COMMANDS", "main", "parse_train"]
 
+_RAY_ENDS_S = 10.0
+"""The longest that this process waits for its Ray to end, in seconds, if it can not end orderly."""
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "submit": submit,
@@ -52,7 +56,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; None: those of this process.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    status = 1
+    try:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+    finally:
+        if arguments is None:
+            _end_if_a_thread_hangs(status)
+    return status
+
+
+def _end_if_a_thread_hangs(status: int) -> None:
+    """End this process at once if a thread of it was left behind in a call that may never return.
+
+    The orderly end of Python, and of the libraries that it has loaded, could wait for that one.
+    """
+    silence = sys.modules.get("raydl.silence")
+    if silence is None or not silence.is_anything_given_up():
+        return
+    if sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    ray = sys.modules.get("ray")
+    if ray is not None:  # a Ray that was started for this run ends with it
+        ending = threading.Thread(target=ray.shutdown, daemon=True)
+        ending.start()
+        ending.join(_RAY_ENDS_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run(given: list[str]) -> int:
     if given == ["--version"]:
         print(f"raydl {_version()}")
         return 0

@@ -210,9 +210,11 @@ class Controller:
         if self.state is State.FINISHING:
             return
         run, keeper = self._run, self._keeper
+        if not self._waits_for_files:
+            keeper.wrote()
         is_settled = self.state is State.WAITING and keeper.is_collected(self._round)
         needed = set(run.ended) if run and not is_settled else set()
-        for worker_id in self._staff.part_with_leavers(needed | keeper.giving):
+        for worker_id in self._staff.part_with_leavers(needed | keeper.giving | keeper.writing):
             self._known.expect_nothing_from(worker_id)
 
     # what follows from it
@@ -407,7 +409,7 @@ class Controller:
             return
         if self._keeper.is_lost:  # for the score alone, which is no condition
             self._say(self._keeper.rebuild(self.workforce.freshest_copy(since=self._first_round)))
-        is_told = run.is_told() and not self._recorder.is_writing
+        is_told = run.is_told() and not self._waits_for_files
         if not is_told and self._silent_s <= _SILENCE_S:
             return
         if self.lacks_score:
@@ -430,6 +432,11 @@ class Controller:
                 f"{_SILENCE_S:.0f} s; the same command with --resume goes on from the newest "
                 f"checkpoint"
             )
+
+    @property
+    def _waits_for_files(self) -> bool:
+        """Whether a checkpoint is being written, to a storage that answers."""
+        return self._recorder.is_writing and not self._recorder.is_given_up
 
     @property
     def lacks_score(self) -> bool:

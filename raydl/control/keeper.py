@@ -52,7 +52,9 @@ class CenterKeeper:
         self.num_lost_scores = 0
         """Scores that were given up since one came."""
         self._lost_round = -1
-        self._last_collected = -1
+        self._last_collected = self._collected_before = -1
+        self.writing: frozenset[str] = frozenset()
+        """Workers whose states of a collected round are being written."""
 
     # snapshots
 
@@ -226,9 +228,21 @@ class CenterKeeper:
     def take_collected(self, collected: Collected) -> None:
         """Note that all states of a round are here."""
         self.heard_at = self._clock()
+        self._collected_before = self._last_collected
         self._last_collected = collected.snapshot.round
+        self.writing |= self.giving
         self.giving = frozenset()
         self.times.done(self._clock(), collected.snapshot.epoch)
+
+    def wrote(self) -> None:
+        """Note that nothing is being written: nobody's state is needed any more."""
+        self.writing = frozenset()
+
+    def lost_states(self, round: int) -> None:
+        """Note that a round which was collected will not be written: a worker has gone."""
+        if round == self._last_collected:
+            self._last_collected = self._collected_before
+            self.times.take_back()
 
     def is_collected(self, round: int) -> bool:
         """Whether the states of a round, or of a newer one, are here."""

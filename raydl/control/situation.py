@@ -32,12 +32,15 @@ from raydl.crew import (
     Reported,
     RunEnded,
     Scoring,
+    StatesLost,
     WorkerReady,
 )
 from raydl.errors import InfrastructureError, NonFiniteError
 from raydl.machine_failures import in_one_line
 from raydl.pace import Pace
 from raydl.reports import Outcome, Record, WorkerReport
+
+_TOLD_SCORES = 20
 
 
 @dataclass(kw_only=True)
@@ -120,6 +123,9 @@ class Situation:
                 self.keeper.take_collected(event)
                 is_last = event.snapshot.round == self.finished_at
                 self.recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
+            case StatesLost(round, reason):
+                self.keeper.lost_states(round)
+                self.say(f"a checkpoint was given up: {reason}")
 
     def _take_error(self, name: str, error: Exception) -> None:
         """Go on without a worker that raised, or stop after a checkpoint and raise it then.
@@ -254,6 +260,13 @@ class Situation:
             self.say(f"a checkpoint was given up: {reason}")
         elif task == "evaluation":
             self.keeper.num_lost_scores += 1
-            self.say(f"a score was given up: {reason}")
+            self._tell_lost_score(self.keeper.num_lost_scores, reason)
         elif task.startswith("state of"):
             self.staff.take_over(task.removeprefix("state of "), None)
+
+    def _tell_lost_score(self, number: int, reason: str) -> None:
+        """Tell each of the first scores that are lost in a row, then every tenth."""
+        if number == 1:
+            self.say(f"a score was given up: {reason}")
+        elif number <= _TOLD_SCORES or number % 10 == 0:
+            self.say(f"a score was given up, {number} in a row by now: {reason}")

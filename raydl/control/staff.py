@@ -67,7 +67,7 @@ class Staff:
         self._asked[worker_id] = self._num_asked
         self._num_asked += 1
         self._workforce.add(worker_id)
-        self._crew.ask(worker_id)
+        self._crew.ask(worker_id, self._own_states.get(worker_id))
 
     def stop_hiring(self) -> None:
         """Ask for nobody any more: the run is about to end."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,9 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from raydl.center import Snapshot, SnapshotShelf
+from raydl.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
 from raydl.center_service import CenterService, OptimizerStates, make_shard
+from raydl.checkpoint import SavedState, unpack
 from raydl.crew import Evaluated, Published, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
@@ -35,6 +38,8 @@ from raydl.on_ray.cluster import START_S, Place, node_here
 from raydl.on_ray.upkeep import freeze_objects, keep_freed_memory
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
+from raydl.storage import Storage, Sum
+from raydl.tensor_files import TensorFile
 from raydl.worker import Worker
 
 _ANNOUNCE_S = 5.0
@@ -131,6 +136,13 @@ class CenterActor:
         """Return the snapshot of a round."""
         return self._shelf.get(round)
 
+    def get_to_write(self, round: int) -> Snapshot | None:
+        """Return the snapshot of a round so that it lies in shared memory, its optimizer too."""
+        snapshot = self._shelf.get(round)
+        if snapshot is None:
+            return None
+        return dataclasses.replace(snapshot, optimizer=as_arrays(snapshot.optimizer))
+
     def newest(self) -> Snapshot:
         """Return the newest snapshot."""
         return self._shelf.newest()
@@ -195,7 +207,8 @@ class CenterActor:
 
 
 def _with_optimizer(snapshot: Snapshot, optimizer: dict[str, Any] | None) -> Snapshot:
-    return snapshot if optimizer is None else dataclasses.replace(snapshot, optimizer=optimizer)
+    known = snapshot.optimizer if optimizer is None else optimizer
+    return dataclasses.replace(snapshot, optimizer=as_tensors(known))
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE)
@@ -248,9 +261,12 @@ class ShardActor:
         return self._shard.state()
 
 
-@ray.remote(concurrency_groups={"loop": 1, "control": 1})
+@ray.remote(concurrency_groups={"loop": 1, "control": 1, "files": 1})
 class WorkerActor:
-    """Hosts one :class:`Worker`: the loop in one thread, questions to it in another."""
+    """Hosts one :class:`Worker`: the loop in one thread, questions to it in another.
+
+    A third one writes what the worker holds for a checkpoint, beside the training.
+    """
 
     def setup(
         self,
@@ -259,20 +275,34 @@ class WorkerActor:
         train: Samples,
         prepare: Prepare,
         untrained: dict[str, np.ndarray],
-    ) -> Place:
-        """Build the worker; return its node and process id.
+        saved: bytes | None = None,
+    ) -> tuple[Place, bool]:
+        """Build the worker; return its node and process id, and whether it lacks no state.
 
         Not in ``__init__``: errors arrive as they are.
+
+        Args:
+            job: what all workers do.
+            worker_id: its id.
+            train: the training set.
+            prepare: makes its samples ready for the model.
+            untrained: the untrained state of the run's first model.
+            saved: a pickled :class:`raydl.checkpoint.SavedState` of its own; None: it has none.
         """
         try:
-            return self._set_up(job, worker_id, Batches(train, prepare), untrained)
+            return self._set_up(job, worker_id, Batches(train, prepare), untrained, saved)
         except Exception as error:
             raise_if_of_machine(worker_id, error)
             raise
 
     def _set_up(
-        self, job: Job, worker_id: str, batches: Batches, untrained: dict[str, np.ndarray]
-    ) -> Place:
+        self,
+        job: Job,
+        worker_id: str,
+        batches: Batches,
+        untrained: dict[str, np.ndarray],
+        saved: bytes | None,
+    ) -> tuple[Place, bool]:
         keep_freed_memory()
         torch.set_num_threads(job.config.scaling.num_threads)
         node = node_here()
@@ -295,8 +325,11 @@ class WorkerActor:
         self._lock = threading.Lock()
         self._generation = self._abandoned_up_to = 0
         self._abandoned = threading.Event()
+        self._num_written, self._may_write = 0, threading.Event()
+        self._fed = bytearray()
+        self._own_state = None if saved is None else _load_saved(saved)
         freeze_objects()
-        return node, os.getpid()
+        return (node, os.getpid()), saved is None or self._own_state is not None
 
     def _publish(self, snapshot: Snapshot) -> None:
         self._shards[HOME].put.remote(snapshot)
@@ -321,6 +354,8 @@ class WorkerActor:
         own_state: dict[str, Any] | None,
         shards: list[ActorHandle],
         fired: tuple[int, ...],
+        *,
+        goes_on: bool = False,
     ) -> RunEnded:
         """Train in one generation until this worker leaves it; return why, and where.
 
@@ -331,7 +366,10 @@ class WorkerActor:
             own_state: what this worker starts from besides.
             shards: of the center, the home shard first.
             fired: faults of the plan that have fired.
+            goes_on: it starts from the state of a checkpoint, which is here already.
         """
+        if goes_on:
+            own_state, self._own_state = self._own_state, None
         torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
         self._shards = shards
         self._injector.skip(fired)
@@ -446,6 +484,87 @@ class WorkerActor:
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at a round."""
         return self._worker.take_kept(round)
+
+    # its own state, to a checkpoint and from one
+
+    @ray.method(concurrency_group="control")
+    def hold_kept(self, round: int) -> int:
+        """Hold the state kept at a round, to be written; return its bytes."""
+        self._worker.hold_kept(round)
+        return self._worker.held(round).num_bytes
+
+    @ray.method(concurrency_group="control")
+    def release(self, round: int) -> None:
+        """Hold the state of a round no more."""
+        self._worker.release(round)
+
+    @ray.method(concurrency_group="files")
+    def write_held(self, round: int, storage: bytes, name: str, token: str) -> Sum | None:
+        """Write what is held of a round; None: this process can not, the driver has to.
+
+        Args:
+            round: one that is held.
+            storage: the run's folder, pickled: it may not be known here.
+            name: of the file.
+            token: a file that is there if this process sees that same folder.
+        """
+        held = self._worker.held(round)
+        self._num_written, self._may_write = 0, threading.Event()
+        self._may_write.set()
+        try:
+            here: Storage = pickle.loads(storage)
+            return here.write_pieces(name, self._counted(held)) if here.exists(token) else None
+        except Exception:  # whatever it is that a file system lacks here, the driver may have it
+            return None
+
+    def _counted(self, held: TensorFile) -> Iterator[memoryview]:
+        for piece in held.pieces():
+            if not self._may_write.is_set():
+                raise OSError("the checkpoint was given up")
+            yield piece
+            self._num_written += len(piece)
+
+    @ray.method(concurrency_group="control")
+    def stop_writing(self) -> None:
+        """Write no more of what is held."""
+        self._may_write.clear()
+
+    @ray.method(concurrency_group="control")
+    def num_written(self) -> int:
+        """Return how many bytes are written of what is being written."""
+        return self._num_written
+
+    @ray.method(concurrency_group="control")
+    def num_held(self, round: int) -> int:
+        """Return the bytes of what is held of a round."""
+        return self._worker.held(round).num_bytes
+
+    @ray.method(concurrency_group="control")
+    def read_held(self, round: int, start: int, num_bytes: int) -> np.ndarray:
+        """Return a stretch of what is held of a round: uint8, [num_bytes] or fewer at the end."""
+        return np.frombuffer(self._worker.held(round).read(start, num_bytes), np.uint8)
+
+    @ray.method(concurrency_group="control")
+    def feed_state(self, piece: np.ndarray, written: Sum) -> None:
+        """Take the next piece of this worker's state in a checkpoint, and all of it at its end."""
+        self._fed += piece.tobytes()
+        if len(self._fed) >= written.num_bytes:
+            data, self._fed = self._fed, bytearray()
+            self._own_state = unpack(data) if Sum.of([data]) == written else None
+
+    @ray.method(concurrency_group="control")
+    def has_own_state(self) -> bool:
+        """Return whether the state of a checkpoint is here."""
+        return self._own_state is not None
+
+
+def _load_saved(saved: bytes) -> dict[str, Any] | None:
+    """Return a worker's state from a checkpoint; None: it can not be read here."""
+    try:
+        state: SavedState = pickle.loads(saved)
+        return state.load()
+    except Exception:  # as in write_held: credentials, packages, or a disk of another machine
+        return None
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"control": 1})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import uuid
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.center import Snapshot
+from raydl.checkpoint import SavedState
 from raydl.crew import (
     Busy,
     Changed,
@@ -28,6 +32,7 @@ from raydl.crew import (
     Reported,
     RunEnded,
     Scoring,
+    StatesLost,
     WorkerReady,
 )
 from raydl.data import Dataset, Prepare
@@ -51,6 +56,7 @@ from raydl.on_ray.cluster import (
     worker_options,
 )
 from raydl.on_ray.liveness import Liveness, Times, times_of
+from raydl.on_ray.states import RayState, feed
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.5
@@ -131,7 +137,10 @@ class RayCrew:
         self._fired: set[int] = set()
         self._members: tuple[str, ...] = ()
         self._collected: dict[str, Any] = {}
+        self._held: tuple[int, tuple[str, ...]] = -1, ()
         self._events: list[Event] = []
+        self._late: deque[Callable[[], list[Event]]] = deque()
+        self._blind: set[str] = set()
         self._evaluator: ActorHandle | None = None
         method = job.method
         self._backup = _Backup(not method.is_sync and method.has_center_optimizer)
@@ -148,9 +157,16 @@ class RayCrew:
         self._backup.begin(*self._known_optimizer)
         self._start_center(self._known)
 
-    def _know(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot from which a center can begin anew, if no worker has a newer one."""
-        self._known = ray.put(snapshot)
+    def _know(self, snapshot: Snapshot, ref: Any = None) -> None:
+        """Keep a snapshot from which a center can begin anew, if no worker has a newer one.
+
+        Args:
+            snapshot: the snapshot.
+            ref: where it is already in the shared memory of the center's node; that of the driver
+                is where it is safe.
+        """
+        is_safe = ref is not None and self._places["center"][0] == self._home
+        self._known = ref if is_safe else ray.put(snapshot)
         optimizer = ray.put(snapshot.optimizer) if self._backup.is_needed else None
         self._known_optimizer = optimizer, snapshot.round
 
@@ -202,15 +218,22 @@ class RayCrew:
         self._start_center(copy, self._backup.state)
         return f"its optimizer is as it was after {self._backup.version:,} exchanges"
 
-    def ask(self, worker_id: str) -> None:
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Ask for one more worker."""
         options = worker_options(
             self._job.config.scaling, not_on=self._notices.nodes | self._avoided
         )
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
-        ref = worker.setup.remote(self._job, worker_id, self._train, self._prepare, self._untrained)
-        self._calls.expect(ref, worker_id, self._on_ready(worker_id))
+        ref = worker.setup.remote(
+            self._job,
+            worker_id,
+            self._train,
+            self._prepare,
+            self._untrained,
+            None if own_state is None else pickle.dumps(own_state),
+        )
+        self._calls.expect(ref, worker_id, self._on_ready(worker_id, own_state))
 
     def avoid(self, node: str) -> bool:
         """Start no further worker on a node, if another one could hold it."""
@@ -220,12 +243,34 @@ class RayCrew:
         self._avoided = avoided
         return True
 
-    def _on_ready(self, worker_id: str) -> Handler:
-        def handle(place: Place) -> list[Event]:
-            self._places[worker_id] = place
-            return [WorkerReady(worker_id, place[0])]
+    def _on_ready(self, worker_id: str, own_state: SavedState | None) -> Handler:
+        def handle(told: tuple[Place, bool]) -> list[Event]:
+            place, has_state = told
+            if not has_state and own_state is not None:
+                self._feed(worker_id, place, own_state)
+                return []
+            return self._came_up(worker_id, place)
 
         return handle
+
+    def _came_up(self, worker_id: str, place: Place) -> list[Event]:
+        self._places[worker_id] = place
+        return [WorkerReady(worker_id, place[0])]
+
+    def _feed(self, worker_id: str, place: Place, saved: SavedState) -> None:
+        """Hand a worker its state that it can not read by itself; it is ready then."""
+        worker = self._workers[worker_id]
+
+        def after(problem: Exception | None) -> list[Event]:
+            if self._workers.get(worker_id) is not worker:  # it was ended meanwhile
+                return []
+            if problem is None:
+                return self._came_up(worker_id, place)
+            if isinstance(problem, RayError):
+                return self._lose(worker_id, in_few_words(problem))
+            return [Failed(worker_id, problem)]
+
+        feed(worker, saved, lambda problem: self._late.append(lambda: after(problem)))
 
     def end(self, worker_id: str) -> None:
         """End a worker's process."""
@@ -265,6 +310,8 @@ class RayCrew:
             call = self._calls.take(ref)
             if call is not None:  # its process may have been lost a moment ago
                 self._events += self._answer(ref, call)
+        while self._late:
+            self._events += self._late.popleft()()
         self._look_at_the_silent()
         for who in self._leases.expired():
             self._events += self._end_or_wait(who)
@@ -407,6 +454,7 @@ class RayCrew:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
             self._calls.forget(lambda other: other.task == "checkpoint")
+            self._release_held()
         return [GaveUp(call.task, reason)]
 
     def _lose(self, who: str, reason: str) -> list[Event]:
@@ -453,8 +501,16 @@ class RayCrew:
             device=config.exchange_device,
             timeout_s=config.exchange.timeout_s,
         )
+        goes_on = isinstance(own_state, SavedState)  # then the worker has it
+        own_state = None if goes_on else own_state
         ref = self._workers[worker_id].run.remote(
-            membership, address, snapshot, own_state, self._shards, tuple(self._fired)
+            membership,
+            address,
+            snapshot,
+            own_state,
+            self._shards,
+            tuple(self._fired),
+            goes_on=goes_on,
         )
         self._calls.expect(ref, worker_id, lambda end: [end], generation=generation)
 
@@ -517,28 +573,57 @@ class RayCrew:
             self._evaluator = None
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
-        """Gather center and workers of a round."""
+        """Gather the center of a round; the workers hold their states until they are written."""
         self._calls.forget(lambda call: call.task == "checkpoint")
+        self._release_held(but=round)
+        self._held = round, worker_ids
         self._collected = dict.fromkeys(("center", *worker_ids))
-        refs = {"center": self._center.get.remote(round)}
-        refs |= {w: self._workers[w].take_kept.remote(round) for w in worker_ids}
-        for who, ref in refs.items():
-            self._calls.expect(ref, who, self._on_collected(who), task="checkpoint")
+        center = self._center.get_to_write.remote(round)
+        self._calls.expect(center, "center", self._on_center(center), task="checkpoint")
+        for worker_id in worker_ids:
+            held = self._workers[worker_id].hold_kept.remote(round)
+            self._calls.expect(held, worker_id, self._on_held(worker_id, round), task="checkpoint")
 
-    def _on_collected(self, who: str) -> Handler:
-        def handle(part: Any) -> list[Event]:
-            if part is None:
+    def _release_held(self, *, but: int = -1) -> None:
+        """Let workers hold no more what they were asked for and nobody came to write."""
+        round, worker_ids = self._held
+        self._held = -1, ()
+        for worker_id in worker_ids:
+            if round != but and worker_id in self._workers:
+                self._workers[worker_id].release.remote(round)
+
+    def _on_center(self, ref: Any) -> Handler:
+        def handle(snapshot: Snapshot | None) -> list[Event]:
+            if snapshot is None:
                 return [GaveUp("checkpoint", "the center was rebuilt")]
-            self._collected[who] = part
-            if any(value is None for value in self._collected.values()):
-                return []
-            parts, self._collected = self._collected, {}
-            self._know(parts["center"])
-            if self._backup.version < self._known_optimizer[1]:
-                self._backup.begin(*self._known_optimizer)
-            return [Collected(parts.pop("center"), parts)]
+            self._collected["center"] = snapshot, ref
+            return self._events_if_all_are_here()
 
         return handle
+
+    def _on_held(self, worker_id: str, round: int) -> Handler:
+        def lost(reason: str) -> None:
+            self._late.append(lambda: [StatesLost(round, reason)])
+
+        def handle(_: int) -> list[Event]:
+            worker = self._workers[worker_id]
+            self._collected[worker_id] = RayState(
+                worker, worker_id, round, blind=self._blind, on_loss=lost
+            )
+            return self._events_if_all_are_here()
+
+        return handle
+
+    def _events_if_all_are_here(self) -> list[Event]:
+        if any(part is None for part in self._collected.values()):
+            return []
+        workers, self._collected = self._collected, {}
+        self._held = -1, ()  # from here on who writes them releases them
+        snapshot, ref = workers.pop("center")
+        self._know(snapshot, ref)
+        if self._backup.version < self._known_optimizer[1]:
+            self._backup.begin(*self._known_optimizer)
+        return [Collected(snapshot, workers)]
 
     def waiting_for(self) -> str:
         """Return who is starting, what the others need, and what the cluster has."""

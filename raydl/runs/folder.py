@@ -90,7 +90,8 @@ class RunFolder:
         setting = "run.storage_path" if self.is_remote else "run.run_dir"
         self.storage.probe(setting)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            with self.storage.waiting(f"to make {self.path}"):
+                self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problem = f"{self.path} can not be made: {in_words(error)}"
             raise ConfigError("run.run_dir", problem) from error

@@ -54,7 +54,8 @@ def held(storage: Storage, setting: str) -> Iterator[None]:
     Raises:
         ConfigError: another driver holds it; it says which, since when, and what to do.
     """
-    lock = None if storage.local_path is None else _lock(storage, setting)
+    with storage.waiting("to lock it"):
+        lock = None if storage.local_path is None else _lock(storage, setting)
     if lock is not None:
         try:
             yield
