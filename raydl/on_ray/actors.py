@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, OptimizerStates, make_shard
-from raydl.crew import Evaluated, Published, RunEnded
+from raydl.crew import Evaluated, Published, Refused, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
 from raydl.errors import ExchangeError
@@ -83,18 +83,34 @@ class CenterActor:
         # Not always the node that was asked for: of one that it can not use Ray makes another.
         return (self._host, self._store.port), (node_here(), os.getpid())
 
+    def begin(self, generation: int, round: int) -> Snapshot | None:
+        """Begin a generation of a synchronous method; return the snapshot that it starts from."""
+        return self._shelf.begin(generation, round)
+
     def put(self, snapshot: Snapshot) -> None:
-        """Take in a snapshot."""
+        """Take in a worker's snapshot, unless it comes too late."""
         self._shelf.put(snapshot)
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Take in the copy that all go on from."""
+        self._shelf.adopt(snapshot)
 
     def poll(self) -> Published:
         """Make the snapshots that are wanted; return the rounds held, and new records."""
         faults, self._faults = tuple(self._faults), []
         if self._service is None:
-            num_changes = self._shelf.num_changes()
-            return Published(self._shelf.rounds(), faults=faults, num_changes=num_changes)
+            return Published(
+                self._shelf.rounds(),
+                faults=faults,
+                num_changes=self._shelf.num_changes(),
+                process=self._process,
+                generation=self._shelf.generation,
+                newest_generation=self._shelf.newest().generation,
+                refused={"snapshots": self._shelf.num_refused},
+            )
         for due in self._service.dispatcher.take_due():
-            self._shelf.put(self._service.snapshot(due, self._states_of_others))
+            # No put: the center's own snapshot is never late, whoever joins while it is made.
+            self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
         dispatcher = self._service.dispatcher
         return Published(
             self._shelf.rounds(),
@@ -103,6 +119,7 @@ class CenterActor:
             dispatcher.is_complete(),
             told_s=time.monotonic(),
             process=self._process,
+            refused={"messages": self._service.num_refused},
         )
 
     def _states_of_others(self) -> list[ShardState]:
@@ -210,6 +227,7 @@ class ShardActor:
     ) -> None:
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
+        self._process = uuid.uuid4().hex
         self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
 
     def form(self, membership: Membership) -> ShardState:
@@ -229,8 +247,9 @@ class ShardActor:
         """Return what the optimizers remember, by span."""
         return self._shard.optimizer_states()
 
-    def ping(self) -> None:
-        """Answer."""
+    def ping(self) -> Refused:
+        """Answer, with what was refused here."""
+        return Refused(self._process, self._shard.num_refused)
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return what a worker of a node may map."""

@@ -24,6 +24,7 @@ from raydl.crew import (
     HandedIn,
     Lost,
     Published,
+    Refused,
     Reported,
     RunEnded,
     Scoring,
@@ -357,7 +358,7 @@ class RayCrew:
         self._members = membership.worker_ids
         self._wake_evaluator()  # not before: the start of the workers goes first
         if self._job.method.is_sync:
-            snapshot = self._center.get.remote(round)
+            snapshot = self._center.begin.remote(membership.generation, round)
         else:  # workers send only to shards that know them
             formed, snapshot = self._center.form.options(num_returns=2).remote(membership)
             self._calls.expect(formed, "center", _on_change)
@@ -407,7 +408,7 @@ class RayCrew:
 
     def publish(self, worker_id: str) -> None:
         """Let the center take in a worker's copy of it."""
-        put = self._center.put.remote(self._workers[worker_id].center.remote())
+        put = self._center.adopt.remote(self._workers[worker_id].center.remote())
 
         def poll_at_once(_: None) -> list[Event]:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
@@ -458,7 +459,7 @@ class RayCrew:
     def _on_collected(self, who: str) -> Handler:
         def handle(part: Any) -> list[Event]:
             if part is None:
-                return [GaveUp("checkpoint", "the center was rebuilt")]
+                return [GaveUp("checkpoint", "the center does not hold its round any more")]
             self._collected[who] = part
             if any(value is None for value in self._collected.values()):
                 return []
@@ -488,5 +489,5 @@ def _on_progress(num_samples: int) -> list[Event]:
     return [Scoring(num_samples)]
 
 
-def _on_ping(_: None) -> list[Event]:
-    return []
+def _on_ping(refused: Refused) -> list[Event]:
+    return [refused]
