@@ -306,10 +306,12 @@ class WorkerActor:
         return node, os.getpid()
 
     def _publish(self, snapshot: Snapshot) -> None:
+        self._partition.hold()
         self._shards[HOME].put.remote(snapshot)
 
     def _announce(self, fault: Fault) -> bool:
         """Tell of a fault before it comes; return whether that may have been heard."""
+        self._partition.hold()
         noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
         try:
             ray.get(noted, timeout=_ANNOUNCE_S)
@@ -339,20 +341,22 @@ class WorkerActor:
             shards: of the center, the home shard first.
             fired: faults of the plan that have fired.
         """
-        torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
-        self._shards = shards
-        self._injector.skip(fired)
-        generation = membership.generation
-        with self._lock:
-            self._generation, self._abandoned = generation, threading.Event()
-            if generation <= self._abandoned_up_to:  # the order came before us
-                self._abandoned.set()
-        try:
-            outcome, problem = self._train(membership, address, snapshot, own_state), ""
-        except ExchangeError as error:
-            outcome, problem = Outcome.BROKEN, str(error)
+        with self._partition.both_ways():
+            torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
+            self._shards = shards
+            self._injector.skip(fired)
+            generation = membership.generation
+            with self._lock:
+                self._generation, self._abandoned = generation, threading.Event()
+                if generation <= self._abandoned_up_to:  # the order came before us
+                    self._abandoned.set()
+            try:
+                outcome, problem = self._train(membership, address, snapshot, own_state), ""
+            except ExchangeError as error:
+                outcome, problem = Outcome.BROKEN, str(error)
         worker_id, age = self._worker.worker_id, self._worker.copy_age
-        return RunEnded(worker_id, outcome, age[0], generation, problem, age[1])
+        made_by = self._worker.copy_generation
+        return RunEnded(worker_id, outcome, age[0], generation, problem, age[1], made_by)
 
     def _train(
         self,
@@ -366,22 +370,28 @@ class WorkerActor:
             roads.append(self._make_road(membership, address))
             partners = self._make_partners(membership, address)
             roads += [partners] if partners else []
-            road = Held(roads[0], self._partition.hold) if self._job.faults.faults else roads[0]
-            self._worker.join(membership, road, snapshot, own_state, partners)
+            self._worker.join(
+                membership, self._held(roads[0]), snapshot, own_state, self._held(partners)
+            )
             outcome = Outcome.GO_ON
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
             return outcome
         finally:
             # At once: peers notice by it that a member has left a broken exchange.
+            self._partition.hold()
             for road in roads:
                 road.close()
+
+    def _held(self, road: Any) -> Any:
+        """Return a road that this process's partitions hold back; without faults as it is."""
+        has_faults = self._job.faults.faults and road is not None
+        return Held(road, self._partition.hold) if has_faults else road
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int) -> None:
         """Leave a generation at once, out of any exchange; it may not have begun yet."""
-        self._partition.hold()
-        with self._lock:
+        with self._partition.both_ways(), self._lock:
             self._abandoned_up_to = max(self._abandoned_up_to, generation)
             if self._generation <= generation:
                 self._abandoned.set()
@@ -415,24 +425,26 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:
         """Return what is new."""
-        self._partition.hold()
-        return self._worker.report()
+        with self._partition.both_ways():
+            return self._worker.report()
 
     @ray.method(concurrency_group="control")
     def center(self) -> Snapshot:
         """Return this worker's copy of the center."""
-        return self._worker.center()
+        with self._partition.both_ways():
+            return self._worker.center()
 
     @ray.method(concurrency_group="control")
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
-        self._partition.hold()
-        self._worker.vote(generation, **votes)
+        with self._partition.both_ways():
+            self._worker.vote(generation, **votes)
 
     @ray.method(concurrency_group="control")
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at a round."""
-        return self._worker.take_kept(round)
+        with self._partition.both_ways():
+            return self._worker.take_kept(round)
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"control": 1})
