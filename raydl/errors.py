@@ -11,6 +11,7 @@
     ├── StepError                   a local step led to what must not reach the center
     │   └── NonFiniteLossError      the loss became NaN or infinite
     ├── ProcessLostError            a process of the run went away
+    ├── SupersededError             another driver has taken the run over
     ├── AttachError                 an own loop could not go on together with the others
     └── ExchangeError               an exchange did not complete; nothing was changed by it
         └── ExchangeTimeoutError    somebody did not come in time
@@ -200,6 +201,31 @@ class ProcessLostError(RaydlError):
         return (
             f"the process of {self.name} was lost: {self.reason}; the same command with "
             f"--resume goes on from the last checkpoint, if one was written"
+        )
+
+
+class SupersededError(RaydlError):
+    """Another driver has taken the run over: this one may not change its files any more.
+
+    Args:
+        place: where the run is kept.
+        driver_epoch: of this driver.
+        newer: the driver epoch of the other.
+        holder: which process that is, and since when; empty: not known.
+    """
+
+    def __init__(self, place: str, driver_epoch: int, newer: int, holder: str = "") -> None:
+        super().__init__(place, driver_epoch, newer, holder)
+        self.place = place
+        self.driver_epoch = driver_epoch
+        self.newer = newer
+        self.holder = holder
+
+    def __str__(self) -> str:
+        who = f"{self.holder} has" if self.holder else "another driver has"
+        return (
+            f"{self.place}: this driver's epoch {self.driver_epoch} is over: {who} taken the run "
+            f"over as driver epoch {self.newer}; this driver ends and changes nothing there"
         )
 
 

@@ -12,13 +12,13 @@ from importlib import metadata
 
 from raydl.cli.data import data_command
 from raydl.cli.listing import list_methods, list_models
-from raydl.cli.options import STOPPED, list_commands, parse_train
+from raydl.cli.options import STOPPED, SUPERSEDED, list_commands, parse_train
 from raydl.cli.planning import plan
 from raydl.cli.reporting import report
 from raydl.cli.runs import check, remove, score, status
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
-from raydl.errors import RaydlError
+from raydl.errors import RaydlError, SupersededError
 from raydl.texts import escape_controls
 from raydl.versions import installed_version
 
@@ -40,7 +40,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 done, 2 a mistake in what was asked for.
+    """Run a command and return its exit status.
+
+    0: done; 2: a mistake in what was asked for, or the run failed; 3: another driver has taken
+    the run over.
 
     Args:
         arguments: without the program's name; None: those of this process.
@@ -55,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if given in ([], ["-h"], ["--help"]) else 2
     try:
         return command(given[1:])
+    except SupersededError as error:
+        print(escape_controls(f"error: {error}"), file=sys.stderr)
+        return SUPERSEDED
     except RaydlError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
         return 2

@@ -41,6 +41,8 @@ _KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
 a sentence, how a word becomes one."""
 STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 """Exit status by the signal that stopped a command."""
+SUPERSEDED = 3
+"""Exit status of a driver that another one has taken the run over from."""
 
 
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
