@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.hosts import Hosts
@@ -65,6 +66,35 @@ def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
         if process.returncode:
             raise RuntimeError(f"the node of host {host} did not start:\n{said}")
     return {**environment, "RAY_ADDRESS": address}
+
+
+def rejoin_ray(
+    hosts: Hosts, host: int, folder: Path, environment: Mapping[str, str], *, timeout_s: float
+) -> bool:
+    """Start the node of a host again if it has ended; return whether it had.
+
+    Ray takes a node for lost that was cut off for some half a minute, and ends it when it hears of
+    it again.
+
+    Args:
+        hosts: of the cluster.
+        host: not that of the head.
+        folder: a new one for what the node writes; its path is short.
+        environment: what :func:`start_ray` returned.
+        timeout_s: the longest start.
+
+    Raises:
+        subprocess.SubprocessError: it did not start.
+    """
+    try:
+        hosts.run(host, ["pgrep", "-x", "raylet"], timeout_s=timeout_s)
+    except subprocess.CalledProcessError:
+        ray = str(Path(sys.executable).with_name("ray"))
+        join = [ray, "start", "--address", environment["RAY_ADDRESS"]]
+        words = [*join, *_place(hosts, host, folder)]
+        hosts.run(host, words, env={**environment, "RAY_ADDRESS": ""}, timeout_s=timeout_s)
+        return True
+    return False
 
 
 def _place(hosts: Hosts, host: int, folder: Path) -> list[str]:

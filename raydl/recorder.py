@@ -211,6 +211,7 @@ class RunRecorder:
         values |= self._allreduce_values(reports)
         self._tell_cadence(reports)
         values |= self._left_out_values(reports)
+        values |= self._refused_values()
         values |= time_values(self._parts)
         self._stack.add(record.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.num_samples, unix_s=_unix_s(now))
@@ -289,6 +290,11 @@ class RunRecorder:
             self.event(sentence)
         num_samples = self._bad_samples.num_samples
         return {"data/left_out": num_samples} if num_samples else {}
+
+    def _refused_values(self) -> dict[str, float]:
+        """Return how much came too late; without any there is no curve."""
+        num_refused = sum(self._controller.refused.values()) if self._controller else 0
+        return {"exchange/refused": num_refused} if num_refused else {}
 
     def evaluated(self, evaluated: Evaluated) -> None:
         """Write the scores of the center, and now and then pictures."""
@@ -428,6 +434,7 @@ class RunRecorder:
             "exchange_bytes": last.exchange_bytes if last else 0,
             "best": self._best.kept.figures() if self._best.kept else None,
             "left_out_samples": self._bad_samples.num_samples,
+            "refused": run.refused if run else {},
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.cadence) if self._choice else None,

@@ -242,7 +242,7 @@ class Trainer:
                 callbacks=(*callbacks_of(config.training), *self.callbacks),
             )
             recorder.follow(controller)
-            run_to_end(controller, recorder, desk, view, config=config)
+            run_to_end(controller, recorder, desk, view, config=config, epoch=start.folder.epoch)
             if controller.outcome is Outcome.FINISHED:
                 recorder.checkpoints.finish()
         assert controller.state is State.DONE
@@ -404,7 +404,7 @@ def _finish(
         "ended_by": ended_by,
         "ended_because": ended_because,
     }
-    metrics["lacks_score"] = lacks_score
+    metrics |= {"lacks_score": lacks_score, "driver_epoch": start.folder.epoch.number}
     if lacks_score:  # that of an earlier center is none of this one
         metrics |= {"center_accuracy": None, "center_loss": None}
     within(start.folder.storage, lambda: start.folder.write_result(metrics))

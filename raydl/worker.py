@@ -58,7 +58,7 @@ class Worker:
         worker_id: str,
         *,
         batches: Batches,
-        publish: Callable[[Snapshot], None],
+        publish: Callable[[Snapshot], object],
         incarnation: int = 0,
         before_step: BeforeStep | None = None,
         untrained: Untrained | None = None,
@@ -353,6 +353,11 @@ class Worker:
     def copy_age(self) -> tuple[int, int]:
         """(Rounds, changes of the ledger) that its copy of the center has seen; -1: it has none."""
         return (self.round, self._schedule.num_changes) if self._schedule else (-1, 0)
+
+    @property
+    def copy_generation(self) -> int:
+        """The generation that made its copy of the center; 0: the center itself made it."""
+        return self._generation if self._schedule and self._method.is_sync else 0
 
     # what others ask for
 

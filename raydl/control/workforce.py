@@ -41,6 +41,8 @@ class Copy:
     round: int
     num_changes: int = 0
     """Of the ledger: of two copies of a round the one with more knows more claims."""
+    generation: int = 0
+    """The one that made it; 0: the center itself did."""
 
 
 @dataclass
@@ -182,12 +184,13 @@ class Workforce:
     def freshest_copy(self, *, since: int) -> Copy | None:
         """Return the furthest copy of the center; None: nobody has one of round ``since`` or later.
 
-        Of equal ones rather that of a worker that stays.
+        Of two copies of a round rather that of the newer generation, which was recorded last; of
+        equal ones rather that of a worker that stays.
         """
         ages = [
-            ((e.copy.round, e.copy.num_changes, e.phase is not Phase.LEAVING), e.copy)
+            ((c.round, c.generation, c.num_changes, e.phase is not Phase.LEAVING), c)
             for e in self._entries.values()
-            if e.copy is not None and not e.in_loop and e.copy.round >= since
+            if (c := e.copy) is not None and not e.in_loop and c.round >= since
         ]
         return max(ages, key=lambda age: age[0])[1] if ages else None
 

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from raydl.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
 from raydl.center_service import CenterService, OptimizerStates, make_shard
 from raydl.checkpoint import SavedState, unpack
-from raydl.crew import Evaluated, Published, RunEnded
+from raydl.crew import Evaluated, Published, Refused, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
 from raydl.errors import ExchangeError, NonFiniteError
@@ -89,18 +89,34 @@ class CenterActor:
         # Not always the node that was asked for: of one that it can not use Ray makes another.
         return (self._host, self._store.port), (node_here(), os.getpid())
 
+    def begin(self, generation: int, round: int) -> Snapshot | None:
+        """Begin a generation of a synchronous method; return the snapshot that it starts from."""
+        return self._shelf.begin(generation, round)
+
     def put(self, snapshot: Snapshot) -> None:
-        """Take in a snapshot."""
+        """Take in a worker's snapshot, unless it comes too late."""
         self._shelf.put(snapshot)
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Take in the copy that all go on from."""
+        self._shelf.adopt(snapshot)
 
     def poll(self) -> Published:
         """Make the snapshots that are wanted; return the rounds held, and new records."""
         faults, self._faults = tuple(self._faults), []
         if self._service is None:
-            num_changes = self._shelf.num_changes()
-            return Published(self._shelf.rounds(), faults=faults, num_changes=num_changes)
+            return Published(
+                self._shelf.rounds(),
+                faults=faults,
+                num_changes=self._shelf.num_changes(),
+                process=self._process,
+                generation=self._shelf.generation,
+                newest_generation=self._shelf.newest().generation,
+                refused={"snapshots": self._shelf.num_refused},
+            )
         for due in self._service.dispatcher.take_due():
-            self._shelf.put(self._service.snapshot(due, self._states_of_others))
+            # No put: the center's own snapshot is never late, whoever joins while it is made.
+            self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
         dispatcher = self._service.dispatcher
         return Published(
             self._shelf.rounds(),
@@ -109,6 +125,7 @@ class CenterActor:
             dispatcher.is_complete(),
             told_s=time.monotonic(),
             process=self._process,
+            refused={"messages": self._service.num_refused},
         )
 
     def _states_of_others(self) -> list[ShardState]:
@@ -225,6 +242,7 @@ class ShardActor:
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
         self._index = index
+        self._process = uuid.uuid4().hex
         self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
 
     def form(self, membership: Membership) -> ShardState:
@@ -244,9 +262,10 @@ class ShardActor:
         """Return what the optimizers remember, by span."""
         return self._shard.optimizer_states()
 
-    def ping(self) -> tuple[int, Place]:
-        """Return which shard this is, and where it runs."""
-        return self._index, (node_here(), os.getpid())
+    def ping(self) -> tuple[int, Place, Refused]:
+        """Return which shard this is, where it runs, and what was refused here."""
+        refused = Refused(self._process, self._shard.num_refused)
+        return self._index, (node_here(), os.getpid()), refused
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return what a worker of a node may map."""
@@ -332,10 +351,12 @@ class WorkerActor:
         return (node, os.getpid()), saved is None or self._own_state is not None
 
     def _publish(self, snapshot: Snapshot) -> None:
+        self._partition.hold()
         self._shards[HOME].put.remote(snapshot)
 
     def _announce(self, fault: Fault) -> bool:
         """Tell of a fault before it comes; return whether that may have been heard."""
+        self._partition.hold()
         noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
         try:
             ray.get(noted, timeout=_ANNOUNCE_S)
@@ -370,6 +391,18 @@ class WorkerActor:
         """
         if goes_on:
             own_state, self._own_state = self._own_state, None
+        with self._partition.both_ways():
+            return self._run(membership, address, snapshot, own_state, shards, fired)
+
+    def _run(
+        self,
+        membership: Membership,
+        address: GroupAddress,
+        snapshot: Snapshot,
+        own_state: dict[str, Any] | None,
+        shards: list[ActorHandle],
+        fired: tuple[int, ...],
+    ) -> RunEnded:
         torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
         self._shards = shards
         self._injector.skip(fired)
@@ -396,9 +429,18 @@ class WorkerActor:
         problem: str = "",
         error: NonFiniteError | None = None,
     ) -> RunEnded:
-        round, num_changes = self._worker.copy_age
-        worker_id = self._worker.worker_id
-        return RunEnded(worker_id, outcome, round, generation, problem, num_changes, error)
+        worker = self._worker
+        round, num_changes = worker.copy_age
+        return RunEnded(
+            worker.worker_id,
+            outcome,
+            round,
+            generation,
+            problem,
+            num_changes,
+            worker.copy_generation,
+            error,
+        )
 
     @ray.method(concurrency_group="control")
     def raised(self, generation: int) -> RunEnded:
@@ -417,22 +459,28 @@ class WorkerActor:
             roads.append(self._make_road(membership, address))
             partners = self._make_partners(membership, address)
             roads += [partners] if partners else []
-            road = Held(roads[0], self._partition.hold) if self._job.faults.faults else roads[0]
-            self._worker.join(membership, road, snapshot, own_state, partners)
+            self._worker.join(
+                membership, self._held(roads[0]), snapshot, own_state, self._held(partners)
+            )
             outcome = Outcome.GO_ON
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
             return outcome
         finally:
             # At once: peers notice by it that a member has left a broken exchange.
+            self._partition.hold()
             for road in roads:
                 road.close()
+
+    def _held(self, road: Any) -> Any:
+        """Return a road that this process's partitions hold back; without faults as it is."""
+        has_faults = self._job.faults.faults and road is not None
+        return Held(road, self._partition.hold) if has_faults else road
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int) -> None:
         """Leave a generation at once, out of any exchange; it may not have begun yet."""
-        self._partition.hold()
-        with self._lock:
+        with self._partition.both_ways(), self._lock:
             self._abandoned_up_to = max(self._abandoned_up_to, generation)
             if self._generation <= generation:
                 self._abandoned.set()
@@ -466,24 +514,26 @@ class WorkerActor:
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:
         """Return what is new."""
-        self._partition.hold()
-        return self._worker.report()
+        with self._partition.both_ways():
+            return self._worker.report()
 
     @ray.method(concurrency_group="control")
     def center(self) -> Snapshot:
         """Return this worker's copy of the center."""
-        return self._worker.center()
+        with self._partition.both_ways():
+            return self._worker.center()
 
     @ray.method(concurrency_group="control")
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
-        self._partition.hold()
-        self._worker.vote(generation, **votes)
+        with self._partition.both_ways():
+            self._worker.vote(generation, **votes)
 
     @ray.method(concurrency_group="control")
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at a round."""
-        return self._worker.take_kept(round)
+        with self._partition.both_ways():
+            return self._worker.take_kept(round)
 
     # its own state, to a checkpoint and from one
 

@@ -29,6 +29,7 @@ from raydl.crew import (
     HandedIn,
     Lost,
     Published,
+    Refused,
     Reported,
     RunEnded,
     Scoring,
@@ -268,7 +269,9 @@ class RayCrew:
                 return self._came_up(worker_id, place)
             if isinstance(problem, RayError):
                 return self._lose(worker_id, in_few_words(problem))
-            return [Failed(worker_id, problem)]
+            # Checkpoints that came after it may have taken its place: a worker may come late.
+            gave_up = GaveUp(f"saved state of {worker_id}", str(problem))
+            return [gave_up, *self._came_up(worker_id, place)]
 
         feed(worker, saved, lambda problem: self._late.append(lambda: after(problem)))
 
@@ -396,10 +399,10 @@ class RayCrew:
         self._fired.update(number for number, _ in published.faults)
         return [published]
 
-    def _on_ping(self, answer: tuple[int, Place]) -> list[Event]:
-        index, place = answer
+    def _on_ping(self, answer: tuple[int, Place, Refused]) -> list[Event]:
+        index, place, refused = answer
         self._places[f"shard {index}"] = place
-        return []
+        return [refused]
 
     def _is_question(self, call: Call) -> bool:
         """Whether it is one of those that are asked again and again."""
@@ -475,7 +478,7 @@ class RayCrew:
         self._members = membership.worker_ids
         self._wake_evaluator()  # not before: the start of the workers goes first
         if self._job.method.is_sync:
-            snapshot = self._center.get.remote(round)
+            snapshot = self._center.begin.remote(membership.generation, round)
         else:  # workers send only to shards that know them
             formed, snapshot = self._center.form.options(num_returns=2).remote(membership)
             self._calls.expect(formed, "center", _on_change)
@@ -533,7 +536,7 @@ class RayCrew:
 
     def publish(self, worker_id: str) -> None:
         """Let the center take in a worker's copy of it."""
-        put = self._center.put.remote(self._workers[worker_id].center.remote())
+        put = self._center.adopt.remote(self._workers[worker_id].center.remote())
 
         def poll_at_once(_: None) -> list[Event]:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
@@ -595,7 +598,7 @@ class RayCrew:
     def _on_center(self, ref: Any) -> Handler:
         def handle(snapshot: Snapshot | None) -> list[Event]:
             if snapshot is None:
-                return [GaveUp("checkpoint", "the center was rebuilt")]
+                return [GaveUp("checkpoint", "the center does not hold its round any more")]
             self._collected["center"] = snapshot, ref
             return self._events_if_all_are_here()
 
