@@ -150,7 +150,8 @@ def cost_of(num_workers: int, megabytes: int, num_checkpoints: int) -> Cost:
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--batch-size", "4",
         "--workers", str(num_workers), "--period", str(_PERIOD), "--samples", _ENDLESS,
         "--method", "sync-easgd", "--momentum", "0.9", "--lr", "0.0001",
-        "--cpus-per-worker", "0.1", "--evaluation.every-epochs", _ENDLESS, "--checkpoint.every-s", f"{_EVERY_S:g}",
+        "--cpus-per-worker", "0.1", "--evaluation.every-epochs", _ENDLESS,
+        "--checkpoint.every-s", f"{_EVERY_S:g}",
         "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip
     with Watched(words) as run:

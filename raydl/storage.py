@@ -345,11 +345,20 @@ class Storage:
 
     def _write(self, path: str, fill: Callable[[Any], object]) -> None:
         if self._filesystem.type_name == "local":
-            with open(path, "wb", buffering=0) as file:
-                fill(_Synced(file))
+            self._write_here(path, fill)
             return
         with self._filesystem.open_output_stream(path) as stream:
             fill(stream)
+
+    def _write_here(self, path: str, fill: Callable[[Any], object]) -> None:
+        try:
+            with open(path, "wb", buffering=0) as file:
+                fill(_Synced(file))
+        except OSError as error:
+            if error.errno is None or not error.strerror:
+                raise
+            said = error.strerror[0].lower() + error.strerror[1:]  # the rest of a sentence
+            raise OSError(error.errno, said) from error
 
     def _flush_to_disk(self, path: str) -> None:
         """Make a local file or folder survive a power failure; PyArrow does not."""
