@@ -138,6 +138,7 @@ class CheckpointWriter:
         self._unanswered = unanswered
         self._refuge = refuge
         self._unwritten: Collected | None = None
+        self._is_best_due = False
         self._store = store
         self._flat = flat
         self._best = best
@@ -244,10 +245,12 @@ class CheckpointWriter:
 
     def score(self, evaluated: Evaluated) -> None:
         """Write the center that was scored if it came along and is the best."""
-        if self._best.take(evaluated):
+        if self._best.take(evaluated) and not self._is_best_due:
+            self._is_best_due = True
             self._work.submit(self._write_best)
 
     def _write_best(self) -> None:
+        self._is_best_due = False  # one that comes from here on is another one
         try:
             self._best.write()
         except CheckpointError as error:
@@ -314,6 +317,8 @@ class CheckpointWriter:
             ) from error
         except BaseException:  # Ctrl-C
             self.abort()
+            if not self._work.wait(0):
+                give_up(self._store.root)
             raise
 
     def _save_elsewhere(self) -> Path | None:

@@ -365,9 +365,7 @@ def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
         write(storage, path, fill)
 
     monkeypatch.setattr(Storage, "_write", freeze)
-    real = within
-    monkeypatch.setattr("raydl.trainer.within", lambda *a, **m: real(*a, **{"limit_s": 1.0, **m}))
-    monkeypatch.setattr("raydl.recorder.within", lambda *a, **m: real(*a, **{"limit_s": 1.0, **m}))
+    monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
 
     class Freezes(raydl.Callback):
         def __init__(self):
@@ -397,6 +395,21 @@ def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
     assert f"the newest center is in {tmp_path}/run/center.safetensors" in str(error.value)
     assert load_file(tmp_path / "run/center.safetensors")
     assert time.monotonic() - began < 60
+
+
+def test_a_run_does_not_begin_on_a_storage_that_does_not_answer(tmp_path, monkeypatch, soon):
+    thawed = threading.Event()
+    monkeypatch.setattr(Storage, "_write", lambda *arguments: thawed.wait(60))
+    monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
+    run = raydl.RunConfig(run_dir=str(tmp_path / "run"))
+    scaling = raydl.ScalingConfig(num_workers=2)
+    began = time.monotonic()
+    try:
+        with pytest.raises(StorageSilentError, match="see to its server, its mount and the net"):
+            raydl.Trainer("mlp", "digits", scaling=scaling, run=run).fit()
+    finally:
+        thawed.set()
+    assert time.monotonic() - began < BOUND_S
 
 
 _SERVER = """

@@ -463,22 +463,26 @@ class WorkerActor:
 
     @ray.method(concurrency_group="files")
     def write_held(self, round: int, storage: bytes, name: str, token: str) -> Sum | None:
-        """Write what is held of a round; None: this process can not, the driver has to.
+        """Write what is held of a round; None: this process does not see the storage.
 
         Args:
             round: one that is held.
             storage: the run's folder, pickled: it may not be known here.
             name: of the file.
             token: a file that is there if this process sees that same folder.
+
+        Raises:
+            OSError: the storage refused, or the checkpoint was given up.
         """
         held = self._worker.held(round)
         self._num_written, self._may_write = 0, threading.Event()
         self._may_write.set()
         try:
             here: Storage = pickle.loads(storage)
-            return here.write_pieces(name, self._counted(held)) if here.exists(token) else None
-        except Exception:  # whatever it is that a file system lacks here, the driver may have it
+            is_seen = here.exists(token)
+        except Exception:  # credentials, packages, a network: what is lacking here the driver has
             return None
+        return here.write_pieces(name, self._counted(held)) if is_seen else None
 
     def _counted(self, held: TensorFile) -> Iterator[memoryview]:
         for piece in held.pieces():
@@ -526,7 +530,7 @@ def _load_saved(saved: bytes) -> dict[str, Any] | None:
     try:
         state: SavedState = pickle.loads(saved)
         return state.load()
-    except Exception:  # as in write_held: credentials, packages, or a disk of another machine
+    except Exception:  # as in write_held, or it is a disk of another machine
         return None
 
 
