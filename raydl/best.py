@@ -17,7 +17,7 @@ from raydl.callbacks import score_of
 from raydl.crew import Evaluated
 from raydl.errors import CheckpointError
 from raydl.flat import FlatModel
-from raydl.storage import Storage
+from raydl.storage import Storage, below
 from raydl.tensor_files import view_of
 
 FILE = "best.safetensors"
@@ -109,7 +109,7 @@ class BestCenter:
             file = tensor_files.seal(center, asdict(best))
             self._storage.write_pieces(FILE, file.pieces())
         except OSError as error:
-            path = f"{self._storage.root}/{FILE}"
+            path = below(self._storage.root, FILE)
             raise CheckpointError(path, f"could not be written: {error}") from error
         with self._lock:
             self.kept = best
@@ -123,7 +123,7 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
     Raises:
         CheckpointError: none was kept, or it is damaged.
     """
-    path = f"{storage.root}/{FILE}"
+    path = below(storage.root, FILE)
     if not storage.exists(FILE):
         raise CheckpointError(path, "no best center was kept; train with --checkpoint.keep-best")
     try:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from raydl import tensor_files
 from raydl.errors import CheckpointError, ConfigError, StateLostError
+from raydl.redaction import redact
 from raydl.storage import Storage, Sum, below, in_words
 from raydl.tensor_files import TensorFile, view_of
 
@@ -313,7 +314,7 @@ class CheckpointStore:
         if problems:
             sentence = f"checkpoint {self._path(written)} was written, but old ones stay: "
             sentence += f"{'; '.join(problems)}; the next write tries again"
-            warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+            warnings.warn(redact(sentence), RuntimeWarning, stacklevel=3)
 
     def _delete(self, names: Iterable[str]) -> list[str]:
         """Delete folders and return a sentence for each that could not be."""
@@ -343,7 +344,7 @@ class CheckpointStore:
             else:
                 self._damaged.discard(name)  # the storage was out of reach the last time
                 return checkpoint, damage
-        where = f"{self._storage.root}/{_FOLDER}"
+        where = below(self._storage.root, _FOLDER)
         raise CheckpointError(where, "; ".join(damage) or "there is none to go on from")
 
     def _read(self, name: str) -> Checkpoint:
@@ -370,7 +371,7 @@ class CheckpointStore:
         """
         names = self.names()
         if not names:
-            where = f"{self._storage.root}/{_FOLDER}"
+            where = below(self._storage.root, _FOLDER)
             raise CheckpointError(where, "there is none to read")
         manifest = self._manifest(names[-1])
         return self._center(names[-1], manifest), manifest["round"]
@@ -415,7 +416,7 @@ class CheckpointStore:
             except CheckpointError as error:
                 found.append(str(error))
         where = below(self._storage.root, _FOLDER)
-        found += [f"checkpoint {where}/{n}: has no manifest" for n in self.without_manifest()]
+        found += [f"checkpoint {below(where, n)}: has no manifest" for n in self.without_manifest()]
         if self._storage.exists(TRAINED):
             try:
                 self._trained_round()
@@ -478,7 +479,7 @@ class CheckpointStore:
         )
 
     def _path(self, name: str) -> str:
-        return f"{self._storage.root}/{_FOLDER}/{name}"
+        return below(self._storage.root, f"{_FOLDER}/{name}")
 
 
 def _manifest_path(name: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from raydl.center import Snapshot
 from raydl.checkpoint import DistantState, SavedState
+from raydl.errors import NonFiniteError
 from raydl.faults import Fault
 from raydl.membership import Membership
 from raydl.reports import Outcome, Record, WorkerReport
@@ -49,6 +50,8 @@ class RunEnded:
     """What the exchange said that did not complete."""
     num_changes: int = 0
     """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
+    error: NonFiniteError | None = None
+    """Its replica diverged, and was rolled back to the center."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,12 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Failed:
-    """A process raised: the user's code, or a loss that is not finite."""
+    """A process raised. Of a worker in its loop a :class:`RunEnded` follows, unless it is lost."""
 
     name: str
-    """``w3`` for a worker, ``center``, ``evaluator`` or ``checkpoint``."""
+    """``w3`` for a worker, ``center``, or ``evaluator``."""
     error: Exception
+    """An :class:`InfrastructureError` where its machine failed; else what the code there raised."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,14 @@ class Lost:
 
     name: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A process does not answer, but computes: it is waited for. Told once."""
+
+    name: str
+    silent_s: float
 
 
 @dataclass(frozen=True)
@@ -177,6 +189,7 @@ Event = (
     | GaveUp
     | Failed
     | Lost
+    | Busy
     | Published
     | Evaluated
     | Scoring
@@ -203,6 +216,10 @@ class Crew(Protocol):
 
     def end(self, worker_id: str) -> None:
         """End a worker's process, or take back that it was asked for."""
+        ...
+
+    def avoid(self, node: str) -> bool:
+        """Start no further worker on a node; return False, and do nothing, if there is no other."""
         ...
 
     def poll(self, timeout_s: float) -> list[Event]:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from pyarrow import fs
 
 from raydl.errors import ConfigError
+from raydl.redaction import redact
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _ATTEMPTS = 5
@@ -70,7 +71,11 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
     Raises:
         OSError, ValueError: none does, or its options are wrong.
     """
-    filesystem, path = fs.FileSystem.from_uri(uri)
+    try:
+        filesystem, path = fs.FileSystem.from_uri(uri)
+    except (OSError, ValueError) as error:
+        # PyArrow quotes the URI: its own error must not be the cause in a traceback either.
+        raise type(error)(redact(str(error))) from None
     if filesystem.type_name == "s3":
         # What a URI can not say: its options again, with fewer attempts.
         _, (options,) = filesystem.__reduce__()
@@ -86,7 +91,7 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
 
 def in_words(error: Exception) -> str:
     """Return what a file system said as the rest of a sentence, with what to do if it is known."""
-    said = _ERRNO.sub("", " ".join(str(error).split()))
+    said = _ERRNO.sub("", " ".join(redact(str(error)).split()))
     said = _DETAIL.sub(lambda match: f": {match[1].lower()}", said)
     for pattern, advice in _ADVICE:
         match = re.search(pattern, said)
@@ -153,7 +158,7 @@ class Storage:
     """Named files below one root. Processes of other machines may be sent one.
 
     Args:
-        root: a local folder or a URI; need not exist yet.
+        root: a local folder or a URI, which may carry credentials; need not exist yet.
         filesystem: the file system that ``root`` is a path on; None: found from ``root``.
 
     Raises:

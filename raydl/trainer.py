@@ -42,6 +42,7 @@ from raydl.own_rule import as_method
 from raydl.own_task import ModelAndLoss, OwnFactory, OwnLoss
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder
+from raydl.redaction import redact, redact_values
 from raydl.reports import Outcome
 from raydl.rules import Rule
 from raydl.run_loop import make_writer, open_desk, run_to_end
@@ -65,11 +66,16 @@ class Result:
     metrics: dict[str, Any]
     """The figures of ``result.json``."""
     path: str
-    """The run's folder."""
+    """The run's folder; a URI as it was given, credentials included, so that it can be opened."""
     checkpoint: str
-    """The newest checkpoint."""
+    """The newest checkpoint; like ``path``."""
     stopped_by: str
     """What ended the run before its time; empty if it finished."""
+
+    def __repr__(self) -> str:
+        """Return all of it, without credentials of URIs."""
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return redact(f"{type(self).__name__}({values})")
 
 
 class Trainer:
@@ -302,7 +308,7 @@ class Trainer:
         view.follow_recorder(recorder, log)
         try:
             within(folder.storage, lambda: folder.write_config(config), tell=log.event)
-            recorder.describe(config_as_markdown(to_dict(config)))
+            recorder.describe(config_as_markdown(redact_values(to_dict(config))))
             for sentence in start.sentences:
                 recorder.event(sentence)
             yield recorder

@@ -19,7 +19,7 @@ from raydl.checkpoint import pack
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.data import Batches
 from raydl.data.feed import Feed
-from raydl.errors import ExchangeError, StateLostError
+from raydl.errors import ExchangeError, NonFiniteError, StateLostError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
@@ -99,6 +99,8 @@ class Worker:
         self._held: dict[int, TensorFile] = {}
         self._schedule: Schedule | None = None
         self._feedback: dict[Span, ErrorFeedback] = {}
+        self._first_untrained = untrained or {}
+        self._untrained_then = self._first_untrained  # with the newest generation's snapshot
 
     # joining and leaving a generation
 
@@ -137,6 +139,7 @@ class Worker:
                 feedback=self._feedback,
             )
             schedule = self._make_schedule(site, road, snapshot)
+            self._untrained_then = {**self._first_untrained, **snapshot.untrained}
             with self._lock:
                 self._generation, self._schedule = membership.generation, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
@@ -207,9 +210,12 @@ class Worker:
     def run_round(self) -> Outcome:
         """Take the local steps up to the next exchange, exchange, and return what follows.
 
+        Whatever it raises, the center is as before the round, and this worker may join the next
+        generation.
+
         Raises:
-            NonFiniteLossError: the loss became NaN or infinite.
-            ExchangeError: the exchange failed; the center is as before the round.
+            ExchangeError: the exchange failed.
+            NonFiniteError: the replica diverged; it has become the center again.
         """
         schedule = self._schedule
         assert schedule is not None, "join comes first"
@@ -219,10 +225,12 @@ class Worker:
         try:
             sums = self._exchange_once(schedule)
             decision = schedule.settle(sums, self.local_step)
-        except ExchangeError:
+        except Exception as error:
             schedule.undo_round()
             self.replica.undo_()
             self._is_behind = True
+            if isinstance(error, NonFiniteError):
+                self._start_over(schedule)
             raise
         self._trained.keep_first(0)
         keep = decision.keep
@@ -235,6 +243,18 @@ class Worker:
                 snapshot = schedule.snapshot(is_kept=keep is not None, local_step=self.local_step)
             self._publish(snapshot)
         return decision.outcome
+
+    def _start_over(self, schedule: Schedule) -> None:
+        """Roll a replica that has diverged back to the center; its samples become free again."""
+        center = schedule.snapshot(is_kept=False, local_step=self.local_step)
+        device = self._device
+        self.replica.start_over(
+            torch.tensor(center.weights, device=device), torch.tensor(center.buffers, device=device)
+        )
+        self.replica.flat.untrained.load(self._untrained_then)
+        self._trained.keep_first(0)
+        self._losses = Losses(self.worker_id)
+        self._feedback.clear()
 
     def _exchange_once(self, schedule: Schedule) -> Header:
         """Take a round's local steps; return the header sums of its last exchange."""
@@ -373,6 +393,7 @@ class Worker:
             choice=self._schedule.choice() if self._schedule else None,
             left_out=self._feed.left_out,
             told_s=time.monotonic(),
+            cpu_s=time.process_time(),
         )
 
     def center(self) -> Snapshot:

@@ -9,10 +9,15 @@ from raydl import errors
 from raydl.errors import RaydlError
 
 EXAMPLES = [
+    errors.StalledError("the center did not start within 60 s"),
+    errors.CapacityError("2 of 4 workers came"),
+    errors.InfrastructureError("w3", "MemoryError"),
+    errors.NonFiniteError("w1", 3, "there are values that are not finite"),
     errors.RaydlError("something"),
     errors.ConfigError("method.beta", "must be in (0, 1], got 1.8"),
     errors.UnknownNameError("model", "lnet", ("lenet", "mlp")),
     errors.DataError("a/b.parquet", "holds no rows"),
+    errors.UntrustedCodeError("runs/x/config.json", (("model", "nets:small"),)),
     errors.ShapeError("lenet", "needs pictures of 4x4 or more, got 2x2"),
     errors.ClusterError("10.0.0.1:6379", "does not answer"),
     errors.ResourceError("2 workers do not fit"),

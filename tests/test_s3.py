@@ -164,6 +164,43 @@ def test_the_uri_itself_may_say_where_the_server_is(server, tmp_path, monkeypatc
     assert load(f"s3://data/digits/*.parquet{query}").train.num_samples == 1438
 
 
+def test_credentials_in_the_uri_open_the_store_and_are_written_nowhere(
+    server, tmp_path, monkeypatch, capfd
+):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    host = quote(server.removeprefix("http://"), safe="")
+    query = f"?endpoint_override={host}&scheme=http&region=us-east-1"
+    place, data = (
+        f"s3://HushKey:Hush%2FHush@kept/hushed{query}",
+        f"s3://HushKey:Hush@data/digits{query}",
+    )
+    assert train(tmp_path / "run", "--epochs", "1", place=place, data=data) == 0
+    assert train(tmp_path / "run", "--epochs", "2", "--resume", place=place, data=data) == 0
+    uri = f"s3://HushKey:Hush%2FHush@kept/hushed/run{query}"
+    for command in ("status", "check", "report"):
+        assert cli.main([command, uri]) == 0
+    assert cli.main(["evaluate", uri, "--data", data]) == 0
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    assert cli.main(["evaluate", uri]) == 0  # by the credentials of the environment
+    out, err = capfd.readouterr()
+    assert f"run:          s3://kept/hushed/run{query}" in out
+    assert "Hush" not in out + err
+    storage = Storage(uri)
+    names = [n for n in storage.list_dir("") if "." in n]
+    names += [
+        f"checkpoints/{folder}/{name}"
+        for folder in storage.list_dir("checkpoints")
+        for name in storage.list_dir(f"checkpoints/{folder}")
+    ]
+    assert {"config.json", "status.json", "result.json", "report.html"} <= set(names)
+    for name in names:
+        assert b"Hush" not in storage.read_bytes(name), name
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"Hush" not in path.read_bytes(), path
+
+
 def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
     uri = "s3://kept/runs/asked-for"
     worker = WorkerStatus("w0", "training", "a", 9, 3, 0.01, 0.0, 1.0)

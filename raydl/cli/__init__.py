@@ -22,6 +22,7 @@ from raydl.cli.runs import check, remove, score, status
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
+from raydl.redaction import redact
 from raydl.texts import escape_controls
 from raydl.versions import installed_version
 
@@ -45,7 +46,12 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 done, 2 a mistake in what was asked for.
+    """Run a command and return its exit status.
+
+    0 done, 1 the training failed, 2 a mistake in what was asked for, 75 the machines failed and the
+    same command with ``--resume`` may succeed, 130 or 143 stopped by SIGINT or SIGTERM.
+
+    An exception of another kind is shown with its traceback, without credentials of URIs: 1.
 
     Args:
         arguments: without the program's name; None: those of this process.
@@ -68,7 +74,7 @@ def _end_if_a_thread_hangs(status: int) -> None:
     if silence is None or not silence.is_anything_given_up():
         return
     if sys.exc_info()[0] is not None:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
     ray = sys.modules.get("ray")
     if ray is not None:  # a Ray that was started for this run ends with it
         ending = threading.Thread(target=ray.shutdown, daemon=True)
@@ -91,13 +97,16 @@ def _run(given: list[str]) -> int:
         return command(given[1:])
     except RaydlError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED["SIGINT"]
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0
+    except Exception:  # of the user's own code, mostly; Python would show what it quotes
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        return 1
 
 
 def _version() -> str:

@@ -9,7 +9,7 @@ from raydl.control.checkpoint_times import CheckpointTimes
 from raydl.control.generation import Generation
 from raydl.control.workforce import Copy
 from raydl.crew import Collected, Crew, Evaluated, Published
-from raydl.errors import RaydlError
+from raydl.errors import StalledError
 
 _CENTER_S = 300.0
 """The longest wait for the center to hold what all go on from: it may have to start again."""
@@ -78,7 +78,7 @@ class CenterKeeper:
         """Note whether the center holds what all go on from, and return it.
 
         Raises:
-            RaydlError: for too long it has not.
+            StalledError: for too long it has not.
         """
         if is_here:
             self._lacking_since = None
@@ -88,7 +88,7 @@ class CenterKeeper:
             self._lacking_since = now
         if now - self._lacking_since > _CENTER_S:
             what = "get the newest copy of itself" if self._was_up else "start"
-            raise RaydlError(
+            raise StalledError(
                 f"the center did not {what} within {_CENTER_S:.0f} s; the same command with "
                 f"--resume goes on from the newest checkpoint"
             )

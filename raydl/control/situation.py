@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raydl.callbacks import Listeners
+from raydl.config import ElasticConfig
 from raydl.control.chaos import Chaos
 from raydl.control.curves import Curves
 from raydl.control.generation import Generation
@@ -14,8 +15,10 @@ from raydl.control.keeper import CenterKeeper
 from raydl.control.plateau import Plateau
 from raydl.control.staff import Staff
 from raydl.control.state import Recorder
+from raydl.control.worker_errors import ordinal
 from raydl.control.workforce import Copy, Workforce
 from raydl.crew import (
+    Busy,
     Changed,
     Collected,
     Draining,
@@ -32,6 +35,8 @@ from raydl.crew import (
     StatesLost,
     WorkerReady,
 )
+from raydl.errors import InfrastructureError, NonFiniteError
+from raydl.machine_failures import in_one_line
 from raydl.pace import Pace
 from raydl.reports import Outcome, Record, WorkerReport
 
@@ -57,10 +62,23 @@ class Situation:
     """Takes one line on what happened."""
     clock: Callable[[], float]
     """Seconds, rising."""
+    elastic: ElasticConfig
     run: Generation | None = None
     """The newest generation."""
     finished_at: int | None = None
     """The round with which all is trained; None: it is not."""
+    error: Exception | None = None
+    """What a worker or the evaluator raised: the run ends with it, after a checkpoint."""
+    failed: set[str] = field(default_factory=set)
+    """The processes that have raised since."""
+    why_error: str = ""
+    """Why the run ends with it."""
+    num_rollbacks: int = 0
+    """Replicas that diverged in this epoch."""
+    rollback_epoch: int = -1
+    """The epoch that is meant."""
+    num_news: int = 0
+    """Answers of the center since it learned of a membership: the second was asked for later."""
     is_changing: bool = False
     """Whether the center has yet to learn of the newest membership."""
 
@@ -82,15 +100,21 @@ class Situation:
             case RunEnded():
                 self._take_end_of(event)
             case Changed():
-                self.is_changing = False
+                self.is_changing, self.num_news = False, 0
             case HandedIn(worker_id, state):
                 self.staff.take_over(worker_id, state)
             case GaveUp(task, reason):
                 self._take_failure_of(task, reason)
-            case Failed(_, error):
-                raise error
+            case Failed(name, error):
+                self._take_error(name, error)
             case Lost(name, reason):
                 self._take_loss(name, reason)
+            case Busy(name, silent_s):
+                self.say(
+                    f"{name} has not answered for {silent_s:.0f} s but is busy: a long call may "
+                    f"hold the interpreter lock, or a large state is on its way; it is waited for, "
+                    f"{self.elastic.max_busy_s:g} s at most (elastic.max_busy_s)"
+                )
             case Evaluated() if self.keeper.take_score(event):
                 self._take_score(event)
             case Scoring(num_samples):
@@ -103,6 +127,62 @@ class Situation:
                 self.keeper.lost_states(round)
                 self.say(f"a checkpoint was given up: {reason}")
 
+    def _take_error(self, name: str, error: Exception) -> None:
+        """Go on without a worker that raised, or stop after a checkpoint and raise it then.
+
+        Raises:
+            Exception: the error, where no checkpoint can come of it: before the first round, at
+                the center, and where the run stops already.
+        """
+        if self.error is not None:
+            self._take_further_error(name, error)
+            return
+        why = f"{name} raised {in_one_line(error)}"
+        if name in self.workforce:
+            why = self.staff.take_error(name, error)
+            if not why:
+                self.expect_nothing_from(name)
+                return
+        is_in_loop = name in self.workforce and self.staff.is_hiring
+        if self.run is None or not (is_in_loop or name == "evaluator"):
+            raise error
+        self.error, self.why_error, self.failed = error, why, {name}
+        self._end_failed(name, error)
+
+    def _take_further_error(self, name: str, error: Exception) -> None:
+        """Take in that another worker raised while the run stops: the same mistake, as a rule."""
+        assert self.error is not None
+        if name in self.failed or name not in self.workforce or not self.staff.is_hiring:
+            raise self.error  # the last checkpoint itself fails
+        self.failed.add(name)
+        self._end_failed(name, error)
+
+    def _end_failed(self, name: str, error: Exception) -> None:
+        """End the process of a worker whose machine failed: its state is of no use any more."""
+        if isinstance(error, InfrastructureError) and name in self.workforce:
+            self.staff.end(name)
+            self.expect_nothing_from(name)
+
+    def _take_divergence(self, end: RunEnded, error: NonFiniteError) -> None:
+        """Let a replica that diverged go on from the center, a bounded number of times."""
+        elastic = self.elastic
+        epoch = int(self.curves.epoch)
+        if epoch != self.rollback_epoch:
+            self.rollback_epoch, self.num_rollbacks = epoch, 0
+        self.num_rollbacks += 1
+        if self.num_rollbacks <= elastic.max_rollbacks and elastic.on_worker_error != "stop":
+            self.say(
+                f"{error}; {end.worker_id} is rolled back to the center "
+                f"({self.num_rollbacks} of {elastic.max_rollbacks} times in this epoch)"
+            )
+        elif self.error is None:
+            self.error, self.why_error = error, f"{end.worker_id} diverged"
+            if elastic.on_worker_error != "stop":
+                self.why_error += (
+                    f" for the {ordinal(self.num_rollbacks)} time in this epoch, more often than "
+                    f"elastic.max_rollbacks"
+                )
+
     def _take_score(self, evaluated: Evaluated) -> None:
         self.recorder.evaluated(evaluated)
         self.listeners.take(evaluated.without_center())
@@ -113,6 +193,7 @@ class Situation:
             self.say(sentence)
 
     def _take_published(self, published: Published) -> None:
+        self.num_news += 1
         self.keeper.take_published(published)
         for number, worker_id in published.faults:
             self.say(self.chaos.note(number, worker_id))
@@ -142,6 +223,8 @@ class Situation:
         if run and run.is_present(end.worker_id):
             if not run.take_end(end, self.clock()):
                 return  # of a generation before this one
+            if end.error is not None:
+                self._take_divergence(end, end.error)
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
             if is_pause and self.is_sync:
                 self.pace.pause(self.clock(), run.membership.generation)

@@ -23,7 +23,7 @@ from raydl.checkpoint import SavedState, unpack
 from raydl.crew import Evaluated, Published, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
-from raydl.errors import ExchangeError
+from raydl.errors import ExchangeError, NonFiniteError
 from raydl.evaluator import Evaluator
 from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
 from raydl.exchange.post import HOME, CellAddress, Orders, Push, Reply, Stamp
@@ -32,6 +32,7 @@ from raydl.exchange.shard import ShardState
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.job import Job
 from raydl.ledger import Span
+from raydl.machine_failures import raise_if_of_machine
 from raydl.membership import Membership
 from raydl.on_ray.cluster import START_S, Place, node_here
 from raydl.on_ray.upkeep import freeze_objects, keep_freed_memory
@@ -223,6 +224,7 @@ class ShardActor:
     ) -> None:
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
+        self._index = index
         self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
 
     def form(self, membership: Membership) -> ShardState:
@@ -242,8 +244,9 @@ class ShardActor:
         """Return what the optimizers remember, by span."""
         return self._shard.optimizer_states()
 
-    def ping(self) -> None:
-        """Answer."""
+    def ping(self) -> tuple[int, Place]:
+        """Return which shard this is, and where it runs."""
+        return self._index, (node_here(), os.getpid())
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return what a worker of a node may map."""
@@ -286,6 +289,20 @@ class WorkerActor:
             untrained: the untrained state of the run's first model.
             saved: a pickled :class:`raydl.checkpoint.SavedState` of its own; None: it has none.
         """
+        try:
+            return self._set_up(job, worker_id, Batches(train, prepare), untrained, saved)
+        except Exception as error:
+            raise_if_of_machine(worker_id, error)
+            raise
+
+    def _set_up(
+        self,
+        job: Job,
+        worker_id: str,
+        batches: Batches,
+        untrained: dict[str, np.ndarray],
+        saved: bytes | None,
+    ) -> tuple[Place, bool]:
         keep_freed_memory()
         torch.set_num_threads(job.config.scaling.num_threads)
         node = node_here()
@@ -298,7 +315,7 @@ class WorkerActor:
         self._worker = Worker(
             job,
             worker_id,
-            batches=Batches(train, prepare),
+            batches=batches,
             publish=self._publish,
             before_step=self._injector.before_step if job.faults.faults else None,
             untrained=untrained,
@@ -365,8 +382,28 @@ class WorkerActor:
             outcome, problem = self._train(membership, address, snapshot, own_state), ""
         except ExchangeError as error:
             outcome, problem = Outcome.BROKEN, str(error)
-        worker_id, age = self._worker.worker_id, self._worker.copy_age
-        return RunEnded(worker_id, outcome, age[0], generation, problem, age[1])
+        except NonFiniteError as error:
+            return self._ended(Outcome.BROKEN, generation, str(error), error)
+        except Exception as error:
+            raise_if_of_machine(self._worker.worker_id, error)
+            raise
+        return self._ended(outcome, generation, problem)
+
+    def _ended(
+        self,
+        outcome: Outcome,
+        generation: int,
+        problem: str = "",
+        error: NonFiniteError | None = None,
+    ) -> RunEnded:
+        round, num_changes = self._worker.copy_age
+        worker_id = self._worker.worker_id
+        return RunEnded(worker_id, outcome, round, generation, problem, num_changes, error)
+
+    @ray.method(concurrency_group="control")
+    def raised(self, generation: int) -> RunEnded:
+        """Return how the loop ended that raised: as one whose exchange did not complete."""
+        return self._ended(Outcome.BROKEN, generation)
 
     def _train(
         self,
@@ -548,7 +585,11 @@ class EvaluatorActor:
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""
         torch.set_num_threads(1)  # another thread than the constructor's
-        return self._evaluator.evaluate(snapshot)
+        try:
+            return self._evaluator.evaluate(snapshot)
+        except Exception as error:
+            raise_if_of_machine("evaluator", error)
+            raise
 
     @ray.method(concurrency_group="control")
     def num_scored(self) -> int:

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raydl.center import Snapshot
 from raydl.checkpoint import SavedState
 from raydl.crew import (
+    Busy,
     Changed,
     Collected,
     Draining,
@@ -35,6 +36,7 @@ from raydl.crew import (
     WorkerReady,
 )
 from raydl.data import Dataset, Prepare
+from raydl.errors import InfrastructureError
 from raydl.exchange.collective import GroupAddress
 from raydl.faults import Fault
 from raydl.job import Job
@@ -45,16 +47,22 @@ from raydl.on_ray.calls import Call, Calls, Handler, in_few_words, original
 from raydl.on_ray.cluster import (
     Notices,
     Place,
+    ask_times,
     awaited,
+    has_room_elsewhere,
     kill_process,
     node_here,
     send_by_value,
     worker_options,
 )
+from raydl.on_ray.liveness import Liveness, Times, times_of
 from raydl.on_ray.states import RayState, feed
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.5
+_LOOK_AFTER = 0.25
+"""Of a lease: after so long without an answer a process's node is asked how it is. To start the
+task that looks may take seconds."""
 _BACKUP_EVERY_S = 1.0
 """The shortest time from one copy of the center's optimizer to the next, in seconds."""
 
@@ -122,6 +130,9 @@ class RayCrew:
         self._calls = Calls()
         self._leases = Leases(job.config.elastic.lease_s)
         self._notices = Notices()
+        self._avoided: set[str] = set()
+        self._liveness = Liveness()
+        self._told_busy: set[str] = set()
         self._asked_at = 0.0
         self._fired: set[int] = set()
         self._members: tuple[str, ...] = ()
@@ -209,7 +220,9 @@ class RayCrew:
 
     def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Ask for one more worker."""
-        options = worker_options(self._job.config.scaling, not_on=self._notices.nodes)
+        options = worker_options(
+            self._job.config.scaling, not_on=self._notices.nodes | self._avoided
+        )
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
         ref = worker.setup.remote(
@@ -221,6 +234,14 @@ class RayCrew:
             None if own_state is None else pickle.dumps(own_state),
         )
         self._calls.expect(ref, worker_id, self._on_ready(worker_id, own_state))
+
+    def avoid(self, node: str) -> bool:
+        """Start no further worker on a node, if another one could hold it."""
+        avoided = self._avoided | {node}
+        if not has_room_elsewhere(self._job.config.scaling, avoided | self._notices.nodes):
+            return False
+        self._avoided = avoided
+        return True
 
     def _on_ready(self, worker_id: str, own_state: SavedState | None) -> Handler:
         def handle(told: tuple[Place, bool]) -> list[Event]:
@@ -291,12 +312,43 @@ class RayCrew:
                 self._events += self._answer(ref, call)
         while self._late:
             self._events += self._late.popleft()()
+        self._look_at_the_silent()
         for who in self._leases.expired():
-            self._events += self._lose(
-                who, f"it did not answer for {self._leases.owed_s(who):.0f} s"
-            )
+            self._events += self._end_or_wait(who)
         events, self._events = self._events, []
         return events
+
+    def _look_at_the_silent(self) -> None:
+        """Ask how processes are that have not answered for a while, before their lease ends."""
+        now = time.monotonic()
+        silent = self._leases.silent(_LOOK_AFTER * self._job.config.elastic.lease_s)
+        for who in self._liveness.due([w for w in silent if w in self._places], now):
+            place = self._places[who]
+            if place[0] == self._home:
+                self._liveness.note(who, times_of(place[1]), now)
+                continue
+            self._calls.expect(ask_times(place), who, self._on_times(who), task="times")
+        self._told_busy &= set(silent)
+
+    def _on_times(self, who: str) -> Handler:
+        def handle(times: Times | None) -> list[Event]:
+            self._liveness.note(who, times, time.monotonic())
+            return []
+
+        return handle
+
+    def _end_or_wait(self, who: str) -> list[Event]:
+        """End a process whose lease is over, unless it is busy."""
+        now, silent_s = time.monotonic(), self._leases.owed_s(who)
+        is_busy = self._liveness.is_busy(who, now)
+        if is_busy and silent_s <= self._job.config.elastic.max_busy_s:
+            if who in self._told_busy:
+                return []
+            self._told_busy.add(who)
+            return [Busy(who, silent_s)]
+        why = self._liveness.why_silent(who, now)
+        setting = "elastic.max_busy_s" if is_busy else "elastic.lease_s"
+        return self._lose(who, f"it did not answer for {silent_s:.0f} s ({setting}){why}")
 
     def _ask_for_news(self) -> None:
         """Ask everybody for news, unless that was just done."""
@@ -316,7 +368,7 @@ class RayCrew:
         for index in range(1, len(self._shards)):
             who = f"shard {index}"
             if who not in asked:
-                self._calls.expect(self._shards[index].ping.remote(), who, _on_ping)
+                self._calls.expect(self._shards[index].ping.remote(), who, self._on_ping)
                 self._leases.ask(who)
         self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
@@ -344,9 +396,14 @@ class RayCrew:
         self._fired.update(number for number, _ in published.faults)
         return [published]
 
+    def _on_ping(self, answer: tuple[int, Place]) -> list[Event]:
+        index, place = answer
+        self._places[f"shard {index}"] = place
+        return []
+
     def _is_question(self, call: Call) -> bool:
         """Whether it is one of those that are asked again and again."""
-        return call.handle in (_on_report, self._on_poll, _on_ping)
+        return call.handle in (_on_report, self._on_poll, self._on_ping)
 
     def _answer(self, ref: Any, call: Call) -> list[Event]:
         if self._is_question(call):
@@ -366,17 +423,30 @@ class RayCrew:
     def _take_error(self, error: RayTaskError, call: Call) -> list[Event]:
         """Tell what a task raised, or that something it needed went away."""
         if not isinstance(error.cause, RayError):
-            return [Failed(call.who, original(error))]
+            return self._take_raised(original(error), call)
         reason = in_few_words(error.cause)
         if call.generation:  # its loop did not begin
             return [RunEnded(call.who, Outcome.BROKEN, -1, call.generation, reason)]
         return self._give_up_or_lose(call, reason)
+
+    def _take_raised(self, error: Exception, call: Call) -> list[Event]:
+        """Tell what a process raised; of a worker in its loop, let it say how far it had come."""
+        if call.who == "evaluator":
+            self._end_evaluator()
+            if isinstance(error, InfrastructureError):
+                return [GaveUp(call.task, str(error))]
+        if call.generation and not isinstance(error, InfrastructureError):
+            ended = self._workers[call.who].raised.remote(call.generation)
+            self._calls.expect(ended, call.who, lambda end: [end])
+        return [Failed(call.who, error)]
 
     def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
         if call.handle is _on_progress:  # what becomes of the score, the call for it tells
             return []
         if call.who == "evaluator":
             self._end_evaluator()
+        if call.task == "times":  # its node does not answer, which tells enough
+            return []
         if call.task == "backup":  # another one will be made, of this center or the next
             self._backup.is_asked = False
             return []
@@ -571,7 +641,3 @@ def _on_report(report: WorkerReport) -> list[Event]:
 
 def _on_progress(num_samples: int) -> list[Event]:
     return [Scoring(num_samples)]
-
-
-def _on_ping(_: None) -> list[Event]:
-    return []

@@ -1,7 +1,7 @@
 """The folder of a run: configuration, events, checkpoints, result.
 
     runs/NAME/
-        config.json           all settings, package versions, commit
+        config.json           all settings but the credentials of URIs, package versions, commit
         events.out.tfevents…  for TensorBoard
         checkpoints/          see raydl.checkpoint
         center.safetensors    the trained weights, once the run has finished
@@ -30,6 +30,7 @@ from typing import Any
 
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.errors import ConfigError, DataError
+from raydl.redaction import has_credentials, redact_values
 from raydl.runs.hold import held
 from raydl.storage import Storage, below, in_words, parent_and_name
 from raydl.versions import installed_version
@@ -115,7 +116,8 @@ class RunFolder:
             DataError: no run is there, or its settings can not be read.
             ConfigError: a setting that must not change did.
         """
-        before, now = dotted(to_dict(self.read_config())), dotted(to_dict(config))
+        # Without credentials, which config.json does not have: they may have changed, or moved.
+        before, now = (dotted(redact_values(to_dict(c))) for c in (self.read_config(), config))
         for name in _MUST_STAY:
             if before[name] != now[name]:
                 raise ConfigError(
@@ -133,9 +135,14 @@ class RunFolder:
                 self._copied[name] = local.stat().st_size
 
     def write_config(self, config: TrainConfig) -> None:
-        """Write all settings with the versions of what runs them, and who submitted it."""
+        """Write all settings with the versions of what runs them, and who submitted it.
+
+        Credentials of URIs are left out, and the settings that had some are listed.
+        """
+        settings = to_dict(config)
         values = {
-            "config": to_dict(config),
+            "config": redact_values(settings),
+            "redacted": [name for name, v in dotted(settings).items() if has_credentials(v)],
             "versions": _versions(),
             "commit": _commit(),
             "submission": this_submission(),
@@ -160,6 +167,15 @@ class RunFolder:
             raise DataError(self.root, "no run is there: its config.json is not of raydl")
         return from_dict(TrainConfig, values["config"])
 
+    def redacted_settings(self) -> list[str]:
+        """Return the settings, by dotted name, whose credentials ``config.json`` does not have."""
+        try:
+            values = json.loads(self.storage.read_bytes("config.json"))
+        except (OSError, ValueError):
+            return []
+        found = values.get("redacted") if _is_of_raydl(values) else None
+        return found if isinstance(found, list) else []
+
     def begun_by(self) -> str | None:
         """Return the id of the submission that wrote ``config.json``; None: none did.
 
@@ -174,7 +190,9 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the figures of the run."""
-        self.storage.write_bytes("result.json", json.dumps(result, indent=2).encode())
+        self.storage.write_bytes(
+            "result.json", json.dumps(redact_values(result), indent=2).encode()
+        )
 
     def publish_events(self) -> None:
         """Copy the local event files that have grown to where the run is kept, if elsewhere.

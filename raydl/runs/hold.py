@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from raydl.errors import ConfigError
+from raydl.redaction import redact
 from raydl.storage import Storage, in_words
 
 BEAT_S = 2.0
@@ -118,9 +119,8 @@ def wait_until_free(
     is_told = False
     while _is_locked(path) and clock() < until:
         if not is_told:
-            say(
-                f"{storage.root} is still in use; waiting up to {wait_s:.0f} s for its driver to go"
-            )
+            place = redact(storage.root)
+            say(f"{place} is still in use; waiting up to {wait_s:.0f} s for its driver to go")
             is_told = True
         sleep(LOCK_POLL_S)
 
