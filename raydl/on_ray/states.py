@@ -8,7 +8,6 @@ more than two pieces.
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,10 +60,9 @@ class RayState:
 
     def begin_write(self, storage: Storage, name: str, token: str) -> RayStateWrite:
         """Let the worker write, if it sees the storage."""
-        ref = None
-        if self.worker_id not in self._blind:
-            here = pickle.dumps(storage)
-            ref = self.worker.write_held.remote(self.round, here, name, token)
+        ref, address = None, storage.address
+        if address is not None and self.worker_id not in self._blind:
+            ref = self.worker.write_held.remote(self.round, address, name, token)
         return RayStateWrite(self, storage, name, ref)
 
     def release(self) -> None:
