@@ -108,14 +108,24 @@ class DistantState(Protocol):
         ...
 
 
+SavedPlace = tuple[str, str, Sum]
+"""Of a :class:`SavedState`: the storage's address, the name of the file, its checksum."""
+
+
 @dataclass(frozen=True)
 class SavedState:
-    """A worker's state in a file of a checkpoint. It travels to whoever reads it."""
+    """A worker's state in a file of a checkpoint."""
 
     storage: Storage
     name: str
     """Of the file."""
     written: Sum
+
+    @property
+    def place(self) -> SavedPlace | None:
+        """What another process may open it by; None: nothing."""
+        address = self.storage.address
+        return None if address is None else (address, self.name, self.written)
 
     @property
     def path(self) -> str:
@@ -658,9 +668,8 @@ def _by_place(
     here, distant = {}, {}
     for worker_id, state in workers.items():
         name = f"worker-{worker_id}.safetensors"
-        if isinstance(state, SavedState):
-            here[name] = state.load()
-        elif isinstance(state, dict):
+        assert not isinstance(state, SavedState), "what was read is not written again"
+        if isinstance(state, dict):
             here[name] = state
         else:
             distant[name] = state

@@ -22,12 +22,12 @@ from raydl.cadence import Cadence
 from raydl.center import Snapshot
 from raydl.checkpoint import TRAINED, Checkpoint, CheckpointStore
 from raydl.crew import Collected, Evaluated
-from raydl.errors import CheckpointError, StateLostError
+from raydl.errors import CheckpointError, StateLostError, StorageSilentError
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
 from raydl.runs.totals import Totals
 from raydl.silence import GIVE_UP_S, give_up
-from raydl.storage import Storage, below
+from raydl.storage import Storage
 from raydl.tensor_files import view_of
 
 _NOTHING = Totals()
@@ -138,6 +138,7 @@ class CheckpointWriter:
         self._unanswered = unanswered
         self._refuge = refuge
         self._unwritten: Collected | None = None
+        self._is_best_due = False
         self._store = store
         self._flat = flat
         self._best = best
@@ -244,10 +245,12 @@ class CheckpointWriter:
 
     def score(self, evaluated: Evaluated) -> None:
         """Write the center that was scored if it came along and is the best."""
-        if self._best.take(evaluated):
+        if self._best.take(evaluated) and not self._is_best_due:
+            self._is_best_due = True
             self._work.submit(self._write_best)
 
     def _write_best(self) -> None:
+        self._is_best_due = False  # one that comes from here on is another one
         try:
             self._best.write()
         except CheckpointError as error:
@@ -287,49 +290,49 @@ class CheckpointWriter:
         """Wait until all is written, for as long as the storage answers. Nothing comes after that.
 
         Raises:
-            CheckpointError: it did not answer for too long.
+            StorageSilentError: it did not answer for too long.
         """
         self._work.close()
         while not self._work.wait(_LOOK_EVERY_S):
             if self.is_given_up:
                 give_up(self._store.root)
                 seconds, what = self._unanswered(self._work.thread)
-                raise CheckpointError(
-                    below(self._store.root, "checkpoints"),
-                    f"could not be written: the storage has not answered for {seconds:.0f} s "
-                    f"({what}); {_ADVICE}",
-                )
+                raise StorageSilentError(self._store.root, seconds, what, _ADVICE)
 
     def close(self) -> None:
         """Finish what is being written; the newest center goes to another disk if it has to.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
+            StorageSilentError: the storage did not answer for too long.
         """
         try:
             self.wait()
             for future in [*self._writing[-1:], *self._finishing]:
                 future.result()
+        except StorageSilentError as error:
+            saved = self._save_elsewhere()
+            then = f"{error.then}{saved}"
+            raise StorageSilentError(error.root, error.seconds, error.what, then) from None
         except CheckpointError as error:
-            place = self._save_elsewhere()
-            if place is None:
-                raise
-            raise CheckpointError(
-                error.path, f"{error.problem}; the newest center is in {place}"
-            ) from error
+            saved = self._save_elsewhere()
+            raise CheckpointError(error.path, f"{error.problem}{saved}") from error
         except BaseException:  # Ctrl-C
             self.abort()
+            if not self._work.wait(0):
+                give_up(self._store.root)
             raise
 
-    def _save_elsewhere(self) -> Path | None:
+    def _save_elsewhere(self) -> str:
         """Write the newest center, if the storage has it not, to a disk of this machine.
 
         Returns:
-            The file; None: there is nothing to save, or it can not be written there either.
+            The end of a sentence, with the file; empty: there is nothing to save, or it can not be
+            written there either.
         """
         last = self._unwritten
         if last is None or self._trained_round >= last.snapshot.round:
-            return None
+            return ""
         center = checkpoint_of(last, self._flat, seconds=0.0).center
         saved: list[Path] = []
 
@@ -343,7 +346,7 @@ class CheckpointWriter:
         thread = threading.Thread(target=save, name="refuge", daemon=True)
         thread.start()
         thread.join(_REFUGE_S)  # that disk may hang as well
-        return saved[0] if saved else None
+        return f"; the newest center is in {saved[0]}" if saved else ""
 
 
 class _Work:

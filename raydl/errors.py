@@ -207,8 +207,7 @@ class StateLostError(CheckpointError):
 
     def __init__(self, worker_id: str, problem: str) -> None:
         super().__init__(f"of {worker_id}", problem)
-        self.args = (worker_id, problem)
-        self.worker_id = worker_id
+        self.worker_id, self.args = worker_id, (worker_id, self.problem)
 
     def __str__(self) -> str:
         return f"the state of {self.worker_id} was not written: {self.problem}"
@@ -221,18 +220,19 @@ class StorageSilentError(RaydlError):
         root: where it is.
         seconds: for how long.
         what: the call that has no answer.
+        then: what becomes of the run; empty: it has not begun.
     """
 
     exit_status = WORTH_RETRYING
 
-    def __init__(self, root: str, seconds: float, what: str) -> None:
-        super().__init__(root, seconds, what)
-        self.root, self.seconds, self.what = self.args
+    def __init__(self, root: str, seconds: float, what: str, then: str = "") -> None:
+        super().__init__(root, seconds, what, then)
+        self.root, self.seconds, self.what, self.then = self.args
 
     def __str__(self) -> str:
         return (
             f"the storage {self.root} has not answered for {self.seconds:.0f} s ({self.what}); see "
-            f"to its server, its mount and the network"
+            f"to its server, its mount and the network{self.then and '; '}{self.then}"
         )
 
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from raydl.errors import StorageSilentError
+from raydl.redaction import redact
 from raydl.storage import Storage
 
 TELL_S = 8.0
@@ -60,7 +61,7 @@ class SilenceTeller:
 
 def tell_on_stderr(sentence: str) -> None:
     """Say something where there is no log yet, or none any more."""
-    print(sentence, file=sys.stderr, flush=True)
+    print(redact(sentence), file=sys.stderr, flush=True)
 
 
 def within(

@@ -158,7 +158,7 @@ class _Call:
 
 
 class Storage:
-    """Named files below one root. Processes of other machines may be sent one.
+    """Named files below one root.
 
     Args:
         root: a local folder or a URI, which may carry credentials; need not exist yet.
@@ -173,6 +173,7 @@ class Storage:
         self._calls: dict[int, _Call] = {}
         self._asked_since: float | None = None
         self._last_what = ""
+        self._is_given = filesystem is not None
         if filesystem is not None:
             self._filesystem, self._path = filesystem, root
         elif "://" in root:
@@ -209,6 +210,16 @@ class Storage:
     def local_path(self) -> str | None:
         """The folder on this machine's disks, shared ones too; None: it is elsewhere."""
         return self._path if self._filesystem.type_name == "local" else None
+
+    @property
+    def address(self) -> str | None:
+        """What another process, in whatever folder or on whatever machine, may try to open it by.
+
+        None: it was given a file system that no path or URI says.
+        """
+        if self._is_given:
+            return None
+        return self.root if self.local_path is None else self.local_path
 
     # who waits for it
 
@@ -308,9 +319,6 @@ class Storage:
             problem = f"{self.root} can not be written: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _same_storage, (self.root, self._filesystem, self._path)
-
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a file, replacing an older one at once and as a whole."""
         self.write_pieces(name, [data])
@@ -370,11 +378,20 @@ class Storage:
 
     def _write(self, path: str, fill: Callable[[Any], object]) -> None:
         if self._filesystem.type_name == "local":
-            with open(path, "wb", buffering=0) as file:
-                fill(_Synced(file))
+            self._write_here(path, fill)
             return
         with self._filesystem.open_output_stream(path) as stream:
             fill(stream)
+
+    def _write_here(self, path: str, fill: Callable[[Any], object]) -> None:
+        try:
+            with open(path, "wb", buffering=0) as file:
+                fill(_Synced(file))
+        except OSError as error:
+            if error.errno is None or not error.strerror:
+                raise
+            said = error.strerror[0].lower() + error.strerror[1:]  # the rest of a sentence
+            raise OSError(error.errno, said) from error
 
     def _flush_to_disk(self, path: str) -> None:
         """Make a local file or folder survive a power failure; PyArrow does not."""
@@ -510,10 +527,3 @@ class _Synced:
         if self._num_bytes >= _SYNC_BYTES:
             os.fdatasync(self._file.fileno())
             self._num_bytes = 0
-
-
-def _same_storage(root: str, filesystem: fs.FileSystem, path: str) -> Storage:
-    """Return a storage as it was in another process, whatever folder this one works in."""
-    storage = Storage(path, filesystem=filesystem)
-    storage.root = root
-    return storage

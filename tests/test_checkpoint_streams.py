@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Ensemble, tiny_images
+from pyarrow import fs
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from test_checkpoint import ObjectStore, make, same
@@ -18,7 +18,7 @@ from test_controller import Stage, collected, report
 
 import raydl
 from raydl import tensor_files
-from raydl.checkpoint import Checkpoint, CheckpointStore, pack, unpack
+from raydl.checkpoint import Checkpoint, CheckpointStore, SavedState, pack, unpack
 from raydl.config import CheckpointConfig, MethodConfig, TrainConfig, TrainingConfig
 from raydl.control import State
 from raydl.crew import Draining, HandedIn, Lost, Published, StatesLost, WorkerReady
@@ -171,10 +171,10 @@ def test_a_saved_state_is_read_from_any_working_folder_and_tells_damage(tmp_path
     monkeypatch.chdir(tmp_path)
     store = CheckpointStore(Storage("run"))
     store.write(make(1))
-    travels = pickle.dumps(store.read()[0].workers["w0"])
+    address, name, written = store.read()[0].workers["w0"].place
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    saved = pickle.loads(travels)
+    saved = SavedState(Storage(address), name, written)
     assert same(saved.load(), make(1).workers["w0"])
     path = tmp_path / "run/checkpoints/round-00000001/worker-w0.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -304,8 +304,7 @@ def test_workers_that_see_the_folder_write_their_files_and_others_send_them(
     fit(tmp_path / "seen", steps=40)
     assert pieces_of_driver == []
     # For whom it is sent to it is another folder, as a disk of another machine is.
-    elsewhere = (Storage, (str(tmp_path / "elsewhere"),))
-    monkeypatch.setattr(Storage, "__reduce__", lambda storage: elsewhere)
+    monkeypatch.setattr(Storage, "address", str(tmp_path / "elsewhere"))
     monkeypatch.setattr("raydl.on_ray.states.PIECE_BYTES", 10_000)
     fit(tmp_path / "unseen", steps=40)
     assert len(pieces_of_driver) >= 2
@@ -320,6 +319,12 @@ def test_workers_that_see_the_folder_write_their_files_and_others_send_them(
     fit(tmp_path / "seen", steps=60, resume=True)
     weights = [(tmp_path / name / "center.safetensors").read_bytes() for name in ("seen", "unseen")]
     assert weights[0] == weights[1]
+
+
+def test_a_storage_with_a_file_system_of_its_own_is_opened_by_nobody_else(tmp_path):
+    assert Storage(str(tmp_path), filesystem=fs.LocalFileSystem()).address is None
+    assert Storage("a").address == os.path.abspath("a")
+    assert Storage(tmp_path.as_uri()).address == str(tmp_path)
 
 
 def test_the_sum_of_a_file_is_that_of_its_pieces(tmp_path):

@@ -22,6 +22,8 @@ EXAMPLES = [
     errors.ClusterError("10.0.0.1:6379", "does not answer"),
     errors.ResourceError("2 workers do not fit"),
     errors.CheckpointError("runs/x", "there is none"),
+    errors.StateLostError("w1", "its process was killed"),
+    errors.StorageSilentError("s3://kept/runs/x", 45.2, "to write status.json"),
     errors.StepError("w1", 12, "its weights are not finite"),
     errors.NonFiniteLossError("w1", 12, float("inf")),
     errors.ProcessLostError("w1", "killed"),

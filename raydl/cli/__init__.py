@@ -74,7 +74,7 @@ def _end_if_a_thread_hangs(status: int) -> None:
     if silence is None or not silence.is_anything_given_up():
         return
     if sys.exc_info()[0] is not None:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
     ray = sys.modules.get("ray")
     if ray is not None:  # a Ray that was started for this run ends with it
         ending = threading.Thread(target=ray.shutdown, daemon=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import threading
 import time
 import uuid
@@ -19,7 +18,7 @@ from ray.exceptions import RayActorError, RayError
 
 from raydl.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
 from raydl.center_service import CenterService, OptimizerStates, make_shard
-from raydl.checkpoint import SavedState, unpack
+from raydl.checkpoint import SavedPlace, SavedState, unpack
 from raydl.crew import Evaluated, Published, Refused, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
@@ -294,9 +293,9 @@ class WorkerActor:
         train: Samples,
         prepare: Prepare,
         untrained: dict[str, np.ndarray],
-        saved: bytes | None = None,
+        saved: SavedPlace | None = None,
     ) -> tuple[Place, bool]:
-        """Build the worker; return its node and process id, and whether it lacks no state.
+        """Build the worker; return its node and process id, and whether it has read ``saved``.
 
         Not in ``__init__``: errors arrive as they are.
 
@@ -306,7 +305,8 @@ class WorkerActor:
             train: the training set.
             prepare: makes its samples ready for the model.
             untrained: the untrained state of the run's first model.
-            saved: a pickled :class:`raydl.checkpoint.SavedState` of its own; None: it has none.
+            saved: where its own state in a checkpoint may be read; None: there is none, or the
+                driver sends it.
         """
         try:
             return self._set_up(job, worker_id, Batches(train, prepare), untrained, saved)
@@ -320,7 +320,7 @@ class WorkerActor:
         worker_id: str,
         batches: Batches,
         untrained: dict[str, np.ndarray],
-        saved: bytes | None,
+        saved: SavedPlace | None,
     ) -> tuple[Place, bool]:
         keep_freed_memory()
         torch.set_num_threads(job.config.scaling.num_threads)
@@ -348,7 +348,7 @@ class WorkerActor:
         self._fed = bytearray()
         self._own_state = None if saved is None else _load_saved(saved)
         freeze_objects()
-        return (node, os.getpid()), saved is None or self._own_state is not None
+        return (node, os.getpid()), self._own_state is not None
 
     def _publish(self, snapshot: Snapshot) -> None:
         self._partition.hold()
@@ -549,23 +549,27 @@ class WorkerActor:
         self._worker.release(round)
 
     @ray.method(concurrency_group="files")
-    def write_held(self, round: int, storage: bytes, name: str, token: str) -> Sum | None:
-        """Write what is held of a round; None: this process can not, the driver has to.
+    def write_held(self, round: int, address: str, name: str, token: str) -> Sum | None:
+        """Write what is held of a round; None: this process does not see the storage.
 
         Args:
             round: one that is held.
-            storage: the run's folder, pickled: it may not be known here.
+            address: of the run's folder; it may not be known here.
             name: of the file.
             token: a file that is there if this process sees that same folder.
+
+        Raises:
+            OSError: the storage refused, or the checkpoint was given up.
         """
         held = self._worker.held(round)
         self._num_written, self._may_write = 0, threading.Event()
         self._may_write.set()
         try:
-            here: Storage = pickle.loads(storage)
-            return here.write_pieces(name, self._counted(held)) if here.exists(token) else None
-        except Exception:  # whatever it is that a file system lacks here, the driver may have it
+            here = Storage(address)
+            is_seen = here.exists(token)
+        except Exception:  # credentials, packages, a network: what is lacking here the driver has
             return None
+        return here.write_pieces(name, self._counted(held)) if is_seen else None
 
     def _counted(self, held: TensorFile) -> Iterator[memoryview]:
         for piece in held.pieces():
@@ -608,12 +612,12 @@ class WorkerActor:
         return self._own_state is not None
 
 
-def _load_saved(saved: bytes) -> dict[str, Any] | None:
+def _load_saved(saved: SavedPlace) -> dict[str, Any] | None:
     """Return a worker's state from a checkpoint; None: it can not be read here."""
     try:
-        state: SavedState = pickle.loads(saved)
-        return state.load()
-    except Exception:  # as in write_held: credentials, packages, or a disk of another machine
+        address, name, written = saved
+        return SavedState(Storage(address), name, written).load()
+    except Exception:  # as in write_held, or it is a disk of another machine
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 import uuid
 from collections import deque
@@ -232,7 +231,7 @@ class RayCrew:
             self._train,
             self._prepare,
             self._untrained,
-            None if own_state is None else pickle.dumps(own_state),
+            own_state and own_state.place,
         )
         self._calls.expect(ref, worker_id, self._on_ready(worker_id, own_state))
 

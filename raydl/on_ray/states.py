@@ -8,7 +8,6 @@ more than two pieces.
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from raydl.checkpoint import SavedState
 from raydl.errors import CheckpointError, StateLostError
@@ -61,10 +60,9 @@ class RayState:
 
     def begin_write(self, storage: Storage, name: str, token: str) -> RayStateWrite:
         """Let the worker write, if it sees the storage."""
-        ref = None
-        if self.worker_id not in self._blind:
-            here = pickle.dumps(storage)
-            ref = self.worker.write_held.remote(self.round, here, name, token)
+        ref, address = None, storage.address
+        if address is not None and self.worker_id not in self._blind:
+            ref = self.worker.write_held.remote(self.round, address, name, token)
         return RayStateWrite(self, storage, name, ref)
 
     def release(self) -> None:
@@ -104,13 +102,12 @@ class RayStateWrite:
             written = self._written_there()
             if written is not None:
                 return written
-            self._state.note_blind()
             return self._storage.write_pieces(self._name, self._pieces())
         except RayError as error:
             raise self._state.lost(error) from error
 
     def _written_there(self) -> Sum | None:
-        """Wait for the worker as long as it gets on; None: it can not write."""
+        """Wait for the worker as long as it gets on; None: it can not write, or not now."""
         if self._ref is None:
             return None
         worker, num_before, heard_at = self._state.worker, -1, time.monotonic()
@@ -124,8 +121,18 @@ class RayStateWrite:
                 elif time.monotonic() - heard_at > SILENCE_S:
                     worker.stop_writing.remote()
                     return None
+            return self._answer()
+
+    def _answer(self) -> Sum | None:
+        try:
             written: Sum | None = ray.get(self._ref)
-            return written
+        except RayTaskError as error:
+            if isinstance(error.cause, OSError):  # this process is refused as well, or is not
+                return None
+            raise
+        if written is None:
+            self._state.note_blind()
+        return written
 
     def _pieces(self) -> Iterator[np.ndarray]:
         """Yield what the worker holds; the next piece is on its way while one is written."""
