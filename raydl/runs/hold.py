@@ -294,9 +294,9 @@ class _Claim:
                 break
             time.sleep(POLL_S)
             for name, data in first.items():
-                now = self._read(name)
-                if now not in (b"", data):
-                    raise _in_use(self._storage, setting, now)
+                if self._read(name) not in (b"", data):
+                    # Read once more: it may have been written anew, and longer, just then.
+                    raise _in_use(self._storage, setting, self._read(name))
             others = self._others()
             first = {name: data for name, data in first.items() if name in others}
         return list(first)
