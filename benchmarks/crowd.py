@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from raydl.center import first_snapshot
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
 from raydl.data import DataShape
-from raydl.exchange.collective import CollectiveGroup, GroupAddress
+from raydl.exchange.collective import CenterStore, CollectiveGroup, GroupAddress
 from raydl.exchange.remote import RayPost
 from raydl.flat import FlatModel
 from raydl.job import Job
@@ -120,21 +120,21 @@ class Party:
         )  # fmt: skip
         if job.method.is_sync:
             rank = membership.worker_ids.index(worker_id)
-            group = CollectiveGroup(place, membership.worker_ids, rank)
+            group = CollectiveGroup(place, membership.worker_ids, rank, center=center)
             schedule: Schedule = SyncSchedule(site, group, snapshot, Trained())
         else:
             post = RayPost([center], timeout_s=place.timeout_s)
             schedule = MessageSchedule(site, post, snapshot, incarnation=0, local_step=0)
         self._schedules[job.method.name] = schedule
 
-    def enter_bare(self, place: GroupAddress, rank: int, num_workers: int) -> None:
+    def enter_bare(self, place: GroupAddress, rank: int, num_workers: int, center: Any) -> None:
         """Form a process group of torch, as a program without raydl would."""
         options = _dist.ProcessGroupGloo._Options()
         host = ray.util.get_node_ip_address()  # gloo's own guess may be another interface
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=place.timeout_s)
-        store = place.connect_to_store()
-        self._bare = _dist.ProcessGroupGloo(store, rank, num_workers, options)
+        self._store = CenterStore(center, place)  # Python must keep it as long as the group is
+        self._bare = _dist.ProcessGroupGloo(self._store, rank, num_workers, options)
         self._summed = torch.ones_like(self._replica.flat.weights)
 
     def exchange(self, method: str, count: int, begin_at: float) -> Times:
@@ -264,9 +264,9 @@ class Crowd:
             max_concurrency=threads, scheduling_strategy=_on(self._home)
         ).remote()
         opened = center.open.remote(job, self._snapshot, [])
-        [((host, port), (_, pid))] = _answers([opened])
+        [(_, pid)] = _answers([opened])
         self.centers[method] = center, pid
-        place = GroupAddress(host, port, f"{self._run_id}-{method}", 1, "cpu", _BOUND_S / 2)
+        place = GroupAddress(f"{self._run_id}-{method}", 1, "cpu", _BOUND_S / 2)
         if not job.method.is_sync:
             [(_, snapshot)] = _answers([center.form.remote(members(self.num_workers))])
         else:
@@ -279,9 +279,11 @@ class Crowd:
             ]
         )
         if job.method.is_sync:
-            bare = GroupAddress(host, port, f"{self._run_id}-bare", 1, "cpu", _BOUND_S / 2)
+            bare = GroupAddress(f"{self._run_id}-bare", 1, "cpu", _BOUND_S / 2)
             ranks = enumerate(self.workers)
-            _answers([w.enter_bare.remote(bare, rank, self.num_workers) for rank, w in ranks])
+            _answers(
+                [w.enter_bare.remote(bare, rank, self.num_workers, center) for rank, w in ranks]
+            )
 
     def exchange(
         self, method: str, count: int, *, num_workers: int | None = None, far: bool = False

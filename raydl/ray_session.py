@@ -6,6 +6,7 @@ Ray reads its environment when it is imported, so :func:`prepare` comes before t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -140,16 +142,35 @@ def _address() -> str:
 def _start_here() -> None:
     import ray
 
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        # Not yet what is less than an error: in a thread Ray warns that it leaves SIGTERM alone.
-        logging_level=logging.ERROR,
-        # Ray starts a process per core ahead; so these have torch before an actor comes.
-        _system_config={"preload_python_modules": ["torch"]},
-    )
+    with _on_the_loopback():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            # Not yet what is less than an error: in a thread Ray warns that it leaves SIGTERM
+            # alone.
+            logging_level=logging.ERROR,
+            # Ray starts a process per core ahead; so these have torch before an actor comes.
+            _system_config={"preload_python_modules": ["torch"]},
+        )
     logging.getLogger("ray").setLevel(logging.WARNING)
     atexit.register(ray.shutdown)
+
+
+@contextlib.contextmanager
+def _on_the_loopback() -> Iterator[None]:
+    """Let a cluster that starts meanwhile listen on 127.0.0.1 alone, where no other host comes.
+
+    Ray does so on macOS and Windows. On Linux it takes the address that other nodes reach, for
+    127.0.0.1 too, and its processes listen on all interfaces. There is no public setting.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _start_and_stay(beginning: Future[None]) -> None:

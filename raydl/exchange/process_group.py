@@ -8,6 +8,7 @@ the connections, so that peers that wait for this member fail at once too.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import threading
 import time
@@ -19,12 +20,15 @@ import torch.distributed
 from torch import Tensor
 
 from raydl.exchange.allreduce import ProcessGroupLink
+from raydl.exchange.store import PROOF_BYTES, SECRET, proof
 
-# torch's stubs do not export what its documentation does: TCPStore, PrefixStore, options.
+# torch's stubs do not export what its documentation does: Store, options.
 dist: Any = torch.distributed
 
 _CUT_TAG = 1
 """Of messages that nobody sends."""
+_PROOF_TAG = 2
+"""Of the first message between two members."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
 """Between two looks at a device."""
 
@@ -66,6 +70,23 @@ class TorchGroup:
         if self.is_left:
             self.leave()
             raise RuntimeError("the group was left while it was formed")
+        if not self._is_cuda:
+            self._check_peers(store.get(SECRET))
+
+    def _check_peers(self, secret: bytes) -> None:
+        """Let all members prove to each other that they know the generation's secret.
+
+        gloo takes for a peer whoever connects first with a small number that is easy to guess.
+        So nothing else is sent before this. NCCL needs none of it: it refuses a connection
+        without 64 random bits, which rank 0 has sent to the others through the store.
+
+        Raises:
+            RuntimeError: another process has taken a member's place, or a member went away.
+        """
+        reasons = unproven_peers(self.process_group, secret, self._timeout)
+        if reasons:
+            told = "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items())
+            raise RuntimeError(f"not proven to be members of this generation: {told}")
 
     def cut(self) -> None:
         """Close the connections now; what is under way fails, here and at the peers."""
@@ -81,7 +102,7 @@ class TorchGroup:
         if not self._is_cuda:
             self.cut()
         # torch waits for its threads where the last reference goes: not here.
-        kept = [self.process_group, self.store]
+        kept = [self.store, self.process_group]  # cleared from its end: the group uses the store
         self.process_group = self.store = None
         threading.Thread(target=kept.clear, daemon=True).start()
 
@@ -98,6 +119,40 @@ class TorchGroup:
     def link(self) -> ProcessGroupLink:
         """Return the way from this member to each other one."""
         return ProcessGroupLink(self.process_group, self._rank, self._num_workers)
+
+
+def unproven_peers(process_group: Any, secret: bytes, timeout: timedelta) -> dict[int, str]:
+    """Exchange proofs with all peers; return the ranks that sent a wrong one or none, and why.
+
+    It raises nothing: an error would keep the process group, and its owner could not let it go.
+    """
+    rank, deadline = process_group.rank(), time.monotonic() + timeout.total_seconds()
+    peers = [peer for peer in range(process_group.size()) if peer != rank]
+    received = {peer: torch.zeros(PROOF_BYTES, dtype=torch.uint8) for peer in peers}
+    sent = {peer: _as_tensor(proof(secret, source=rank, target=peer)) for peer in peers}
+    reasons: dict[int, str] = {}
+    works: dict[int, list[Any]] = {peer: [] for peer in peers}
+    for peer in peers:
+        try:
+            works[peer].append(process_group.recv([received[peer]], peer, _PROOF_TAG))
+            works[peer].append(process_group.send([sent[peer]], peer, _PROOF_TAG))
+        except RuntimeError as error:
+            reasons[peer] = str(error).partition("\n")[0]
+    for peer, started in works.items():
+        try:
+            for work in started:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            reasons.setdefault(peer, str(error).partition("\n")[0])
+            continue
+        expected = proof(secret, source=peer, target=rank)
+        if not hmac.compare_digest(received[peer].numpy().tobytes(), expected):
+            reasons.setdefault(peer, "another process has taken its place")
+    return reasons
+
+
+def _as_tensor(value: bytes) -> Tensor:
+    return torch.tensor(list(value), dtype=torch.uint8)
 
 
 def is_done(work: Any, within: timedelta) -> bool:
