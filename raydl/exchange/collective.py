@@ -16,6 +16,7 @@ A group can be abandoned from another thread: who forms it or waits in it is fre
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import ReduceOp
 from torch import Tensor
 
+from raydl.config.tls import tls_files
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.adaptive import AdaptiveAllreduce
 from raydl.exchange.process_group import TorchGroup, dist, is_done, is_done_on_device
@@ -297,7 +299,8 @@ class CollectiveGroup:
 
     def _meet(self, algorithm: str) -> AdaptiveAllreduce | None:
         store = CenterStore(self._center, self.address)
-        self._group.connect(store, host=ray.util.get_node_ip_address())
+        tls = tls_files(os.environ)  # what Ray's own connections go by
+        self._group.connect(store, host=ray.util.get_node_ip_address(), tls=tls)
         if algorithm == "library":
             return None
         link, generation = self._group.link(), self.address.generation

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import os
 import threading
 import time
@@ -19,8 +20,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from raydl.config.tls import TlsFiles
 from raydl.exchange.allreduce import ProcessGroupLink
 from raydl.exchange.store import PROOF_BYTES, SECRET, proof
+from raydl.exchange.tunnel import GLOO_HOST, Tunnel, hidden_port, seen_by
 
 # torch's stubs do not export what its documentation does: Store, options.
 dist: Any = torch.distributed
@@ -50,20 +53,36 @@ class TorchGroup:
         self._rank = rank
         self._num_workers = num_workers
         self._is_cuda = device == "cuda"
+        self._tunnel: Tunnel | None = None
         self._timeout = timedelta(seconds=timeout_s)
 
-    def connect(self, store: Any, *, host: str) -> None:
+    def connect(self, store: Any, *, host: str, tls: TlsFiles | None = None) -> None:
         """Meet the other members in a store; ``host`` is the address they reach this one by.
+
+        With certificates all that gloo sends to another host goes through TLS.
 
         Raises:
             RuntimeError: not all came in time, or this member left meanwhile.
         """
+        try:
+            self._connect(store, host, tls)
+        except RuntimeError as error:
+            problem = self._tunnel.problem if self._tunnel else ""
+            if self.is_left:  # whoever left may not have seen the tunnel yet
+                self.leave()
+            if problem:
+                raise RuntimeError(f"no connection by TLS: {problem}") from error
+            raise
+
+    def _connect(self, store: Any, host: str, tls: TlsFiles | None) -> None:
+        if tls is not None and not self._is_cuda:
+            store, host = self._through_tunnel(store, host, tls), GLOO_HOST
         self.store = store
         # In no local variable: an error would keep it, and leave() could not let it go.
         self.process_group = (
             _make_nccl(store, self._rank, self._num_workers, self._timeout)
             if self._is_cuda
-            else _make_gloo(store, self._rank, self._num_workers, self._timeout, host)
+            else make_gloo(store, self._rank, self._num_workers, timeout=self._timeout, host=host)
         )
         # Another thread may leave at any moment. Each of both writes before it reads what
         # the other writes, so that one of them closes the connections.
@@ -88,6 +107,18 @@ class TorchGroup:
             told = "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items())
             raise RuntimeError(f"not proven to be members of this generation: {told}")
 
+    def _through_tunnel(self, store: Any, host: str, tls: TlsFiles) -> TunnelStore:
+        """Open a tunnel to the members on other hosts; return the store as gloo shall see it."""
+        self._tunnel = tunnel = Tunnel(tls, host)
+        store.set(f"tunnel/{self._rank}", json.dumps([host, tunnel.port]).encode())
+        told = store.multi_get([f"tunnel/{rank}" for rank in range(self._num_workers)])
+        places = {rank: json.loads(place) for rank, place in enumerate(told)}
+        far = {rank: place for rank, place in places.items() if place[0] != host}
+        below = {rank: place for rank, place in far.items() if rank < self._rank}
+        return TunnelStore(
+            store, tunnel, self._rank, {**dict.fromkeys(far, 0), **tunnel.open_ways(below)}
+        )
+
     def cut(self) -> None:
         """Close the connections now; what is under way fails, here and at the peers."""
         process_group = self.process_group
@@ -101,6 +132,8 @@ class TorchGroup:
         self.is_left = True
         if not self._is_cuda:
             self.cut()
+        if self._tunnel is not None:
+            self._tunnel.close()
         # torch waits for its threads where the last reference goes: not here.
         kept = [self.store, self.process_group]  # cleared from its end: the group uses the store
         self.process_group = self.store = None
@@ -119,6 +152,51 @@ class TorchGroup:
     def link(self) -> ProcessGroupLink:
         """Return the way from this member to each other one."""
         return ProcessGroupLink(self.process_group, self._rank, self._num_workers)
+
+
+class TunnelStore(dist.Store):  # type: ignore[misc]
+    """A store in which gloo finds its peers at the near end of the tunnel to them.
+
+    Args:
+        store: of the generation.
+        tunnel: of this member.
+        rank: this member's.
+        ways: see :func:`raydl.exchange.tunnel.seen_by`.
+    """
+
+    def __init__(self, store: Any, tunnel: Tunnel, rank: int, ways: dict[int, int]) -> None:
+        super().__init__()
+        self._store = store
+        self._tunnel = tunnel
+        self._rank = rank
+        self._ways = ways
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a key; the tunnel leads to where gloo listens before others read that."""
+        if port := hidden_port(value):
+            self._tunnel.lead_to(port)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is there."""
+        value: bytes = self._store.get(key)
+        peer = key.rpartition("/")[2]
+        if not peer.isdecimal():
+            return value
+        return seen_by(value, rank=self._rank, peer=int(peer), ways=self._ways)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, once all are there."""
+        self._store.wait(keys)
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until keys are there."""
+        self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether keys are there now."""
+        return bool(self._store.check(keys))
 
 
 def unproven_peers(process_group: Any, secret: bytes, timeout: timedelta) -> dict[int, str]:
@@ -181,7 +259,8 @@ def is_done_on_device(work: Any, within: timedelta) -> bool:
     return True
 
 
-def _make_gloo(store: Any, rank: int, num_workers: int, timeout: timedelta, host: str) -> Any:
+def make_gloo(store: Any, rank: int, num_workers: int, *, timeout: timedelta, host: str) -> Any:
+    """Return a process group of gloo that listens on one address alone."""
     options = dist.ProcessGroupGloo._Options()
     # Bound to the address that the others know: gloo's own guess takes a wrong interface on
     # some hosts.
