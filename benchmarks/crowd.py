@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -86,9 +87,11 @@ class Party:
     Args:
         num_parameters: of its vector.
         seed: of its first values.
+        environment: in which it joins the others; it may ask for TLS.
     """
 
-    def __init__(self, num_parameters: int, seed: int) -> None:
+    def __init__(self, num_parameters: int, seed: int, environment: dict[str, str]) -> None:
+        self._environment = environment
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self._parts = TimeParts()
@@ -120,7 +123,8 @@ class Party:
         )  # fmt: skip
         if job.method.is_sync:
             rank = membership.worker_ids.index(worker_id)
-            group = CollectiveGroup(place, membership.worker_ids, rank, center=center)
+            with mock.patch.dict(os.environ, self._environment):
+                group = CollectiveGroup(place, membership.worker_ids, rank, center=center)
             schedule: Schedule = SyncSchedule(site, group, snapshot, Trained())
         else:
             post = RayPost([center], timeout_s=place.timeout_s)
@@ -223,11 +227,19 @@ class Crowd:
         num_parameters: of each replica.
         num_workers: of them; all on this node, or one on each node there is.
         is_spread: one on each node, the first one with the centers on the driver's.
+        environment: in which the workers join one another; it may ask for TLS.
 
     Ray is connected with; all actors end with the context.
     """
 
-    def __init__(self, num_parameters: int, num_workers: int, *, is_spread: bool = False) -> None:
+    def __init__(
+        self,
+        num_parameters: int,
+        num_workers: int,
+        *,
+        is_spread: bool = False,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.num_parameters = num_parameters
         self.num_workers = num_workers
         self.centers: dict[str, tuple[Any, int]] = {}
@@ -238,7 +250,7 @@ class Crowd:
         actor = ray.remote(num_cpus=0)(Party)
         self.workers = [
             actor.options(scheduling_strategy=_on(nodes[rank if is_spread else 0])).remote(
-                num_parameters, rank
+                num_parameters, rank, dict(environment)
             )
             for rank in range(num_workers)
         ]

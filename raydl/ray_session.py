@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from raydl.config.tls import check_tls, tls_files
 from raydl.errors import ClusterError, ConfigError
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
@@ -114,6 +115,7 @@ def connect() -> bool:
 
     Raises:
         ClusterError: none answers there, it wants another token, or is of another version.
+        ConfigError: it should use TLS, and its certificates can not be used.
     """
     global _beginning
     import ray
@@ -139,9 +141,17 @@ def _address() -> str:
     return "" if address == "local" else address
 
 
+def _check_certificates() -> None:
+    """Refuse certificates that Ray would fail with, in words of its own and after a long wait."""
+    files = tls_files(os.environ)
+    if files is not None:
+        check_tls(files)
+
+
 def _start_here() -> None:
     import ray
 
+    _check_certificates()
     with _on_the_loopback():
         ray.init(
             address="local",
@@ -201,12 +211,13 @@ def _join(address: str) -> None:
     if address.startswith("ray://"):
         problem = "is one for Ray Client, which a run can not use; give HOST:6379 from a machine "
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
+    _check_certificates()
     if address == "auto":  # as ray.init does for a cluster that it finds by itself
         authentication_token_setup.maybe_enable_token_auth_if_token_available(
             warn_if_disabled=False
         )
     try:
-        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        if tls_files(os.environ) is None:
             _knock(address, canonicalize_bootstrap_address(address))
         ray.init(logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:

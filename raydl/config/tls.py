@@ -67,6 +67,24 @@ def tls_files(environment: Mapping[str, str]) -> TlsFiles | None:
 _NAMES = {"cert": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY", "ca": "RAY_TLS_CA_CERT"}
 
 
+def check_device(device: str, environment: Mapping[str, str]) -> None:
+    """Refuse sums on a device with TLS.
+
+    Args:
+        device: where the workers of a synchronous method sum: ``cpu`` or ``cuda``.
+        environment: of this process.
+
+    Raises:
+        ConfigError: NCCL would send in plain what the user wants encrypted.
+    """
+    if device == "cuda" and tls_files(environment) is not None:
+        raise ConfigError(
+            "exchange.resident",
+            "must be false with RAY_USE_TLS=1: NCCL, which sums on the device, has no TLS; in host "
+            "memory gloo sums, through TLS",
+        )
+
+
 def check_tls(files: TlsFiles) -> None:
     """Refuse files with which no two processes of this node could speak.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from raydl.config.tls import TlsFiles
 from raydl.exchange.allreduce import ProcessGroupLink
 from raydl.exchange.store import PROOF_BYTES, SECRET, proof
-from raydl.exchange.tunnel import GLOO_HOST, Tunnel, hidden_port, seen_by
+from raydl.exchange.tunnel import GLOO_HOST, TOLD_S, Tunnel, hidden_port, seen_by
 
 # torch's stubs do not export what its documentation does: Store, options.
 dist: Any = torch.distributed
@@ -67,7 +67,7 @@ class TorchGroup:
         try:
             self._connect(store, host, tls)
         except RuntimeError as error:
-            problem = self._tunnel.problem if self._tunnel else ""
+            problem = self._tunnel.problem(TOLD_S) if self._tunnel else ""
             if self.is_left:  # whoever left may not have seen the tunnel yet
                 self.leave()
             if problem:

@@ -40,6 +40,8 @@ _BELOW, _ABOVE = "127.0.0.1", "127.0.0.3"
 _GLOO_ADDRESS = re.compile(rb"\x02\x00(..)" + re.escape(socket.inet_aton(GLOO_HOST)), re.DOTALL)
 """An address of gloo as it writes it into the store: family, port, IPv4 address."""
 _START_S = 20.0
+TOLD_S = 0.2
+"""How long after a failure its reason may come."""
 _MEET_S = 20.0
 """The longest wait for the other half of a pair, in seconds."""
 _CHUNK_BYTES = 1 << 18
@@ -67,8 +69,8 @@ class Tunnel:
 
     def __init__(self, files: TlsFiles, host: str) -> None:
         self.host = host
-        self.problem = ""
-        """Why a connection failed; empty: none has."""
+        self._problem = ""
+        self._has_problem = threading.Event()
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -90,13 +92,19 @@ class Tunnel:
         """Lead connections of others to a port of gloo's."""
         self._ask({"gloo": port})
 
+    def problem(self, timeout_s: float = 0.0) -> str:
+        """Return why a connection failed, which may be told a little later; empty: none did."""
+        self._has_problem.wait(timeout_s)
+        return self._problem
+
     def close(self) -> None:
         """Close all connections."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -105,7 +113,7 @@ class Tunnel:
             self._process.stdin.flush()
             return self._answers.get(timeout=_START_S)
         except (OSError, ValueError, queue.Empty) as error:
-            problem = self.problem or "it did not answer"
+            problem = self.problem(TOLD_S) or "it did not answer"
             raise RuntimeError(f"the tunnel for TLS failed: {problem}") from error
 
     def _listen(self) -> None:
@@ -113,7 +121,8 @@ class Tunnel:
             for line in self._process.stdout or ():
                 told = json.loads(line)
                 if "problem" in told:
-                    self.problem = self.problem or told["problem"]
+                    self._problem = self._problem or told["problem"]
+                    self._has_problem.set()
                 else:
                     self._answers.put(told)
 
@@ -183,8 +192,8 @@ class _Far:
             try:
                 there, back = (self._connect(host, port, token + way) for way in (_TO, _FROM))
             except OSError as error:
-                near.close()
-                return _tell_problem(f"{host}:{port}: {error}")
+                _tell_problem(f"{host}:{port}: {error}")
+                return near.close()
             _carry(near, there, back)
 
         _in_thread(self._accept, listener, lead)
@@ -226,9 +235,10 @@ class _Far:
         try:
             near = socket.create_connection((GLOO_HOST, self._gloo_port), timeout=_MEET_S)
         except OSError as error:
+            _tell_problem(f"gloo did not answer: {error}")
             for half in halves.values():
                 half.close()
-            return _tell_problem(f"gloo did not answer: {error}")
+            return None
         near.settimeout(None)
         return _carry(near, halves[_FROM], halves[_TO])
 

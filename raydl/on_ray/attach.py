@@ -7,6 +7,7 @@ worker, and ends by itself once nobody has been there for a minute.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 
 from raydl.center import Snapshot
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
+from raydl.config.tls import check_device
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress
 from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp
@@ -103,6 +105,8 @@ def attach(
         elastic=elastic or ElasticConfig(),
     )
     job = job_of(config, model, optimizer, rule)
+    if job.method.is_sync and config.scaling.max_workers > 1:
+        check_device(config.exchange_device, os.environ)
     send_by_value(type(job.method.rule))
     roads = Roads(name, job, terms_of(job, model))
     door = Door(
