@@ -212,5 +212,5 @@ def test_a_picture_that_claims_more_pixels_than_pillow_opens_is_refused(tmp_path
     source = write(
         tmp_path, train={"image": image, "label": [0]}, test={"image": image, "label": [0]}
     )
-    with pytest.raises(DataError, match="the picture in row 0 is too large: .*900000000 pixels"):
+    with pytest.raises(DataError, match=r"the picture in row 0 is too large: .*900000000 pixels"):
         load(source)
