@@ -203,3 +203,15 @@ def test_a_killed_actor_fails_the_exchange_of_its_peers_at_once(make_peers):
     assert type(error) is ExchangeError
     assert waited_s < 10.0
     assert not changed
+
+
+@pytest.mark.cluster
+def test_a_group_that_forms_while_the_center_is_lost_is_given_up_at_once(cluster):
+    store, peer = StoreActor.remote(), Peer.remote()
+    ray.get([store.wait_for_keys.remote("run", 1, [], 0.0), peer.pid.remote()], timeout=120)
+    ray.kill(store)
+    began = time.monotonic()
+    with pytest.raises(ExchangeError, match="the center did not answer"):
+        ray.get(peer.join.remote(GroupAddress("run", 1, "cpu", 60.0), 2, 0, store), timeout=60)
+    assert time.monotonic() - began < 20.0
+    ray.kill(peer)

@@ -22,6 +22,7 @@ from raydl.config.tls import check_device, check_tls, tls_files
 from raydl.errors import ConfigError
 from raydl.exchange.process_group import TorchGroup
 from raydl.exchange.store import StoreServer
+from raydl.exchange.tunnel import hidden_port
 
 HOSTS = ("127.0.1.1", "127.0.1.2")
 """To the workers two hosts, which meet on the loopback of this machine."""
@@ -292,3 +293,9 @@ def test_a_member_that_leaves_fails_the_sum_of_the_others_at_once(files, pool):
         with pytest.raises(RuntimeError):
             sum_of_one.wait()
         assert time.monotonic() - began < SOON_S / 2
+
+
+@pytest.mark.parametrize("value", [b"", b"\x02\x00\x12\x34\x7f\x00\x00\x02" * 2])
+def test_a_torch_whose_gloo_tells_its_address_otherwise_is_refused_in_one_sentence(value):
+    with pytest.raises(RuntimeError, match=r"^torch 2\..* TLS can not be used with it; .*$"):
+        hidden_port(value)

@@ -15,11 +15,10 @@ A group can be abandoned from another thread: who forms it or waits in it is fre
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,9 +48,10 @@ _REDUCE_OPS = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
-_ROLL_CALL_S = 1.0
+_ROLL_CALL = timedelta(seconds=1)
 _ASK_S = 2.0  # the longest that a thread of the center waits for keys
-_ANSWER_S = 20.0  # and how much longer it may take to answer: a busy one, or one that is frozen
+_ANSWER_S = 20.0  # and how much longer a busy center may take to answer
+_CHECK_S = 2.0  # the same where an answer is of no great worth
 _SLICE = timedelta(seconds=0.1)  # of a wait: after each is seen whether it was abandoned
 _ABANDONED = "it was abandoned: a worker was lost or left out"
 
@@ -134,20 +134,30 @@ class CenterStore(dist.Store):  # type: ignore[misc]
 
         NCCL asks this in a thread of its own, where an error would end the process.
         """
-        with contextlib.suppress(RuntimeError):
-            if not self._known.keys() >= set(keys):
-                self._ask(keys, 0.0)
-        return self._known.keys() >= set(keys)
+        try:
+            return len(self.those_there(keys, timedelta(0))) == len(keys)
+        except RuntimeError:
+            return False
+
+    def those_there(self, keys: Sequence[str], within: timedelta) -> list[str]:
+        """Return which of some keys are there, once all are or a time is over.
+
+        Raises:
+            RuntimeError: the center can not be reached.
+        """
+        if not self._known.keys() >= set(keys):
+            self._ask(list(keys), within.total_seconds(), answer_s=_CHECK_S)
+        return [key for key in keys if key in self._known]
 
     def clone(self) -> CenterStore:
         """Return a store for another thread: this one."""
         return self
 
-    def _ask(self, keys: list[str], timeout_s: float) -> None:
+    def _ask(self, keys: list[str], timeout_s: float, *, answer_s: float = _ANSWER_S) -> None:
         """Learn what the center knows, after a wait for keys that it may not know yet."""
         try:
             asked = self._center.wait_for_keys.remote(*self._generation, keys, timeout_s)
-            found = ray.get(asked, timeout=timeout_s + _ANSWER_S)
+            found = ray.get(asked, timeout=timeout_s + answer_s)
         except RayError as error:
             said = str(error).partition("\n")[0]
             raise RuntimeError(f"the center did not answer: {said}") from error
@@ -386,11 +396,11 @@ class CollectiveGroup:
             return []
         store.set(f"late/{round}/{self._rank}", b"here")
         keys = {w: f"late/{round}/{rank}" for rank, w in enumerate(self._worker_ids)}
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while time.monotonic() < deadline and not store.check(list(keys.values())):
-            if self._abandoned.wait(0.05):
-                break
-        return [w for w, key in keys.items() if not store.check([key])]
+        try:
+            there = store.those_there(list(keys.values()), _ROLL_CALL)
+        except RuntimeError:  # the center is lost, too: who knows
+            return []
+        return [worker_id for worker_id, key in keys.items() if key not in there]
 
 
 class CollectiveWork:

@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -84,6 +85,8 @@ class TorchGroup:
             if self._is_cuda
             else make_gloo(store, self._rank, self._num_workers, timeout=self._timeout, host=host)
         )
+        if self._tunnel is not None:
+            store.is_forming = False
         # Another thread may leave at any moment. Each of both writes before it reads what
         # the other writes, so that one of them closes the connections.
         if self.is_left:
@@ -170,20 +173,26 @@ class TunnelStore(dist.Store):  # type: ignore[misc]
         self._tunnel = tunnel
         self._rank = rank
         self._ways = ways
+        self.is_forming = True
+        """gloo writes its addresses, and nobody anything else."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a key; the tunnel leads to where gloo listens before others read that."""
-        if port := hidden_port(value):
-            self._tunnel.lead_to(port)
+        """Write a key; the tunnel leads to where gloo listens before others read that.
+
+        Raises:
+            RuntimeError: gloo writes its address in a way that is not known here.
+        """
+        if self.is_forming:
+            self._tunnel.lead_to(hidden_port(value))
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is there."""
         value: bytes = self._store.get(key)
-        peer = key.rpartition("/")[2]
-        if not peer.isdecimal():
+        if not self.is_forming:
             return value
-        return seen_by(value, rank=self._rank, peer=int(peer), ways=self._ways)
+        peer = int(key.rpartition("/")[2])  # gloo's keys are 0/RANK
+        return seen_by(value, rank=self._rank, peer=peer, ways=self._ways)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys, once all are there."""
@@ -197,6 +206,11 @@ class TunnelStore(dist.Store):  # type: ignore[misc]
     def check(self, keys: list[str]) -> bool:
         """Return whether keys are there now."""
         return bool(self._store.check(keys))
+
+    def those_there(self, keys: Sequence[str], within: timedelta) -> list[str]:
+        """Return which of some keys are there, once all are or a time is over."""
+        there: list[str] = self._store.those_there(keys, within)
+        return there
 
 
 def unproven_peers(process_group: Any, secret: bytes, timeout: timedelta) -> dict[int, str]:

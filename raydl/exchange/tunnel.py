@@ -28,6 +28,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +129,19 @@ class Tunnel:
 
 
 def hidden_port(value: bytes) -> int:
-    """Return the port in what gloo writes of itself into the store; 0: it is nothing of the kind.
+    """Return the port in what gloo writes of itself into the store.
 
     Raises:
-        RuntimeError: it has several addresses.
+        RuntimeError: it has no address there, or several.
     """
     found = _GLOO_ADDRESS.findall(value)
-    if len(found) > 1:
+    if len(found) != 1:
         raise RuntimeError(
-            "this build of torch tells gloo's address in a way that TLS can not be used with"
+            f"torch {version('torch')} writes gloo's address in a way that raydl does not know, so "
+            f"that TLS can not be used with it; take the torch of raydl's constraints.txt, or a "
+            f"method by messages"
         )
-    return int.from_bytes(found[0], "big") if found else 0
+    return int.from_bytes(found[0], "big")
 
 
 def shown_at(value: bytes, host: str, port: int) -> bytes:
@@ -157,9 +160,11 @@ def seen_by(value: bytes, *, rank: int, peer: int, ways: Mapping[int, int]) -> b
         ways: ports that lead to peers of lower rank on other hosts; and 0 for those of higher
             rank, which come by themselves. Peers of this host are not among them.
     """
-    if peer not in ways or not (port := hidden_port(value)):
+    if peer not in ways:
         return value
-    return shown_at(value, _BELOW, ways[peer]) if peer < rank else shown_at(value, _ABOVE, port)
+    if peer < rank:
+        return shown_at(value, _BELOW, ways[peer])
+    return shown_at(value, _ABOVE, hidden_port(value))
 
 
 # the tunnel's side
