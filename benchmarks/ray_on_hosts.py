@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.hosts import Hosts
 
@@ -28,7 +29,9 @@ _COMMON = (
 )  # fmt: skip
 
 
-def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
+def start_ray(
+    hosts: Hosts, folder: Path, more: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """Start Ray in all hosts, one CPU each; return the environment of a driver in host 0.
 
     The cluster ends with the hosts.
@@ -36,6 +39,7 @@ def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
     Args:
         hosts: entered.
         folder: of what Ray writes, a folder in it for each host; nobody removes it.
+        more: what else all nodes and the driver have in their environment.
 
     Raises:
         RuntimeError: a node did not start; the text has what it said.
@@ -49,7 +53,7 @@ def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
     address = f"{hosts.address(0)}:{PORT}"
     environment = {
         "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "",
-        "RAY_object_manager_pull_timeout_ms": PULL_MS,
+        "RAY_object_manager_pull_timeout_ms": PULL_MS, **more,
     }  # fmt: skip
     head = [ray, "start", "--head", "--include-dashboard", "false", "--port", str(PORT)]
     hosts.run(0, [*head, *_place(hosts, 0, folder)], env=environment, timeout_s=START_S)

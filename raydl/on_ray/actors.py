@@ -24,10 +24,11 @@ from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
 from raydl.errors import ExchangeError, NonFiniteError
 from raydl.evaluator import Evaluator
-from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+from raydl.exchange.collective import CollectiveGroup, GroupAddress
 from raydl.exchange.post import HOME, CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
 from raydl.exchange.shard import ShardState
+from raydl.exchange.store import StoreServer
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.job import Job
 from raydl.ledger import Span
@@ -46,9 +47,9 @@ _A_BYTE = 1
 """Ray puts an actor that reserves nothing on any node, whatever node or spreading was asked for."""
 
 
-@ray.remote(num_cpus=0, memory=_A_BYTE)
+@ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"rendezvous": 16})
 class CenterActor:
-    """Holds the committed snapshots, and the store where each generation meets.
+    """Holds the committed snapshots, and the keys by which each generation meets.
 
     For methods that exchange by messages it is the home shard of the center, too: it then
     runs in as many threads as may call at once.
@@ -56,8 +57,7 @@ class CenterActor:
 
     def __init__(self) -> None:
         self._shelf = SnapshotShelf()
-        self._host = ray.util.get_node_ip_address()
-        self._store = open_store(self._host)
+        self._store = StoreServer()
         self._service: CenterService | None = None
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
@@ -69,8 +69,8 @@ class CenterActor:
         snapshot: Snapshot,
         others: list[ActorHandle],
         optimizer: dict[str, Any] | None = None,
-    ) -> tuple[Place, Place]:
-        """Take in a snapshot; return (host, port) of the store, and (node, process id).
+    ) -> Place:
+        """Take in a snapshot; return the node and the process id.
 
         Args:
             job: what the workers do.
@@ -86,7 +86,20 @@ class CenterActor:
         if not job.method.is_sync:
             self._service = CenterService(job, snapshot, has_neighbours=True)
         # Not always the node that was asked for: of one that it can not use Ray makes another.
-        return (self._host, self._store.port), (node_here(), os.getpid())
+        return node_here(), os.getpid()
+
+    def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
+        """Write a key of a generation."""
+        self._store.set(run_id, generation, key, value)
+
+    # In threads of its own. More waiters than these wait for their turn; what they wait for is
+    # written elsewhere.
+    @ray.method(concurrency_group="rendezvous")
+    def wait_for_keys(
+        self, run_id: str, generation: int, keys: list[str], timeout_s: float
+    ) -> dict[str, bytes] | None:
+        """Return the keys of a generation, once it has some of them or the time is up."""
+        return self._store.wait(run_id, generation, keys, timeout_s)
 
     def begin(self, generation: int, round: int) -> Snapshot | None:
         """Begin a generation of a synchronous method; return the snapshot that it starts from."""
@@ -496,6 +509,7 @@ class WorkerActor:
             address,
             membership.worker_ids,
             rank,
+            center=self._shards[HOME],
             algorithm=algorithm,
             abandoned=self._abandoned,
         )
@@ -509,7 +523,9 @@ class WorkerActor:
         number, workers = membership.partners_of(worker_id, size)
         place = dataclasses.replace(address, run_id=f"{address.run_id}-partners{number}")
         rank = workers.index(worker_id)
-        return CollectiveGroup(place, workers, rank, abandoned=self._abandoned)
+        return CollectiveGroup(
+            place, workers, rank, center=self._shards[HOME], abandoned=self._abandoned
+        )
 
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:

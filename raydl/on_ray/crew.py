@@ -188,10 +188,10 @@ class RayCrew:
         self._shards = [center, *others]
         self._is_open = False
         opened = center.open.remote(self._job, snapshot, others, optimizer)
-        self._calls.expect(opened, "center", self._take_address)
+        self._calls.expect(opened, "center", self._on_opened)
 
-    def _take_address(self, opened: tuple[Place, Place]) -> list[Event]:
-        self._address, self._places["center"] = opened
+    def _on_opened(self, place: Place) -> list[Event]:
+        self._places["center"] = place
         self._is_open = True
         return []
 
@@ -496,8 +496,6 @@ class RayCrew:
     def _run(self, worker_id: str, membership: Membership, snapshot: Any, own_state: Any) -> None:
         config, generation = self._job.config, membership.generation
         address = GroupAddress(
-            host=self._address[0],
-            port=self._address[1],
             run_id=self._run_id,
             generation=generation,
             device=config.exchange_device,
