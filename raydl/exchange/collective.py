@@ -237,8 +237,10 @@ class CollectiveGroup:
 
     def _meet(self, algorithm: str) -> AdaptiveAllreduce | None:
         store = self.address.connect_to_store()
-        self._group.connect(store, host=ray.util.get_node_ip_address())
-        if algorithm == "library":
+        is_library = algorithm == "library"
+        host = ray.util.get_node_ip_address()
+        self._group.connect(store, host=host, has_pairs=not is_library)
+        if is_library:
             return None
         link, generation = self._group.link(), self.address.generation
         return AdaptiveAllreduce(link, self._nodes(), algorithm, generation=generation)
