@@ -48,6 +48,8 @@ class RunEnded:
     """What the exchange said that did not complete."""
     num_changes: int = 0
     """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
+    ledger_round: int | None = None
+    """Up to which it knows the ledger; None: that of its copy of the center."""
 
 
 @dataclass(frozen=True)

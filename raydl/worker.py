@@ -331,6 +331,11 @@ class Worker:
         """(Rounds, changes of the ledger) that its copy of the center has seen; -1: it has none."""
         return (self.round, self._schedule.num_changes) if self._schedule else (-1, 0)
 
+    @property
+    def ledger_round(self) -> int:
+        """The round up to which it knows the ledger; -1: it has no copy of the center."""
+        return self._schedule.ledger_round if self._schedule else -1
+
     # what others ask for
 
     def vote(self, generation: int, **votes: float) -> None:

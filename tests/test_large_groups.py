@@ -22,6 +22,7 @@ class Large:
     """Members in threads of this process."""
 
     def __init__(self, num_workers=MANY, *, timeout_s=20.0):
+        self.threads_before = set(threading.enumerate())
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=timeout_s))
         self.groups = [
@@ -45,8 +46,11 @@ class Large:
         return self.each(lambda g: g.connect(self.store, host="127.0.0.1", **more), groups)
 
     def leave(self):
+        """Leave all groups, and wait for torch's threads: none may end as the process does."""
         self.each(lambda g: g.leave())
         self.pool.shutdown()
+        for thread in set(threading.enumerate()) - self.threads_before:
+            thread.join(5.0)
 
 
 @pytest.fixture

@@ -39,6 +39,14 @@ class Copy:
     round: int
     num_changes: int = 0
     """Of the ledger: of two copies of a round the one with more knows more claims."""
+    ledger_round: int | None = None
+    """Up to which it knows the ledger; None: its own."""
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Of two copies the one of greater age makes fewer samples be trained again."""
+        known = self.round if self.ledger_round is None else self.ledger_round
+        return known, self.round, self.num_changes
 
 
 @dataclass
@@ -173,7 +181,7 @@ class Workforce:
         Of equal ones rather that of a worker that stays.
         """
         ages = [
-            ((e.copy.round, e.copy.num_changes, e.phase is not Phase.LEAVING), e.copy)
+            ((*e.copy.age, e.phase is not Phase.LEAVING), e.copy)
             for e in self._entries.values()
             if e.copy is not None and not e.in_loop and e.copy.round >= since
         ]

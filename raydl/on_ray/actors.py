@@ -333,7 +333,8 @@ class WorkerActor:
         except ExchangeError as error:
             outcome, problem = Outcome.BROKEN, str(error)
         worker_id, age = self._worker.worker_id, self._worker.copy_age
-        return RunEnded(worker_id, outcome, age[0], generation, problem, age[1])
+        ledger_round = self._worker.ledger_round
+        return RunEnded(worker_id, outcome, age[0], generation, problem, age[1], ledger_round)
 
     def _train(
         self,
