@@ -327,7 +327,9 @@ class Ledger:
 def num_done_by(state: dict[str, Any]) -> int:
     """Return the positions completed since epoch 0 by what :meth:`Ledger.state_dict` returned."""
     done: int = state["epoch"] * state["num_samples"]
-    return done + sum(num_done for _, num_done, _ in state["open"])
+    for _, num_done, _ in state["open"]:
+        done += num_done
+    return done
 
 
 def _listed(spans: dict[str, list[tuple[int, Span]]]) -> list[Any]:

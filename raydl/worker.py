@@ -137,6 +137,8 @@ class Worker:
             with self._lock:
                 self._generation, self._schedule = membership.generation, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
+                now = membership.generation  # votes for generations that it was not in are void
+                self._early_votes = {g: v for g, v in self._early_votes.items() if g > now}
             self._seconds_at = (snapshot.seconds, time.monotonic())
             self._join_partners(partners, site)
 

@@ -150,7 +150,8 @@ class Workforce:
 
     def remove(self, worker_id: str, cause: str) -> None:
         """Forget a worker that has gone; the cause is told with the next membership."""
-        if self._entries.pop(worker_id, None) is not None:
+        entry = self._entries.pop(worker_id, None)
+        if entry is not None and entry.has_trained:  # no membership lacks any other
             self._causes[worker_id] = cause
 
     def send_away(self, worker_id: str, cause: str) -> None:
