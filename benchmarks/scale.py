@@ -765,7 +765,7 @@ class Table:
 
 def main() -> None:
     """Measure, and print tables and a line of JSON per figure."""
-    own = {"workers": {"type": int}, "amount": {"type": float}}
+    own: dict[str, dict[str, Any]] = {"workers": {"type": int}, "amount": {"type": float}}
     parser = parser_of_parts(__doc__, **own)
     parser.add_argument(
         "--before", type=Path, help="a folder with an earlier raydl to compare with"
