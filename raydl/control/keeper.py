@@ -14,6 +14,9 @@ from raydl.errors import StalledError
 _CENTER_S = 300.0
 """The longest wait for the center to hold what all go on from: it may have to start again."""
 
+_NUM_SCORED = 128
+"""Rounds that are remembered as scored, the newest."""
+
 
 class CenterKeeper:
     """The snapshots of the center, the evaluations and the checkpoints of a run.
@@ -201,6 +204,8 @@ class CenterKeeper:
             return False
         self.heard_at, self.num_lost_scores = self._clock(), 0
         self._scored.add(round)
+        if len(self._scored) > _NUM_SCORED:  # one of so long ago is scored again at worst
+            self._scored.remove(min(self._scored))
         self._evaluated = self._evaluating = round
         return True
 

@@ -43,6 +43,14 @@ class Copy:
     """Of the ledger: of two copies of a round the one with more knows more claims."""
     generation: int = 0
     """The one that made it; 0: the center itself did."""
+    ledger_round: int | None = None
+    """Up to which it knows the ledger; None: its own."""
+
+    @property
+    def age(self) -> tuple[int, int, int, int]:
+        """Of two copies the one of greater age makes fewer samples be trained again."""
+        known = self.round if self.ledger_round is None else self.ledger_round
+        return known, self.round, self.generation, self.num_changes
 
 
 @dataclass
@@ -156,7 +164,8 @@ class Workforce:
 
     def remove(self, worker_id: str, cause: str) -> None:
         """Forget a worker that has gone; the cause is told with the next membership."""
-        if self._entries.pop(worker_id, None) is not None:
+        entry = self._entries.pop(worker_id, None)
+        if entry is not None and entry.has_trained:  # no membership lacks any other
             self._causes[worker_id] = cause
 
     def send_away(self, worker_id: str, cause: str) -> None:
@@ -188,7 +197,7 @@ class Workforce:
         equal ones rather that of a worker that stays.
         """
         ages = [
-            ((c.round, c.generation, c.num_changes, e.phase is not Phase.LEAVING), c)
+            ((*c.age, e.phase is not Phase.LEAVING), c)
             for e in self._entries.values()
             if (c := e.copy) is not None and not e.in_loop and c.round >= since
         ]

@@ -310,8 +310,10 @@ class CollectiveGroup:
     def _meet(self, algorithm: str) -> AdaptiveAllreduce | None:
         store = CenterStore(self._center, self.address)
         tls = tls_files(os.environ)  # what Ray's own connections go by
-        self._group.connect(store, host=ray.util.get_node_ip_address(), tls=tls)
-        if algorithm == "library":
+        is_library = algorithm == "library"
+        host = ray.util.get_node_ip_address()
+        self._group.connect(store, host=host, tls=tls, has_pairs=not is_library)
+        if is_library:
             return None
         link, generation = self._group.link(), self.address.generation
         return AdaptiveAllreduce(link, self._nodes(), algorithm, generation=generation)

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +33,11 @@ _CUT_TAG = 1
 """Of messages that nobody sends."""
 _PROOF_TAG = 2
 """Of the first message between two members."""
+_MESH_UP_TO = 32
+"""Members that connect each with every other while a gloo group forms. Of more, each connects with
+two: a full mesh of 256 takes 32,640 connections and 5 to 6 s on two cores, a ring under 1 s."""
+_SLICE = timedelta(seconds=0.1)
+_STORE_SLICE = timedelta(seconds=1.0)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
 """Between two looks at a device."""
 
@@ -56,9 +61,20 @@ class TorchGroup:
         self._is_cuda = device == "cuda"
         self._tunnel: Tunnel | None = None
         self._timeout = timedelta(seconds=timeout_s)
+        self._is_ring = False
+        self._peers: tuple[int, ...] = tuple(r for r in range(num_workers) if r != rank)
 
-    def connect(self, store: Any, *, host: str, tls: TlsFiles | None = None) -> None:
-        """Meet the other members in a store; ``host`` is the address they reach this one by.
+    def connect(
+        self, store: Any, *, host: str, tls: TlsFiles | None = None, has_pairs: bool = False
+    ) -> None:
+        """Meet the other members in a store.
+
+        Args:
+            store: where they meet.
+            host: the address that they reach this one by.
+            tls: the certificates of this node; None: connections are in plain.
+            has_pairs: any two members will send to each other (:meth:`link`). Else a large gloo
+                group connects as a ring, along which torch sums and gathers.
 
         With certificates all that gloo sends to another host goes through TLS.
 
@@ -66,7 +82,7 @@ class TorchGroup:
             RuntimeError: not all came in time, or this member left meanwhile.
         """
         try:
-            self._connect(store, host, tls)
+            self._connect(store, host, tls, has_pairs=has_pairs)
         except RuntimeError as error:
             problem = self._tunnel.problem(TOLD_S) if self._tunnel else ""
             if self.is_left:  # whoever left may not have seen the tunnel yet
@@ -75,18 +91,32 @@ class TorchGroup:
                 raise RuntimeError(f"no connection by TLS: {problem}") from error
             raise
 
-    def _connect(self, store: Any, host: str, tls: TlsFiles | None) -> None:
+    def _connect(self, store: Any, host: str, tls: TlsFiles | None, *, has_pairs: bool) -> None:
         if tls is not None and not self._is_cuda:
             store, host = self._through_tunnel(store, host, tls), GLOO_HOST
         self.store = store
+        # The tunnel's ways are laid for a group that connects while it forms.
+        can_be_ring = not (self._is_cuda or has_pairs or self._tunnel)
+        self._is_ring = can_be_ring and self._num_workers > _MESH_UP_TO
+        if self._is_ring:
+            self._peers = ()  # none before they have met
         # In no local variable: an error would keep it, and leave() could not let it go.
         self.process_group = (
             _make_nccl(store, self._rank, self._num_workers, self._timeout)
             if self._is_cuda
-            else make_gloo(store, self._rank, self._num_workers, timeout=self._timeout, host=host)
+            else make_gloo(
+                store,
+                self._rank,
+                self._num_workers,
+                timeout=self._timeout,
+                host=host,
+                lazy=self._is_ring,
+            )
         )
         if self._tunnel is not None:
             store.is_forming = False
+        if self._is_ring:
+            self._meet_along_ring()
         # Another thread may leave at any moment. Each of both writes before it reads what
         # the other writes, so that one of them closes the connections.
         if self.is_left:
@@ -96,7 +126,7 @@ class TorchGroup:
             self._check_peers(store.get(SECRET))
 
     def _check_peers(self, secret: bytes) -> None:
-        """Let all members prove to each other that they know the generation's secret.
+        """Let members that are connected prove that they know the generation's secret.
 
         gloo takes for a peer whoever connects first with a small number that is easy to guess.
         So nothing else is sent before this. NCCL needs none of it: it refuses a connection
@@ -105,7 +135,7 @@ class TorchGroup:
         Raises:
             RuntimeError: another process has taken a member's place, or a member went away.
         """
-        reasons = unproven_peers(self.process_group, secret, self._timeout)
+        reasons = unproven_peers(self.process_group, secret, self._timeout, self._peers)
         if reasons:
             told = "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items())
             raise RuntimeError(f"not proven to be members of this generation: {told}")
@@ -122,13 +152,48 @@ class TorchGroup:
             store, tunnel, self._rank, {**dict.fromkeys(far, 0), **tunnel.open_ways(below)}
         )
 
+    def _meet_along_ring(self) -> None:
+        """Sum something, for which each member connects with the one before and the one after it.
+
+        gloo makes the connections of a lazy group when they are first used, and waits for one to a
+        peer that went away meanwhile for five times the time-out (its issue 520). So all are made
+        here, where the wait is bounded; none is made later.
+
+        A thread of gloo's reads the addresses of those two from the store, and an error of a store
+        in Python would end the process there: this thread waits until they are there.
+
+        Raises:
+            RuntimeError: not all came in time, or this member left meanwhile.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        before, after = self._rank - 1, self._rank + 1
+        peers = tuple({before % self._num_workers, after % self._num_workers})
+        addresses = [f"0/{peer}" for peer in peers]  # the names that gloo gives them
+        store = self.store  # which is gone once this member has left
+        while not store.check(addresses):
+            self._check_forming(deadline)
+            with contextlib.suppress(RuntimeError):
+                store.wait(addresses, _STORE_SLICE)
+        self._check_forming(deadline)
+        work = self.start_allreduce(torch.ones(1))
+        while not is_done(work, _SLICE):
+            self._check_forming(deadline)
+        work.wait()
+        self._peers = peers
+
+    def _check_forming(self, deadline: float) -> None:
+        if self.is_left:
+            raise RuntimeError("the group was left while it was formed")
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"not all members came within {self._timeout.total_seconds()} s")
+
     def cut(self) -> None:
         """Close the connections now; what is under way fails, here and at the peers."""
         process_group = self.process_group
         if process_group is not None and self._is_cuda:
             process_group.abort()
         elif process_group is not None:
-            _close_connections(process_group)
+            _close_connections(process_group, self._peers)
 
     def leave(self) -> None:
         """Leave, without waiting for what is under way."""
@@ -213,13 +278,14 @@ class TunnelStore(dist.Store):  # type: ignore[misc]
         return there
 
 
-def unproven_peers(process_group: Any, secret: bytes, timeout: timedelta) -> dict[int, str]:
-    """Exchange proofs with all peers; return the ranks that sent a wrong one or none, and why.
+def unproven_peers(
+    process_group: Any, secret: bytes, timeout: timedelta, peers: Sequence[int]
+) -> dict[int, str]:
+    """Exchange proofs with peers; return the ranks that sent a wrong one or none, and why.
 
     It raises nothing: an error would keep the process group, and its owner could not let it go.
     """
     rank, deadline = process_group.rank(), time.monotonic() + timeout.total_seconds()
-    peers = [peer for peer in range(process_group.size()) if peer != rank]
     received = {peer: torch.zeros(PROOF_BYTES, dtype=torch.uint8) for peer in peers}
     sent = {peer: _as_tensor(proof(secret, source=rank, target=peer)) for peer in peers}
     reasons: dict[int, str] = {}
@@ -273,12 +339,23 @@ def is_done_on_device(work: Any, within: timedelta) -> bool:
     return True
 
 
-def make_gloo(store: Any, rank: int, num_workers: int, *, timeout: timedelta, host: str) -> Any:
-    """Return a process group of gloo that listens on one address alone."""
+def make_gloo(
+    store: Any, rank: int, num_workers: int, *, timeout: timedelta, host: str, lazy: bool = False
+) -> Any:
+    """Return a process group of gloo that listens on one address alone.
+
+    Args:
+        store: where its members meet.
+        rank: this member's.
+        num_workers: of all members.
+        timeout: bound of every operation.
+        host: the address that it listens on.
+        lazy: connect with a member when something is first sent to it.
+    """
     options = dist.ProcessGroupGloo._Options()
     # Bound to the address that the others know: gloo's own guess takes a wrong interface on
     # some hosts.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, num_workers, options)
 
@@ -293,15 +370,17 @@ def _make_nccl(store: Any, rank: int, num_workers: int, timeout: timedelta) -> A
     return dist.ProcessGroupNCCL(store, rank, num_workers, options)
 
 
-def _close_connections(process_group: Any) -> None:
+def _close_connections(process_group: Any, peers: Iterable[int]) -> None:
     """Close all connections of a gloo group; what is under way fails, here and at the peers.
 
     gloo has no call for that, and its destructor waits for what is under way. But a receive
     that times out closes every connection of its group. From a peer that is gone already it
     fails at once and closes no other, so that each peer has its turn.
+
+    Args:
+        peers: those that this member is connected with; one that it is not it would wait for.
     """
-    for peer in range(process_group.size()):
-        if peer != process_group.rank():
-            with contextlib.suppress(RuntimeError):
-                receive = process_group.recv([torch.empty(1)], peer, _CUT_TAG)
-                receive.wait(timedelta(milliseconds=1))
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            receive = process_group.recv([torch.empty(1)], peer, _CUT_TAG)
+            receive.wait(timedelta(milliseconds=1))

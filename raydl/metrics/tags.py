@@ -96,6 +96,14 @@ _TAGS = (
         "Seconds that worker ID waited for exchanges in its newest round.",
         Thinning.MEAN,
     ),
+    *(
+        Tag(f"workers/{name}_{which}", f"{sentence}: the {which} of all workers.", Thinning.MEAN)
+        for name, sentence in (
+            ("step_s", "Seconds of a local step in a worker's newest round, waiting not counted"),
+            ("waited_s", "Seconds that a worker waited for exchanges in its newest round"),
+        )
+        for which in ("least", "median", "most")
+    ),
     Tag("exchange/count", "Exchanges completed since the run began."),
     Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds.", Thinning.MEAN),
     Tag(

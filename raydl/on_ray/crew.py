@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -308,10 +308,12 @@ class RayCrew:
     def poll(self, timeout_s: float) -> list[Event]:
         """Return what happened."""
         self._ask_for_news()
-        for ref in self._calls.wait(timeout_s):
+        ready = self._calls.wait(timeout_s)
+        values = self._calls.values(ready)
+        for ref in ready:
             call = self._calls.take(ref)
             if call is not None:  # its process may have been lost a moment ago
-                self._events += self._answer(ref, call)
+                self._events += self._answer(ref, call, values)
         while self._late:
             self._events += self._late.popleft()()
         self._look_at_the_silent()
@@ -360,7 +362,8 @@ class RayCrew:
         self._asked_at = now
         asked = {call.who for call in self._calls if self._is_question(call)}
         for worker_id in self._places.keys() & self._workers.keys() - asked:
-            self._calls.expect(self._workers[worker_id].report.remote(), worker_id, _on_report)
+            ref = self._workers[worker_id].report.remote()
+            self._calls.expect(ref, worker_id, _on_report, can_wait=True)
             self._leases.ask(worker_id)
         if self._is_open and "center" not in asked:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
@@ -370,7 +373,8 @@ class RayCrew:
         for index in range(1, len(self._shards)):
             who = f"shard {index}"
             if who not in asked:
-                self._calls.expect(self._shards[index].ping.remote(), who, self._on_ping)
+                ref = self._shards[index].ping.remote()
+                self._calls.expect(ref, who, self._on_ping, can_wait=True)
                 self._leases.ask(who)
         self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
@@ -407,11 +411,11 @@ class RayCrew:
         """Whether it is one of those that are asked again and again."""
         return call.handle in (_on_report, self._on_poll, self._on_ping)
 
-    def _answer(self, ref: Any, call: Call) -> list[Event]:
+    def _answer(self, ref: Any, call: Call, values: Mapping[Any, Any]) -> list[Event]:
         if self._is_question(call):
             self._leases.answer(call.who)
         try:
-            return call.handle(ray.get(ref))
+            return call.handle(values[ref] if ref in values else ray.get(ref))
         except RayTaskError as error:
             return self._take_error(error, call)
         except ActorUnavailableError:
