@@ -753,7 +753,7 @@ class Table:
             self._rows.append((what, str(workers), spread_before, Spread.of(now).text(), ratio))
             self._report.judge(
                 Figure(
-                    name=f"scale.{part}-{workers}.{what.replace(' ', '-')}", value=Spread.of(now),
+                    name=f"scale.{part}-{workers}.{key}", value=Spread.of(now),
                     target=most, is_better="less",
                 )
             )  # fmt: skip
@@ -770,6 +770,7 @@ def main() -> None:
     parser.add_argument(
         "--before", type=Path, help="a folder with an earlier raydl to compare with"
     )
+    parser.add_argument("--only", choices=sorted(PARTS), help="measure this alone")
     options = parser.parse_args()
     if options.part:
         write_answer(options.answer, PARTS[options.part](options.workers, options.amount))
@@ -777,48 +778,52 @@ def main() -> None:
     report = Report.of_command("scale", options)
     trees = Trees(options.before)
     table = Table(report, trees, options.repeats or (1 if options.quick else 5))
+    left_out = {"driver-on-ray", "day"} if options.quick else set()
     try:
-        _measure_all(table, is_quick=options.quick)
+        for part in [options.only] if options.only else [p for p in PARTS if p not in left_out]:
+            _measure(part, table, is_quick=options.quick)
         table.tell()
     finally:
         trees.close()
     report.close(options.out)
 
 
-def _measure_all(table: Table, *, is_quick: bool) -> None:
-    for workers in (16, WORKERS, 1024):
-        most_ms = 0.2 if workers == WORKERS else None
-        table.add("settling", workers, 3 if is_quick else 8, {
-            "settle_ms": ("settling, ms of CPU", most_ms, 1.0),
-            "pickle_ms": ("orders pickled, ms of CPU", None, 1.0),
-            "bytes": ("bytes of orders", None, 1.0),
-            "kept_bytes": ("MB of orders kept", None, 1e-6),
+def _measure(part: str, table: Table, *, is_quick: bool) -> None:
+    """Measure one part with each number of workers, and judge what is promised."""
+    if part == "settling":
+        for workers in (16, WORKERS, 1024):
+            most_ms = 0.2 if workers == WORKERS else None
+            table.add(part, workers, 3 if is_quick else 8, {
+                "settle_ms": ("settling, ms of CPU", most_ms, 1.0),
+                "pickle_ms": ("orders pickled, ms of CPU", None, 1.0),
+                "bytes": ("bytes of orders", None, 1.0),
+                "kept_bytes": ("MB of orders kept", None, 1e-6),
+            })  # fmt: skip
+    elif part == "driver":
+        table.add(part, WORKERS, 10.0 if is_quick else 60.0, {
+            "rounds": ("driver without Ray, rounds, share of a core", 0.5, 1.0),
+            "messages": ("driver without Ray, messages, share of a core", 0.5, 1.0),
         })  # fmt: skip
-    table.add("driver", WORKERS, 10.0 if is_quick else 60.0, {
-        "rounds": ("driver without Ray, rounds, share of a core", 0.5, 1.0),
-        "messages": ("driver without Ray, messages, share of a core", 0.5, 1.0),
-    })  # fmt: skip
-    for workers in (64, WORKERS) if is_quick else (64, 128, WORKERS):
-        table.add("regroup", workers, 0.0, {
-            "seconds": ("regroup, s", 3.0 if workers == WORKERS else None, 1.0),
-            "connections": ("connections of one", None, 1.0),
+    elif part == "regroup":
+        for workers in (64, WORKERS) if is_quick else (64, 128, WORKERS):
+            table.add(part, workers, 0.0, {
+                "seconds": ("regroup, s", 3.0 if workers == WORKERS else None, 1.0),
+                "connections": ("connections of one", None, 1.0),
+            })  # fmt: skip
+    elif part == "driver-on-ray":
+        workers = 32
+        table.add(part, workers, 20.0, {
+            "share": (f"driver on Ray, times {WORKERS // workers}, share of a core", 0.5,
+                      WORKERS / workers),
+            "polls_s": ("polls a second", None, 1.0),
         })  # fmt: skip
-    if is_quick:
-        return
-    workers = 32
-    table.add("driver-on-ray", workers, 20.0, {
-        "share": ("driver on Ray for 256, share of a core", 0.5, WORKERS / workers),
-        "polls_s": ("polls a second", None, 1.0),
-    })  # fmt: skip
-    names = {
-        f"{kind}_names": (f"{kind}: curve names", None, 1.0) for kind in ("rounds", "messages")
-    }
-    table.add("day", 16, 24.0, {
-        "rounds": ("rounds: driver's memory, late over early", 1.05, 1.0),
-        "messages": ("messages: driver's memory, late over early", 1.05, 1.0),
-        "center": ("center's memory, late over early", 1.05, 1.0),
-        **names,
-    })  # fmt: skip
+    else:
+        kinds = ("rounds", "messages")
+        table.add(part, 16, 24.0, {
+            **{kind: (f"{kind}: driver's memory, late over early", 1.05, 1.0) for kind in kinds},
+            "center": ("center's memory, late over early", 1.05, 1.0),
+            **{f"{kind}_names": (f"{kind}: curve names", None, 1.0) for kind in kinds},
+        })  # fmt: skip
 
 
 if __name__ == "__main__":
