@@ -172,7 +172,7 @@ class MemoryCrew:
         self._workers: list[str] = []
         self._events: list[Any] = []
 
-    def ask(self, worker_id: str) -> None:
+    def ask(self, worker_id: str, own_state: Any = None) -> None:
         """Let a worker be up at once."""
         from raydl.crew import WorkerReady
 
@@ -206,7 +206,7 @@ class MemoryCrew:
 class NoRecorder:
     """Takes what a controller tells."""
 
-    is_writing = False
+    is_writing = is_given_up = False
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *words, **more: None

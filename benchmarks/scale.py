@@ -147,7 +147,7 @@ class ChurningCrew:
         self._random = random.Random(0)
         self._num_polls = 0
 
-    def ask(self, worker_id: str) -> None:
+    def ask(self, worker_id: str, own_state: Any = None) -> None:
         """Let a worker be up with the next poll."""
         self._starting.append(worker_id)
 
@@ -503,13 +503,20 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
     from raydl.control import kind_for
     from raydl.crew import Changed, Published, WorkerReady
-    from raydl.leases import Leases
+    from raydl.data import DataShape
+    from raydl.job import Job
     from raydl.methods import resolve
     from raydl.metrics import TIME_PARTS
-    from raydl.on_ray import crew as on_ray
-    from raydl.on_ray.calls import Calls
-    from raydl.on_ray.cluster import Notices
+    from raydl.on_ray.crew import RayCrew
+    from raydl.own_loop.terms import Endless, TheirLoop
     from raydl.reports import WorkerReport
+
+    config = TrainConfig(
+        method=MethodConfig(name="async-easgd"),
+        scaling=ScalingConfig(num_workers=num_workers),
+        training=TrainingConfig(epochs=5),
+    )
+    job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
 
     class Light:
         """Answers."""
@@ -535,22 +542,22 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
             """Tell what a center tells."""
             return Published((0,))
 
-    class LightCrew(on_ray.RayCrew):
+    class LightCrew(RayCrew):
         """Polls as a crew does."""
 
         def __init__(self, workers: Mapping[str, Any]) -> None:
             actor = ray.remote(num_cpus=0)(Center)
-            self._home, self._workers = "", dict(workers)
+            dataset: Any = mock.Mock(train=0, test=0)
+            prepare: Any = mock.Mock()
+            super().__init__(job, dataset, prepare, {})
+            self._workers = dict(workers)
             self._places = dict.fromkeys(["center", *workers], ("", 0))
-            self._calls, self._leases, self._notices = Calls(), Leases(60.0), Notices()
-            self._asked_at, self._fired, self._evaluator = 0.0, set(), None
             self._events = [WorkerReady(w) for w in workers]
             self._shards, self._is_open = [actor.remote()], True
-            self._backup = on_ray._Backup(False)
             for worker_id, worker in workers.items():
                 self._calls.expect(worker.run.remote(), worker_id, lambda end: [], generation=1)
 
-        def ask(self, worker_id: str) -> None:
+        def ask(self, worker_id: str, own_state: Any = None) -> None:
             """Do nothing: it is up."""
 
         def form(self, membership: Any, round: int, own_states: Any) -> None:
@@ -560,11 +567,6 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
         def evaluate(self, round: int) -> None:
             """Do nothing: there is nothing to score."""
 
-    config = TrainConfig(
-        method=MethodConfig(name="async-easgd"),
-        scaling=ScalingConfig(num_workers=num_workers),
-        training=TrainingConfig(epochs=5),
-    )
     with ray_here():
         actor = ray.remote(num_cpus=0, concurrency_groups={"loop": 1})(Light)
         workers = {f"w{i}": actor.remote(f"w{i}") for i in range(num_workers)}
@@ -640,6 +642,7 @@ def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedel
     import torch
 
     from raydl.exchange.process_group import TorchGroup
+    from raydl.exchange.store import SECRET
 
     code = 1
     try:
@@ -648,7 +651,10 @@ def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedel
         before = _num_sockets()
         store.add("up", 1)
         store.wait(["go"], bound)
-        group.connect(dist.PrefixStore("group", store), host="127.0.0.1")
+        meeting = dist.PrefixStore("group", store)
+        if rank == 0:  # the center writes it in a run
+            meeting.set(SECRET, "of this generation")
+        group.connect(meeting, host="127.0.0.1")
         tensor = torch.ones(16)
         group.start_allreduce(tensor).wait()
         assert float(tensor[0]) == num_workers

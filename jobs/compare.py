@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         return compare(parse(arguments), command=f"python jobs/compare.py {shlex.join(arguments)}")
     except RaydlError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

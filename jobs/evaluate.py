@@ -6,7 +6,9 @@ Time:      4 s, after the start of the job
 Hardware:  two shared CPU cores, busy with other work
 
 The options are those of ``raydl evaluate``: the run's folder, a path or URI that the head sees, and
-``--data`` for the test part of other data. It runs in this process alone and asks for no workers.
+``--data`` for the test part of other data. A run with a model or task of your own needs
+``--trust``, since a job has no terminal to ask at. It runs in this process alone and asks for no
+workers.
 """
 
 import sys

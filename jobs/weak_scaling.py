@@ -34,6 +34,7 @@ from raydl.comparison.report import machine
 from raydl.comparison.runner import train
 from raydl.config import RunConfig, TrainConfig, to_dict
 from raydl.errors import ConfigError, RaydlError
+from raydl.redaction import redact_values
 
 _STEPS = 300
 
@@ -138,7 +139,7 @@ def measure(scaling: WeakScaling, *, command: str) -> int:
             "settings": to_dict(scaling.base),
             "rows": rows,
         }
-        (out / "weak_scaling.json").write_text(json.dumps(values, indent=2))
+        (out / "weak_scaling.json").write_text(json.dumps(redact_values(values), indent=2))
     _print(rows)
     print(f"  figures:      {out}/weak_scaling.json")
     return 0
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
         return measure(parse(arguments), command=command)
     except RaydlError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED["SIGINT"]

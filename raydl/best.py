@@ -10,7 +10,6 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from raydl import tensor_files
@@ -18,7 +17,8 @@ from raydl.callbacks import score_of
 from raydl.crew import Evaluated
 from raydl.errors import CheckpointError
 from raydl.flat import FlatModel
-from raydl.storage import Storage
+from raydl.storage import Storage, below
+from raydl.tensor_files import view_of
 
 FILE = "best.safetensors"
 
@@ -34,6 +34,8 @@ class Best:
     seconds: float
     """Training time up to here, over all starts."""
     metrics: dict[str, float]
+    driver_epoch: int = 1
+    """The number of the start that wrote it, among all of the run."""
 
     def figures(self) -> dict[str, Any]:
         """Return what ``result.json`` says of it, in the words of an evaluation there."""
@@ -53,13 +55,15 @@ class BestCenter:
     Args:
         storage: the run's folder.
         flat: names the weights.
+        driver_epoch: the number of this start among all of the run.
     """
 
-    def __init__(self, storage: Storage, flat: FlatModel) -> None:
+    def __init__(self, storage: Storage, flat: FlatModel, *, driver_epoch: int = 1) -> None:
         self.kept: Best | None = None
         """What the file holds."""
         self._storage = storage
         self._flat = flat
+        self._epoch = driver_epoch
         self._waiting: Evaluated | None = None
         self._lock = threading.Lock()
 
@@ -99,14 +103,18 @@ class BestCenter:
             num_samples=waiting.num_samples,
             seconds=waiting.seconds,
             metrics=waiting.metrics,
+            driver_epoch=self._epoch,
         )
+        assert waiting.weights is not None, "take saw to it"
+        assert waiting.buffers is not None, "which comes with the weights"
         center = self._flat.state_dict_of(
-            torch.tensor(waiting.weights), torch.tensor(waiting.buffers), waiting.untrained
+            view_of(waiting.weights), view_of(waiting.buffers), waiting.untrained, copies=False
         )
         try:
-            self._storage.write_bytes(FILE, tensor_files.dump(center, asdict(best)))
+            file = tensor_files.seal(center, asdict(best))
+            self._storage.write_pieces(FILE, file.pieces())
         except OSError as error:
-            path = f"{self._storage.root}/{FILE}"
+            path = below(self._storage.root, FILE)
             raise CheckpointError(path, f"could not be written: {error}") from error
         with self._lock:
             self.kept = best
@@ -120,11 +128,11 @@ def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
     Raises:
         CheckpointError: none was kept, or it is damaged.
     """
-    path = f"{storage.root}/{FILE}"
+    path = below(storage.root, FILE)
     if not storage.exists(FILE):
         raise CheckpointError(path, "no best center was kept; train with --checkpoint.keep-best")
     try:
-        center, values = tensor_files.load(storage.read_bytes(FILE))
+        center, values = tensor_files.load(storage.read_whole(FILE))
         best = Best(**values)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(path, f"can not be read: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from raydl.best import FILE, read_best
 from raydl.checkpoint import CheckpointStore
 from raydl.errors import CheckpointError
+from raydl.redaction import redact
 from raydl.runs.folder import open_run
 
 
@@ -27,4 +28,4 @@ def check_run(path: str) -> list[str]:
             read_best(storage)
         except CheckpointError as error:
             damage.append(str(error))
-    return damage
+    return [redact(sentence) for sentence in damage]

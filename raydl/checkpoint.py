@@ -9,31 +9,44 @@
 A folder without its manifest is no checkpoint. It is written under a hidden name and
 renamed; on object stores, which have no renaming, the manifest alone makes it whole.
 
-Nothing is ever written over: a round that is written again, after a resume, comes to lie
-beside the first as round-00000120.1, and the first is deleted when the second is whole.
-So at any moment of a write one that can be read is there.
+Nothing is ever written over: a round that is written again comes to lie beside the first as
+round-00000120.1, and the first is deleted when the second is whole. So at any moment of a
+write one that can be read is there.
+
+Every start of a run has a number, its driver epoch (:mod:`raydl.runs.driver_epoch`). From the
+second on it is part of the names, round-00000120-e2, and a driver deletes what its own epoch and
+earlier ones wrote, never what a later one did. What a later epoch wrote is newer, whatever the
+rounds: an earlier driver that was halted and wakes up may complete a checkpoint, which then does
+not count. Since it may as well delete the one that a later driver goes on from, that driver
+copies it to a name of its own first.
+
+States of workers do not pass through the memory of whoever writes or reads a checkpoint: a worker
+on another machine writes its file itself (:class:`DistantState`), into the folder that it is told,
+and reads it itself (:class:`SavedState`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
+import uuid
 import warnings
 import zlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from raydl import tensor_files
-from raydl.errors import CheckpointError, ConfigError
-from raydl.storage import Storage, below, in_words
+from raydl.errors import CheckpointError, ConfigError, StateLostError
+from raydl.redaction import redact
+from raydl.storage import Storage, Sum, below, in_words
+from raydl.tensor_files import TensorFile, view_of
 
 FORMAT = 2
 """From 2 on a manifest has a checksum of itself."""
@@ -41,7 +54,9 @@ TRAINED = "center.safetensors"
 """What a finished run has trained, in the run's folder."""
 _FOLDER = "checkpoints"
 _PARTIAL = ".partial-"
-_NAME = re.compile(r"round-(\d+)(?:\.(\d+))?")
+_NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
+_CANCEL_S = 10.0
+"""The longest wait for distant workers to write no more, in seconds."""
 _TENSOR = "tensor"
 _Kinds = dict[str, tuple[type, ...]]
 _MANIFEST: _Kinds = {
@@ -52,6 +67,91 @@ _MANIFEST: _Kinds = {
     "workers": (list,),
     "files": (dict,),
 }
+
+
+class StateWrite(Protocol):
+    """A worker's state on its way to its file."""
+
+    def wait(self) -> Sum:
+        """Return what was written, once the file is whole.
+
+        Raises:
+            StateLostError: the process that had the state has gone, or does not answer.
+            OSError: the storage refused.
+        """
+        ...
+
+    def cancel(self, until: float) -> None:
+        """Write no more of it; return when nothing more will be written, or at ``until``.
+
+        Args:
+            until: by ``time.monotonic()``.
+        """
+        ...
+
+
+class DistantState(Protocol):
+    """A worker's state in another process, which can write it."""
+
+    def begin_write(self, storage: Storage, name: str, token: str) -> StateWrite:
+        """Let the state be written to a file of a storage, and return at once.
+
+        Args:
+            storage: the run's folder.
+            name: of the file in it.
+            token: a file beside it, for another machine to see whether its storage is this one.
+        """
+        ...
+
+    def release(self) -> None:
+        """Hold the state no more: it is written, or will not be."""
+        ...
+
+
+SavedPlace = tuple[str, str, Sum]
+"""Of a :class:`SavedState`: the storage's address, the name of the file, its checksum."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A worker's state in a file of a checkpoint."""
+
+    storage: Storage
+    name: str
+    """Of the file."""
+    written: Sum
+
+    @property
+    def place(self) -> SavedPlace | None:
+        """What another process may open it by; None: nothing."""
+        address = self.storage.address
+        return None if address is None else (address, self.name, self.written)
+
+    @property
+    def path(self) -> str:
+        """Where the file is."""
+        return below(self.storage.root, self.name)
+
+    def load(self) -> dict[str, Any]:
+        """Read the state.
+
+        Raises:
+            CheckpointError: it can not be read here, or is damaged.
+        """
+        try:
+            return self.parse(self.storage.read_whole(self.name))
+        except OSError as error:
+            raise CheckpointError(self.path, f"can not be read: {in_words(error)}") from error
+
+    def parse(self, data: bytearray) -> dict[str, Any]:
+        """Return the state from the contents of the file, in which its tensors stay.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        if Sum.of(_slices(data)) != self.written:
+            raise CheckpointError(self.path, "is damaged: its checksum is another")
+        return unpack(data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +168,10 @@ class Checkpoint:
     """The model's state dict with the center's values."""
     state: dict[str, Any]
     """Version, counters, ledger, and the optimizer at the center."""
-    workers: dict[str, dict[str, Any]]
-    """Each worker's own state, by id, in the order of the ranks."""
+    workers: Mapping[str, dict[str, Any] | DistantState | SavedState]
+    """Each worker's own state, by id, in the order of the ranks: nested values, or where they are.
+
+    What is read has :class:`SavedState`."""
 
 
 class _DamagedError(CheckpointError):
@@ -82,22 +184,37 @@ class CheckpointStore:
     Args:
         storage: the run's folder.
         keep: how many whole ones stay.
+        driver_epoch: the number of this start among all of the run, where it writes.
     """
 
-    def __init__(self, storage: Storage, *, keep: int = 2) -> None:
+    def __init__(self, storage: Storage, *, keep: int = 2, driver_epoch: int = 1) -> None:
         self._storage = storage
         self._keep = keep
+        self._epoch = driver_epoch
         self._damaged: set[str] = set()
+        self.root = storage.root
+        """Of the run's folder."""
+        self._read_name = ""
+        self._earlier: set[str] | None = None
+        self._late: set[str] = set()
 
     def names(self) -> list[str]:
-        """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged."""
+        """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged.
+
+        One of a later driver epoch is newer than one of an earlier, whatever their rounds.
+        """
         return [name for name in self._finished() if name not in self._damaged]
 
     @property
     def newest_round(self) -> int:
         """The round of the newest whole checkpoint; -1: there is none."""
         names = self.names()
-        return _round_and_version(names[-1])[0] if names else -1
+        return _age(names[-1]).round if names else -1
+
+    @property
+    def num_late(self) -> int:
+        """Checkpoints that an earlier driver completed after this one had taken the run over."""
+        return len(self._late)
 
     def without_manifest(self) -> list[str]:
         """Return the folders of checkpoints that have lost their manifests.
@@ -106,12 +223,12 @@ class CheckpointStore:
         """
         names = [n for n in self._ours() if _NAME.fullmatch(n) and not self._has_manifest(n)]
         is_first = self._storage.is_object_store and len(names) == 1
-        return [] if is_first else sorted(names, key=_round_and_version)
+        return [] if is_first else sorted(names, key=_age)
 
     def _finished(self) -> list[str]:
         """Return those with a manifest, oldest first."""
         names = [n for n in self._ours() if _NAME.fullmatch(n)]
-        return sorted(filter(self._has_manifest, names), key=_round_and_version)
+        return sorted(filter(self._has_manifest, names), key=_age)
 
     def _ours(self) -> list[str]:
         """Return the folders that a store made, whole or not; others are left alone."""
@@ -129,11 +246,16 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the storage refused; earlier checkpoints are as they were.
+            StateLostError: a worker has gone that was writing its own state.
         """
         try:
             self._clear_unfinished()  # their space may be what the new one needs
             name = self._fresh_name(checkpoint.round)
             self._write(name, checkpoint)
+        except StateLostError:
+            with suppress(OSError):
+                self._clear_unfinished()
+            raise
         except OSError as error:
             with suppress(OSError):  # the first error is the one to tell
                 self._clear_unfinished()
@@ -143,37 +265,122 @@ class CheckpointStore:
         self._prune(name)
         return name
 
+    def take_over(self, checkpoint: Checkpoint) -> dict[str, SavedState]:
+        """Copy the checkpoint that :meth:`read` returned to a name of this driver's epoch.
+
+        Before anything counts on it: the driver that wrote it may be halted and wake up, and
+        deletes then what it takes for old. It knows no name of this epoch.
+
+        Returns:
+            Where the states of its workers are now, in the order of the ranks.
+
+        Raises:
+            CheckpointError: it could not be copied; all others are as they were.
+        """
+        source = self._read_name
+        assert source, "read comes first"
+        try:
+            self._earlier = {n for n in self._finished() if _age(n).epoch < self._epoch}
+            self._clear_unfinished()
+            manifest = {**self._manifest(source), "driver_epoch": self._epoch, "copy_of": source}
+            name = self._fresh_name(manifest["round"])
+            aside = self._aside(name)
+            for file_name in manifest["files"]:
+                self._storage.copy_file(
+                    f"{_FOLDER}/{source}/{file_name}", f"{_FOLDER}/{aside}/{file_name}"
+                )
+            self._complete(aside, name, manifest)
+        except (OSError, _DamagedError) as error:
+            problem = f"could not be copied for this driver: {in_words(error)}"
+            raise CheckpointError(self._path(source), problem) from error
+        self._read_name = name
+        self._prune(name)
+        return {w: self._moved(state, name) for w, state in checkpoint.workers.items()}
+
+    def _moved(self, state: Any, name: str) -> SavedState:
+        """Return the place of a worker's state in another folder."""
+        assert isinstance(state, SavedState), "read returns no other"
+        file_name = state.name.rpartition("/")[2]
+        return SavedState(self._storage, f"{_FOLDER}/{name}/{file_name}", state.written)
+
     def _fresh_name(self, round: int) -> str:
-        taken = [_round_and_version(n) for n in self._ours() if _NAME.fullmatch(n)]
-        version = 1 + max((v for r, v in taken if r == round), default=-1)
-        return f"round-{round:08d}" + (f".{version}" if version else "")
+        name = f"round-{round:08d}" + (f"-e{self._epoch}" if self._epoch > 1 else "")
+        ages = [_age(n) for n in self._ours() if _NAME.fullmatch(n)]
+        versions = [a.version for a in ages if (a.epoch, a.round) == (self._epoch, round)]
+        version = 1 + max(versions, default=-1)
+        return name + (f".{version}" if version else "")
+
+    def _aside(self, name: str) -> str:
+        """Return the folder that a checkpoint is written to before it is whole."""
+        return name if self._storage.is_object_store else f"{_PARTIAL}{name}"
+
+    def _complete(self, aside: str, name: str, manifest: dict[str, Any]) -> None:
+        """Make a checkpoint whole whose files are there: write its manifest, last."""
+        told = {key: value for key, value in manifest.items() if key != "crc32"}
+        content = {**told, "crc32": _checksum(told)}
+        self._storage.write_bytes(_manifest_path(aside), json.dumps(content, indent=1).encode())
+        if aside != name:
+            self._storage.move_dir(f"{_FOLDER}/{aside}", f"{_FOLDER}/{name}")
 
     def _write(self, name: str, checkpoint: Checkpoint) -> None:
-        files = {"center.safetensors": save_tensors(_owned(checkpoint.center))}
-        files["state.safetensors"] = _pack(checkpoint.state)
-        for worker_id, state in checkpoint.workers.items():
-            files[f"worker-{worker_id}.safetensors"] = _pack(state)
+        aside = self._aside(name)
+        sums = self._write_files(f"{_FOLDER}/{aside}", checkpoint)
         manifest = {
             "format": FORMAT,
+            "driver_epoch": self._epoch,
             "round": checkpoint.round,
             "generation": checkpoint.generation,
             "num_samples": checkpoint.num_samples,
             "seconds": checkpoint.seconds,
             "workers": list(checkpoint.workers),
-            "files": {n: {"bytes": len(d), "crc32": zlib.crc32(d)} for n, d in files.items()},
+            "files": {n: {"bytes": s.num_bytes, "crc32": s.crc32} for n, s in sums.items()},
         }
-        manifest["crc32"] = _checksum(manifest)
-        aside = name if self._storage.is_object_store else f"{_PARTIAL}{name}"
-        for file_name, data in files.items():
-            self._storage.write_bytes(f"{_FOLDER}/{aside}/{file_name}", data)
-        self._storage.write_bytes(_manifest_path(aside), json.dumps(manifest, indent=1).encode())
-        if aside != name:
-            self._storage.move_dir(f"{_FOLDER}/{aside}", f"{_FOLDER}/{name}")
+        self._complete(aside, name, manifest)
+
+    def _write_files(self, folder: str, checkpoint: Checkpoint) -> dict[str, Sum]:
+        """Write all but the manifest; distant workers write while this process does."""
+
+        def put(name: str, file: TensorFile) -> Sum:
+            return self._storage.write_pieces(f"{folder}/{name}", file.pieces())
+
+        here, distant = _by_place(checkpoint.workers)
+        with self._distant_writes(folder, distant) as writes:
+            sums = {"center.safetensors": put("center.safetensors", TensorFile(checkpoint.center))}
+            sums["state.safetensors"] = put("state.safetensors", pack(checkpoint.state))
+            sums |= {name: put(name, pack(state)) for name, state in here.items()}
+            sums |= {name: write.wait() for name, write in writes.items()}
+        return sums
+
+    @contextmanager
+    def _distant_writes(
+        self, folder: str, states: Mapping[str, DistantState]
+    ) -> Iterator[dict[str, StateWrite]]:
+        """Let distant states be written; if anything fails, nobody writes any more afterwards."""
+        if not states:
+            yield {}
+            return
+        token = f"{folder}/token-{uuid.uuid4().hex}"
+        self._storage.write_bytes(token, b"")
+        writes: dict[str, StateWrite] = {}
+        try:
+            for name, state in states.items():
+                writes[name] = state.begin_write(self._storage, f"{folder}/{name}", token)
+            yield writes
+        except BaseException:
+            until = time.monotonic() + _CANCEL_S
+            for write in writes.values():
+                write.cancel(until)
+            raise
+        self._storage.delete_file(token)
 
     def _clear_unfinished(self) -> None:
         """Delete what a crash or a full disk left, as far as the storage lets us."""
         finished = self._finished()
-        self._delete(name for name in self._ours() if name not in finished)
+        self._delete(name for name in self._deletable() if name not in finished)
+
+    def _deletable(self) -> list[str]:
+        """Return the folders, whole or not, that no later driver than this one wrote."""
+        return [n for n in self._ours() if _epoch_of(n) <= self._epoch]
 
     def _prune(self, written: str) -> None:
         """Delete all but the ``keep`` newest, of which ``written`` is always one.
@@ -183,21 +390,31 @@ class CheckpointStore:
         damaged counts for nothing, nor does one whose round was written again.
         """
         try:
-            by_round = {_round_and_version(name)[0]: name for name in self.names()}
-            by_round.pop(_round_and_version(written)[0], None)
-            kept = [*by_round.values(), written][-self._keep :]
-            problems = self._delete(name for name in self._ours() if name not in kept)
+            names = self.names()
+            self._note_late(names)
+            newest = {_age(written).round: written}
+            for name in reversed(names):
+                newest.setdefault(_age(name).round, name)
+            kept = list(newest.values())[: self._keep]
+            problems = self._delete(name for name in self._deletable() if name not in kept)
         except OSError as error:
             problems = [f"the others could not be listed: {error}"]
         if problems:
             sentence = f"checkpoint {self._path(written)} was written, but old ones stay: "
             sentence += f"{'; '.join(problems)}; the next write tries again"
-            warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+            warnings.warn(redact(sentence), RuntimeWarning, stacklevel=3)
+
+    def _note_late(self, names: list[str]) -> None:
+        """Note checkpoints of earlier drivers that were not there when this one took over."""
+        if self._earlier is not None:
+            late = {n for n in names if _age(n).epoch < self._epoch} - self._earlier
+            self._late |= late
 
     def _delete(self, names: Iterable[str]) -> list[str]:
         """Delete folders and return a sentence for each that could not be."""
         problems = []
         for name in names:
+            assert _epoch_of(name) <= self._epoch, f"{name} is of a later driver"
             try:
                 self._storage.delete_dir(f"{_FOLDER}/{name}")
             except OSError as error:
@@ -221,14 +438,15 @@ class CheckpointStore:
                 damage.append(str(error))
             else:
                 self._damaged.discard(name)  # the storage was out of reach the last time
+                self._read_name = name
                 return checkpoint, damage
-        where = f"{self._storage.root}/{_FOLDER}"
+        where = below(self._storage.root, _FOLDER)
         raise CheckpointError(where, "; ".join(damage) or "there is none to go on from")
 
     def _read(self, name: str) -> Checkpoint:
         manifest = self._manifest(name)
         workers = {
-            worker_id: _unpack(self._file(name, f"worker-{worker_id}.safetensors", manifest))
+            worker_id: self._saved_state(name, f"worker-{worker_id}.safetensors", manifest)
             for worker_id in manifest["workers"]
         }
         return Checkpoint(
@@ -236,8 +454,8 @@ class CheckpointStore:
             generation=manifest["generation"],
             num_samples=manifest["num_samples"],
             seconds=manifest["seconds"],
-            center=load_tensors(self._file(name, "center.safetensors", manifest)),
-            state=_unpack(self._file(name, "state.safetensors", manifest)),
+            center=self._center(name, manifest),
+            state=unpack(self._file(name, "state.safetensors", manifest)),
             workers=workers,
         )
 
@@ -249,25 +467,47 @@ class CheckpointStore:
         """
         names = self.names()
         if not names:
-            where = f"{self._storage.root}/{_FOLDER}"
+            where = below(self._storage.root, _FOLDER)
             raise CheckpointError(where, "there is none to read")
         manifest = self._manifest(names[-1])
-        data = self._file(names[-1], "center.safetensors", manifest)
-        return load_tensors(data), manifest["round"]
+        return self._center(names[-1], manifest), manifest["round"]
+
+    def _center(self, name: str, manifest: dict[str, Any]) -> dict[str, Tensor]:
+        tensors, _ = tensor_files.parse(self._file(name, "center.safetensors", manifest))
+        return tensors
+
+    def _saved_state(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
+        """Return the place of a worker's state, which is read to see whether it is whole."""
+        path, expected = f"{_FOLDER}/{name}/{file_name}", _sum_in(manifest, file_name)
+        if expected is None:
+            raise self._lacks(name, file_name)
+        try:
+            found = Sum.of(self._storage.read_pieces(path))
+        except OSError as error:
+            raise self._unreadable(name, file_name, error) from error
+        if found != expected:
+            raise self._differs(name, file_name, found, expected)
+        return SavedState(self._storage, path, expected)
 
     def has_trained(self, round: int) -> bool:
-        """Whether the center of a finished run, as it was after a round, is in the run's folder."""
-        try:
-            return self._trained_round() in (None, round)
-        except (OSError, ValueError):
-            return False
+        """Whether the center of a finished run, as it was after a round, is in the run's folder.
 
-    def _trained_round(self) -> int | None:
-        """Return the round of what was trained; None: an earlier file, which does not tell."""
-        _, values = tensor_files.load(self._storage.read_bytes(TRAINED))
+        It is that of the newest checkpoint, to the bit: an earlier driver that was halted may have
+        written another one of that round.
+        """
+        try:
+            trained, of_round = self._trained()
+            center, newest = self.read_center()
+        except (OSError, ValueError, CheckpointError):
+            return False
+        return of_round in (None, round) and newest == round and _are_same(trained, center)
+
+    def _trained(self) -> tuple[dict[str, Tensor], int | None]:
+        """Return what was trained, and its round; None: an earlier file, which does not tell."""
+        tensors, values = tensor_files.load(self._storage.read_whole(TRAINED))
         if values.keys() - {"round"}:
             raise ValueError(f"it is damaged: it says {', '.join(values)}")
-        return values.get("round")
+        return tensors, values.get("round")
 
     def find_damage(self) -> list[str]:
         """Read all that is kept; return a sentence for each file that is not as it was written."""
@@ -278,13 +518,26 @@ class CheckpointStore:
             except CheckpointError as error:
                 found.append(str(error))
         where = below(self._storage.root, _FOLDER)
-        found += [f"checkpoint {where}/{n}: has no manifest" for n in self.without_manifest()]
+        found += [f"checkpoint {below(where, n)}: has no manifest" for n in self.without_manifest()]
         if self._storage.exists(TRAINED):
             try:
-                self._trained_round()
+                self._refuse_late_center(*self._trained())
             except (OSError, ValueError) as error:
                 found.append(f"{below(self._storage.root, TRAINED)}: {error}")
         return found
+
+    def _refuse_late_center(self, trained: dict[str, Tensor], of_round: int | None) -> None:
+        """Raise a ValueError if what was trained is another center of the newest round."""
+        try:
+            center, newest = self.read_center()
+        except CheckpointError:
+            return  # which is told by itself
+        if of_round == newest and not _are_same(trained, center):
+            raise ValueError(
+                f"it is another center than that of the newest checkpoint, of round {newest}: an "
+                f"earlier driver may have written it late; the same command with --resume writes "
+                f"it anew"
+            )
 
     def write_trained(self, center: dict[str, Tensor], round: int) -> None:
         """Write the center of a finished run into the run's folder, as ``center.safetensors``.
@@ -293,8 +546,9 @@ class CheckpointStore:
             CheckpointError: the storage refused.
         """
         try:
-            data = tensor_files.dump(_owned(center), {"round": round})
-            self._storage.write_bytes(TRAINED, data)
+            # No driver epoch in it: a run that was resumed ends with the same bits.
+            file = tensor_files.seal(center, {"round": round})
+            self._storage.write_pieces(TRAINED, file.pieces())
         except OSError as error:
             path = below(self._storage.root, TRAINED)
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
@@ -314,37 +568,59 @@ class CheckpointStore:
             f"has format {manifest['format']}, this raydl reads up to {FORMAT}; update raydl",
         )
 
-    def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytes:
+    def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytearray:
         """Return a file of a checkpoint, checked against its manifest."""
-        if file_name not in manifest["files"]:
-            raise _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
-        expected = manifest["files"][file_name]
+        expected = _sum_in(manifest, file_name)
+        if expected is None:
+            raise self._lacks(name, file_name)
         try:
-            data = self._storage.read_bytes(f"{_FOLDER}/{name}/{file_name}")
+            data = self._storage.read_whole(f"{_FOLDER}/{name}/{file_name}")
         except OSError as error:
-            raise _DamagedError(
-                self._path(name), f"{file_name} can not be read: {error}"
-            ) from error
-        if len(data) != expected["bytes"] or zlib.crc32(data) != expected["crc32"]:
-            raise _DamagedError(
-                self._path(name),
-                f"{file_name} is damaged: {len(data)} bytes, written were {expected['bytes']}",
-            )
+            raise self._unreadable(name, file_name, error) from error
+        found = Sum.of(_slices(data))
+        if found != expected:
+            raise self._differs(name, file_name, found, expected)
         return data
 
+    def _lacks(self, name: str, file_name: str) -> _DamagedError:
+        return _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
+
+    def _unreadable(self, name: str, file_name: str, error: OSError) -> _DamagedError:
+        return _DamagedError(self._path(name), f"{file_name} can not be read: {error}")
+
+    def _differs(self, name: str, file_name: str, found: Sum, expected: Sum) -> _DamagedError:
+        return _DamagedError(
+            self._path(name),
+            f"{file_name} is damaged: {found.num_bytes} bytes, written were {expected.num_bytes}",
+        )
+
     def _path(self, name: str) -> str:
-        return f"{self._storage.root}/{_FOLDER}/{name}"
+        return below(self._storage.root, f"{_FOLDER}/{name}")
 
 
 def _manifest_path(name: str) -> str:
     return f"{_FOLDER}/{name}/manifest.json"
 
 
-def _round_and_version(name: str) -> tuple[int, int]:
-    """Return (12, 0) for round-00000012 and (12, 1) for round-00000012.1."""
+class _Age(NamedTuple):
+    """What orders checkpoints, the oldest first."""
+
+    epoch: int
+    round: int
+    version: int
+
+
+def _age(name: str) -> _Age:
+    """Return (1, 12, 0) for round-00000012 and (3, 12, 1) for round-00000012-e3.1."""
     match = _NAME.fullmatch(name)
     assert match is not None, name
-    return int(match[1]), int(match[2] or 0)
+    return _Age(int(match[2] or 1), int(match[1]), int(match[3] or 0))
+
+
+def _epoch_of(folder: str) -> int:
+    """Return the driver epoch of a folder that a store made, whole or not."""
+    match = _NAME.fullmatch(folder.removeprefix(_PARTIAL))
+    return int(match[2] or 1) if match else 1
 
 
 def _checked(manifest: Any) -> dict[str, Any]:
@@ -385,9 +661,34 @@ def _require(values: Any, kinds: _Kinds) -> dict[str, Any]:
     return values
 
 
-def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, as safetensors wants them."""
-    return {key: tensor.detach().contiguous().clone() for key, tensor in tensors.items()}
+def _by_place(
+    workers: Mapping[str, dict[str, Any] | DistantState | SavedState],
+) -> tuple[dict[str, dict[str, Any]], dict[str, DistantState]]:
+    """Return the states of workers by the name of their file: (here, in other processes)."""
+    here, distant = {}, {}
+    for worker_id, state in workers.items():
+        name = f"worker-{worker_id}.safetensors"
+        assert not isinstance(state, SavedState), "what was read is not written again"
+        if isinstance(state, dict):
+            here[name] = state
+        else:
+            distant[name] = state
+    return here, distant
+
+
+def _sum_in(manifest: dict[str, Any], file_name: str) -> Sum | None:
+    expected = manifest["files"].get(file_name)
+    return None if expected is None else Sum(expected["bytes"], expected["crc32"])
+
+
+def _slices(data: bytearray) -> Iterator[memoryview]:
+    memory = memoryview(data)
+    for start in range(0, len(data), tensor_files.PIECE_BYTES):
+        yield memory[start : start + tensor_files.PIECE_BYTES]
+
+
+def _are_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def check_state(setting: str, state: dict[str, Any]) -> None:
@@ -402,11 +703,17 @@ def check_state(setting: str, state: dict[str, Any]) -> None:
         ) from error
 
 
-def _pack(state: dict[str, Any]) -> bytes:
-    """Return nested values as one safetensors file: tensors inside, the rest as metadata."""
+def pack(state: dict[str, Any]) -> TensorFile:
+    """Return nested values as one safetensors file: tensors inside, the rest as metadata.
+
+    The tensors are not copied: they should stay as they are until the file is written.
+
+    Raises:
+        CheckpointError: something in it can not be held.
+    """
     tensors: dict[str, Tensor] = {}
     outline = _outline(state, tensors, "")
-    return save_tensors(tensors, metadata={"outline": json.dumps(outline)})
+    return TensorFile(tensors, {"outline": json.dumps(outline)})
 
 
 def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
@@ -415,10 +722,10 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     Not by its path, which two may share: {0: …, "0": …}, or {"a/b": …, "a": {"b": …}}.
     """
     if isinstance(value, np.ndarray):
-        value = torch.tensor(value)  # which copies: one that came by way of Ray is read-only
+        value = view_of(value)
     if isinstance(value, Tensor):
         key = str(len(tensors))
-        tensors[key] = value.detach().cpu().contiguous().clone()
+        tensors[key] = value.detach()
         return {_TENSOR: key}
     if isinstance(value, dict):
         for key in value:
@@ -434,10 +741,10 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     raise CheckpointError(path, f"can not hold a {type(value).__name__}")
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
-    """Return what :func:`_pack` was given."""
-    outline = json.loads(tensor_files.header_of(data)["__metadata__"]["outline"])
-    state: dict[str, Any] = _filled(outline, load_tensors(data))
+def unpack(data: bytearray) -> dict[str, Any]:
+    """Return what :func:`pack` was given; its tensors lie in ``data``."""
+    tensors, metadata = tensor_files.parse(data)
+    state: dict[str, Any] = _filled(json.loads((metadata or {})["outline"]), tensors)
     return state
 
 

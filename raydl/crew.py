@@ -7,12 +7,15 @@ it with Ray actors; :class:`raydl.local_crew.LocalCrew` plays it in this process
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from raydl.center import Snapshot
+from raydl.checkpoint import DistantState, SavedState
+from raydl.errors import NonFiniteError
 from raydl.faults import Fault
 from raydl.membership import Membership
 from raydl.reports import Outcome, Record, WorkerReport
@@ -48,6 +51,10 @@ class RunEnded:
     """What the exchange said that did not complete."""
     num_changes: int = 0
     """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
+    copy_generation: int = 0
+    """The generation that made its copy of the center; 0: the center itself did."""
+    error: NonFiniteError | None = None
+    """Its replica diverged, and was rolled back to the center."""
     ledger_round: int | None = None
     """Up to which it knows the ledger; None: that of its copy of the center."""
 
@@ -77,17 +84,18 @@ class GaveUp:
     """Something that was asked for will not come, since a process went away meanwhile."""
 
     task: str
-    """``checkpoint``, ``evaluation``, ``publication``, or ``state of w3``."""
+    """``checkpoint``, ``evaluation``, ``publication``, ``state of w3``, ``saved state of w3``."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A process raised: the user's code, or a loss that is not finite."""
+    """A process raised. Of a worker in its loop a :class:`RunEnded` follows, unless it is lost."""
 
     name: str
-    """``w3`` for a worker, ``center``, ``evaluator`` or ``checkpoint``."""
+    """``w3`` for a worker, ``center``, or ``evaluator``."""
     error: Exception
+    """An :class:`InfrastructureError` where its machine failed; else what the code there raised."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,14 @@ class Lost:
 
     name: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A process does not answer, but computes: it is waited for. Told once."""
+
+    name: str
+    silent_s: float
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,21 @@ class Published:
     """When this was told, by the monotonic clock of the center's process."""
     process: str = ""
     """Which process that is: a center that is started again has another clock."""
+    generation: int = 0
+    """The newest that has begun there; 0: none has, or members come and go one by one."""
+    newest_generation: int = 0
+    """The one that made the newest snapshot; 0: the center itself did."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """What this process has refused so far because it came too late: how many, by kind."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """How many late messages a shard of the center, away from home, has refused so far."""
+
+    process: str
+    """Which process; a shard that is started again is another."""
+    num_messages: int
 
 
 @dataclass(frozen=True)
@@ -151,13 +182,21 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Collected:
-    """All states of a round are here."""
+    """All states of a round are at hand: the workers hold theirs until they are written."""
 
     snapshot: Snapshot
-    workers: dict[str, dict[str, Any]]
-    """By worker, in the order of the ranks."""
+    workers: dict[str, dict[str, Any] | DistantState]
+    """By worker, in the order of the ranks: what it holds, or how it gets to its file."""
     is_last: bool = False
     """The run is finished with it: its center is what was trained."""
+
+
+@dataclass(frozen=True)
+class StatesLost:
+    """A worker has gone whose state of a collected round was not written yet."""
+
+    round: int
+    reason: str
 
 
 Event = (
@@ -170,10 +209,13 @@ Event = (
     | GaveUp
     | Failed
     | Lost
+    | Busy
     | Published
+    | Refused
     | Evaluated
     | Scoring
     | Collected
+    | StatesLost
 )
 
 
@@ -184,12 +226,21 @@ class Crew(Protocol):
         """Start the center with a first snapshot."""
         ...
 
-    def ask(self, worker_id: str) -> None:
-        """Ask for one more worker; it starts when the cluster has room."""
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
+        """Ask for one more worker; it starts when the cluster has room.
+
+        Args:
+            worker_id: a new one.
+            own_state: what it goes on with from a checkpoint; it is ready once it has that.
+        """
         ...
 
     def end(self, worker_id: str) -> None:
         """End a worker's process, or take back that it was asked for."""
+        ...
+
+    def avoid(self, node: str) -> bool:
+        """Start no further worker on a node; return False, and do nothing, if there is no other."""
         ...
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -202,8 +253,9 @@ class Crew(Protocol):
         Args:
             membership: who trains.
             round: one that the center holds.
-            own_states: from a checkpoint, by worker; one that is absent starts at the center
-                or goes on with what it has in memory.
+            own_states: by worker, what another one handed in or, of who was asked for with one,
+                its own of a checkpoint; one that is absent starts at the center or goes on with
+                what it has in memory.
         """
         ...
 
@@ -251,7 +303,7 @@ class Crew(Protocol):
         ...
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
-        """Gather the states kept at that round."""
+        """Gather the center of that round, and let the workers hold the states kept then."""
         ...
 
     def waiting_for(self) -> str:

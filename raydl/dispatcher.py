@@ -183,7 +183,7 @@ class Dispatcher:
         """Count what a worker has sent as done, and return what it does next.
 
         None: the worker ceased to be a member after its shard took the message, and its
-        samples are claimed by others.
+        samples are claimed by others. It is counted as refused.
         """
         settlement, worker_id = push.settlement, push.stamp.worker_id
         assert settlement is not None

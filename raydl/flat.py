@@ -229,12 +229,17 @@ class FlatModel:
         return _views(weights, self._parameters), _views(buffers, self._buffers)
 
     def state_dict_of(
-        self, weights: Tensor, buffers: Tensor, untrained: Untrained | None = None
+        self,
+        weights: Tensor,
+        buffers: Tensor,
+        untrained: Untrained | None = None,
+        *,
+        copies: bool = True,
     ) -> dict[str, Tensor]:
         """Return the model's whole state dict with other values in it.
 
-        Every tensor is a copy on the CPU. Names that share one tensor in the model (tied
-        weights) each get the same values.
+        Every tensor is a copy on the CPU, or without ``copies`` a view, to be written at once.
+        Names that share one tensor in the model (tied weights) each get the same values.
 
         Args:
             weights: shape [num_parameters].
@@ -257,10 +262,8 @@ class FlatModel:
             if key in values
         }
         state = self.model.state_dict(keep_vars=True)
-        return {
-            key: by_identity.get(id(tensor), tensor).detach().cpu().clone()
-            for key, tensor in state.items()
-        }
+        found = {key: by_identity.get(id(t), t).detach() for key, t in state.items()}
+        return {key: t.cpu().clone() for key, t in found.items()} if copies else found
 
     def load_untrained(self, state: Mapping[str, Tensor], unsaved: Untrained) -> None:
         """Take over the untrained state of a checkpoint.

@@ -10,8 +10,19 @@ import torch
 
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_service import CenterService, make_shard
-from raydl.crew import Changed, Collected, Event, Published, Reported, RunEnded, WorkerReady
+from raydl.checkpoint import SavedState
+from raydl.crew import (
+    Changed,
+    Collected,
+    Event,
+    Failed,
+    Published,
+    Reported,
+    RunEnded,
+    WorkerReady,
+)
 from raydl.data import Batches, Dataset, Prepare
+from raydl.errors import NonFiniteError
 from raydl.evaluator import Evaluator
 from raydl.exchange.local import LocalGroup, LocalPost
 from raydl.exchange.shard import ShardState
@@ -65,13 +76,17 @@ class LocalCrew:
     def _states_of_others(self) -> list[ShardState]:
         return [shard.state() for shard in self._others]
 
-    def ask(self, worker_id: str) -> None:
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Say that the one worker is ready."""
         assert worker_id == "w0"
         self._events.append(WorkerReady(worker_id))
 
     def end(self, worker_id: str) -> None:
         """Do nothing: the worker is this process."""
+
+    def avoid(self, node: str) -> bool:
+        """Return False: there is no other node."""
+        return False
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Run one round, if the worker trains, and return what happened."""
@@ -80,7 +95,7 @@ class LocalCrew:
         records: tuple[Record, ...] = ()
         if self._service:
             for due in self._service.dispatcher.take_due():
-                self._shelf.put(self._service.snapshot(due, self._states_of_others))
+                self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
             records = self._service.dispatcher.take_records()
         self._events.append(
             Published(
@@ -94,28 +109,51 @@ class LocalCrew:
         return events
 
     def _run_round(self) -> None:
-        outcome = self._worker.run_round()
+        diverged = None
+        try:
+            outcome = self._worker.run_round()
+        except NonFiniteError as error:
+            outcome, diverged = Outcome.BROKEN, error
+        except Exception as error:  # the user's own: it is raised once a checkpoint is written
+            self._events.append(Failed("w0", error))
+            outcome = Outcome.BROKEN
         report = self._worker.report()
         self._events.append(Reported(report))
         if outcome is not Outcome.GO_ON:
             self._running = False
-            self._events.append(RunEnded("w0", outcome, report.round, self._generation))
+            round, generation = report.round, self._generation
+            self._events.append(RunEnded("w0", outcome, round, generation, error=diverged))
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Start to train."""
-        road: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
         if self._service:
             self._service.open(membership)
             for shard in self._others:
                 shard.open(membership)
-            road = LocalPost([self._service, *self._others], self._service.dispatcher)
             self._events.append(Changed())
-        self._worker.join(membership, road, self._snapshot(round), own_states.get("w0"))
+        self._enter(membership, self._snapshot(round), own_states)
+
+    def _enter(
+        self, membership: Membership, snapshot: Snapshot, own_states: dict[str, Any]
+    ) -> None:
+        """Let the worker join a generation."""
+        road: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
+        if self._service:
+            road = LocalPost([self._service, *self._others], self._service.dispatcher)
+        state = own_states.get("w0")
+        own_state = state.load() if isinstance(state, SavedState) else state
+        self._worker.join(membership, road, snapshot, own_state)
         self._generation = membership.generation
         self._running = True
 
     def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
-        """Do nothing: nobody joins or leaves."""
+        """Let the one worker leave after an error, and come back."""
+        assert self._service
+        states = [shard.change(membership) for shard in self._others]
+        snapshot = self._service.change(membership, states)
+        self._events.append(Changed())
+        if membership.worker_ids:
+            self._enter(membership, snapshot, own_states)
 
     def dismiss(self, worker_id: str) -> None:
         """Do nothing: nobody leaves."""
@@ -125,7 +163,7 @@ class LocalCrew:
 
     def publish(self, worker_id: str) -> None:
         """Put the worker's copy of the center on the shelf."""
-        self._shelf.put(self._worker.center())
+        self._shelf.adopt(self._worker.center())
 
     def rebuild_center(self, worker_id: str | None) -> str:
         """Do nothing: the center is this process."""

@@ -13,11 +13,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from raydl.config.tls import check_tls, tls_files
 from raydl.errors import ClusterError, ConfigError
+from raydl.redaction import redact
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """Where `ray up` puts the cluster's configuration on the head."""
@@ -67,7 +72,7 @@ def dashboard_url(address: str) -> str:
     """Return the URL of a cluster's dashboard, from what a user wrote.
 
     Raises:
-        ConfigError: it is an address of Ray Client or of the head's own port.
+        ConfigError: it is an address of Ray Client or of the head's own port, or no URL.
     """
     if address == "auto":  # Ray looks for the cluster of this machine
         return address
@@ -79,7 +84,13 @@ def dashboard_url(address: str) -> str:
             "submit.address",
             f"must be the cluster's dashboard, http://{host or 'HEAD'}:8265, got {address}",
         )
-    return address if mark else f"http://{address}"
+    url = address if mark else f"http://{address}"
+    try:
+        urlsplit(url).port  # noqa: B018
+    except ValueError:  # which quotes a part of it: of a password, where its / was not encoded
+        problem = f"must be a URL, http://HEAD:8265, got {url}"
+        raise ConfigError("submit.address", problem) from None
+    return url
 
 
 def begin() -> None:
@@ -112,6 +123,7 @@ def connect() -> bool:
 
     Raises:
         ClusterError: none answers there, it wants another token, or is of another version.
+        ConfigError: it should use TLS, and its certificates can not be used.
     """
     global _beginning
     import ray
@@ -137,19 +149,66 @@ def _address() -> str:
     return "" if address == "local" else address
 
 
+def _check_certificates() -> None:
+    """Refuse certificates that Ray would fail with, in words of its own and after a long wait."""
+    files = tls_files(os.environ)
+    if files is not None:
+        check_tls(files)
+
+
 def _start_here() -> None:
     import ray
 
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        # Not yet what is less than an error: in a thread Ray warns that it leaves SIGTERM alone.
-        logging_level=logging.ERROR,
-        # Ray starts a process per core ahead; so these have torch before an actor comes.
-        _system_config={"preload_python_modules": ["torch"]},
-    )
+    _check_certificates()
+    with _redacted_command(), _on_the_loopback():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            # Not yet what is less than an error: in a thread Ray warns that it leaves SIGTERM
+            # alone.
+            logging_level=logging.ERROR,
+            # Ray starts a process per core ahead; so these have torch before an actor comes.
+            _system_config={"preload_python_modules": ["torch"]},
+        )
     logging.getLogger("ray").setLevel(logging.WARNING)
     atexit.register(ray.shutdown)
+
+
+@contextmanager
+def _redacted_command() -> Iterator[None]:
+    """Have Ray keep the command of this driver without the credentials of URIs.
+
+    A driver tells its cluster how it was called, and the dashboard and ``ray list jobs`` show it.
+    Ray has no setting for it; this is the one place that touches its private function.
+    """
+    from ray._private import utils
+
+    of_ray = getattr(utils, "get_entrypoint_name", None)
+    if of_ray is None:  # another version: a test on a cluster tells
+        yield
+        return
+    utils.get_entrypoint_name = lambda: redact(of_ray())
+    try:
+        yield
+    finally:
+        utils.get_entrypoint_name = of_ray
+
+
+@contextmanager
+def _on_the_loopback() -> Iterator[None]:
+    """Let a cluster that starts meanwhile listen on 127.0.0.1 alone, where no other host comes.
+
+    Ray does so on macOS and Windows. On Linux it takes the address that other nodes reach, for
+    127.0.0.1 too, and its processes listen on all interfaces. There is no public setting.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _start_and_stay(beginning: Future[None]) -> None:
@@ -180,14 +239,16 @@ def _join(address: str) -> None:
     if address.startswith("ray://"):
         problem = "is one for Ray Client, which a run can not use; give HOST:6379 from a machine "
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
+    _check_certificates()
     if address == "auto":  # as ray.init does for a cluster that it finds by itself
         authentication_token_setup.maybe_enable_token_auth_if_token_available(
             warn_if_disabled=False
         )
     try:
-        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        if tls_files(os.environ) is None:
             _knock(address, canonicalize_bootstrap_address(address))
-        ray.init(logging_level=logging.WARNING)
+        with _redacted_command():
+            ray.init(logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         ray.shutdown()
         raise ClusterError(address, _refusal(error)) from error

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from raydl.bad_samples import BadSamples
@@ -18,7 +19,7 @@ from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
 from raydl.crew import Collected, Evaluated
-from raydl.errors import CheckpointError
+from raydl.errors import CheckpointError, StorageSilentError
 from raydl.examples import Examples
 from raydl.extent import Extent
 from raydl.flat import FlatModel
@@ -39,6 +40,8 @@ from raydl.progress import Progress, ProgressView
 from raydl.reports import AllreduceReport, Record, WorkerReport
 from raydl.runs.sums import Sum, Sums
 from raydl.runs.totals import Totals, speed_figures
+from raydl.silence import within
+from raydl.storage import Storage
 
 _DRAW_EVERY_S = 20.0
 """Pictures are drawn no more often, and once more at the end."""
@@ -63,6 +66,8 @@ class RunRecorder:
         order: name of the order of the samples, for checkpoints.
         after_checkpoint: called when one was written, and at the end: copies the curves. An
             ``OSError`` that it raises is told, and ends nothing.
+        storage: the run's folder; None: one that always answers.
+        refuge: see :class:`raydl.checkpoint_writer.CheckpointWriter`.
     """
 
     def __init__(
@@ -81,7 +86,10 @@ class RunRecorder:
         examples: Examples,
         order: str = "",
         after_checkpoint: Callable[[], None],
+        storage: Storage | None = None,
+        refuge: Path | None = None,
     ) -> None:
+        self._storage = storage
         self.last: Record | None = None
         self._evaluations = list(before.evaluations)
         self._allreduce: AllreduceReport | None = None
@@ -122,7 +130,13 @@ class RunRecorder:
         self._is_old_told = False
         self._best = best
         self.checkpoints = CheckpointWriter(
-            store, flat, best, order=order, after=self._wrote_checkpoint
+            store,
+            flat,
+            best,
+            order=order,
+            after=self._wrote_checkpoint,
+            **({"unanswered": storage.unanswered} if storage else {}),
+            refuge=refuge,
         )
         """What writes them."""
 
@@ -207,6 +221,7 @@ class RunRecorder:
         values |= self._allreduce_values(reports)
         self._tell_cadence(reports)
         values |= self._left_out_values(reports)
+        values |= self._refused_values()
         values |= time_values(self._parts)
         self._stack.add(record.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.num_samples, unix_s=_unix_s(now))
@@ -297,6 +312,11 @@ class RunRecorder:
         num_samples = self._bad_samples.num_samples
         return {"data/left_out": num_samples} if num_samples else {}
 
+    def _refused_values(self) -> dict[str, float]:
+        """Return how much came too late; without any there is no curve."""
+        num_refused = sum(self._controller.refused.values()) if self._controller else 0
+        return {"exchange/refused": num_refused} if num_refused else {}
+
     def evaluated(self, evaluated: Evaluated) -> None:
         """Write the scores of the center, and now and then pictures."""
         self.checkpoints.score(evaluated)
@@ -340,6 +360,11 @@ class RunRecorder:
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written: the next one waits for it."""
         return self.checkpoints.is_writing
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the storage has not answered for so long that nothing waits for it."""
+        return self.checkpoints.is_given_up
 
     def _wrote_checkpoint(self) -> None:
         self._writer.flush()
@@ -430,6 +455,7 @@ class RunRecorder:
             "exchange_bytes": last.exchange_bytes if last else 0,
             "best": self._best.kept.figures() if self._best.kept else None,
             "left_out_samples": self._bad_samples.num_samples,
+            "refused": run.refused if run else {},
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.cadence) if self._choice else None,
@@ -439,16 +465,23 @@ class RunRecorder:
     def _copy_last(self) -> None:
         """Copy the curves to their end; if that fails, the run is whole all the same."""
         try:
-            self._after_checkpoint()
-        except OSError as error:
+            self._bounded(self._after_checkpoint)
+        except (OSError, StorageSilentError) as error:
             self._progress.event(f"{error}; all else of the run is where it should be")
 
     def _write_best(self) -> None:
         """Try the best center once more if it could not be written; the run is whole without."""
         try:
-            self._best.write()
-        except CheckpointError as error:
+            self._bounded(self._best.write)
+        except (CheckpointError, StorageSilentError) as error:
             self._progress.event(f"{error}; all else of the run is where it should be")
+
+    def _bounded(self, act: Callable[[], None]) -> None:
+        """Do something on the storage for as long as that answers."""
+        if self._storage is None:
+            act()
+        else:
+            within(self._storage, act, tell=self._progress.event)
 
     def close(self) -> None:
         """Finish what is being written.

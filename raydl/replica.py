@@ -20,7 +20,7 @@ from raydl.center import copied_to_cpu, load_state, set_lr
 from raydl.config import TrainingConfig
 from raydl.data.samples import Batch, num_samples_of, parts_of
 from raydl.distances import Distances
-from raydl.errors import ExchangeError, StepError
+from raydl.errors import ExchangeError, NonFiniteError, StepError
 from raydl.flat import FlatModel, is_finite
 from raydl.metrics import TimeParts
 from raydl.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
@@ -223,7 +223,7 @@ class Replica:
                 raise StepError(*self._who(), no_gradient_text(unreached))
 
     def _refuse(self, what: str) -> NoReturn:
-        raise StepError(
+        raise NonFiniteError(
             *self._who(),
             f"there are values in its {what} that are not finite, or beyond 1e19, so it sent "
             f"nothing; lower optimizer.lr, or look at the data of that step",
@@ -403,6 +403,20 @@ class Replica:
             self.flat.weights.copy_(weights)
             self.flat.buffers.copy_(buffers)
             self._drop_gradients()
+
+    def start_over(self, weights: Tensor, buffers: Tensor) -> None:
+        """Become a copy of the center as a new replica does, without any memory of what was.
+
+        Args:
+            weights: of the center, shape [num_parameters].
+            buffers: of the center, shape [num_buffers].
+        """
+        self.undo_()
+        self.become(weights, buffers)
+        if self._optimizer is not None:
+            self._optimizer = self._make_optimizer([self.flat.weights])
+        self._distances = Distances()
+        self._trusts = Trusts(is_on=self._trusts.is_on)
 
     def _drop_gradients(self) -> None:
         """Forget gradients that were under way, and the samples behind them."""

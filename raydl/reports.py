@@ -146,6 +146,8 @@ class WorkerReport:
     """The cadence that the workers chose."""
     left_out: LeftOut = _NONE_LEFT_OUT
     """Samples that it could not read."""
+    cpu_s: float = 0.0
+    """Seconds that all threads of its process have computed."""
     told_s: float = 0.0
     """When this was told, by the worker's monotonic clock."""
 

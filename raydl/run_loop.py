@@ -11,11 +11,13 @@ from types import FrameType
 from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
-from raydl.metrics import Forgiving, MetricsWriter, Tee, TensorBoardWriter, Thinned
+from raydl.metrics import Forgiving, MetricsWriter, Queued, Tee, TensorBoardWriter, Thinned
 from raydl.recorder import RunRecorder
 from raydl.run_view import RunView
 from raydl.runs.desk import RunDesk
+from raydl.runs.driver_epoch import DriverEpoch
 from raydl.runs.folder import RunFolder
+from raydl.silence import SilenceTeller
 from raydl.storage import Storage
 
 
@@ -39,22 +41,30 @@ def run_to_end(
     view: RunView,
     *,
     config: TrainConfig,
+    epoch: DriverEpoch,
 ) -> None:
     """Step the controller until the run is done; between two steps, see to the desk.
 
     Raises:
+        SupersededError: another driver has taken the run over.
         RaydlError: what ends the run; a user's own exception comes as it is.
     """
     view.follow(controller)
+    silence = SilenceTeller(
+        desk.storage,
+        "training goes on; files of the run, raydl status and raydl remove wait until it does",
+    )
     with _stop_on_signal(controller):
         while not controller.step():
+            epoch.raise_if_over()
+            controller.note_refused("store", {"checkpoints": recorder.checkpoints.num_late})
             desk.tell(view.status)
             for request in desk.take_requests():
                 ok, sentence = remove(controller, request.worker_id, config=config)
                 desk.answer(request, sentence, ok=ok)
-            trouble = desk.take_trouble()
-            if trouble:
-                recorder.event(trouble)
+            for trouble in (desk.take_trouble(), silence.news()):
+                if trouble:
+                    recorder.event(trouble)
     desk.tell(view.status, at_once=True)
 
 
@@ -110,7 +120,8 @@ def make_writer(
     def make_events(is_first: bool) -> MetricsWriter:
         return TensorBoardWriter(str(folder.path), purge_after=purge_after, goes_on=not is_first)
 
-    events = Forgiving(make_events, f"the curves in {folder.path}", tell)
+    name = f"the curves in {folder.path}"
+    events = Queued(lambda say: Forgiving(make_events, name, say), name, tell)
     tensorboard = Thinned(events, seconds_before=seconds_before)
     if config.scaling.max_workers == 0:
         return tensorboard

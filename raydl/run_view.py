@@ -15,6 +15,7 @@ from raydl.control.workforce import Phase, WorkerEntry
 from raydl.errors import RaydlError
 from raydl.progress import Progress, ProgressView, Silent
 from raydl.recorder import RunRecorder
+from raydl.redaction import redact
 from raydl.reports import Outcome
 from raydl.runs.status import RunStatus, WorkerStatus
 from raydl.texts import clock_text, escape_controls
@@ -52,8 +53,8 @@ class EventLog:
         self._show(lambda progress: progress.update(view))
 
     def event(self, sentence: str) -> None:
-        """Keep the sentence, and say it."""
-        sentence = escape_controls(sentence)
+        """Keep the sentence, and say it, without credentials of URIs."""
+        sentence = escape_controls(redact(sentence))
         self._lines.append(f"{clock_text(self._clock() - self._began_at)} {sentence}")
         self._show(lambda progress: progress.event(sentence))
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from raydl.config import TrainConfig
+from raydl.config import TrainConfig, dotted, to_dict
 from raydl.config.checks import require
 from raydl.errors import ConfigError, RaydlError
+from raydl.redaction import has_credentials
 from raydl.runs.job_end import RUNNING, SILENT, UNKNOWN, Fate, JobState, judge
 
 EXCLUDES = (
@@ -119,6 +120,32 @@ def _ascii(name: str) -> str:
 def _stays(place: str) -> bool:
     """Whether a place is the same for every job."""
     return "://" in place or place.startswith("/")
+
+
+def check_credentials(words: Sequence[str], config: TrainConfig) -> None:
+    """Refuse options with credentials: the command of a job is there for all to read.
+
+    Ray keeps it, and its dashboard and ``ray job list`` show it; the environment variables of a
+    job they show as well.
+
+    Args:
+        words: the options of ``raydl train``.
+        config: what they mean.
+
+    Raises:
+        ConfigError: a URI has some; it says how else the job gets them.
+    """
+    if not has_credentials(list(words)):
+        return
+    settings = dotted(to_dict(config)).items()
+    setting = next((name for name, value in settings if has_credentials(value)), "submit")
+    raise ConfigError(
+        setting,
+        "has credentials in its URI, and a job's command is shown in Ray's dashboard and by ray "
+        "job list; leave them out of the URI and give them to the cluster: as a role of its "
+        "machines, or in the environment in which its nodes run ray start (AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY, …)",
+    )
 
 
 def check_what_travels(config: TrainConfig, *, here: Path) -> None:

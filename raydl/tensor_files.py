@@ -1,66 +1,181 @@
-"""Safetensors files that carry a checksum of all that they hold: names, tensors, and a few values.
+"""Safetensors files, written and read piece by piece, so that no copy of them lies in memory.
 
-Plain PyTorch loads them. The checksum lies in the metadata of safetensors, with the values.
+:class:`TensorFile` has the bytes that ``safetensors.torch.save`` would return, straight from the
+memory of the tensors. :func:`seal` adds a checksum of all that a file holds, names, tensors and a
+few values, for files that stand alone: it lies in the metadata, with the values. Plain PyTorch
+loads both.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+import numpy as np
+import torch
 from torch import Tensor
 
+PIECE_BYTES = 4 << 20
+"""Files pass through memory in pieces of this size."""
 _KEY = "raydl"
 _CHECKSUM = "crc32"
+_MAX_HEADER_BYTES = 100 << 20
+_CODES = {
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
+    "F32": torch.float32, "U32": torch.uint32, "I32": torch.int32, "BF16": torch.bfloat16,
+    "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""The codes of dtypes in a header, in the order in which safetensors lays their tensors out."""
+_CODE_OF = {dtype: code for code, dtype in _CODES.items()}
+_PLACE_OF = {dtype: place for place, dtype in enumerate(_CODES.values())}
 
 
-def dump(tensors: dict[str, Tensor], values: dict[str, Any]) -> bytes:
-    """Return the contents of a file.
+class TensorFile:
+    """The contents of a safetensors file. Tensors are read when their pieces are, not before.
 
     Args:
-        tensors: contiguous, none sharing memory.
-        values: what JSON can hold.
+        tensors: by name, on any device; they may share memory, and should not change meanwhile.
+        metadata: texts by name; one at most, for safetensors writes several in any order.
+
+    Raises:
+        ValueError: the format knows no such dtype.
     """
-    sealed = {**values, _CHECKSUM: _checksum(tensors, values)}
-    # One key alone: safetensors writes several in any order.
-    return save_tensors(tensors, metadata={_KEY: json.dumps(sealed)})
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _CODE_OF:
+                raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not know")
+        names = sorted(tensors, key=lambda name: (_PLACE_OF[tensors[name].dtype], name))
+        header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+        self._parts: list[bytes | Tensor] = [tensors[name] for name in names]
+        sizes = [tensors[name].nbytes for name in names]
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        for name, size, end in zip(names, sizes, ends, strict=True):
+            header[name] = {
+                "dtype": _CODE_OF[tensors[name].dtype],
+                "shape": list(tensors[name].shape),
+                "data_offsets": [end - size, end],
+            }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._parts.insert(0, len(text).to_bytes(8, "little") + text)
+        self._sizes = [8 + len(text), *sizes]
+        self.num_bytes = sum(self._sizes)
+        """Of the whole file."""
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the contents in order, in pieces of up to :data:`PIECE_BYTES`."""
+        for part in self._parts:
+            memory = _memory_of(part)
+            for start in range(0, len(memory), PIECE_BYTES):
+                yield memory[start : start + PIECE_BYTES]
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return a copy of a stretch of the contents; past its end there is nothing."""
+        found, stop = [], start + num_bytes
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            if start < size and stop > 0:
+                found.append(bytes(_memory_of(part)[max(start, 0) : stop]))
+            start, stop = start - size, stop - size
+        return b"".join(found)
 
 
-def load(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, values) of a file; of one that has no checksum, as earlier ones, as it is.
+def _memory_of(part: bytes | Tensor) -> memoryview:
+    if isinstance(part, bytes):
+        return memoryview(part)
+    if not part.numel():
+        return memoryview(b"")
+    flat = part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def view_of(array: np.ndarray) -> Tensor:
+    """Return a tensor on the memory of an array; where that is read-only, none may write to it.
+
+    torch warns of such a one, and what comes by way of Ray's shared memory is read-only.
+    """
+    if array.flags.writeable or not array.nbytes or not array.flags.c_contiguous:
+        return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
+    memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    memory.array = array  # type: ignore[attr-defined]  # which lives as long as the tensor
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    return torch.frombuffer(memory, dtype=dtype).reshape(array.shape)
+
+
+def parse(data: bytearray) -> tuple[dict[str, Tensor], dict[str, str] | None]:
+    """Return (tensors, metadata) of a file; the tensors lie in ``data``, which is not copied.
 
     Raises:
         ValueError: it is damaged.
     """
     try:
-        tensors = load_tensors(data)
-        metadata = header_of(data).get("__metadata__")
-        if metadata is None:
-            return tensors, {}
+        start = 8 + int.from_bytes(data[:8], "little")
+        if not 8 < start <= min(len(data), _MAX_HEADER_BYTES):
+            raise ValueError("its header is longer than the file")
+        header = json.loads(bytes(data[8:start]))
+        metadata = header.pop("__metadata__", None)
+        tensors = {name: _tensor_in(data, start, entry) for name, entry in header.items()}
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"it is damaged: {error}") from error
+    if start + sum(tensor.nbytes for tensor in tensors.values()) != len(data):
+        raise ValueError("it is damaged: its length is another")
+    return tensors, metadata
+
+
+def _tensor_in(data: bytearray, start: int, entry: Mapping[str, Any]) -> Tensor:
+    dtype, shape = _CODES[entry["dtype"]], entry["shape"]
+    begin, end = entry["data_offsets"]
+    count = int(np.prod(shape, dtype=np.int64))
+    if not (0 <= begin <= end <= len(data) - start and end - begin == count * dtype.itemsize):
+        raise ValueError(f"its offsets {begin} and {end} are none of a tensor of {count} numbers")
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin).reshape(shape)
+
+
+def seal(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> TensorFile:
+    """Return a file with a checksum of all that it holds.
+
+    Args:
+        tensors: by name.
+        values: what JSON can hold.
+    """
+    sealed = {**values, _CHECKSUM: _checksum(tensors, values)}
+    return TensorFile(tensors, {_KEY: json.dumps(sealed)})
+
+
+def load(data: bytearray) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (tensors, values) of a file; of one that has no checksum, as earlier ones, as it is.
+
+    The tensors lie in ``data``.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    tensors, metadata = parse(data)
+    if metadata is None:
+        return tensors, {}
+    try:
         values = json.loads(metadata[_KEY])
         checksum = values.pop(_CHECKSUM, None)
-    except (SafetensorError, KeyError, AttributeError, TypeError) as error:
+    except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"it is damaged: {error}") from error
     if checksum is not None and checksum != _checksum(tensors, values):
         raise ValueError("it is damaged: its checksum is another")
     return tensors, values
 
 
-def header_of(data: bytes) -> dict[str, Any]:
-    """Return the header of a safetensors file.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return header
-
-
-def _checksum(tensors: dict[str, Tensor], values: dict[str, Any]) -> int:
-    return zlib.crc32(
-        json.dumps(values, sort_keys=True).encode(), zlib.crc32(save_tensors(tensors))
-    )
+def _checksum(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> int:
+    """Return the CRC-32 of the tensors as a file without metadata, and of the values."""
+    checksum = 0
+    for piece in TensorFile(tensors).pieces():
+        checksum = zlib.crc32(piece, checksum)
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode(), checksum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from raydl.config import (
     TrainingConfig,
     to_dict,
 )
+from raydl.config.tls import check_device
 from raydl.control import State, kind_for
 from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
@@ -42,12 +44,14 @@ from raydl.own_rule import as_method
 from raydl.own_task import ModelAndLoss, OwnFactory, OwnLoss
 from raydl.progress import make_progress
 from raydl.recorder import RunRecorder
+from raydl.redaction import redact, redact_values
 from raydl.reports import Outcome
 from raydl.rules import Rule
 from raydl.run_loop import make_writer, open_desk, run_to_end
 from raydl.run_view import EventLog, RunView
 from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder
+from raydl.silence import entered_within, within
 from raydl.start import Start
 from raydl.storage import below
 from raydl.task import Task, checked_task, task_on
@@ -64,11 +68,16 @@ class Result:
     metrics: dict[str, Any]
     """The figures of ``result.json``."""
     path: str
-    """The run's folder."""
+    """The run's folder; a URI as it was given, credentials included, so that it can be opened."""
     checkpoint: str
-    """The newest checkpoint."""
+    """The newest checkpoint; like ``path``."""
     stopped_by: str
     """What ended the run before its time; empty if it finished."""
+
+    def __repr__(self) -> str:
+        """Return all of it, without credentials of URIs."""
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return redact(f"{type(self).__name__}({values})")
 
 
 class Trainer:
@@ -164,9 +173,9 @@ class Trainer:
         flat = trial.flat
         faults = _read_faults(config)
         folder = RunFolder(config)
-        with folder.held(resume=config.run.resume):
+        with entered_within(folder.storage, folder.held(resume=config.run.resume)):
             order = dataset.train.order(config.training.seed)
-            start = Start.open(folder, config, flat, order=order)
+            start = within(folder.storage, lambda: Start.open(folder, config, flat, order=order))
             start.sentences.extend(_notes_on(trial, method))
             start.sentences.extend(
                 notes_on_period(config, period=method.period, num_samples=order.num_samples)
@@ -235,7 +244,7 @@ class Trainer:
                 callbacks=(*callbacks_of(config.training), *self.callbacks),
             )
             recorder.follow(controller)
-            run_to_end(controller, recorder, desk, view, config=config)
+            run_to_end(controller, recorder, desk, view, config=config, epoch=start.folder.epoch)
             if controller.outcome is Outcome.FINISHED:
                 recorder.checkpoints.finish()
         assert controller.state is State.DONE
@@ -295,11 +304,13 @@ class Trainer:
             examples=examples,
             order=job.order.name,
             after_checkpoint=folder.publish_events,
+            storage=folder.storage,
+            refuge=folder.path if folder.is_remote else None,
         )
         view.follow_recorder(recorder, log)
         try:
-            folder.write_config(config)
-            recorder.describe(config_as_markdown(to_dict(config)))
+            within(folder.storage, lambda: folder.write_config(config), tell=log.event)
+            recorder.describe(config_as_markdown(redact_values(to_dict(config))))
             for sentence in start.sentences:
                 recorder.event(sentence)
             yield recorder
@@ -366,6 +377,8 @@ def _make_crew(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -
     scaling, untrained = job.config.scaling, first.untrained.arrays()
     if scaling.max_workers == 0:
         return LocalCrew(job, dataset, prepare, untrained)
+    if job.method.is_sync and scaling.max_workers > 1:
+        check_device(job.config.exchange_device, os.environ)
     ray_session.prepare()
     from raydl.on_ray.cluster import check_room  # imports Ray, as the next does
     from raydl.on_ray.crew import RayCrew
@@ -395,14 +408,14 @@ def _finish(
         "ended_by": ended_by,
         "ended_because": ended_because,
     }
-    metrics["lacks_score"] = lacks_score
+    metrics |= {"lacks_score": lacks_score, "driver_epoch": start.folder.epoch.number}
     if lacks_score:  # that of an earlier center is none of this one
         metrics |= {"center_accuracy": None, "center_loss": None}
-    start.folder.write_result(metrics)
+    within(start.folder.storage, lambda: start.folder.write_result(metrics))
     return _result_of(start, metrics)
 
 
 def _result_of(start: Start, metrics: dict[str, Any]) -> Result:
-    names = start.store.names()
+    names = within(start.folder.storage, start.store.names)
     newest = below(start.folder.root, f"checkpoints/{names[-1]}") if names else ""
     return Result(metrics, start.folder.root, newest, metrics["stopped_by"])

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from raydl.center import Snapshot
+from raydl.checkpoint import pack
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.data import Batches
 from raydl.data.feed import Feed
-from raydl.errors import ExchangeError
+from raydl.errors import ExchangeError, NonFiniteError, StateLostError
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
@@ -34,6 +35,7 @@ from raydl.rules import Sends
 from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
 from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
+from raydl.tensor_files import TensorFile
 from raydl.untrained import Untrained
 
 
@@ -56,7 +58,7 @@ class Worker:
         worker_id: str,
         *,
         batches: Batches,
-        publish: Callable[[Snapshot], None],
+        publish: Callable[[Snapshot], object],
         incarnation: int = 0,
         before_step: BeforeStep | None = None,
         untrained: Untrained | None = None,
@@ -94,8 +96,11 @@ class Worker:
         self._seconds_at = (0.0, 0.0)
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
+        self._held: dict[int, TensorFile] = {}
         self._schedule: Schedule | None = None
         self._feedback: dict[Span, ErrorFeedback] = {}
+        self._first_untrained = untrained or {}
+        self._untrained_then = self._first_untrained  # with the newest generation's snapshot
 
     # joining and leaving a generation
 
@@ -134,6 +139,7 @@ class Worker:
                 feedback=self._feedback,
             )
             schedule = self._make_schedule(site, road, snapshot)
+            self._untrained_then = {**self._first_untrained, **snapshot.untrained}
             with self._lock:
                 self._generation, self._schedule = membership.generation, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
@@ -206,9 +212,12 @@ class Worker:
     def run_round(self) -> Outcome:
         """Take the local steps up to the next exchange, exchange, and return what follows.
 
+        Whatever it raises, the center is as before the round, and this worker may join the next
+        generation.
+
         Raises:
-            NonFiniteLossError: the loss became NaN or infinite.
-            ExchangeError: the exchange failed; the center is as before the round.
+            ExchangeError: the exchange failed.
+            NonFiniteError: the replica diverged; it has become the center again.
         """
         schedule = self._schedule
         assert schedule is not None, "join comes first"
@@ -218,10 +227,12 @@ class Worker:
         try:
             sums = self._exchange_once(schedule)
             decision = schedule.settle(sums, self.local_step)
-        except ExchangeError:
+        except Exception as error:
             schedule.undo_round()
             self.replica.undo_()
             self._is_behind = True
+            if isinstance(error, NonFiniteError):
+                self._start_over(schedule)
             raise
         self._trained.keep_first(0)
         keep = decision.keep
@@ -234,6 +245,18 @@ class Worker:
                 snapshot = schedule.snapshot(is_kept=keep is not None, local_step=self.local_step)
             self._publish(snapshot)
         return decision.outcome
+
+    def _start_over(self, schedule: Schedule) -> None:
+        """Roll a replica that has diverged back to the center; its samples become free again."""
+        center = schedule.snapshot(is_kept=False, local_step=self.local_step)
+        device = self._device
+        self.replica.start_over(
+            torch.tensor(center.weights, device=device), torch.tensor(center.buffers, device=device)
+        )
+        self.replica.flat.untrained.load(self._untrained_then)
+        self._trained.keep_first(0)
+        self._losses = Losses(self.worker_id)
+        self._feedback.clear()
 
     def _exchange_once(self, schedule: Schedule) -> Header:
         """Take a round's local steps; return the header sums of its last exchange."""
@@ -338,6 +361,11 @@ class Worker:
         """The round up to which it knows the ledger; -1: it has no copy of the center."""
         return self._schedule.ledger_round if self._schedule else -1
 
+    @property
+    def copy_generation(self) -> int:
+        """The generation that made its copy of the center; 0: the center itself made it."""
+        return self._generation if self._schedule and self._method.is_sync else 0
+
     # what others ask for
 
     def vote(self, generation: int, **votes: float) -> None:
@@ -377,6 +405,7 @@ class Worker:
             choice=self._schedule.choice() if self._schedule else None,
             left_out=self._feed.left_out,
             told_s=time.monotonic(),
+            cpu_s=time.process_time(),
         )
 
     def center(self) -> Snapshot:
@@ -394,6 +423,36 @@ class Worker:
             state = self._kept.pop(round, None)
             self._kept = {r: s for r, s in self._kept.items() if r > round}
         return self._state_dict() if state is None else state
+
+    def hold_kept(self, round: int) -> None:
+        """Hold the state kept at that round, as :meth:`take_kept` finds it, to be written.
+
+        It is held until :meth:`release`, or until two newer ones are: that of the last round may be
+        wanted while the one before it is being written.
+        """
+        held = pack(self.take_kept(round))
+        with self._lock:
+            self._held.pop(round, None)
+            self._held[round] = held
+            for old in list(self._held)[:-2]:
+                del self._held[old]
+
+    def held(self, round: int) -> TensorFile:
+        """Return what is held of a round, as a file.
+
+        Raises:
+            StateLostError: it is not held any more.
+        """
+        with self._lock:
+            held = self._held.get(round)
+        if held is None:
+            raise StateLostError(self.worker_id, f"that of round {round} is not held any more")
+        return held
+
+    def release(self, round: int) -> None:
+        """Hold the state of a round no more: it is written, or will not be."""
+        with self._lock:
+            self._held.pop(round, None)
 
     def _state_dict(self) -> dict[str, Any]:
         with self.parts.measure("host_device_parameters"):

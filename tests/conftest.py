@@ -17,6 +17,7 @@ from disks import mounted
 from raydl import ray_session
 from raydl.center import Snapshot, first_snapshot
 from raydl.center_service import CenterService, make_shard
+from raydl.checkpoint import SavedState
 from raydl.config import TrainConfig
 from raydl.data import Batches, ImageSet, Normalizer, Samples
 from raydl.data.samples import as_they_are
@@ -147,6 +148,7 @@ class Ensemble:
 
         def join(rank: int, worker: Worker) -> None:
             own = (states or {}).get(worker.worker_id)
+            own = own.load() if isinstance(own, SavedState) else own
             worker.join(membership, post or group.member(rank), snapshot, own, partners(rank))
 
         if size == 1:  # in the order of the ranks, which decides who gets which samples

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
 
+from raydl.checkpoint import SavedState
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Batches, ImageSet, Normalizer
 from raydl.errors import ExchangeError
@@ -231,6 +232,7 @@ class History:
         num_done, outcome = 0, Outcome.GO_ON
         try:
             own = states.get(worker_id)
+            own = own.load() if isinstance(own, SavedState) else own
             worker.join(membership, part.road, self.snapshot, own, part.partners)
             while outcome is Outcome.GO_ON and (rounds is None or num_done < rounds):
                 outcome = worker.run_round()

@@ -64,7 +64,7 @@ class Bare(RayCrew):
 
     def hand_over_checkpoint(self, snapshot):
         self._collected = {"center": None}
-        (collected,) = self._on_collected("center")(snapshot)
+        (collected,) = self._on_center(None)(snapshot)
         assert collected.snapshot is snapshot
 
 

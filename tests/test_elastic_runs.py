@@ -1,13 +1,17 @@
 """Workers, nodes and the center go, and the training goes on: whole runs on several nodes."""
 
 import json
+import os
+import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, expendable, nodes
+from clusters import ClusterRun, actors, expendable, nodes
 from processes import stopped_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -143,6 +147,29 @@ def test_below_the_minimum_the_run_waits_says_what_for_and_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_three_quarters_of_twelve_workers_may_be_lost_within_a_second(tmp_path, method):
+    """As often as ``RAYDL_MASS_LOSSES`` says; each time once all twelve train again."""
+    with nodes(12) as cluster:
+        options = ["--method", method, "--period", "4", "--epochs", "99999", "--workers", "1:12"]
+        options += ["--elastic.max-restarts", "3"]  # those of one event count as one
+        with ClusterRun(cluster, tmp_path / "run", *options) as run:
+            for _ in range(int(os.environ.get("RAYDL_MASS_LOSSES", "1"))):
+                run.until_training(12)
+                before = run.status()["num_samples"]
+                chosen = random.sample(actors(cluster, "WorkerActor"), 9)
+                began = time.monotonic()
+                for pid in chosen:
+                    os.kill(pid, signal.SIGKILL)
+                assert time.monotonic() - began < 1.0
+                # As a rule the three that are left train on before the others are back.
+                run.until(lambda: run.status()["num_workers"] < 12)
+                run.until(lambda before=before: run.status()["num_samples"] > before + 5000)
+            run.until_training(12)
+            stop(run)
+
+
 def test_two_runs_on_one_cluster_do_not_touch_each_other(cluster, tmp_path):
     faults = [{"fault": "kill", "target": "rank 0", "at": "round 30"}]
     options = ["--epochs", "100", "--period", "4", "--workers", "2"]

@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import linear
@@ -133,9 +134,11 @@ def test_a_run_that_found_no_room_is_finished_once_there_is_some(small_disk, soo
     folder = small_disk / "run"
     with pytest.raises(CheckpointError) as error:
         trainer(folder, steps=90, callbacks=[Fills(small_disk)]).fit()
-    assert str(error.value).endswith(
-        "no space left on device; once it can be, the same command with --resume ends the run"
-    )
+    advice = "no space left on device; once it can be, the same command with --resume ends the run"
+    assert f"{advice}; the newest center is in " in str(error.value)
+    elsewhere = Path(str(error.value).rpartition(" is in ")[2])
+    assert load_file(elsewhere)
+    shutil.rmtree(elsewhere.parent)
     (small_disk / "filled").unlink()
     result = trainer(folder, steps=90, resume=True).fit()
     assert result.metrics["center_accuracy"] > 0.5

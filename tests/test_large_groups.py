@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raydl.exchange.process_group import TorchGroup, is_done
+from raydl.exchange.store import SECRET
 
 MANY = 34
 """More than connect each with every other."""
@@ -25,6 +26,7 @@ class Large:
         self.threads_before = set(threading.enumerate())
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=timeout_s))
+        self.store.set(SECRET, b"of this generation")
         self.groups = [
             TorchGroup(rank, num_workers, device="cpu", timeout_s=timeout_s)
             for rank in range(num_workers)

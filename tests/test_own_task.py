@@ -237,7 +237,7 @@ def test_a_class_that_the_command_line_names_is_the_task(table, tmp_path, monkey
     options = ["--data", table, "--task", "mine:Mine", "--workers", "0", "--run-dir", "run"]
     assert main(["train", *options, "--epochs", "2", "--run.progress", "none"]) == 0
     capsys.readouterr()
-    assert main(["evaluate", "run"]) == 0
+    assert main(["evaluate", "run", "--trust"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == ["loss"]
     assert main(["train", "--task", "mine:main", "--workers", "0"]) == 2
     assert "task mine:main can not be imported" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -149,6 +150,26 @@ def test_aws_is_asked_with_one_session_token_until_it_is_too_old():
         with pytest.raises(MetadataError, match="status 401"):
             source.notice(NOW)
         assert source.notice(NOW) is None
+
+
+def test_a_token_whose_answer_is_lost_on_the_way_is_told_with_the_limit_of_hops(monkeypatch):
+    monkeypatch.setattr("raydl.spot_notice.clouds._ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the question, answers nothing
+        source = make_source("aws", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(MetadataError) as told:
+            source.notice(NOW)
+    assert "/latest/api/token does not answer: timed out; " in str(told.value)
+    assert "set HttpPutResponseHopLimit to 2" in str(told.value)
+
+
+def test_aws_is_asked_for_no_page_without_a_token():
+    with stand_in("aws") as service:
+        service.failures = 2
+        source = make_source("aws", service.url)
+        for _ in range(2):
+            with pytest.raises(MetadataError, match="token answers with status 503"):
+                source.notice(NOW)
+        assert service.asked == [("PUT", "/latest/api/token")] * 2
 
 
 def test_an_aws_notice_in_unknown_words_is_a_notice_of_two_minutes():

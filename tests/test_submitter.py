@@ -27,6 +27,7 @@ KILLED = JobState("FAILED", -9)
         (JobState("FAILED", 130), Fate.STOPPED, 130),
         (JobState("FAILED", 2), Fate.FAILED, 2),
         (JobState("FAILED", 1), Fate.FAILED, 1),
+        (JobState("FAILED", 75), Fate.LOST, 75),
         (KILLED, Fate.LOST, 1),
         (JobState("FAILED", 137), Fate.LOST, 1),
         (JobState("FAILED", -11), Fate.LOST, 1),

@@ -26,7 +26,7 @@ class Floor:
         self.generation += 1
         self.force.formed(Membership(self.generation, worker_ids))
 
-    def report(self, worker_id, *, local_step=0, round=0, step_s=0.1, waiting_s=0.0):
+    def report(self, worker_id, *, local_step=0, round=0, step_s=0.1, waiting_s=0.0, **more):
         self.force.take_report(
             WorkerReport(
                 worker_id,
@@ -37,6 +37,7 @@ class Floor:
                 local_step=local_step,
                 step_s=step_s,
                 waiting_s=waiting_s,
+                **more,
             )
         )
 
@@ -259,6 +260,24 @@ def test_who_goes_on_or_waits_is_not_stuck(news):
     floor.report("w0", **news)
     floor.stay_in_step("w0", 10.0, **news)
     assert floor.force.stuck() == []
+
+
+def test_a_worker_that_computes_is_not_stuck_until_its_longest_time_is_over():
+    floor = Floor("w0")
+    floor.report("w0", local_step=5, cpu_s=1.0, told_s=0.0)
+    for second in range(1, 602):
+        floor.now += 1.0
+        floor.report("w0", local_step=5, cpu_s=1.0 + 0.1 * second, told_s=float(second))
+        assert floor.force.stuck() == ([("w0", 601.0)] if second > 600 else [])
+
+
+def test_threads_that_only_wait_are_no_computing():
+    floor = Floor("w0")
+    floor.report("w0", local_step=5, cpu_s=1.0, told_s=0.0)
+    for second in range(1, 12):
+        floor.now += 1.0
+        floor.report("w0", local_step=5, cpu_s=1.0 + 0.02 * second, told_s=float(second))
+    assert floor.force.stuck() == [("w0", 11.0)]
 
 
 def test_of_a_silent_worker_its_lease_decides():

@@ -6,7 +6,10 @@ command needs of torch or Ray it imports when it runs: ``--help`` should not wai
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
@@ -19,11 +22,14 @@ from raydl.cli.runs import check, remove, score, status
 from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
+from raydl.redaction import redact
 from raydl.texts import escape_controls
 from raydl.versions import installed_version
 
 __all__ = ["COMMANDS", "main", "parse_train"]
 
+_RAY_ENDS_S = 10.0
+"""The longest that this process waits for its Ray to end, in seconds, if it can not end orderly."""
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "submit": submit,
@@ -40,12 +46,46 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 done, 2 a mistake in what was asked for.
+    """Run a command and return its exit status.
+
+    0 done, 1 the training failed, 2 a mistake in what was asked for, 75 the machines failed and the
+    same command with ``--resume`` may succeed, 130 or 143 stopped by SIGINT or SIGTERM.
+
+    An exception of another kind is shown with its traceback, without credentials of URIs: 1.
 
     Args:
         arguments: without the program's name; None: those of this process.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    status = 1
+    try:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+    finally:
+        if arguments is None:
+            _end_if_a_thread_hangs(status)
+    return status
+
+
+def _end_if_a_thread_hangs(status: int) -> None:
+    """End this process at once if a thread of it was left behind in a call that may never return.
+
+    The orderly end of Python, and of the libraries that it has loaded, could wait for that one.
+    """
+    silence = sys.modules.get("raydl.silence")
+    if silence is None or not silence.is_anything_given_up():
+        return
+    if sys.exc_info()[0] is not None:
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+    ray = sys.modules.get("ray")
+    if ray is not None:  # a Ray that was started for this run ends with it
+        ending = threading.Thread(target=ray.shutdown, daemon=True)
+        ending.start()
+        ending.join(_RAY_ENDS_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run(given: list[str]) -> int:
     if given == ["--version"]:
         print(f"raydl {_version()}")
         return 0
@@ -57,13 +97,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(given[1:])
     except RaydlError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED["SIGINT"]
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0
+    except Exception:  # of the user's own code, mostly; Python would show what it quotes
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        return 1
 
 
 def _version() -> str:

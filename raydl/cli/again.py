@@ -27,7 +27,7 @@ def again(arguments: Sequence[str]) -> int:
             words.append("--resume")
     except RaydlError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
-        return 2
+        return error.exit_status
     return main(["train", *words])
 
 

@@ -14,7 +14,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raydl.cli.options import list_commands, print_table, say
+from raydl.cli.options import list_commands, parse, print_table, say
+from raydl.redaction import redact_values
 from raydl.texts import clock_text, seconds_text
 
 if TYPE_CHECKING:
@@ -64,14 +65,12 @@ def _usage(given: str) -> str:
 
 def info(arguments: Sequence[str]) -> int:
     """Say what is in a data set; of large ones little is read."""
-    options = tyro.cli(
-        _InfoOptions, args=list(arguments), prog="raydl data info", description=info.__doc__
-    )
+    options = parse(_InfoOptions, arguments, prog="raydl data info", description=info.__doc__)
     from raydl.data.info import inspect
 
     found = inspect(options.source)
     if options.json:
-        print(json.dumps(dataclasses.asdict(found), indent=2))
+        print(json.dumps(redact_values(dataclasses.asdict(found)), indent=2))
     else:
         _print_info(found)
     return 0
@@ -79,11 +78,8 @@ def info(arguments: Sequence[str]) -> int:
 
 def convert(arguments: Sequence[str]) -> int:
     """Make Parquet in the layout of the Hugging Face hub of pictures or of a table."""
-    options = tyro.cli(
-        _ConvertOptions,
-        args=list(arguments),
-        prog="raydl data convert",
-        description=convert.__doc__,
+    options = parse(
+        _ConvertOptions, arguments, prog="raydl data convert", description=convert.__doc__
     )
     from raydl.data.convert import ConvertConfig
     from raydl.data.convert import convert as convert_data

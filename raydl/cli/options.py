@@ -21,6 +21,7 @@ from rich.table import Table
 
 from raydl.config import AUTO, ScalingConfig, TrainConfig
 from raydl.errors import ConfigError
+from raydl.redaction import redact
 from raydl.texts import escape_controls
 
 _Options = TypeVar("_Options")
@@ -108,8 +109,15 @@ def list_commands(
 
 
 def say(*lines: str) -> None:
-    """Print lines of which parts may come from files; a terminal obeys none of it."""
-    print(escape_controls("\n".join(lines)))
+    """Print lines of which parts may come from files, or be URIs.
+
+    A terminal obeys none of it, and credentials of URIs are left out.
+    """
+    print(_shown("\n".join(lines)))
+
+
+def _shown(text: str) -> str:
+    return escape_controls(redact(text))
 
 
 def print_table(
@@ -120,7 +128,7 @@ def print_table(
     for name in head:
         table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
     for row in rows:
-        table.add_row(*(escape_controls(cell).replace("\n", "\\n") for cell in row))
+        table.add_row(*(_shown(cell).replace("\n", "\\n") for cell in row))
     Console(markup=False).print(table)
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import tyro
 
+from raydl.cli.options import parse, say
+
 
 @dataclasses.dataclass(frozen=True)
 class _ReportOptions:
@@ -20,13 +22,11 @@ class _ReportOptions:
 
 def report(arguments: Sequence[str]) -> int:
     """Write one HTML page of a run, or of several, to send to somebody."""
-    options = tyro.cli(
-        _ReportOptions, args=list(arguments), prog="raydl report", description=report.__doc__
-    )
+    options = parse(_ReportOptions, arguments, prog="raydl report", description=report.__doc__)
     from raydl.errors import ConfigError
     from raydl.report import write_report
 
     if not options.runs:
         raise ConfigError("report", "needs a run: name the folder of one, or of several")
-    print(write_report(options.runs, out=options.out))
+    say(write_report(options.runs, out=options.out))
     return 0

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import select
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from raydl.cli.options import print_table, say
+from raydl.cli.options import parse, print_table, say
+from raydl.redaction import redact_values
 from raydl.texts import clock_text
 
 if TYPE_CHECKING:
+    from raydl.errors import UntrustedCodeError
     from raydl.runs.desk import RunStatus
+
+_ANSWER_S = 120.0
+"""The longest wait for a person's answer, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +31,34 @@ class _EvaluateOptions:
     """Score on the test part of other data."""
     best: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Score the best center instead, that of checkpoint.keep_best."""
+    trust: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Run the model or task of your own that the folder's config.json names, without asking."""
 
 
 def score(arguments: Sequence[str]) -> int:
     """Score the newest checkpoint of a run on its test set."""
-    options = tyro.cli(
-        _EvaluateOptions, args=list(arguments), prog="raydl evaluate", description=score.__doc__
-    )
+    options = parse(_EvaluateOptions, arguments, prog="raydl evaluate", description=score.__doc__)
     from raydl.scoring import score_run
 
-    print(json.dumps(score_run(options.run, data=options.data, best=options.best), indent=2))
+    trust = options.trust or ask_for_trust
+    metrics = score_run(options.run, data=options.data, best=options.best, trust=trust)
+    print(json.dumps(metrics, indent=2))
     return 0
+
+
+def ask_for_trust(error: UntrustedCodeError) -> bool:
+    """Ask at a terminal whether code that a folder names may run; elsewhere the answer is no."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    say(
+        f"{error.source} names code that is not raydl's: {error.listed()}",
+        "to score the run it is imported and run here, as you",
+    )
+    print("run it? [y/N] ", end="", flush=True)
+    if not select.select([sys.stdin], [], [], _ANSWER_S)[0]:
+        print(f"no answer in {_ANSWER_S:.0f} s")
+        return False
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +69,7 @@ class _CheckOptions:
 
 def check(arguments: Sequence[str]) -> int:
     """Check what a run has kept against its checksums."""
-    options = tyro.cli(
-        _CheckOptions, args=list(arguments), prog="raydl check", description=check.__doc__
-    )
+    options = parse(_CheckOptions, arguments, prog="raydl check", description=check.__doc__)
     from raydl.check import check_run
 
     damage = check_run(options.run)
@@ -65,14 +87,12 @@ class _StatusOptions:
 
 def status(arguments: Sequence[str]) -> int:
     """Show how a run stands, from any machine that sees its folder."""
-    options = tyro.cli(
-        _StatusOptions, args=list(arguments), prog="raydl status", description=status.__doc__
-    )
+    options = parse(_StatusOptions, arguments, prog="raydl status", description=status.__doc__)
     from raydl.runs.desk import read_status
 
     seen = read_status(options.run)
     if options.json:
-        print(json.dumps(dataclasses.asdict(seen), indent=2))
+        print(json.dumps(redact_values(dataclasses.asdict(seen)), indent=2))
     else:
         _print_status(seen)
     return 0
@@ -122,9 +142,7 @@ class _RemoveOptions:
 
 def remove(arguments: Sequence[str]) -> int:
     """Take one worker out of a run by name; with MIN:MAX workers the others train on."""
-    options = tyro.cli(
-        _RemoveOptions, args=list(arguments), prog="raydl remove", description=remove.__doc__
-    )
+    options = parse(_RemoveOptions, arguments, prog="raydl remove", description=remove.__doc__)
     from raydl.runs.desk import request_removal
 
     say(request_removal(options.run, options.worker, timeout_s=options.timeout_s))

@@ -19,6 +19,7 @@ from raydl import ray_session, submission
 from raydl.cli.options import STOPPED, parse_train
 from raydl.config.checks import is_positive, require
 from raydl.errors import ConfigError, RaydlError
+from raydl.redaction import redact
 from raydl.versions import requirements
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
     if name is not None:
         submission.check_name("submit.run_name", name)
     config = parse_train(words if name is None else ["--run-dir", name, *words])
+    submission.check_credentials(words, config)
     if name is not None and config.run.run_dir != name:
         raise ConfigError("submit.run_name", "and run.run_dir exclude each other; give one")
     require(config.scaling.max_workers > 0, "scaling.num_workers", "1 or more in a job", 0)
@@ -214,7 +216,7 @@ def _write(text: str) -> None:
 
 
 def _hints(job_id: str, options: _SubmitOptions, ray: str) -> str:
-    address = options.address and shlex.quote(ray_session.dashboard_url(options.address))
+    address = options.address and shlex.quote(redact(ray_session.dashboard_url(options.address)))
     where = f"--address {address} " if address else ""
     return (
         f"  watch:        raydl submit {where}--follow {shlex.quote(job_id)}\n"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raydl import ray_session
-from raydl.cli.options import STOPPED, parse_train
+from raydl.cli.options import STOPPED, parse_train, say
 
 if TYPE_CHECKING:
     from raydl.trainer import Result
@@ -31,12 +31,12 @@ def train(arguments: Sequence[str]) -> int:
         place = result.path
         if "://" in place:  # --storage-path has the rest of it
             place = f"runs/{parent_and_name(place)[1]}"
-        print(
+        say(
             f"stopped by {result.stopped_by} after {metrics['samples']:,} samples\n"
             f"  go on:        the same command with --run-dir {place} --resume"
         )
         return STOPPED.get(result.stopped_by, 1)
-    print(
+    say(
         f"center test {_last_scores(metrics)}  "
         f"({metrics['samples']:,} samples in {metrics['seconds']:.1f} s)\n"
         f"{_end_and_best(result)}"

@@ -8,6 +8,7 @@ from typing import Any
 from raydl.comparison.figures import Run
 from raydl.config import TrainConfig
 from raydl.metrics.tags import COMPARED, OF_COMPARISON
+from raydl.redaction import redact
 
 _OTHER_NAMES = {"accuracy": "center_accuracy"}
 """Figures whose name in ``comparison.json`` is not that of their curve."""
@@ -31,7 +32,7 @@ def settings_of(run: Run) -> dict[str, Any]:
         "momentum": config.optimizer.momentum,
         "compression": config.exchange.compression,
         "model": config.model,
-        "data": config.data,
+        "data": redact(config.data),
     }
     return {name: value for name, value in values.items() if value is not None}
 

@@ -15,6 +15,7 @@ from raydl.comparison.figures import COLUMNS, Row, Run, Spread
 from raydl.comparison.pictures import PICTURES
 from raydl.comparison.settings import Comparison
 from raydl.metrics import TIME_PARTS
+from raydl.redaction import redact
 from raydl.texts import markdown_table
 from raydl.versions import installed_version
 
@@ -44,7 +45,7 @@ def describe(comparison: Comparison) -> str:
     workers = base.scaling.wanted()
     place = "in one process" if workers == "0" else f"{workers} workers"
     return (
-        f"{base.model} on {base.data}, {place}, {', '.join(ends)}, "
+        f"{base.model} on {redact(base.data)}, {place}, {', '.join(ends)}, "
         f"batches of {training.batch_size}, {seeds}, target {comparison.target:.2%}"
     )
 

@@ -23,6 +23,7 @@ from raydl.comparison.report import describe, machine, markdown, print_table, se
 from raydl.comparison.settings import Comparison, plan
 from raydl.config import InputConfig, TrainConfig, to_dict
 from raydl.errors import ConfigError, RaydlError
+from raydl.redaction import redact, redact_values
 
 if TYPE_CHECKING:
     from raydl.data import Dataset
@@ -97,11 +98,12 @@ def take_complete(run: Run) -> Run:
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Return what decides the figures of a run, by dotted name."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"data": config.data, "model": config.model}
     for group, value in to_dict(config).items():
         if isinstance(value, dict) and group not in ("run", "checkpoint"):
             found |= {f"{group}.{name}": setting for name, setting in value.items()}
-    return found | {"data": config.data, "model": config.model}
+    shown: dict[str, Any] = redact_values(found)  # as config.json has them
+    return shown
 
 
 def _run_all(runs: list[Run], fit: Fit, report: Callable[[], None], target: float) -> str:
@@ -130,7 +132,7 @@ def _attempt(run: Run, fit: Fit) -> tuple[Run, str]:
         figures = fit(run.config)
     except Exception as error:
         run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / "error.txt").write_text(traceback.format_exc())
+        (run.folder / "error.txt").write_text(redact(traceback.format_exc()))
         return dataclasses.replace(run, reason=_reason(error)), ""
     stopped_by = figures.get("stopped_by", "")
     return (run if stopped_by else dataclasses.replace(run, figures=figures)), stopped_by
@@ -163,7 +165,7 @@ def _check_inputs(config: TrainConfig) -> None:
 
 def _reason(error: Exception) -> str:
     """Return one line; Ray's own errors carry a traceback, and the reason comes last."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in redact(str(error)).splitlines() if line.strip()]
     if isinstance(error, RaydlError):
         return " ".join(lines)
     return lines[-1] if len(lines) > 1 else f"{type(error).__name__}: {''.join(lines)}"
@@ -179,9 +181,9 @@ def _write_report(comparison: Comparison, runs: Sequence[Run], out: Path, comman
         "settings": to_dict(comparison.base),
         "runs": [run.as_dict(target) for run in runs],
     }
-    (out / "comparison.json").write_text(json.dumps(values, indent=2))
+    (out / "comparison.json").write_text(json.dumps(redact_values(values), indent=2))
     text = markdown(comparison, runs, make_rows(runs, target), out, command)
-    (out / "comparison.md").write_text(text)
+    (out / "comparison.md").write_text(redact(text))
 
 
 def _draw(comparison: Comparison, runs: Sequence[Run], out: Path) -> None:

@@ -10,6 +10,8 @@ from raydl.errors import UnknownNameError
 
 ALLREDUCES = ("library", "auto", "ring", "recursive-doubling", "two-level")
 """The ways to sum over all workers."""
+ON_WORKER_ERROR = ("auto", "stop", "replace")
+"""What may follow from an error in one worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +97,27 @@ class ElasticConfig:
     max_restarts: int = 20
     """Replacements of lost workers in a row, without any progress of the training between them,
     before the run gives up."""
+    on_worker_error: str = field(default="auto", metadata={"flag": "on-worker-error"})
+    """What an error in one worker leads to. auto: a worker whose machine failed (memory, device,
+    disk, network) is replaced, and an error in your own code stops the run after a checkpoint;
+    stop: any error does; replace: the worker is replaced whatever the error."""
+    max_worker_errors: int = 3
+    """Errors within an hour that replace a worker: more for one worker and its replacements stop
+    the run after a checkpoint; more on one node keep further workers away from it."""
+    max_rollbacks: int = 3
+    """How often in one epoch a replica with a loss, weights or gradients that are not finite is
+    rolled back to the center; one more ends the run after a checkpoint."""
+    max_busy_s: float = 600.0
+    """How long a process is waited for that does not answer but uses its CPU, in seconds."""
 
     def __post_init__(self) -> None:
-        require(
-            is_positive(self.lease_s),
-            "elastic.lease_s",
-            "a positive number of seconds",
-            self.lease_s,
-        )
+        for name in ("lease_s", "max_busy_s"):
+            value = getattr(self, name)
+            require(is_positive(value), f"elastic.{name}", "a positive number of seconds", value)
+        if self.on_worker_error not in ON_WORKER_ERROR:
+            raise UnknownNameError("elastic.on_worker_error", self.on_worker_error, ON_WORKER_ERROR)
+        for name in ("max_worker_errors", "max_rollbacks"):
+            require(getattr(self, name) >= 0, f"elastic.{name}", "0 or more", getattr(self, name))
         require(0 < self.quorum <= 1, "elastic.quorum", "in (0, 1]", self.quorum)
         require(self.max_restarts >= 1, "elastic.max_restarts", "1 or more", self.max_restarts)
 

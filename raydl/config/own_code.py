@@ -24,7 +24,9 @@ def load_own(setting: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise ConfigError(setting, f"must be written module:name, got {name}")
-    if os.getcwd() not in sys.path:  # a command finds what lies where it is given
+    # A command finds what lies where it is given. What is raydl's may be named by a folder that
+    # nobody trusts: then nothing is to come from here, and this may be that folder.
+    if not module_name.startswith("raydl.") and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module_name), attribute)

@@ -12,6 +12,7 @@ class CheckpointTimes:
         self._config = config.checkpoint
         self._last_s = now
         self._last_epoch = self._epoch = 0
+        self._before = now, 0
         self.voted = False
         self.collecting = False
 
@@ -34,5 +35,10 @@ class CheckpointTimes:
 
     def done(self, now: float, epoch: int) -> None:
         """Note that a checkpoint was collected."""
+        self._before = self._last_s, self._last_epoch
         self._last_s, self._last_epoch = now, epoch
         self.voted = self.collecting = False
+
+    def take_back(self) -> None:
+        """Note that the checkpoint which was collected last will not be written."""
+        self._last_s, self._last_epoch = self._before

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raydl.callbacks import Callback, Listeners
@@ -28,7 +28,7 @@ from raydl.control.staff import Staff
 from raydl.control.state import Recorder, State
 from raydl.control.workforce import Copy, Workforce
 from raydl.crew import Crew
-from raydl.errors import RaydlError
+from raydl.errors import StalledError
 from raydl.faults import FaultPlan
 from raydl.membership import Membership
 from raydl.method import Method
@@ -92,9 +92,12 @@ class Controller:
         self.ended_because = ""
         """What it said."""
         self.workforce = Workforce(
-            lease_s=config.elastic.lease_s, first_step_s=config.exchange.timeout_s, clock=clock
+            lease_s=config.elastic.lease_s,
+            first_step_s=config.exchange.timeout_s,
+            max_busy_s=config.elastic.max_busy_s,
+            clock=clock,
         )
-        self._said = ""
+        self._said = self._stop_said = ""
         self._recorder = recorder
         self._crew = crew
         self._config = config
@@ -107,6 +110,7 @@ class Controller:
             own_states=own_states,
             takes_over=method.rule.sends is Sends.WEIGHTS,
             say=self._say,
+            clock=clock,
         )
         self._keeper = CenterKeeper(crew, config, first_round=first_round, clock=clock)
         self._curves = Curves(recorder, clock)
@@ -126,6 +130,7 @@ class Controller:
             is_sync=method.is_sync,
             say=self._say,
             clock=clock,
+            elastic=config.elastic,
         )
         self._state_since = clock()
         self._has_moved = False  # what is to be done in a new state need not wait
@@ -142,6 +147,15 @@ class Controller:
         """Workers that train now."""
         return len(self._run.at_work) if self._run else 0
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many late messages, snapshots and checkpoints were refused, by kind."""
+        return self._known.refusals.counts
+
+    def note_refused(self, process: str, refused: Mapping[str, int]) -> None:
+        """Note what came too late elsewhere: how many so far, by kind."""
+        self._known.note_refused(process, refused)
+
     def request_stop(self, reason: str) -> None:
         """Ask for an end after the next round, with a checkpoint. Safe in a signal handler."""
         self.stop_reason = reason
@@ -149,7 +163,8 @@ class Controller:
     @property
     def _why_stop(self) -> str:
         """Why the run should end before its time; empty: it should not."""
-        return self.stop_reason or self._known.listeners.ended_because
+        known = self._known
+        return self.stop_reason or known.why_error or known.listeners.ended_because
 
     def remove(self, worker_id: str) -> tuple[bool, str]:
         """Let a worker leave; return (whether it will, a sentence)."""
@@ -164,7 +179,7 @@ class Controller:
         timeout_s, self._has_moved = 0.0 if self._has_moved else _POLL_S, False
         for event in self._crew.poll(timeout_s):
             self._known.take(event)
-        if self.outcome is not Outcome.STOPPED:
+        if self.outcome is not Outcome.STOPPED and self._known.error is None:
             self._keeper.evaluate_newest()
         for worker_id in self._staff.lose_stuck():
             self._known.expect_nothing_from(worker_id)
@@ -179,6 +194,8 @@ class Controller:
             act()
         self._part_with_leavers()
         self._recorder.show(self.state, self.workforce.counts())
+        if self.state is State.DONE and self._known.error is not None:
+            raise self._known.error
         return self.state is State.DONE
 
     def _enter(self, state: State) -> None:
@@ -202,9 +219,11 @@ class Controller:
         if self.state is State.FINISHING:
             return
         run, keeper = self._run, self._keeper
+        if not self._waits_for_files:
+            keeper.wrote()
         is_settled = self.state is State.WAITING and keeper.is_collected(self._round)
         needed = set(run.ended) if run and not is_settled else set()
-        for worker_id in self._staff.part_with_leavers(needed | keeper.giving):
+        for worker_id in self._staff.part_with_leavers(needed | keeper.giving | keeper.writing):
             self._known.expect_nothing_from(worker_id)
 
     # what follows from it
@@ -235,13 +254,19 @@ class Controller:
             self._say(f"{self._why_stop}: the run ends before it trained")
             self._enter(State.DONE)
         else:  # between two generations
-            self._say(f"{self._why_stop}: stopping after this round, with a checkpoint")
+            self._say_stop()
             self._enter(State.FINISHING)
+
+    def _say_stop(self) -> None:
+        """Tell, once, why the run stops."""
+        if self._why_stop != self._stop_said:
+            self._stop_said = self._why_stop
+            self._say(f"{self._why_stop}: stopping after this round, with a checkpoint")
 
     def _outcome_of_stop(self) -> Outcome:
         """Return what a stop amounts to: a run that a callback ended is as complete as any."""
         listeners = self._known.listeners
-        if self.stop_reason or not listeners.ended_by:
+        if self.stop_reason or self._known.error or not listeners.ended_by:
             return Outcome.STOPPED
         self.ended_by, self.ended_because = listeners.ended_by, listeners.ended_because
         return Outcome.FINISHED
@@ -264,7 +289,7 @@ class Controller:
         self._crew.form(membership, self._round, states)
         self._known.run = Generation(membership, self._round)
         self.workforce.formed(membership)
-        self._keeper.formed()
+        self._keeper.formed(membership.generation, self._round)
         self._stop_voted = self._is_idle = False  # votes end with their generation
         self._cuts_voted = self._first_cuts
         self._enter(State.TRAINING)
@@ -283,7 +308,7 @@ class Controller:
             self._say(sentence)
         if self._why_stop and not self._stop_voted:
             self._stop_voted = True
-            self._say(f"{self._why_stop}: stopping after this round, with a checkpoint")
+            self._say_stop()
             self._crew.vote(run.membership.generation, stop=1.0)
         num_cuts = self._known.plateau.num_cuts
         if num_cuts > self._cuts_voted:
@@ -317,6 +342,7 @@ class Controller:
             return
         self._leave_out(run, run.at_work)
         is_explained = run.lost or self._keeper.is_lost or self._keeper.is_new
+        is_explained = is_explained or run.has_diverged or self._known.error is not None
         if is_explained or self._clock() - run.broken_at > CAUSE_S:
             self._after_generation(run)
 
@@ -339,7 +365,8 @@ class Controller:
             self.outcome = self._outcome_of_stop() if is_stop else outcome
             self._enter(State.FINISHING)
             return
-        if outcome is Outcome.BROKEN and not (run.lost or self._keeper.is_new):
+        is_explained = run.lost or self._keeper.is_new or run.has_diverged or self._known.error
+        if outcome is Outcome.BROKEN and not is_explained:
             self._count_unexplained(run)
         is_idle = outcome is Outcome.REGROUP and self.state is State.TRAINING
         self._is_idle = is_idle and self._method.is_sync
@@ -391,7 +418,7 @@ class Controller:
             return
         if self._keeper.is_lost:  # for the score alone, which is no condition
             self._say(self._keeper.rebuild(self.workforce.freshest_copy(since=self._first_round)))
-        is_told = run.is_told() and not self._recorder.is_writing
+        is_told = run.is_told() and not self._waits_for_files
         if not is_told and self._silent_s <= _SILENCE_S:
             return
         if self.lacks_score:
@@ -409,11 +436,16 @@ class Controller:
             self._known.finished_at = self._round
         self._keeper.collect(run, self._round)
         if self._silent_s > _SILENCE_S:
-            raise RaydlError(
+            raise self._known.error or StalledError(
                 f"the last states of the workers did not come: nothing was heard of them for "
                 f"{_SILENCE_S:.0f} s; the same command with --resume goes on from the newest "
                 f"checkpoint"
             )
+
+    @property
+    def _waits_for_files(self) -> bool:
+        """Whether a checkpoint is being written, to a storage that answers."""
+        return self._recorder.is_writing and not self._recorder.is_given_up
 
     @property
     def lacks_score(self) -> bool:
@@ -430,6 +462,8 @@ class Controller:
         """Return why the last center will have no score; empty: it may come yet."""
         if self.stop_reason:  # whoever asked may not wait so long
             return self.stop_reason
+        if self._known.error is not None:
+            return self._known.why_error
         if self._keeper.num_lost_scores >= _MAX_LOST_SCORES:
             return f"the score was given up {_MAX_LOST_SCORES} times"
         if self._silent_s > _SILENCE_S:

@@ -47,6 +47,11 @@ class Generation:
         """Whether an exchange did not complete."""
         return any(end.outcome is Outcome.BROKEN for end in self.ended.values())
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether a replica diverged, which ends its exchange and so that of others."""
+        return any(end.error is not None for end in self.ended.values())
+
     def entered_with(self, worker_id: str) -> int:
         """Return the generation that a member entered."""
         return self.entered.get(worker_id, self.membership.generation)

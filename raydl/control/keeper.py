@@ -9,7 +9,7 @@ from raydl.control.checkpoint_times import CheckpointTimes
 from raydl.control.generation import Generation
 from raydl.control.workforce import Copy
 from raydl.crew import Collected, Crew, Evaluated, Published
-from raydl.errors import RaydlError
+from raydl.errors import StalledError
 
 _CENTER_S = 300.0
 """The longest wait for the center to hold what all go on from: it may have to start again."""
@@ -34,6 +34,9 @@ class CenterKeeper:
         self.published: tuple[int, ...] = ()
         """Rounds that the center holds; none before it is up."""
         self._num_changes = 0
+        self.newest_generation = 0
+        """The one that made the newest snapshot there; 0: the center itself did."""
+        self._generation = 0
         self._was_up = False
         self.is_complete = True
         self.is_lost = False
@@ -55,14 +58,19 @@ class CenterKeeper:
         self.num_lost_scores = 0
         """Scores that were given up since one came."""
         self._lost_round = -1
-        self._last_collected = -1
+        self._last_collected = self._collected_before = -1
+        self.writing: frozenset[str] = frozenset()
+        """Workers whose states of a collected round are being written."""
 
     # snapshots
 
     def take_published(self, published: Published) -> None:
-        """Note what the center holds."""
+        """Note what the center holds, unless that was before the newest generation began there."""
         self._was_up = True
+        if 0 < published.generation < self._generation:
+            return
         self.published, self._num_changes = published.rounds, published.num_changes
+        self.newest_generation = published.newest_generation
         self.is_complete = published.is_complete
 
     @property
@@ -71,15 +79,20 @@ class CenterKeeper:
         return max(self.published, default=-1)
 
     def holds(self, copy: Copy) -> bool:
-        """Whether the center has all that a copy knows: its round, and what is claimed in it."""
-        is_older = copy.round == self.newest and copy.num_changes > self._num_changes
+        """Whether the center has all that a copy knows: its round, and what is claimed in it.
+
+        A snapshot of a later generation than the copy's is none that the copy could replace.
+        """
+        is_of_before = copy.generation < self.newest_generation
+        knows_more = copy.num_changes > self._num_changes and not is_of_before
+        is_older = copy.round == self.newest and knows_more
         return copy.round in self.published and not is_older
 
     def note_that_it_is_here(self, is_here: bool) -> bool:
         """Note whether the center holds what all go on from, and return it.
 
         Raises:
-            RaydlError: for too long it has not.
+            StalledError: for too long it has not.
         """
         if is_here:
             self._lacking_since = None
@@ -89,7 +102,7 @@ class CenterKeeper:
             self._lacking_since = now
         if now - self._lacking_since > _CENTER_S:
             what = "get the newest copy of itself" if self._was_up else "start"
-            raise RaydlError(
+            raise StalledError(
                 f"the center did not {what} within {_CENTER_S:.0f} s; the same command with "
                 f"--resume goes on from the newest checkpoint"
             )
@@ -105,8 +118,15 @@ class CenterKeeper:
             self._publishing = copy
             self._crew.publish(copy.worker_id)
 
-    def formed(self) -> None:
-        """Note that a generation has formed: it meets where the center is now."""
+    def formed(self, generation: int, round: int) -> None:
+        """Note that a generation has formed: it meets where the center is now.
+
+        Args:
+            generation: its number.
+            round: what it starts from; the center drops what lies beyond.
+        """
+        self._generation = generation
+        self.published = tuple(r for r in self.published if r <= round)
         self.is_new = False
         self.times.voted = False  # votes end with their generation
 
@@ -231,9 +251,21 @@ class CenterKeeper:
     def take_collected(self, collected: Collected) -> None:
         """Note that all states of a round are here."""
         self.heard_at = self._clock()
+        self._collected_before = self._last_collected
         self._last_collected = collected.snapshot.round
+        self.writing |= self.giving
         self.giving = frozenset()
         self.times.done(self._clock(), collected.snapshot.epoch)
+
+    def wrote(self) -> None:
+        """Note that nothing is being written: nobody's state is needed any more."""
+        self.writing = frozenset()
+
+    def lost_states(self, round: int) -> None:
+        """Note that a round which was collected will not be written: a worker has gone."""
+        if round == self._last_collected:
+            self._last_collected = self._collected_before
+            self.times.take_back()
 
     def is_collected(self, round: int) -> bool:
         """Whether the states of a round, or of a newer one, are here."""

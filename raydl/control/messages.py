@@ -36,6 +36,9 @@ class MessagesController(Controller):
             self._abandon(run)
             return
         self._drop_those_out(run)
+        if self._known.error is not None:
+            self._stop_on_error(run)
+            return
         if not run.at_work and run.is_broken:  # news of the center may follow
             return
         if not run.at_work and not run.lost:
@@ -54,17 +57,30 @@ class MessagesController(Controller):
         if is_new and not self._waits_for_leaver(run, membership):
             self._change(run, membership, reason)
 
+    def _stop_on_error(self, run: Generation) -> None:
+        """Wait until the others have left by vote, and the center has kept where they were."""
+        if run.lost:
+            self._count_out(run)
+        elif not run.at_work and self._known.num_news > 1:
+            self._after_generation(run)
+
     def _drop_those_out(self, run: Generation) -> None:
         """Count out those whose loop has ended while the run goes on."""
-        out = [w for w, e in run.ended.items() if e.outcome is Outcome.LEFT]
-        if self._clock() - run.broken_at > CAUSE_S:  # it was not the center that went away
-            out += [w for w, e in run.ended.items() if e.outcome is Outcome.BROKEN]
-        for worker_id in out:
-            end = run.ended[worker_id]
+        # Else it may be the center that went away.
+        is_explained = self._known.error is not None or self._clock() - run.broken_at > CAUSE_S
+        out = [
+            end
+            for end in run.ended.values()
+            if end.outcome is Outcome.LEFT
+            or (end.outcome is Outcome.BROKEN and (is_explained or end.error is not None))
+        ]
+        for end in out:
+            worker_id = end.worker_id
             if end.outcome is Outcome.BROKEN:
-                self._say(f"{worker_id} left its exchange: {end.problem}")
-                self._staff.count_loss(worker_id, end.problem)
-                self.workforce.stand_by(worker_id)
+                if end.error is None and self._known.error is None:
+                    self._say(f"{worker_id} left its exchange: {end.problem}")
+                    self._staff.count_loss(worker_id, end.problem)
+                self.workforce.stand_by(worker_id, "diverged" if end.error else "")
             run.lose(worker_id)
 
     def _count_out(self, run: Generation) -> None:

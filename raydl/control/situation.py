@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from raydl.callbacks import Listeners
+from raydl.config import ElasticConfig
 from raydl.control.chaos import Chaos
 from raydl.control.curves import Curves
 from raydl.control.generation import Generation
 from raydl.control.keeper import CenterKeeper
 from raydl.control.plateau import Plateau
+from raydl.control.refusals import Refusals
 from raydl.control.staff import Staff
 from raydl.control.state import Recorder
+from raydl.control.worker_errors import ordinal
 from raydl.control.workforce import Copy, Workforce
 from raydl.crew import (
+    Busy,
     Changed,
     Collected,
     Draining,
@@ -26,13 +30,19 @@ from raydl.crew import (
     HandedIn,
     Lost,
     Published,
+    Refused,
     Reported,
     RunEnded,
     Scoring,
+    StatesLost,
     WorkerReady,
 )
+from raydl.errors import InfrastructureError, NonFiniteError
+from raydl.machine_failures import in_one_line
 from raydl.pace import Pace
 from raydl.reports import Outcome, Record, WorkerReport
+
+_TOLD_SCORES = 20
 
 
 @dataclass(kw_only=True)
@@ -54,10 +64,25 @@ class Situation:
     """Takes one line on what happened."""
     clock: Callable[[], float]
     """Seconds, rising."""
+    elastic: ElasticConfig
     run: Generation | None = None
     """The newest generation."""
     finished_at: int | None = None
     """The round with which all is trained; None: it is not."""
+    error: Exception | None = None
+    """What a worker or the evaluator raised: the run ends with it, after a checkpoint."""
+    failed: set[str] = field(default_factory=set)
+    """The processes that have raised since."""
+    why_error: str = ""
+    """Why the run ends with it."""
+    num_rollbacks: int = 0
+    """Replicas that diverged in this epoch."""
+    rollback_epoch: int = -1
+    """The epoch that is meant."""
+    num_news: int = 0
+    """Answers of the center since it learned of a membership: the second was asked for later."""
+    refusals: Refusals = field(default_factory=Refusals)
+    """What came too late."""
     is_changing: bool = False
     """Whether the center has yet to learn of the newest membership."""
 
@@ -74,20 +99,28 @@ class Situation:
                 self.staff.send_away(worker_id, "drains")
             case Published():
                 self._take_published(event)
+            case Refused(process, num_messages):
+                self.note_refused(process, {"messages": num_messages})
             case Reported(report):
                 self._take_report(report)
             case RunEnded():
                 self._take_end_of(event)
             case Changed():
-                self.is_changing = False
+                self.is_changing, self.num_news = False, 0
             case HandedIn(worker_id, state):
                 self.staff.take_over(worker_id, state)
             case GaveUp(task, reason):
                 self._take_failure_of(task, reason)
-            case Failed(_, error):
-                raise error
+            case Failed(name, error):
+                self._take_error(name, error)
             case Lost(name, reason):
                 self._take_loss(name, reason)
+            case Busy(name, silent_s):
+                self.say(
+                    f"{name} has not answered for {silent_s:.0f} s but is busy: a long call may "
+                    f"hold the interpreter lock, or a large state is on its way; it is waited for, "
+                    f"{self.elastic.max_busy_s:g} s at most (elastic.max_busy_s)"
+                )
             case Evaluated() if self.keeper.take_score(event):
                 self._take_score(event)
             case Scoring(num_samples):
@@ -96,6 +129,65 @@ class Situation:
                 self.keeper.take_collected(event)
                 is_last = event.snapshot.round == self.finished_at
                 self.recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
+            case StatesLost(round, reason):
+                self.keeper.lost_states(round)
+                self.say(f"a checkpoint was given up: {reason}")
+
+    def _take_error(self, name: str, error: Exception) -> None:
+        """Go on without a worker that raised, or stop after a checkpoint and raise it then.
+
+        Raises:
+            Exception: the error, where no checkpoint can come of it: before the first round, at
+                the center, and where the run stops already.
+        """
+        if self.error is not None:
+            self._take_further_error(name, error)
+            return
+        why = f"{name} raised {in_one_line(error)}"
+        if name in self.workforce:
+            why = self.staff.take_error(name, error)
+            if not why:
+                self.expect_nothing_from(name)
+                return
+        is_in_loop = name in self.workforce and self.staff.is_hiring
+        if self.run is None or not (is_in_loop or name == "evaluator"):
+            raise error
+        self.error, self.why_error, self.failed = error, why, {name}
+        self._end_failed(name, error)
+
+    def _take_further_error(self, name: str, error: Exception) -> None:
+        """Take in that another worker raised while the run stops: the same mistake, as a rule."""
+        assert self.error is not None
+        if name in self.failed or name not in self.workforce or not self.staff.is_hiring:
+            raise self.error  # the last checkpoint itself fails
+        self.failed.add(name)
+        self._end_failed(name, error)
+
+    def _end_failed(self, name: str, error: Exception) -> None:
+        """End the process of a worker whose machine failed: its state is of no use any more."""
+        if isinstance(error, InfrastructureError) and name in self.workforce:
+            self.staff.end(name)
+            self.expect_nothing_from(name)
+
+    def _take_divergence(self, end: RunEnded, error: NonFiniteError) -> None:
+        """Let a replica that diverged go on from the center, a bounded number of times."""
+        elastic = self.elastic
+        epoch = int(self.curves.epoch)
+        if epoch != self.rollback_epoch:
+            self.rollback_epoch, self.num_rollbacks = epoch, 0
+        self.num_rollbacks += 1
+        if self.num_rollbacks <= elastic.max_rollbacks and elastic.on_worker_error != "stop":
+            self.say(
+                f"{error}; {end.worker_id} is rolled back to the center "
+                f"({self.num_rollbacks} of {elastic.max_rollbacks} times in this epoch)"
+            )
+        elif self.error is None:
+            self.error, self.why_error = error, f"{end.worker_id} diverged"
+            if elastic.on_worker_error != "stop":
+                self.why_error += (
+                    f" for the {ordinal(self.num_rollbacks)} time in this epoch, more often than "
+                    f"elastic.max_rollbacks"
+                )
 
     def _take_score(self, evaluated: Evaluated) -> None:
         self.recorder.evaluated(evaluated)
@@ -107,10 +199,17 @@ class Situation:
             self.say(sentence)
 
     def _take_published(self, published: Published) -> None:
+        self.num_news += 1
         self.keeper.take_published(published)
         for number, worker_id in published.faults:
             self.say(self.chaos.note(number, worker_id))
+        self.note_refused(published.process, published.refused)
         self._take_records(published.records, f"center {published.process}", published.told_s)
+
+    def note_refused(self, process: str, refused: Mapping[str, int]) -> None:
+        """Note what a process has refused so far, and tell what is news."""
+        for sentence in self.refusals.take(process, refused):
+            self.say(sentence)
 
     def _take_report(self, report: WorkerReport) -> None:
         self.workforce.take_report(report)
@@ -136,12 +235,15 @@ class Situation:
         if run and run.is_present(end.worker_id):
             if not run.take_end(end, self.clock()):
                 return  # of a generation before this one
+            if end.error is not None:
+                self._take_divergence(end, end.error)
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
             if is_pause and self.is_sync:
                 self.pace.pause(self.clock(), run.membership.generation)
             self._note_if_nobody_trains(run)
-        copy = Copy(end.worker_id, end.round, end.num_changes, end.ledger_round)
-        self.workforce.left_loop(end.worker_id, copy if end.round >= 0 else None)
+        age = end.round, end.num_changes, end.copy_generation, end.ledger_round
+        copy = Copy(end.worker_id, *age) if end.round >= 0 else None
+        self.workforce.left_loop(end.worker_id, copy)
 
     def _note_if_nobody_trains(self, run: Generation) -> None:
         """Begin a pause where nobody is at work; by messages one alone trains on."""
@@ -170,6 +272,15 @@ class Situation:
             self.say(f"a checkpoint was given up: {reason}")
         elif task == "evaluation":
             self.keeper.num_lost_scores += 1
-            self.say(f"a score was given up: {reason}")
+            self._tell_lost_score(self.keeper.num_lost_scores, reason)
+        elif task.startswith("saved state of"):
+            self.say(f"{task.removeprefix('saved state of ')} starts at the center: {reason}")
         elif task.startswith("state of"):
             self.staff.take_over(task.removeprefix("state of "), None)
+
+    def _tell_lost_score(self, number: int, reason: str) -> None:
+        """Tell each of the first scores that are lost in a row, then every tenth."""
+        if number == 1:
+            self.say(f"a score was given up: {reason}")
+        elif number <= _TOLD_SCORES or number % 10 == 0:
+            self.say(f"a score was given up, {number} in a row by now: {reason}")

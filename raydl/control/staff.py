@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from raydl.config import TrainConfig
+from raydl.control.worker_errors import WorkerErrors
 from raydl.control.workforce import Phase, Workforce
 from raydl.crew import Crew
-from raydl.errors import ProcessLostError, ResourceError
+from raydl.errors import CapacityError, ProcessLostError
+from raydl.machine_failures import in_one_line
 from raydl.membership import Membership, next_membership
 
 _PATIENCE_S = 5.0
@@ -26,6 +29,7 @@ class Staff:
         takes_over: whether the replica of one that leaves is worth keeping: with rules that
             send weights it is its own, otherwise it is a copy of the center.
         say: takes one line on what happened.
+        clock: seconds, rising.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class Staff:
         own_states: dict[str, Any],
         takes_over: bool,
         say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._crew = crew
         self._config = config
@@ -51,6 +56,7 @@ class Staff:
         self._num_asked = 0
         self._asked: dict[str, int] = {}
         self._new_from = 0
+        self._errors = WorkerErrors(config.elastic, clock)
         self.is_hiring = True
         """Whether the run may go on; near its end nobody is asked for any more."""
         for worker_id in self._saved_order[: self._max_workers]:
@@ -61,15 +67,20 @@ class Staff:
         self._asked[worker_id] = self._num_asked
         self._num_asked += 1
         self._workforce.add(worker_id)
-        self._crew.ask(worker_id)
+        self._crew.ask(worker_id, self._own_states.get(worker_id))
 
     def stop_hiring(self) -> None:
         """Ask for nobody any more: the run is about to end."""
         self.is_hiring = False
 
-    def _ask_for_missing(self) -> None:
+    def _ask_for_missing(self) -> str:
+        """Ask for as many workers as are missing; return the id of the first, "": none is."""
+        first = ""
         while self.is_hiring and self._workforce.num_coming < self._max_workers:
-            self._ask(self._workforce.new_id())
+            worker_id = self._workforce.new_id()
+            self._ask(worker_id)
+            first = first or worker_id
+        return first
 
     # who goes
 
@@ -105,8 +116,8 @@ class Staff:
             self._workforce.send_away(worker_id, cause)
         self._ask_for_missing()
 
-    def lose(self, worker_id: str, reason: str) -> None:
-        """Note that a worker was lost, and ask for another one."""
+    def lose(self, worker_id: str, reason: str) -> str:
+        """Note that a worker was lost, and ask for another one; return its id, "": none is due."""
         self._say(f"{worker_id} was lost: {reason}")
         # Workers that were there when it began are one loss, however many: of a rack, say, or a
         # market that takes its machines back.
@@ -114,7 +125,33 @@ class Staff:
             self._new_from = self._num_asked
             self.count_loss(worker_id, reason)
         self._remove(worker_id, "was lost")
-        self._ask_for_missing()
+        return self._ask_for_missing()
+
+    def take_error(self, worker_id: str, error: Exception) -> str:
+        """Replace a worker in which something was raised, if it may be.
+
+        Returns:
+            Why the run stops instead; empty: the worker is replaced.
+        """
+        why = self._errors.why_stop(worker_id, error)
+        if why:
+            return why
+        node = self._workforce[worker_id].node
+        self._crew.end(worker_id)
+        if self._errors.note(worker_id, node) and self._crew.avoid(node):
+            self._say(
+                f"no further worker is started on node {node[:12]}: within an hour its workers had "
+                f"more errors than elastic.max_worker_errors"
+            )
+        replacement = self.lose(worker_id, in_one_line(error))
+        if replacement:
+            self._errors.replace(worker_id, replacement)
+        return ""
+
+    def end(self, worker_id: str) -> None:
+        """End a worker near the end of the run, when none takes its place."""
+        self._crew.end(worker_id)
+        self._remove(worker_id, "failed")
 
     def _remove(self, worker_id: str, cause: str) -> None:
         self._workforce.remove(worker_id, cause)
@@ -126,7 +163,11 @@ class Staff:
         stuck = self._workforce.stuck()
         for worker_id, seconds in stuck:
             self._crew.end(worker_id)
-            self.lose(worker_id, f"it is stuck, in one step for {seconds:.0f} s")
+            self.lose(
+                worker_id,
+                f"it is stuck, in one step for {seconds:.0f} s (elastic.lease_s, or "
+                f"elastic.max_busy_s where it computes)",
+            )
         return [worker_id for worker_id, _ in stuck]
 
     def count_loss(self, name: str, reason: str) -> None:
@@ -238,7 +279,7 @@ class Staff:
         if waited_s <= self._config.scaling.start_timeout_s:
             return f"{reason}; {missing}"
         go_on = "; the same command with --resume goes on" if has_trained else ""
-        raise ResourceError(
+        raise CapacityError(
             f"{reason} after {waited_s:.0f} s; {missing}; lower scaling.num_workers or raise "
             f"scaling.start_timeout_s{go_on}"
         )

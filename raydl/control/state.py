@@ -50,6 +50,11 @@ class Recorder(Protocol):
         """Whether a checkpoint is being written."""
         ...
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the storage has not answered for so long that nothing should wait for it."""
+        ...
+
     def show(self, state: State, workers: Mapping[str, int]) -> None:
         """Refresh what a person sees; ``workers``: how many stand where, by word."""
         ...

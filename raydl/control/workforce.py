@@ -13,6 +13,8 @@ from raydl.reports import WorkerReport
 
 _STUCK_STEPS = 20
 """A worker that has not finished a step in the time of so many usual ones is stuck."""
+_LEAST_SHARE = 0.05
+"""Of one core, that a process uses which computes on a crowded machine."""
 _SILENT_S = 1.0
 """A worker that has not answered for so long may not wait any more, whatever it said."""
 _LONGEST_STAY_S = 60.0
@@ -39,14 +41,16 @@ class Copy:
     round: int
     num_changes: int = 0
     """Of the ledger: of two copies of a round the one with more knows more claims."""
+    generation: int = 0
+    """The one that made it; 0: the center itself did."""
     ledger_round: int | None = None
     """Up to which it knows the ledger; None: its own."""
 
     @property
-    def age(self) -> tuple[int, int, int]:
+    def age(self) -> tuple[int, int, int, int]:
         """Of two copies the one of greater age makes fewer samples be trained again."""
         known = self.round if self.ledger_round is None else self.ledger_round
-        return known, self.round, self.num_changes
+        return known, self.round, self.generation, self.num_changes
 
 
 @dataclass
@@ -63,6 +67,8 @@ class WorkerEntry:
     report: WorkerReport | None = None
     moved_at: float = 0.0
     """When it was last seen to have gone on."""
+    busy_at: float = 0.0
+    """When its process was last seen to compute."""
     heard_at: float = 0.0
     """When it last answered."""
     in_loop: bool = False
@@ -79,12 +85,18 @@ class WorkerEntry:
     """How often it was left out."""
 
 
+def _has_computed(before: WorkerReport, now: WorkerReport) -> bool:
+    """Whether a process has used a twentieth of a core at least between two reports."""
+    return now.cpu_s - before.cpu_s > _LEAST_SHARE * (now.told_s - before.told_s)
+
+
 class Workforce:
     """All workers of a run that have not gone.
 
     Args:
         lease_s: the shortest time without a step after which a worker may be stuck.
         first_step_s: how long the first step of a worker may take.
+        max_busy_s: how long any step may take in which it computes.
         clock: seconds, rising.
     """
 
@@ -93,10 +105,12 @@ class Workforce:
         *,
         lease_s: float,
         first_step_s: float,
+        max_busy_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lease_s = lease_s
         self._first_step_s = first_step_s
+        self._max_busy_s = max_busy_s
         self._clock = clock
         self._entries: dict[str, WorkerEntry] = {}
         self._next_number = 0
@@ -165,10 +179,10 @@ class Workforce:
                 self._enter(worker_id, Phase.LEFT_OUT, "is late and left out")
                 self._entries[worker_id].num_late += 1
 
-    def stand_by(self, worker_id: str) -> None:
-        """Note that a worker is out of its loop, and could join again."""
+    def stand_by(self, worker_id: str, cause: str = "") -> None:
+        """Note that a worker is out of its loop, and could join again; the cause is told."""
         if self._entries[worker_id].phase is Phase.TRAINING:
-            self._enter(worker_id, Phase.READY)
+            self._enter(worker_id, Phase.READY, cause)
 
     def left_loop(self, worker_id: str, copy: Copy | None = None) -> None:
         """Note that a worker does not train any more; None: it did not begin."""
@@ -179,12 +193,13 @@ class Workforce:
     def freshest_copy(self, *, since: int) -> Copy | None:
         """Return the furthest copy of the center; None: nobody has one of round ``since`` or later.
 
-        Of equal ones rather that of a worker that stays.
+        Of two copies of a round rather that of the newer generation, which was recorded last; of
+        equal ones rather that of a worker that stays.
         """
         ages = [
-            ((*e.copy.age, e.phase is not Phase.LEAVING), e.copy)
+            ((*c.age, e.phase is not Phase.LEAVING), c)
             for e in self._entries.values()
-            if e.copy is not None and not e.in_loop and e.copy.round >= since
+            if (c := e.copy) is not None and not e.in_loop and c.round >= since
         ]
         return max(ages, key=lambda age: age[0])[1] if ages else None
 
@@ -241,6 +256,8 @@ class Workforce:
         if entry is None:
             return
         before, entry.report = entry.report, report
+        if before is not None and _has_computed(before, report):
+            entry.busy_at = self._clock()
         entry.heard_at = self._clock()
         has_moved = before is None or (before.local_step, before.round) != (
             report.local_step,
@@ -250,13 +267,19 @@ class Workforce:
             entry.moved_at = self._clock()
 
     def stuck(self) -> list[tuple[str, float]]:
-        """Return the workers that are in a step for too long, with the seconds."""
+        """Return the workers that are in a step for too long, with the seconds.
+
+        One that computes has longer: a step may be a long one for once.
+        """
         now = self._clock()
         found = []
         for entry in self._entries.values():
             is_heard = now - entry.heard_at <= _SILENT_S  # otherwise its lease decides
-            if entry.in_loop and is_heard and now - entry.moved_at > self._patience_s(entry):
-                found.append((entry.worker_id, now - entry.moved_at))
+            step_s = now - entry.moved_at
+            idle_s = min(step_s, now - entry.busy_at)
+            is_stuck = idle_s > self._patience_s(entry) or step_s > self._max_busy_s
+            if entry.in_loop and is_heard and is_stuck:
+                found.append((entry.worker_id, step_s))
         return found
 
     def _patience_s(self, entry: WorkerEntry) -> float:

@@ -219,7 +219,8 @@ class Shard:
         is_empty = push.span[0] == push.span[1]  # it only settles
         weights = push.weights if is_empty else self._move(push, is_new=is_new)
         if weights is None:
-            return self._refuse_late(push)
+            with self._books_lock:
+                return self._refuse(push)
         if push.settlement is None or self._settles is None:
             return Reply(weights, push.buffers)
         with self._books_lock:
@@ -229,7 +230,10 @@ class Shard:
         # To hold the membership for the time of a message would let changes wait for any
         # message that is stuck.
         orders = self._settles.settle(push) if is_new else self._settles.repeat(push)
-        return Reply(weights, buffers, orders) if orders else self._refuse_late(push)
+        if orders is None:
+            with self._books_lock:
+                return self._refused(push)  # whoever settles has counted it
+        return Reply(weights, buffers, orders)
 
     def _refusal(self, push: Push) -> str:
         entered = self._entered.get(push.stamp.worker_id)
@@ -238,13 +242,13 @@ class Shard:
     def _refuse(self, push: Push) -> Reply:
         """Count a message that is not taken, and answer it. Needs the books' lock."""
         self.num_refused += 1
+        return self._refused(push)
+
+    def _refused(self, push: Push) -> Reply:
+        """Return the answer to a message that is not taken. Needs the books' lock."""
         nothing = np.empty(0, np.float32)
         reason = self._refusal(push) or refusal_of(push.stamp, None, self._generation)
         return Reply(nothing, nothing, refusal=reason)
-
-    def _refuse_late(self, push: Push) -> Reply:
-        with self._books_lock:
-            return self._refuse(push)
 
     def _is_new(self, push: Push) -> bool:
         """Note the message; return whether it has not come before. Needs the books' lock."""

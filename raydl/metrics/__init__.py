@@ -4,6 +4,7 @@ time_parts.py   a worker's seconds, by part
 tags.py         the names of all curves, each with its sentence
 memberships.py  who trained when, as a table
 writer.py       where measurements go; several such places at once
+queued.py       what waits for a disk, and how much of it
 thinning.py     fewer points the older a run is
 speed.py        samples per second, of the newest records
 worker_curves.py  which workers have curves of their own, under which names
@@ -13,6 +14,7 @@ tensorboard.py  event files, and the layout of TensorBoard's page *Custom Scalar
 """
 
 from raydl.metrics.memberships import MembershipTable
+from raydl.metrics.queued import Queued
 from raydl.metrics.speed import RecentSpeed
 from raydl.metrics.tags import COMPARED, STACK, TAGS, Tag, tag_of, time_values
 from raydl.metrics.tensorboard import TensorBoardWriter
@@ -29,6 +31,7 @@ __all__ = [
     "Forgiving",
     "MembershipTable",
     "MetricsWriter",
+    "Queued",
     "RecentSpeed",
     "Tag",
     "Tee",

@@ -134,6 +134,11 @@ _TAGS = (
         "exchange/communication_share",
         "Share of the workers' time since initialization that went into communication, 0 to 1.",
     ),
+    Tag(
+        "exchange/refused",
+        "Messages, snapshots and checkpoints that came too late and were refused, since this "
+        "start.",
+    ),
     Tag("data/left_out", "Samples that could not be read and were skipped, since this start."),
     *(
         Tag(f"time/{part}", f"Seconds per worker since this start spent on {meaning}.")

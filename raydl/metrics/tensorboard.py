@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from raydl.metrics.tags import STACK, STACK_GROUND, STACK_GROUP, tag_of
+from raydl.redaction import redact
 
 LINES: dict[str, dict[str, list[str]]] = {
     "Accuracy and loss": {
@@ -146,8 +147,8 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, value, num_samples, walltime=unix_s)
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:
-        """Write a text in Markdown."""
-        self._writer.add_text(name, markdown, num_samples)
+        """Write a text in Markdown, without credentials of URIs."""
+        self._writer.add_text(name, redact(markdown), num_samples)
 
     def image(self, name: str, pixels: np.ndarray, *, num_samples: int) -> None:
         """Write a picture, uint8, shape [H, W, 3]."""

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,25 +16,30 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from raydl.center import Snapshot, SnapshotShelf
+from raydl.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
 from raydl.center_service import CenterService, OptimizerStates, make_shard
-from raydl.crew import Evaluated, Published, RunEnded
+from raydl.checkpoint import SavedPlace, SavedState, unpack
+from raydl.crew import Evaluated, Published, Refused, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
-from raydl.errors import ExchangeError
+from raydl.errors import ExchangeError, NonFiniteError
 from raydl.evaluator import Evaluator
-from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+from raydl.exchange.collective import CollectiveGroup, GroupAddress
 from raydl.exchange.post import HOME, CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
 from raydl.exchange.shard import ShardState
+from raydl.exchange.store import StoreServer
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.job import Job
 from raydl.ledger import Span
+from raydl.machine_failures import raise_if_of_machine
 from raydl.membership import Membership
 from raydl.on_ray.cluster import START_S, Place, node_here
 from raydl.on_ray.upkeep import freeze_objects, keep_freed_memory
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
+from raydl.storage import Storage, Sum
+from raydl.tensor_files import TensorFile
 from raydl.worker import Worker
 
 _ANNOUNCE_S = 5.0
@@ -41,9 +47,9 @@ _A_BYTE = 1
 """Ray puts an actor that reserves nothing on any node, whatever node or spreading was asked for."""
 
 
-@ray.remote(num_cpus=0, memory=_A_BYTE)
+@ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"rendezvous": 16})
 class CenterActor:
-    """Holds the committed snapshots, and the store where each generation meets.
+    """Holds the committed snapshots, and the keys by which each generation meets.
 
     For methods that exchange by messages it is the home shard of the center, too: it then
     runs in as many threads as may call at once.
@@ -51,8 +57,7 @@ class CenterActor:
 
     def __init__(self) -> None:
         self._shelf = SnapshotShelf()
-        self._host = ray.util.get_node_ip_address()
-        self._store = open_store(self._host)
+        self._store = StoreServer()
         self._service: CenterService | None = None
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
@@ -64,8 +69,8 @@ class CenterActor:
         snapshot: Snapshot,
         others: list[ActorHandle],
         optimizer: dict[str, Any] | None = None,
-    ) -> tuple[Place, Place]:
-        """Take in a snapshot; return (host, port) of the store, and (node, process id).
+    ) -> Place:
+        """Take in a snapshot; return the node and the process id.
 
         Args:
             job: what the workers do.
@@ -81,20 +86,49 @@ class CenterActor:
         if not job.method.is_sync:
             self._service = CenterService(job, snapshot, has_neighbours=True)
         # Not always the node that was asked for: of one that it can not use Ray makes another.
-        return (self._host, self._store.port), (node_here(), os.getpid())
+        return node_here(), os.getpid()
+
+    def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
+        """Write a key of a generation."""
+        self._store.set(run_id, generation, key, value)
+
+    # In threads of its own. More waiters than these wait for their turn; what they wait for is
+    # written elsewhere.
+    @ray.method(concurrency_group="rendezvous")
+    def wait_for_keys(
+        self, run_id: str, generation: int, keys: list[str], timeout_s: float
+    ) -> dict[str, bytes] | None:
+        """Return the keys of a generation, once it has some of them or the time is up."""
+        return self._store.wait(run_id, generation, keys, timeout_s)
+
+    def begin(self, generation: int, round: int) -> Snapshot | None:
+        """Begin a generation of a synchronous method; return the snapshot that it starts from."""
+        return self._shelf.begin(generation, round)
 
     def put(self, snapshot: Snapshot) -> None:
-        """Take in a snapshot."""
+        """Take in a worker's snapshot, unless it comes too late."""
         self._shelf.put(snapshot)
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Take in the copy that all go on from."""
+        self._shelf.adopt(snapshot)
 
     def poll(self) -> Published:
         """Make the snapshots that are wanted; return the rounds held, and new records."""
         faults, self._faults = tuple(self._faults), []
         if self._service is None:
-            num_changes = self._shelf.num_changes()
-            return Published(self._shelf.rounds(), faults=faults, num_changes=num_changes)
+            return Published(
+                self._shelf.rounds(),
+                faults=faults,
+                num_changes=self._shelf.num_changes(),
+                process=self._process,
+                generation=self._shelf.generation,
+                newest_generation=self._shelf.newest().generation,
+                refused={"snapshots": self._shelf.num_refused},
+            )
         for due in self._service.dispatcher.take_due():
-            self._shelf.put(self._service.snapshot(due, self._states_of_others))
+            # No put: the center's own snapshot is never late, whoever joins while it is made.
+            self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
         dispatcher = self._service.dispatcher
         return Published(
             self._shelf.rounds(),
@@ -103,6 +137,7 @@ class CenterActor:
             dispatcher.is_complete(),
             told_s=time.monotonic(),
             process=self._process,
+            refused={"messages": self._service.num_refused},
         )
 
     def _states_of_others(self) -> list[ShardState]:
@@ -129,6 +164,13 @@ class CenterActor:
     def get(self, round: int) -> Snapshot | None:
         """Return the snapshot of a round."""
         return self._shelf.get(round)
+
+    def get_to_write(self, round: int) -> Snapshot | None:
+        """Return the snapshot of a round so that it lies in shared memory, its optimizer too."""
+        snapshot = self._shelf.get(round)
+        if snapshot is None:
+            return None
+        return dataclasses.replace(snapshot, optimizer=as_arrays(snapshot.optimizer))
 
     def newest(self) -> Snapshot:
         """Return the newest snapshot."""
@@ -194,7 +236,8 @@ class CenterActor:
 
 
 def _with_optimizer(snapshot: Snapshot, optimizer: dict[str, Any] | None) -> Snapshot:
-    return snapshot if optimizer is None else dataclasses.replace(snapshot, optimizer=optimizer)
+    known = snapshot.optimizer if optimizer is None else optimizer
+    return dataclasses.replace(snapshot, optimizer=as_tensors(known))
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE)
@@ -210,6 +253,8 @@ class ShardActor:
     ) -> None:
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
+        self._index = index
+        self._process = uuid.uuid4().hex
         self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
 
     def form(self, membership: Membership) -> ShardState:
@@ -229,8 +274,10 @@ class ShardActor:
         """Return what the optimizers remember, by span."""
         return self._shard.optimizer_states()
 
-    def ping(self) -> None:
-        """Answer."""
+    def ping(self) -> tuple[int, Place, Refused]:
+        """Return which shard this is, where it runs, and what was refused here."""
+        refused = Refused(self._process, self._shard.num_refused)
+        return self._index, (node_here(), os.getpid()), refused
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return what a worker of a node may map."""
@@ -245,9 +292,12 @@ class ShardActor:
         return self._shard.state()
 
 
-@ray.remote(concurrency_groups={"loop": 1, "control": 1})
+@ray.remote(concurrency_groups={"loop": 1, "control": 1, "files": 1})
 class WorkerActor:
-    """Hosts one :class:`Worker`: the loop in one thread, questions to it in another."""
+    """Hosts one :class:`Worker`: the loop in one thread, questions to it in another.
+
+    A third one writes what the worker holds for a checkpoint, beside the training.
+    """
 
     def setup(
         self,
@@ -256,11 +306,35 @@ class WorkerActor:
         train: Samples,
         prepare: Prepare,
         untrained: dict[str, np.ndarray],
-    ) -> Place:
-        """Build the worker; return its node and process id.
+        saved: SavedPlace | None = None,
+    ) -> tuple[Place, bool]:
+        """Build the worker; return its node and process id, and whether it has read ``saved``.
 
         Not in ``__init__``: errors arrive as they are.
+
+        Args:
+            job: what all workers do.
+            worker_id: its id.
+            train: the training set.
+            prepare: makes its samples ready for the model.
+            untrained: the untrained state of the run's first model.
+            saved: where its own state in a checkpoint may be read; None: there is none, or the
+                driver sends it.
         """
+        try:
+            return self._set_up(job, worker_id, Batches(train, prepare), untrained, saved)
+        except Exception as error:
+            raise_if_of_machine(worker_id, error)
+            raise
+
+    def _set_up(
+        self,
+        job: Job,
+        worker_id: str,
+        batches: Batches,
+        untrained: dict[str, np.ndarray],
+        saved: SavedPlace | None,
+    ) -> tuple[Place, bool]:
         keep_freed_memory()
         torch.set_num_threads(job.config.scaling.num_threads)
         node = node_here()
@@ -273,7 +347,7 @@ class WorkerActor:
         self._worker = Worker(
             job,
             worker_id,
-            batches=Batches(train, prepare),
+            batches=batches,
             publish=self._publish,
             before_step=self._injector.before_step if job.faults.faults else None,
             untrained=untrained,
@@ -283,14 +357,19 @@ class WorkerActor:
         self._lock = threading.Lock()
         self._generation = self._abandoned_up_to = 0
         self._abandoned = threading.Event()
+        self._num_written, self._may_write = 0, threading.Event()
+        self._fed = bytearray()
+        self._own_state = None if saved is None else _load_saved(saved)
         freeze_objects()
-        return node, os.getpid()
+        return (node, os.getpid()), self._own_state is not None
 
     def _publish(self, snapshot: Snapshot) -> None:
+        self._partition.hold()
         self._shards[HOME].put.remote(snapshot)
 
     def _announce(self, fault: Fault) -> bool:
         """Tell of a fault before it comes; return whether that may have been heard."""
+        self._partition.hold()
         noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
         try:
             ray.get(noted, timeout=_ANNOUNCE_S)
@@ -309,6 +388,8 @@ class WorkerActor:
         own_state: dict[str, Any] | None,
         shards: list[ActorHandle],
         fired: tuple[int, ...],
+        *,
+        goes_on: bool = False,
     ) -> RunEnded:
         """Train in one generation until this worker leaves it; return why, and where.
 
@@ -319,7 +400,22 @@ class WorkerActor:
             own_state: what this worker starts from besides.
             shards: of the center, the home shard first.
             fired: faults of the plan that have fired.
+            goes_on: it starts from the state of a checkpoint, which is here already.
         """
+        if goes_on:
+            own_state, self._own_state = self._own_state, None
+        with self._partition.both_ways():
+            return self._run(membership, address, snapshot, own_state, shards, fired)
+
+    def _run(
+        self,
+        membership: Membership,
+        address: GroupAddress,
+        snapshot: Snapshot,
+        own_state: dict[str, Any] | None,
+        shards: list[ActorHandle],
+        fired: tuple[int, ...],
+    ) -> RunEnded:
         torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
         self._shards = shards
         self._injector.skip(fired)
@@ -332,9 +428,38 @@ class WorkerActor:
             outcome, problem = self._train(membership, address, snapshot, own_state), ""
         except ExchangeError as error:
             outcome, problem = Outcome.BROKEN, str(error)
-        worker_id, age = self._worker.worker_id, self._worker.copy_age
-        ledger_round = self._worker.ledger_round
-        return RunEnded(worker_id, outcome, age[0], generation, problem, age[1], ledger_round)
+        except NonFiniteError as error:
+            return self._ended(Outcome.BROKEN, generation, str(error), error)
+        except Exception as error:
+            raise_if_of_machine(self._worker.worker_id, error)
+            raise
+        return self._ended(outcome, generation, problem)
+
+    def _ended(
+        self,
+        outcome: Outcome,
+        generation: int,
+        problem: str = "",
+        error: NonFiniteError | None = None,
+    ) -> RunEnded:
+        worker = self._worker
+        round, num_changes = worker.copy_age
+        return RunEnded(
+            worker.worker_id,
+            outcome,
+            round,
+            generation,
+            problem,
+            num_changes,
+            worker.copy_generation,
+            error,
+            worker.ledger_round,
+        )
+
+    @ray.method(concurrency_group="control")
+    def raised(self, generation: int) -> RunEnded:
+        """Return how the loop ended that raised: as one whose exchange did not complete."""
+        return self._ended(Outcome.BROKEN, generation)
 
     def _train(
         self,
@@ -348,22 +473,28 @@ class WorkerActor:
             roads.append(self._make_road(membership, address))
             partners = self._make_partners(membership, address)
             roads += [partners] if partners else []
-            road = Held(roads[0], self._partition.hold) if self._job.faults.faults else roads[0]
-            self._worker.join(membership, road, snapshot, own_state, partners)
+            self._worker.join(
+                membership, self._held(roads[0]), snapshot, own_state, self._held(partners)
+            )
             outcome = Outcome.GO_ON
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
             return outcome
         finally:
             # At once: peers notice by it that a member has left a broken exchange.
+            self._partition.hold()
             for road in roads:
                 road.close()
+
+    def _held(self, road: Any) -> Any:
+        """Return a road that this process's partitions hold back; without faults as it is."""
+        has_faults = self._job.faults.faults and road is not None
+        return Held(road, self._partition.hold) if has_faults else road
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int) -> None:
         """Leave a generation at once, out of any exchange; it may not have begun yet."""
-        self._partition.hold()
-        with self._lock:
+        with self._partition.both_ways(), self._lock:
             self._abandoned_up_to = max(self._abandoned_up_to, generation)
             if self._generation <= generation:
                 self._abandoned.set()
@@ -379,6 +510,7 @@ class WorkerActor:
             address,
             membership.worker_ids,
             rank,
+            center=self._shards[HOME],
             algorithm=algorithm,
             abandoned=self._abandoned,
         )
@@ -392,29 +524,118 @@ class WorkerActor:
         number, workers = membership.partners_of(worker_id, size)
         place = dataclasses.replace(address, run_id=f"{address.run_id}-partners{number}")
         rank = workers.index(worker_id)
-        return CollectiveGroup(place, workers, rank, abandoned=self._abandoned)
+        return CollectiveGroup(
+            place, workers, rank, center=self._shards[HOME], abandoned=self._abandoned
+        )
 
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:
         """Return what is new."""
-        self._partition.hold()
-        return self._worker.report()
+        with self._partition.both_ways():
+            return self._worker.report()
 
     @ray.method(concurrency_group="control")
     def center(self) -> Snapshot:
         """Return this worker's copy of the center."""
-        return self._worker.center()
+        with self._partition.both_ways():
+            return self._worker.center()
 
     @ray.method(concurrency_group="control")
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
-        self._partition.hold()
-        self._worker.vote(generation, **votes)
+        with self._partition.both_ways():
+            self._worker.vote(generation, **votes)
 
     @ray.method(concurrency_group="control")
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at a round."""
-        return self._worker.take_kept(round)
+        with self._partition.both_ways():
+            return self._worker.take_kept(round)
+
+    # its own state, to a checkpoint and from one
+
+    @ray.method(concurrency_group="control")
+    def hold_kept(self, round: int) -> int:
+        """Hold the state kept at a round, to be written; return its bytes."""
+        self._worker.hold_kept(round)
+        return self._worker.held(round).num_bytes
+
+    @ray.method(concurrency_group="control")
+    def release(self, round: int) -> None:
+        """Hold the state of a round no more."""
+        self._worker.release(round)
+
+    @ray.method(concurrency_group="files")
+    def write_held(self, round: int, address: str, name: str, token: str) -> Sum | None:
+        """Write what is held of a round; None: this process does not see the storage.
+
+        Args:
+            round: one that is held.
+            address: of the run's folder; it may not be known here.
+            name: of the file.
+            token: a file that is there if this process sees that same folder.
+
+        Raises:
+            OSError: the storage refused, or the checkpoint was given up.
+        """
+        held = self._worker.held(round)
+        self._num_written, self._may_write = 0, threading.Event()
+        self._may_write.set()
+        try:
+            here = Storage(address)
+            is_seen = here.exists(token)
+        except Exception:  # credentials, packages, a network: what is lacking here the driver has
+            return None
+        return here.write_pieces(name, self._counted(held)) if is_seen else None
+
+    def _counted(self, held: TensorFile) -> Iterator[memoryview]:
+        for piece in held.pieces():
+            if not self._may_write.is_set():
+                raise OSError("the checkpoint was given up")
+            yield piece
+            self._num_written += len(piece)
+
+    @ray.method(concurrency_group="control")
+    def stop_writing(self) -> None:
+        """Write no more of what is held."""
+        self._may_write.clear()
+
+    @ray.method(concurrency_group="control")
+    def num_written(self) -> int:
+        """Return how many bytes are written of what is being written."""
+        return self._num_written
+
+    @ray.method(concurrency_group="control")
+    def num_held(self, round: int) -> int:
+        """Return the bytes of what is held of a round."""
+        return self._worker.held(round).num_bytes
+
+    @ray.method(concurrency_group="control")
+    def read_held(self, round: int, start: int, num_bytes: int) -> np.ndarray:
+        """Return a stretch of what is held of a round: uint8, [num_bytes] or fewer at the end."""
+        return np.frombuffer(self._worker.held(round).read(start, num_bytes), np.uint8)
+
+    @ray.method(concurrency_group="control")
+    def feed_state(self, piece: np.ndarray, written: Sum) -> None:
+        """Take the next piece of this worker's state in a checkpoint, and all of it at its end."""
+        self._fed += piece.tobytes()
+        if len(self._fed) >= written.num_bytes:
+            data, self._fed = self._fed, bytearray()
+            self._own_state = unpack(data) if Sum.of([data]) == written else None
+
+    @ray.method(concurrency_group="control")
+    def has_own_state(self) -> bool:
+        """Return whether the state of a checkpoint is here."""
+        return self._own_state is not None
+
+
+def _load_saved(saved: SavedPlace) -> dict[str, Any] | None:
+    """Return a worker's state from a checkpoint; None: it can not be read here."""
+    try:
+        address, name, written = saved
+        return SavedState(Storage(address), name, written).load()
+    except Exception:  # as in write_held, or it is a disk of another machine
+        return None
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"control": 1})
@@ -431,7 +652,11 @@ class EvaluatorActor:
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""
         torch.set_num_threads(1)  # another thread than the constructor's
-        return self._evaluator.evaluate(snapshot)
+        try:
+            return self._evaluator.evaluate(snapshot)
+        except Exception as error:
+            raise_if_of_machine("evaluator", error)
+            raise
 
     @ray.method(concurrency_group="control")
     def num_scored(self) -> int:

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.config import ScalingConfig
 from raydl.errors import ResourceError
+from raydl.on_ray.liveness import Times, times_of
 from raydl.ray_session import draining_nodes, nodes_to_add
 
 _LOOK_EVERY_S = 1.0
@@ -67,6 +68,18 @@ def kill_process(place: Place, *, home: str) -> None:
         return
     where = NodeAffinitySchedulingStrategy(node, soft=False)
     _kill_here.options(scheduling_strategy=where).remote(pid)
+
+
+def ask_times(place: Place) -> Any:
+    """Ask a node for the times of a process; return the reference of the answer."""
+    node, pid = place
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    return _times_here.options(scheduling_strategy=where).remote(pid)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _times_here(pid: int) -> Times | None:
+    return times_of(pid)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -196,6 +209,15 @@ def check_room(scaling: ScalingConfig) -> None:
         f"{listed(need)} each, this machine has {listed(have)} and holds {fit}; lower "
         f"{' or '.join(dict.fromkeys(to_lower))}"
     )
+
+
+def has_room_elsewhere(scaling: ScalingConfig, not_on: Iterable[str]) -> bool:
+    """Whether a node besides some, by hex id, holds a worker, or an autoscaler may add one."""
+    there = [
+        node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in not_on
+    ]
+    need = scaling.resources()
+    return _num_that_fit(need, [*there, *(t[1] for t in _nodes_to_add())], 1) > 0
 
 
 def _num_that_fit(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,9 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.center import Snapshot
+from raydl.checkpoint import SavedState
 from raydl.crew import (
+    Busy,
     Changed,
     Collected,
     Draining,
@@ -24,12 +28,15 @@ from raydl.crew import (
     HandedIn,
     Lost,
     Published,
+    Refused,
     Reported,
     RunEnded,
     Scoring,
+    StatesLost,
     WorkerReady,
 )
 from raydl.data import Dataset, Prepare
+from raydl.errors import InfrastructureError
 from raydl.exchange.collective import GroupAddress
 from raydl.faults import Fault
 from raydl.job import Job
@@ -40,15 +47,22 @@ from raydl.on_ray.calls import Call, Calls, Handler, in_few_words, original
 from raydl.on_ray.cluster import (
     Notices,
     Place,
+    ask_times,
     awaited,
+    has_room_elsewhere,
     kill_process,
     node_here,
     send_by_value,
     worker_options,
 )
+from raydl.on_ray.liveness import Liveness, Times, times_of
+from raydl.on_ray.states import RayState, feed
 from raydl.reports import Outcome, WorkerReport
 
 _ASK_EVERY_S = 0.5
+_LOOK_AFTER = 0.25
+"""Of a lease: after so long without an answer a process's node is asked how it is. To start the
+task that looks may take seconds."""
 _BACKUP_EVERY_S = 1.0
 """The shortest time from one copy of the center's optimizer to the next, in seconds."""
 
@@ -116,11 +130,17 @@ class RayCrew:
         self._calls = Calls()
         self._leases = Leases(job.config.elastic.lease_s)
         self._notices = Notices()
+        self._avoided: set[str] = set()
+        self._liveness = Liveness()
+        self._told_busy: set[str] = set()
         self._asked_at = 0.0
         self._fired: set[int] = set()
         self._members: tuple[str, ...] = ()
         self._collected: dict[str, Any] = {}
+        self._held: tuple[int, tuple[str, ...]] = -1, ()
         self._events: list[Event] = []
+        self._late: deque[Callable[[], list[Event]]] = deque()
+        self._blind: set[str] = set()
         self._evaluator: ActorHandle | None = None
         method = job.method
         self._backup = _Backup(not method.is_sync and method.has_center_optimizer)
@@ -137,9 +157,16 @@ class RayCrew:
         self._backup.begin(*self._known_optimizer)
         self._start_center(self._known)
 
-    def _know(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot from which a center can begin anew, if no worker has a newer one."""
-        self._known = ray.put(snapshot)
+    def _know(self, snapshot: Snapshot, ref: Any = None) -> None:
+        """Keep a snapshot from which a center can begin anew, if no worker has a newer one.
+
+        Args:
+            snapshot: the snapshot.
+            ref: where it is already in the shared memory of the center's node; that of the driver
+                is where it is safe.
+        """
+        is_safe = ref is not None and self._places["center"][0] == self._home
+        self._known = ref if is_safe else ray.put(snapshot)
         optimizer = ray.put(snapshot.optimizer) if self._backup.is_needed else None
         self._known_optimizer = optimizer, snapshot.round
 
@@ -161,10 +188,10 @@ class RayCrew:
         self._shards = [center, *others]
         self._is_open = False
         opened = center.open.remote(self._job, snapshot, others, optimizer)
-        self._calls.expect(opened, "center", self._take_address)
+        self._calls.expect(opened, "center", self._on_opened)
 
-    def _take_address(self, opened: tuple[Place, Place]) -> list[Event]:
-        self._address, self._places["center"] = opened
+    def _on_opened(self, place: Place) -> list[Event]:
+        self._places["center"] = place
         self._is_open = True
         return []
 
@@ -191,20 +218,61 @@ class RayCrew:
         self._start_center(copy, self._backup.state)
         return f"its optimizer is as it was after {self._backup.version:,} exchanges"
 
-    def ask(self, worker_id: str) -> None:
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Ask for one more worker."""
-        options = worker_options(self._job.config.scaling, not_on=self._notices.nodes)
+        options = worker_options(
+            self._job.config.scaling, not_on=self._notices.nodes | self._avoided
+        )
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
-        ref = worker.setup.remote(self._job, worker_id, self._train, self._prepare, self._untrained)
-        self._calls.expect(ref, worker_id, self._on_ready(worker_id))
+        ref = worker.setup.remote(
+            self._job,
+            worker_id,
+            self._train,
+            self._prepare,
+            self._untrained,
+            own_state and own_state.place,
+        )
+        self._calls.expect(ref, worker_id, self._on_ready(worker_id, own_state))
 
-    def _on_ready(self, worker_id: str) -> Handler:
-        def handle(place: Place) -> list[Event]:
-            self._places[worker_id] = place
-            return [WorkerReady(worker_id, place[0])]
+    def avoid(self, node: str) -> bool:
+        """Start no further worker on a node, if another one could hold it."""
+        avoided = self._avoided | {node}
+        if not has_room_elsewhere(self._job.config.scaling, avoided | self._notices.nodes):
+            return False
+        self._avoided = avoided
+        return True
+
+    def _on_ready(self, worker_id: str, own_state: SavedState | None) -> Handler:
+        def handle(told: tuple[Place, bool]) -> list[Event]:
+            place, has_state = told
+            if not has_state and own_state is not None:
+                self._feed(worker_id, place, own_state)
+                return []
+            return self._came_up(worker_id, place)
 
         return handle
+
+    def _came_up(self, worker_id: str, place: Place) -> list[Event]:
+        self._places[worker_id] = place
+        return [WorkerReady(worker_id, place[0])]
+
+    def _feed(self, worker_id: str, place: Place, saved: SavedState) -> None:
+        """Hand a worker its state that it can not read by itself; it is ready then."""
+        worker = self._workers[worker_id]
+
+        def after(problem: Exception | None) -> list[Event]:
+            if self._workers.get(worker_id) is not worker:  # it was ended meanwhile
+                return []
+            if problem is None:
+                return self._came_up(worker_id, place)
+            if isinstance(problem, RayError):
+                return self._lose(worker_id, in_few_words(problem))
+            # Checkpoints that came after it may have taken its place: a worker may come late.
+            gave_up = GaveUp(f"saved state of {worker_id}", str(problem))
+            return [gave_up, *self._came_up(worker_id, place)]
+
+        feed(worker, saved, lambda problem: self._late.append(lambda: after(problem)))
 
     def end(self, worker_id: str) -> None:
         """End a worker's process."""
@@ -244,12 +312,45 @@ class RayCrew:
             call = self._calls.take(ref)
             if call is not None:  # its process may have been lost a moment ago
                 self._events += self._answer(ref, call)
+        while self._late:
+            self._events += self._late.popleft()()
+        self._look_at_the_silent()
         for who in self._leases.expired():
-            self._events += self._lose(
-                who, f"it did not answer for {self._leases.owed_s(who):.0f} s"
-            )
+            self._events += self._end_or_wait(who)
         events, self._events = self._events, []
         return events
+
+    def _look_at_the_silent(self) -> None:
+        """Ask how processes are that have not answered for a while, before their lease ends."""
+        now = time.monotonic()
+        silent = self._leases.silent(_LOOK_AFTER * self._job.config.elastic.lease_s)
+        for who in self._liveness.due([w for w in silent if w in self._places], now):
+            place = self._places[who]
+            if place[0] == self._home:
+                self._liveness.note(who, times_of(place[1]), now)
+                continue
+            self._calls.expect(ask_times(place), who, self._on_times(who), task="times")
+        self._told_busy &= set(silent)
+
+    def _on_times(self, who: str) -> Handler:
+        def handle(times: Times | None) -> list[Event]:
+            self._liveness.note(who, times, time.monotonic())
+            return []
+
+        return handle
+
+    def _end_or_wait(self, who: str) -> list[Event]:
+        """End a process whose lease is over, unless it is busy."""
+        now, silent_s = time.monotonic(), self._leases.owed_s(who)
+        is_busy = self._liveness.is_busy(who, now)
+        if is_busy and silent_s <= self._job.config.elastic.max_busy_s:
+            if who in self._told_busy:
+                return []
+            self._told_busy.add(who)
+            return [Busy(who, silent_s)]
+        why = self._liveness.why_silent(who, now)
+        setting = "elastic.max_busy_s" if is_busy else "elastic.lease_s"
+        return self._lose(who, f"it did not answer for {silent_s:.0f} s ({setting}){why}")
 
     def _ask_for_news(self) -> None:
         """Ask everybody for news, unless that was just done."""
@@ -271,7 +372,7 @@ class RayCrew:
             who = f"shard {index}"
             if who not in asked:
                 ref = self._shards[index].ping.remote()
-                self._calls.expect(ref, who, _on_ping, can_wait=True)
+                self._calls.expect(ref, who, self._on_ping, can_wait=True)
                 self._leases.ask(who)
         self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
@@ -299,9 +400,14 @@ class RayCrew:
         self._fired.update(number for number, _ in published.faults)
         return [published]
 
+    def _on_ping(self, answer: tuple[int, Place, Refused]) -> list[Event]:
+        index, place, refused = answer
+        self._places[f"shard {index}"] = place
+        return [refused]
+
     def _is_question(self, call: Call) -> bool:
         """Whether it is one of those that are asked again and again."""
-        return call.handle in (_on_report, self._on_poll, _on_ping)
+        return call.handle in (_on_report, self._on_poll, self._on_ping)
 
     def _answer(self, ref: Any, call: Call) -> list[Event]:
         if self._is_question(call):
@@ -321,17 +427,30 @@ class RayCrew:
     def _take_error(self, error: RayTaskError, call: Call) -> list[Event]:
         """Tell what a task raised, or that something it needed went away."""
         if not isinstance(error.cause, RayError):
-            return [Failed(call.who, original(error))]
+            return self._take_raised(original(error), call)
         reason = in_few_words(error.cause)
         if call.generation:  # its loop did not begin
             return [RunEnded(call.who, Outcome.BROKEN, -1, call.generation, reason)]
         return self._give_up_or_lose(call, reason)
+
+    def _take_raised(self, error: Exception, call: Call) -> list[Event]:
+        """Tell what a process raised; of a worker in its loop, let it say how far it had come."""
+        if call.who == "evaluator":
+            self._end_evaluator()
+            if isinstance(error, InfrastructureError):
+                return [GaveUp(call.task, str(error))]
+        if call.generation and not isinstance(error, InfrastructureError):
+            ended = self._workers[call.who].raised.remote(call.generation)
+            self._calls.expect(ended, call.who, lambda end: [end])
+        return [Failed(call.who, error)]
 
     def _give_up_or_lose(self, call: Call, reason: str) -> list[Event]:
         if call.handle is _on_progress:  # what becomes of the score, the call for it tells
             return []
         if call.who == "evaluator":
             self._end_evaluator()
+        if call.task == "times":  # its node does not answer, which tells enough
+            return []
         if call.task == "backup":  # another one will be made, of this center or the next
             self._backup.is_asked = False
             return []
@@ -339,6 +458,7 @@ class RayCrew:
             return self._lose(call.who, reason)
         if call.task == "checkpoint":
             self._calls.forget(lambda other: other.task == "checkpoint")
+            self._release_held()
         return [GaveUp(call.task, reason)]
 
     def _lose(self, who: str, reason: str) -> list[Event]:
@@ -359,7 +479,7 @@ class RayCrew:
         self._members = membership.worker_ids
         self._wake_evaluator()  # not before: the start of the workers goes first
         if self._job.method.is_sync:
-            snapshot = self._center.get.remote(round)
+            snapshot = self._center.begin.remote(membership.generation, round)
         else:  # workers send only to shards that know them
             formed, snapshot = self._center.form.options(num_returns=2).remote(membership)
             self._calls.expect(formed, "center", _on_change)
@@ -378,15 +498,21 @@ class RayCrew:
     def _run(self, worker_id: str, membership: Membership, snapshot: Any, own_state: Any) -> None:
         config, generation = self._job.config, membership.generation
         address = GroupAddress(
-            host=self._address[0],
-            port=self._address[1],
             run_id=self._run_id,
             generation=generation,
             device=config.exchange_device,
             timeout_s=config.exchange.timeout_s,
         )
+        goes_on = isinstance(own_state, SavedState)  # then the worker has it
+        own_state = None if goes_on else own_state
         ref = self._workers[worker_id].run.remote(
-            membership, address, snapshot, own_state, self._shards, tuple(self._fired)
+            membership,
+            address,
+            snapshot,
+            own_state,
+            self._shards,
+            tuple(self._fired),
+            goes_on=goes_on,
         )
         self._calls.expect(ref, worker_id, lambda end: [end], generation=generation)
 
@@ -409,7 +535,7 @@ class RayCrew:
 
     def publish(self, worker_id: str) -> None:
         """Let the center take in a worker's copy of it."""
-        put = self._center.put.remote(self._workers[worker_id].center.remote())
+        put = self._center.adopt.remote(self._workers[worker_id].center.remote())
 
         def poll_at_once(_: None) -> list[Event]:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
@@ -449,28 +575,57 @@ class RayCrew:
             self._evaluator = None
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
-        """Gather center and workers of a round."""
+        """Gather the center of a round; the workers hold their states until they are written."""
         self._calls.forget(lambda call: call.task == "checkpoint")
+        self._release_held(but=round)
+        self._held = round, worker_ids
         self._collected = dict.fromkeys(("center", *worker_ids))
-        refs = {"center": self._center.get.remote(round)}
-        refs |= {w: self._workers[w].take_kept.remote(round) for w in worker_ids}
-        for who, ref in refs.items():
-            self._calls.expect(ref, who, self._on_collected(who), task="checkpoint")
+        center = self._center.get_to_write.remote(round)
+        self._calls.expect(center, "center", self._on_center(center), task="checkpoint")
+        for worker_id in worker_ids:
+            held = self._workers[worker_id].hold_kept.remote(round)
+            self._calls.expect(held, worker_id, self._on_held(worker_id, round), task="checkpoint")
 
-    def _on_collected(self, who: str) -> Handler:
-        def handle(part: Any) -> list[Event]:
-            if part is None:
-                return [GaveUp("checkpoint", "the center was rebuilt")]
-            self._collected[who] = part
-            if any(value is None for value in self._collected.values()):
-                return []
-            parts, self._collected = self._collected, {}
-            self._know(parts["center"])
-            if self._backup.version < self._known_optimizer[1]:
-                self._backup.begin(*self._known_optimizer)
-            return [Collected(parts.pop("center"), parts)]
+    def _release_held(self, *, but: int = -1) -> None:
+        """Let workers hold no more what they were asked for and nobody came to write."""
+        round, worker_ids = self._held
+        self._held = -1, ()
+        for worker_id in worker_ids:
+            if round != but and worker_id in self._workers:
+                self._workers[worker_id].release.remote(round)
+
+    def _on_center(self, ref: Any) -> Handler:
+        def handle(snapshot: Snapshot | None) -> list[Event]:
+            if snapshot is None:
+                return [GaveUp("checkpoint", "the center does not hold its round any more")]
+            self._collected["center"] = snapshot, ref
+            return self._events_if_all_are_here()
 
         return handle
+
+    def _on_held(self, worker_id: str, round: int) -> Handler:
+        def lost(reason: str) -> None:
+            self._late.append(lambda: [StatesLost(round, reason)])
+
+        def handle(_: int) -> list[Event]:
+            worker = self._workers[worker_id]
+            self._collected[worker_id] = RayState(
+                worker, worker_id, round, blind=self._blind, on_loss=lost
+            )
+            return self._events_if_all_are_here()
+
+        return handle
+
+    def _events_if_all_are_here(self) -> list[Event]:
+        if any(part is None for part in self._collected.values()):
+            return []
+        workers, self._collected = self._collected, {}
+        self._held = -1, ()  # from here on who writes them releases them
+        snapshot, ref = workers.pop("center")
+        self._know(snapshot, ref)
+        if self._backup.version < self._known_optimizer[1]:
+            self._backup.begin(*self._known_optimizer)
+        return [Collected(snapshot, workers)]
 
     def waiting_for(self) -> str:
         """Return who is starting, what the others need, and what the cluster has."""
@@ -488,7 +643,3 @@ def _on_report(report: WorkerReport) -> list[Event]:
 
 def _on_progress(num_samples: int) -> list[Event]:
     return [Scoring(num_samples)]
-
-
-def _on_ping(_: None) -> list[Event]:
-    return []

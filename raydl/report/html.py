@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from html import escape
 
+from raydl.redaction import redact
+
 _VOID = ("meta",)
-_USER_INFO = re.compile(r"(://)[^\s/?#]*@")
-"""Who asks, and with which secret, in a URI: ``s3://KEY:SECRET@bucket``."""
 
 
 class Html(str):
@@ -75,8 +74,8 @@ def folded(summary: str, *children: object) -> Html:
 
 
 def _escaped(text: str) -> str:
-    """Return text as it may stand in a page, keys and passwords of URIs cut out."""
-    return escape(_USER_INFO.sub(r"\1", text))
+    """Return text as it may stand in a page, credentials of URIs left out."""
+    return escape(redact(text))
 
 
 def _plain(value: object) -> str:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raydl.errors import ConfigError, DataError, RaydlError
+from raydl.errors import ConfigError, DataError, RaydlError, SupersededError
 from raydl.runs.folder import NO_RUN, open_run
 from raydl.runs.status import RunStatus, WorkerStatus, from_json, to_json
 from raydl.storage import Storage, in_words
@@ -78,7 +78,7 @@ class RunDesk:
     def __init__(self, storage: Storage, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_failures = 0
         self.driver = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
-        self._storage, self._clock = storage, clock
+        self.storage, self._clock = storage, clock
         self._told_at = self._looked_at = float("-inf")
         # Shared with the thread, under this lock:
         self._changed = threading.Condition()
@@ -152,7 +152,7 @@ class RunDesk:
 
     def _work(self) -> None:
         told: RunStatus | None = None
-        self._try(self._storage.delete_dir, "answers")  # that nobody came back for
+        self._try(self.storage.delete_dir, "answers")  # that nobody came back for
         while True:
             with self._changed:
                 is_awake = self._changed.wait_for(lambda: self._is_awake, BEAT_S)
@@ -182,22 +182,24 @@ class RunDesk:
         self._try(self._write_answers)
 
     def _try(self, act: Callable[..., None], *arguments: Any) -> bool:
-        """Do something on the storage; return whether it worked."""
+        """Do something on the storage; return whether it worked, or is another driver's to do."""
         try:
             act(*arguments)
+        except SupersededError:  # the desk is another driver's; the run's loop hears of it, too
+            return True
         except Exception as error:  # whatever a file system raises must not end this thread
             with self._changed:
                 self.num_failures += 1
                 if self.num_failures == 1:
                     self._trouble = (
-                        f"the run's folder {self._storage.root} failed: {error}; training goes on, "
+                        f"the run's folder {self.storage.root} failed: {error}; training goes on, "
                         f"but raydl status and raydl remove do not work until it is back"
                     )
             return False
         return True
 
     def _write_status(self, status: RunStatus) -> None:
-        self._storage.write_bytes("status.json", to_json(status))
+        self.storage.write_bytes("status.json", to_json(status))
 
     def _write_answers(self) -> None:
         with self._changed:
@@ -205,23 +207,23 @@ class RunDesk:
         for request_id, answer in answers.items():
             # First, for who reads the answer deletes both; or gave up and deletes this now.
             with suppress(FileNotFoundError):
-                self._storage.delete_dir(f"requests/{request_id}")
+                self.storage.delete_dir(f"requests/{request_id}")
             # It may be read, and its folder deleted, before that folder is flushed.
             with suppress(FileNotFoundError):
-                self._storage.write_bytes(_ANSWER.format(request_id), json.dumps(answer).encode())
+                self.storage.write_bytes(_ANSWER.format(request_id), json.dumps(answer).encode())
             self._answered.add(request_id)
             with self._changed:
                 del self._to_answer[request_id]
 
     def _look(self) -> None:
-        for request_id in self._storage.list_dir("requests"):
+        for request_id in self.storage.list_dir("requests"):
             if request_id not in self._taken:
                 self._take(request_id)
 
     def _take(self, request_id: str) -> None:
         """Take a new request; turn down one that was made to an earlier driver of this run."""
         try:
-            asked = json.loads(self._storage.read_bytes(_REQUEST.format(request_id)))
+            asked = json.loads(self.storage.read_bytes(_REQUEST.format(request_id)))
             is_mine, worker_id = asked["driver"] == self.driver, str(asked["remove"])
         except FileNotFoundError:
             return  # withdrawn, or its folder is there before it: the next look sees

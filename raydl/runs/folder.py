@@ -1,7 +1,7 @@
 """The folder of a run: configuration, events, checkpoints, result.
 
     runs/NAME/
-        config.json           all settings, package versions, commit
+        config.json           all settings but the credentials of URIs, package versions, commit
         events.out.tfevents…  for TensorBoard
         checkpoints/          see raydl.checkpoint
         center.safetensors    the trained weights, once the run has finished
@@ -9,6 +9,7 @@
         result.json           its figures
         status.json           how it stands; with requests/ and answers/, see raydl.runs.desk
         driver.lock           who writes here now; drivers/ on object stores: raydl.runs.hold
+        driver-epochs/        all starts, numbered: raydl.runs.driver_epoch
 
 Without ``storage_path`` this is all there is. With it, all of this is there alone but for the
 events: they are written to the local folder, and copied whenever a checkpoint is written.
@@ -30,6 +31,8 @@ from typing import Any
 
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.errors import ConfigError, DataError
+from raydl.redaction import has_credentials, redact_values
+from raydl.runs.driver_epoch import DriverEpoch
 from raydl.runs.hold import held
 from raydl.storage import Storage, below, in_words, parent_and_name
 from raydl.versions import installed_version
@@ -74,6 +77,8 @@ class RunFolder:
             else str(self.path)
         )
         self.storage = Storage(self.root)
+        """Of a driver that holds the folder: it refuses changes once its epoch is over."""
+        self._epoch: DriverEpoch | None = None
         self._copied: dict[str, int] = {}
 
     @contextmanager
@@ -82,26 +87,35 @@ class RunFolder:
 
         Raises:
             DataError: no run is there that could be resumed.
-            ConfigError: it can not be written, or another driver is at work there.
+            ConfigError: it can not be written, another driver is at work there, or it holds a
+                run that was not asked for.
         """
         if resume:
             self.read_config()  # first: nothing is made where somebody mistyped a name
         setting = "run.storage_path" if self.is_remote else "run.run_dir"
         self.storage.probe(setting)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            with self.storage.waiting(f"to make {self.path}"):
+                self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problem = f"{self.path} can not be made: {in_words(error)}"
             raise ConfigError("run.run_dir", problem) from error
-        with held(self.storage, setting):
-            yield
+        check = (lambda: None) if resume else self._refuse_run
+        with held(storage := self.storage, setting, check=check) as epoch:
+            self.storage, self._epoch = storage.guarded(epoch.check), epoch
+            try:
+                yield
+            finally:
+                self.storage, self._epoch = storage, None
 
-    def open_new(self) -> None:
-        """Begin a run in the folder, which is held.
+    @property
+    def epoch(self) -> DriverEpoch:
+        """The epoch of this driver, which holds the folder."""
+        assert self._epoch is not None, "the folder is not held"
+        return self._epoch
 
-        Raises:
-            ConfigError: there is a run already.
-        """
+    def _refuse_run(self) -> None:
+        """Raise a ConfigError if there is a run already."""
         if self.storage.exists("config.json"):
             raise ConfigError(
                 "run.run_dir", f"{self.root} already holds a run; add --resume, or name another"
@@ -114,7 +128,8 @@ class RunFolder:
             DataError: no run is there, or its settings can not be read.
             ConfigError: a setting that must not change did.
         """
-        before, now = dotted(to_dict(self.read_config())), dotted(to_dict(config))
+        # Without credentials, which config.json does not have: they may have changed, or moved.
+        before, now = (dotted(redact_values(to_dict(c))) for c in (self.read_config(), config))
         for name in _MUST_STAY:
             if before[name] != now[name]:
                 raise ConfigError(
@@ -132,12 +147,18 @@ class RunFolder:
                 self._copied[name] = local.stat().st_size
 
     def write_config(self, config: TrainConfig) -> None:
-        """Write all settings with the versions of what runs them, and who submitted it."""
+        """Write all settings with the versions of what runs them, and who submitted it.
+
+        Credentials of URIs are left out, and the settings that had some are listed.
+        """
+        settings = to_dict(config)
         values = {
-            "config": to_dict(config),
+            "config": redact_values(settings),
+            "redacted": [name for name, v in dotted(settings).items() if has_credentials(v)],
             "versions": _versions(),
             "commit": _commit(),
             "submission": this_submission(),
+            "driver_epoch": self.epoch.number,
         }
         self.storage.write_bytes("config.json", json.dumps(values, indent=2).encode())
 
@@ -159,6 +180,15 @@ class RunFolder:
             raise DataError(self.root, "no run is there: its config.json is not of raydl")
         return from_dict(TrainConfig, values["config"])
 
+    def redacted_settings(self) -> list[str]:
+        """Return the settings, by dotted name, whose credentials ``config.json`` does not have."""
+        try:
+            values = json.loads(self.storage.read_bytes("config.json"))
+        except (OSError, ValueError):
+            return []
+        found = values.get("redacted") if _is_of_raydl(values) else None
+        return found if isinstance(found, list) else []
+
     def begun_by(self) -> str | None:
         """Return the id of the submission that wrote ``config.json``; None: none did.
 
@@ -173,7 +203,9 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the figures of the run."""
-        self.storage.write_bytes("result.json", json.dumps(result, indent=2).encode())
+        self.storage.write_bytes(
+            "result.json", json.dumps(redact_values(result), indent=2).encode()
+        )
 
     def publish_events(self) -> None:
         """Copy the local event files that have grown to where the run is kept, if elsewhere.

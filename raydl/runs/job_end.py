@@ -6,6 +6,8 @@ import enum
 import signal
 from dataclasses import dataclass
 
+from raydl.errors import WORTH_RETRYING
+
 RUNNING = ("PENDING", "RUNNING")
 SILENT = "SILENT"
 """The cluster does not answer."""
@@ -44,7 +46,7 @@ class Fate(enum.Enum):
     FAILED = "failed"
     """On its own account: it would fail again."""
     LOST = "lost"
-    """Its driver was taken away: the run can go on."""
+    """Its driver or its machines were taken away: the run can go on."""
 
 
 def judge(state: JobState) -> tuple[Fate, int, str]:
@@ -60,6 +62,8 @@ def judge(state: JobState) -> tuple[Fate, int, str]:
         return Fate.STOPPED, 130 if code in (130, -signal.SIGINT) else 143, "it was stopped"
     if code is not None and (code < 0 or code > 128):
         return Fate.LOST, 1, f"the driver was killed ({_signal_name(code)})"
+    if code == WORTH_RETRYING:
+        return Fate.LOST, code, f"its machines failed (exit status {code}; see its last lines)"
     if code is not None:
         return Fate.FAILED, code, f"the driver ended with exit status {code}"
     if state.error in _LOST_ERRORS:

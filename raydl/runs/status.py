@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
+from raydl.redaction import redact_values
+
 _FINAL = ("finished", "stopped", "failed")
 _T = TypeVar("_T")
 
@@ -76,7 +78,7 @@ class RunStatus:
 
 def to_json(status: RunStatus) -> bytes:
     """Return the contents of ``status.json``."""
-    return json.dumps(asdict(status), indent=2, allow_nan=False).encode()
+    return json.dumps(redact_values(asdict(status)), indent=2, allow_nan=False).encode()
 
 
 def from_json(data: bytes) -> RunStatus:

@@ -77,13 +77,13 @@ class Metadata:
         except (OSError, http.client.HTTPException) as error:
             raise MetadataError(f"{self._url}{path} does not answer: {error}") from None
 
-    def get(self, path: str, headers: dict[str, str], *, method: str = "GET") -> str:
+    def get(self, path: str, headers: dict[str, str]) -> str:
         """Return the text of an answer.
 
         Raises:
             MetadataError: there was none, or its status is not 200.
         """
-        status, text = self.ask(path, headers, method=method)
+        status, text = self.ask(path, headers)
         if status != 200:
             raise MetadataError(f"{self._url}{path} answers with status {status}")
         return text
@@ -114,13 +114,25 @@ class Aws:
 
     def _get(self, path: str) -> str | None:
         if not self._token:
-            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
-            self._token = self._metadata.get("/latest/api/token", ttl, method="PUT")
+            self._token = self._new_token()
         status, text = self._metadata.ask(path, {"X-aws-ec2-metadata-token": self._token})
         if status in (200, 404):
             return text if status == 200 else None
         self._token = ""  # 401: it is too old
         raise MetadataError(f"{path} answers with status {status}")
+
+    def _new_token(self) -> str:
+        ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
+        path = "/latest/api/token"
+        try:
+            status, text = self._metadata.ask(path, ttl, method="PUT")
+        except MetadataError as error:
+            # Its answer may pass few hops: one that has passed too many is lost without a word.
+            hint = "in a container with a network of its own, set HttpPutResponseHopLimit to 2"
+            raise MetadataError(f"{error}; {hint}, or use the machine's network") from None
+        if status != 200:
+            raise MetadataError(f"{path} answers with status {status}")
+        return text
 
 
 def _aws_action(text: str, now: float) -> Notice:

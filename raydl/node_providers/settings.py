@@ -1,0 +1,98 @@
+"""The settings that a cluster's file must give, since these providers make nothing."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+from raydl.errors import ConfigError
+
+Cluster = dict[str, Any]
+"""A cluster's file, as Ray's launcher hands it on."""
+
+AZURE_OWN = ("msi", "nsg", "subnet")
+"""What Ray's provider for Azure takes from ``provider``, one for all nodes; here one per type."""
+
+
+def gcp_cluster(cluster: Cluster) -> Cluster:
+    """Return a cluster on Google Cloud with the public key on each of its own machines.
+
+    Raises:
+        ConfigError: a node type names no service account or network, or there is no key.
+    """
+    cluster = copy.deepcopy(cluster)
+    user, public_key = _ssh(cluster)
+    for name, node in _nodes(cluster):
+        _need(node, name, ("serviceAccounts", "networkInterfaces"))
+        node["metadata"] = _with_key(node.get("metadata", {}), f"{user}:{public_key}")
+    return _prepared(cluster)
+
+
+def azure_cluster(cluster: Cluster) -> Cluster:
+    """Return a cluster on Azure with the public key in each of its node types.
+
+    Raises:
+        ConfigError: the provider names no subscription, a node type no identity, security group
+            or subnet, or there is no key.
+    """
+    cluster = copy.deepcopy(cluster)
+    for key in ("subscription_id", "unique_id"):
+        if not cluster["provider"].get(key):
+            raise ConfigError(f"provider.{key}", "must be given")
+    user, public_key = _ssh(cluster)
+    for name, node in _nodes(cluster):
+        parameters = node.get("azure_arm_parameters", {})
+        _need(parameters, f"{name}.azure_arm_parameters", AZURE_OWN)
+        parameters.update(adminUsername=user, publicKey=public_key)
+    return _prepared(cluster)
+
+
+def azure_provider(provider: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    """Return the provider's settings with the identity and the network of one node type."""
+    parameters = node["azure_arm_parameters"]
+    return {**provider, **{key: parameters[key] for key in AZURE_OWN}}
+
+
+def _with_key(metadata: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the metadata of a machine with one more key for SSH, beside those that it has.
+
+    A new one: node types of a file may share theirs, and the key may be there already.
+    """
+    items = metadata.get("items", [])
+    keys = [line for i in items if i["key"] == "ssh-keys" for line in i["value"].splitlines()]
+    keys += [] if key in keys else [key]
+    others = [i for i in items if i["key"] != "ssh-keys"]
+    return {**metadata, "items": [*others, {"key": "ssh-keys", "value": "\n".join(keys)}]}
+
+
+def _prepared(cluster: Cluster) -> Cluster:
+    cluster["head_node"] = {}  # Ray's launcher reads it: what is added to the head alone
+    return cluster
+
+
+def _nodes(cluster: Cluster) -> list[tuple[str, dict[str, Any]]]:
+    """Return (dotted name, settings) of each node type."""
+    types = cluster["available_node_types"]
+    return [(f"available_node_types.{n}.node_config", t["node_config"]) for n, t in types.items()]
+
+
+def _need(settings: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        if not settings.get(key):
+            raise ConfigError(f"{name}.{key}", "must be given: this provider makes none")
+
+
+def _ssh(cluster: Cluster) -> tuple[str, str]:
+    """Return (user, public key), from beside the private key."""
+    private = cluster["auth"].get("ssh_private_key")
+    if not private:
+        raise ConfigError("auth.ssh_private_key", "must be given: this provider makes none")
+    path = os.path.expanduser(f"{private}.pub")
+    try:
+        with open(path) as file:
+            public_key = file.read().strip()
+    except OSError as error:
+        problem = f"has no public key beside it: {path}: {error.strerror}; make both: ssh-keygen"
+        raise ConfigError("auth.ssh_private_key", problem) from None
+    return cluster["auth"]["ssh_user"], public_key

@@ -1,0 +1,135 @@
+"""Every sample counts exactly once an epoch, whatever is done to the machines.
+
+The count is no figure of the run's own: each sample adds one to a weight of its own.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import counting
+import pytest
+from clusters import ClusterRun, actors, expendable, nodes
+from safetensors.torch import load_file
+
+from raydl.checkpoint import CheckpointStore
+from raydl.storage import Storage
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+MOST_OUT = 4 * 2 * counting.BATCH_SIZE
+"""Samples that one loss may count twice, or not at all, by messages: what four workers at most have
+under way, a period of two batches each."""
+
+
+class Machines:
+    """Does one thing after another to the machines of a run, each once all train again."""
+
+    def __init__(self, cluster, run):
+        self.cluster, self.run = cluster, run
+        self.num_losses = 0
+
+    def until_all_train(self, num_workers=3):
+        """Wait until so many workers train, and have gone on by some rounds."""
+        self.run.until_training(num_workers)
+        before = self.run.status()["num_samples"]
+        self.run.until(lambda: self.run.status()["num_samples"] > before + 200)
+
+    def signal(self, name, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(actors(self.cluster, name)[0], number)
+        self.num_losses += 1
+
+    def kill_worker(self):
+        self.signal("WorkerActor", signal.SIGKILL)
+        self.run.until_said("was lost")
+
+    def halt_worker(self):
+        self.signal("WorkerActor", signal.SIGSTOP)
+        self.run.until_said("its process is stopped")
+
+    def kill_center(self):
+        self.signal("CenterActor", signal.SIGKILL)
+        self.run.until_said("center was lost")
+
+    def drain_node(self):
+        node = expendable(self.cluster)[0]
+        self.cluster.add_node(num_cpus=1)
+        ray = Path(sys.executable).with_name("ray")
+        words = [
+            ray, "drain-node", "--address", self.cluster.address, "--node-id", node.node_id,
+            "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
+            "--deadline-remaining-seconds", "60",
+        ]  # fmt: skip
+        subprocess.run(words, check=True, capture_output=True, timeout=60)
+        self.run.until_said("drains")
+        self.run.until(lambda: self.run.status()["num_workers"] == 3)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def lose_nodes(self):
+        """Lose two of three nodes: fewer workers are left than may train."""
+        self.num_losses += 2
+        for node in expendable(self.cluster)[:2]:
+            self.cluster.remove_node(node, allow_graceful=False)
+        self.run.until_said("1 of 2 workers are left")
+        self.cluster.add_node(num_cpus=1)
+        self.cluster.add_node(num_cpus=1)
+
+
+def counts_of(folder):
+    """Return how often each sample reached the center of the newest checkpoint, and its total."""
+    checkpoint, damage = CheckpointStore(Storage(str(folder))).read()
+    assert damage == []
+    return checkpoint.center["counts"].round().long(), checkpoint.num_samples
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), path]))
+    with nodes(0, 1, 1, 1) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
+def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
+    cluster, tmp_path, is_sync
+):
+    rule = "AllProgress" if is_sync else "AllProgressByMessages"
+    options = [
+        "--data", counting.write_table(tmp_path / "table"), "--method", f"counting:{rule}",
+        *counting.OPTIONS, "--workers", "2:3", "--elastic.lease-s", "3",
+        "--checkpoint.every-s", "5",
+    ]  # fmt: skip
+    cut_off = [{"fault": "partition", "target": "rank 1", "at": "round 60", "for_s": 6}]
+    folder = tmp_path / "run"
+    with ClusterRun(cluster, folder, *options, "--epochs", "9999", faults=cut_off) as run:
+        machines = Machines(cluster, run)
+        run.until_training(3)
+        run.until_said("was lost: it did not answer for")
+        machines.num_losses += 1
+        for strike in (
+            machines.kill_worker,
+            machines.halt_worker,
+            machines.kill_center,
+            machines.drain_node,
+            machines.lose_nodes,
+        ):
+            machines.until_all_train()
+            strike()
+        machines.until_all_train()
+        run.until(lambda: time.time() - (run.status().get("checkpoint_at") or 0) < 4)
+        run.process.kill()  # the driver, without a word
+        run.process.wait()
+    num_epochs = counts_of(folder)[1] // counting.NUM_SAMPLES + 3
+    with ClusterRun(cluster, folder, *options, "--epochs", str(num_epochs), "--resume") as run:
+        run.wait()
+        assert run.result["samples"] == num_epochs * counting.NUM_SAMPLES
+    counts = load_file(folder / "center.safetensors")["counts"].round().long()
+    num_out = int((counts - num_epochs).abs().sum())
+    assert num_out <= (0 if is_sync else machines.num_losses * MOST_OUT), counts.tolist()
+    print(f"{rule}: {num_epochs} epochs, {machines.num_losses} losses, {num_out} samples out")

@@ -1,0 +1,164 @@
+"""A busy process is not a dead one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_controller import Stage
+
+from raydl.crew import Busy
+from raydl.leases import Leases
+from raydl.on_ray.liveness import Liveness, Times, times_of
+
+
+def looked(*times, at=(1.0, 2.0)):
+    """A process that was looked at twice."""
+    liveness = Liveness()
+    for now, seen in zip(at, times, strict=True):
+        assert liveness.due(["w1"], now) == ["w1"]
+        liveness.note("w1", seen, now)
+    return liveness
+
+
+def test_a_process_that_computes_is_busy():
+    assert looked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0)).is_busy("w1", 2.0)
+    assert looked(Times(5.0, "S", 100.0), Times(5.2, "S", 101.0)).is_busy("w1", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        (Times(5.0, "T", 100.0), Times(5.0, "T", 101.0), "; its process is stopped"),
+        (Times(5.0, "S", 100.0), Times(5.01, "S", 101.0), "; its process uses no CPU: it waits"),
+        (Times(5.0, "R", 100.0), None, "; its process has ended"),
+        (Times(5.0, "R", 100.0), Times(5.0, "Z", 101.0), "; its process has ended"),
+    ],
+)
+def test_one_that_does_not_compute_is_not_and_it_is_told_why(before, after, why):
+    liveness = looked(before, after)
+    assert not liveness.is_busy("w1", 2.0)
+    assert liveness.why_silent("w1", 2.0).startswith(why)
+
+
+def test_one_look_is_not_enough_and_an_old_one_tells_nothing():
+    liveness = Liveness()
+    liveness.due(["w1"], 1.0)
+    liveness.note("w1", Times(5.0, "R", 100.0), 1.0)
+    assert not liveness.is_busy("w1", 1.0)
+    liveness = looked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
+    assert not liveness.is_busy("w1", 8.0)
+    assert liveness.why_silent("w1", 8.0) == "; nor did its node, asked how the process is"
+
+
+def test_a_process_is_looked_at_once_a_second_and_forgotten_once_it_answers():
+    liveness = looked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
+    assert liveness.due(["w1"], 2.5) == []
+    assert liveness.due([], 2.6) == []
+    assert liveness.due(["w1"], 2.7) == ["w1"]
+    assert not liveness.is_busy("w1", 2.7)
+    assert liveness.why_silent("w2", 2.7) == ""
+
+
+def test_those_that_owe_an_answer_for_long_are_looked_at_before_their_lease_ends():
+    now = 0.0
+    leases = Leases(10.0, clock=lambda: now)
+    leases.ask("w1")
+    now = 2.0
+    leases.ask("w2")
+    now = 2.6
+    assert leases.silent(2.5) == ["w1"]
+
+
+def test_the_kernel_tells_busy_from_stopped():
+    code = "print(1, flush=True)\nwhile True: sum(range(1000))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline()
+        first = times_of(process.pid)
+        deadline = time.monotonic() + 30
+        while times_of(process.pid).cpu_s - first.cpu_s < 0.2:
+            assert time.monotonic() < deadline
+        assert times_of(process.pid).state in "RS"
+        os.kill(process.pid, signal.SIGSTOP)
+        while times_of(process.pid).state != "T":
+            assert time.monotonic() < deadline
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert times_of(process.pid) is None
+
+
+def test_a_busy_process_is_told_with_cause_and_setting():
+    stage = Stage().start()
+    stage.step(Busy("w1", 10.2))
+    assert stage.said[-1] == (
+        "w1 has not answered for 10 s but is busy: a long call may hold the interpreter lock, or a "
+        "large state is on its way; it is waited for, 600 s at most (elastic.max_busy_s)"
+    )
+
+
+# on Ray
+
+HOLD = """
+import sys, time, itertools, collections, torch, raydl
+
+FOLDER, METHOD, HOLD_S, LEASE_S = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
+
+def hold(seconds):
+    # One call that never gives the interpreter lock back: others of this process stand still.
+    began = time.perf_counter()
+    collections.deque(itertools.repeat(None, 10**8), maxlen=0)
+    rate = 10**8 / (time.perf_counter() - began)
+    collections.deque(itertools.repeat(None, int(rate * seconds)), maxlen=0)
+
+class Model(torch.nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, num_classes)
+        self.calls = 0
+
+    def forward(self, images):
+        self.calls += self.training
+        if self.training and self.calls == 30:
+            hold(HOLD_S)
+        return self.linear(images.flatten(1))
+
+def model(image_shape, num_classes):
+    return Model(num_classes)
+
+raydl.Trainer(
+    raydl.Classification(model), "digits",
+    method=raydl.MethodConfig(name=METHOD, period=4),
+    training=raydl.TrainingConfig(epochs=6),
+    elastic=raydl.ElasticConfig(lease_s=LEASE_S),
+    run=raydl.RunConfig(run_dir=FOLDER, progress="plain"),
+).fit()
+"""
+
+
+def hold_lock(tmp_path, method, hold_s, lease_s):
+    script = tmp_path / "own.py"
+    script.write_text(HOLD)
+    words = [sys.executable, script, tmp_path / "run", method, str(hold_s), str(lease_s)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "was lost" not in done.stdout
+    return done.stdout
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+def test_code_that_holds_the_interpreter_lock_for_longer_than_the_lease_is_waited_for(
+    tmp_path, method
+):
+    output = hold_lock(tmp_path, method, hold_s=6.0, lease_s=2.0)
+    assert "but is busy: a long call may hold the interpreter lock" in output
+
+
+@pytest.mark.slow
+def test_at_the_default_lease_a_hold_of_a_minute_costs_no_worker(tmp_path):
+    hold_lock(tmp_path, "async-easgd", hold_s=60.0, lease_s=10.0)

@@ -1,0 +1,76 @@
+"""Failures of machines are told from mistakes in the code that ran there."""
+
+import errno
+import pickle
+
+import pytest
+import torch
+
+from raydl.errors import DataError, InfrastructureError
+from raydl.machine_failures import failure_of_machine
+
+OF_MACHINE = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError("When reading information for key 'x': AWS Error NETWORK_CONNECTION during HeadObject"),
+    ConnectionResetError("Connection reset by peer"),
+    TimeoutError("timed out"),
+]  # fmt: skip
+OF_CODE = [
+    ValueError("mean is undefined"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x16 and 10x3)"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    IsADirectoryError(errno.EISDIR, "Is a directory"),
+    OSError("When getting 'x': AWS Error ACCESS_DENIED during GetObject operation"),
+    OSError("cannot identify image file 'a.png'"),
+    KeyError("CUDA error"),
+    AssertionError(),
+]
+
+
+@pytest.mark.parametrize("error", OF_MACHINE, ids=repr)
+def test_memory_devices_disks_and_networks_are_the_machines(error):
+    said = failure_of_machine(error)
+    assert said.startswith(type(error).__name__)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("error", OF_CODE, ids=repr)
+def test_all_else_is_the_codes_own(error):
+    assert failure_of_machine(error) == ""
+
+
+def raised_from(cause, error):
+    try:
+        try:
+            raise cause
+        except type(cause) as inner:
+            raise error from inner
+    except type(error) as outer:
+        return outer
+
+
+def test_what_an_error_was_raised_from_counts():
+    error = raised_from(OF_MACHINE[5], DataError("a.parquet", "can not be read"))
+    assert failure_of_machine(error) == "a.parquet: can not be read"
+    error = raised_from(OF_CODE[2], DataError("a.parquet", "can not be read"))
+    assert failure_of_machine(error) == ""
+
+
+def test_the_failure_that_torch_really_raises_for_want_of_memory_is_known():
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(10**15)
+    assert failure_of_machine(error.value).startswith("RuntimeError: ")
+
+
+def test_the_error_names_the_process_and_travels():
+    error = pickle.loads(pickle.dumps(InfrastructureError("w3", "MemoryError")))
+    assert str(error) == "the machine of w3 failed: MemoryError"
+    assert error.exit_status == 75

@@ -1,0 +1,490 @@
+"""A storage that hangs is told, is waited for only so long, and costs nothing that was trained."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import boto3
+import pytest
+from pyarrow import fs
+from safetensors.torch import load_file
+from test_controller import Stage, collected, report, scored
+from test_recorder import Memory as Writer
+from test_recorder import collected as collected_round
+from test_recorder import flat_model
+
+import raydl
+from raydl import checkpoint_writer, silence
+from raydl.best import BestCenter
+from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint_writer import CheckpointWriter
+from raydl.control import State
+from raydl.crew import GaveUp, Published
+from raydl.errors import WORTH_RETRYING, StorageSilentError
+from raydl.metrics import Queued, queued
+from raydl.runs.totals import Totals
+from raydl.silence import SilenceTeller, within
+from raydl.storage import Storage, is_answer
+
+BOUND_S = 20
+
+
+class Freezing:
+    """A file system that answers nothing while it is frozen, as one of a lost file server."""
+
+    type_name = "freezing"
+
+    def __init__(self):
+        self.thawed = threading.Event()
+        self.thawed.set()
+
+    def __getattr__(self, name):
+        def call(*arguments, **options):
+            assert self.thawed.wait(60)
+            return getattr(fs.LocalFileSystem(), name)(*arguments, **options)
+
+        return call
+
+
+@pytest.fixture
+def freezing():
+    """A file system that a test freezes; in the end it goes on, and so do the threads."""
+    filesystem = Freezing()
+    yield filesystem
+    filesystem.thawed.set()
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """What takes seconds otherwise: a line after 0.3, the end of all patience after 1."""
+    monkeypatch.setattr(silence, "_given_up", [])
+    for module, name, seconds in (
+        (silence, "TELL_S", 0.3), (silence, "_GRACE_S", 0.1), (silence, "_RELEASE_S", 0.5),
+        (checkpoint_writer, "GIVE_UP_S", 1.0), (queued, "TELL_S", 0.3), (queued, "GIVE_UP_S", 1.0),
+        (queued, "_FLUSH_S", 0.5),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, seconds)
+
+
+def until(holds):
+    deadline = time.monotonic() + BOUND_S
+    while not (found := holds()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+# what is told
+
+
+def test_a_storage_that_does_not_answer_is_told_once_and_once_that_it_answers(
+    tmp_path, freezing, soon
+):
+    storage = Storage(str(tmp_path), filesystem=freezing)
+    teller = SilenceTeller(storage, "training goes on")
+    storage.write_bytes("a", b"1")
+    assert teller.news() is None
+    freezing.thawed.clear()
+    thread = threading.Thread(target=storage.write_bytes, args=("b", b"2"), daemon=True)
+    thread.start()
+    said = until(teller.news)
+    assert said == (
+        f"the storage {tmp_path} has not answered for 0 s (to write b); training goes on"
+    )
+    assert teller.news() is None
+    freezing.thawed.set()
+    assert re.fullmatch(rf"the storage {tmp_path} answers again, after \d s", until(teller.news))
+    thread.join(BOUND_S)
+    assert (storage.unanswered()[0], teller.news()) == (0.0, None)
+
+
+UNREACHED = OSError("AWS Error NETWORK_CONNECTION during PutObject operation: curlCode: 28")
+
+
+class Failing(Storage):
+    """A storage whose writes fail as a test says."""
+
+    error = UNREACHED
+
+    def _put(self, name, fill):
+        raise self.error
+
+
+def test_a_server_that_can_not_be_reached_is_as_silent_as_one_that_hangs(tmp_path):
+    storage = Failing(str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(OSError, match="NETWORK"):
+            storage.write_bytes("a", b"")
+        time.sleep(0.05)
+    assert storage.dead_s() >= 0.1
+    assert storage.unanswered()[1] == "to write a"
+    storage.error = OSError(28, "No space left on device")  # which is an answer
+    with pytest.raises(OSError, match="No space"):
+        storage.write_bytes("a", b"")
+    assert storage.dead_s() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "says_something"),
+    [
+        (FileNotFoundError("gone"), True),
+        (PermissionError(13, "permission denied"), True),
+        (TimeoutError(110, "Connection timed out"), False),
+        (OSError(112, "Host is down"), False),
+        (UNREACHED, False),
+    ],
+)
+def test_what_an_error_says_of_a_storage(error, says_something):
+    assert is_answer(error) is says_something
+
+
+# what is waited for
+
+
+def test_a_call_is_made_for_as_long_as_the_storage_answers(tmp_path, freezing, soon):
+    storage, told = Storage(str(tmp_path), filesystem=freezing), []
+    assert within(storage, lambda: 7) == 7
+    with pytest.raises(KeyError):
+        within(storage, lambda: {}["a"])
+    freezing.thawed.clear()
+    problem = r"has not answered for 1 s \(to look for x\); see to its server"
+    with pytest.raises(StorageSilentError, match=problem):
+        within(storage, lambda: storage.exists("x"), tell=told.append, limit_s=1.0)
+    assert told == [
+        f"the storage {tmp_path} has not answered for 0 s (to look for x); it is given up after 1 s"
+    ]
+    assert silence.is_anything_given_up()
+    began = time.monotonic()
+    with pytest.raises(StorageSilentError):  # it was given up: no minute is waited again
+        within(storage, lambda: storage.exists("y"), tell=told.append, limit_s=1.0)
+    assert time.monotonic() - began < 0.9
+    assert len(told) == 1
+
+
+def test_a_call_that_takes_long_but_gets_on_is_not_given_up(tmp_path, soon):
+    storage = Storage(str(tmp_path))
+
+    def slow():
+        for _ in range(6):
+            time.sleep(0.25)
+            yield b"piece"
+
+    assert within(storage, lambda: storage.write_pieces("a", slow()), limit_s=0.6).num_bytes == 30
+
+
+def writer_on(storage, flat, **more):
+    store = CheckpointStore(storage)
+    best = BestCenter(storage, flat)
+    return CheckpointWriter(
+        store, flat, best, after=lambda: None, unanswered=storage.unanswered, **more
+    )
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_dead_storage_is_waited_for_only_so_long_and_the_center_is_saved_elsewhere(
+    tmp_path, freezing, soon, is_last
+):
+    flat, refuge = flat_model(), tmp_path / "refuge"
+    refuge.mkdir()
+    writer = writer_on(Storage(str(tmp_path / "run"), filesystem=freezing), flat, refuge=refuge)
+    freezing.thawed.clear()
+    checkpoint = dataclasses.replace(collected_round(7), is_last=is_last)
+    writer.checkpoint(checkpoint, seconds=1.0, totals=Totals())
+    began = time.monotonic()
+    with pytest.raises(StorageSilentError) as error:
+        writer.close()
+    assert time.monotonic() - began < 5
+    assert re.search(r" has not answered for 1 s \(to ", str(error.value))
+    assert str(error.value).endswith(f"the newest center is in {refuge}/center.safetensors")
+    center = load_file(refuge / "center.safetensors")
+    assert center.keys() == flat.model.state_dict().keys()
+
+
+def test_without_another_folder_the_center_goes_to_a_temporary_one(tmp_path, freezing, soon):
+    writer = writer_on(Storage(str(tmp_path / "run"), filesystem=freezing), flat_model())
+    freezing.thawed.clear()
+    writer.checkpoint(collected_round(7), seconds=1.0, totals=Totals())
+    with pytest.raises(StorageSilentError) as error:
+        writer.close()
+    place = Path(str(error.value).rpartition(" is in ")[2])
+    assert load_file(place)
+    place.unlink()
+    place.parent.rmdir()
+
+
+def test_a_storage_that_takes_the_last_files_leaves_nothing_elsewhere(tmp_path, soon):
+    refuge = tmp_path / "refuge"
+    refuge.mkdir()
+    writer = writer_on(Storage(str(tmp_path / "run")), flat_model(), refuge=refuge)
+    checkpoint = dataclasses.replace(collected_round(7), is_last=True)
+    writer.checkpoint(checkpoint, seconds=1.0, totals=Totals())
+    writer.close()
+    assert list(refuge.iterdir()) == []
+
+
+def test_the_end_of_a_run_does_not_wait_for_files_that_are_given_up():
+    stage = Stage().start()
+    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    stage.recorder.is_writing = True
+    stage.step(report("w0", 9), report("w1", 9), collected(9, "w0", "w1"), scored(9))
+    assert stage.state is State.FINISHING
+    stage.recorder.is_given_up = True
+    stage.step()
+    assert stage.state is State.DONE
+
+
+# measurements
+
+
+def queue_on(writer, told):
+    return Queued(lambda say: writer, "the curves in x", told.append)
+
+
+class Gated(Writer):
+    """A writer that stops at a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def scalars(self, values, *, num_samples, unix_s=None):
+        self.gate.wait(60)
+        super().scalars(values, num_samples=num_samples, unix_s=unix_s)
+
+
+@pytest.fixture
+def gated():
+    writer = Gated()
+    yield writer
+    writer.gate.set()
+
+
+def test_measurements_come_in_their_order_with_the_moment_they_were_made(gated):
+    curves = queue_on(gated, [])
+    for number in range(50):
+        curves.scalars({"train/loss": float(number)}, num_samples=number)
+    curves.close()
+    assert [point[0] for point in gated.points] == list(range(50))
+
+
+def test_a_disk_that_hangs_stops_nobody_and_is_told_with_what_it_cost(gated, soon, monkeypatch):
+    monkeypatch.setattr(queued, "MAX_WAITING", 10)
+    told = []
+    curves = queue_on(gated, told)
+    gated.gate.clear()
+    began = time.monotonic()
+    for number in range(30):
+        curves.scalars({"train/loss": 1.0}, num_samples=number)
+    assert time.monotonic() - began < 0.3, "nobody waits for the disk"
+
+    def go_on():
+        curves.text("events", "x", num_samples=99)
+        return told
+
+    until(go_on)
+    assert told[0].startswith("the curves in x have not been written for 0 s: their disk does not")
+    gated.gate.set()
+    until(lambda: go_on()[1:])
+    assert re.search(r"are written again, after \d s; [1-9]\d+ points were dropped", told[1])
+    curves.close()
+    assert len(gated.points) <= 12
+
+
+def test_pictures_that_wait_are_few(gated):
+    curves = queue_on(gated, [])
+    gated.gate.clear()
+    curves.scalars({"train/loss": 1.0}, num_samples=0)
+    for number in range(100):
+        curves.image("time/stacked", None, num_samples=number)
+    gated.gate.set()
+    curves.close()
+    assert len(gated.images) <= queued.MAX_IMAGES + 1
+
+
+def test_the_end_of_the_curves_is_bounded_and_what_is_lost_is_told(gated, soon):
+    told = []
+    curves = queue_on(gated, told)
+    gated.gate.clear()
+    for number in range(5):
+        curves.scalars({"train/loss": 1.0}, num_samples=number)
+    began = time.monotonic()
+    curves.flush()
+    curves.close()
+    assert time.monotonic() - began < 5
+    assert told[-1].startswith("the curves in x could not be written to their end")
+    assert told[-1].endswith("points are lost")
+    assert silence.is_anything_given_up()
+
+
+def test_a_mistake_of_the_writer_is_raised_where_the_next_point_comes_from(gated):
+    class Wrong(Writer):
+        def text(self, name, markdown, *, num_samples):
+            raise LookupError("no such text")
+
+    curves = queue_on(Wrong(), [])
+    curves.text("a", "b", num_samples=1)
+    with pytest.raises(LookupError):
+        curves.close()
+
+
+# the evaluator
+
+
+def test_each_of_many_scores_that_are_given_up_in_a_row_is_told_with_its_number():
+    stage = Stage().start()
+    for _ in range(12):
+        stage.step(GaveUp("evaluation", "its process was killed, or crashed"))
+    lines = [line for line in stage.said if "score was given up" in line]
+    assert len(lines) == 12
+    assert lines[0] == "a score was given up: its process was killed, or crashed"
+    assert lines[-1].startswith("a score was given up, 12 in a row by now: its process was")
+    for _ in range(100):
+        stage.step(GaveUp("evaluation", "its process was killed, or crashed"))
+    assert len([line for line in stage.said if "score was given up" in line]) < 35
+
+
+# whole runs
+
+
+def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
+    tmp_path, monkeypatch, soon
+):
+    thawed, write = threading.Event(), Storage._write
+    thawed.set()
+
+    def freeze(storage, path, fill):
+        if "/kept/" in path:
+            thawed.wait(60)
+        write(storage, path, fill)
+
+    monkeypatch.setattr(Storage, "_write", freeze)
+    monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
+
+    class Freezes(raydl.Callback):
+        def __init__(self):
+            self.num_scores = 0
+
+        def evaluated(self, evaluated):
+            self.num_scores += 1
+            if self.num_scores == 2:
+                thawed.clear()
+
+        def ended(self, figures):
+            raise AssertionError("it could not be written")
+
+    began, freezes = time.monotonic(), Freezes()
+    run = raydl.RunConfig(run_dir=str(tmp_path / "run"), storage_path=str(tmp_path / "kept"))
+    trainer = raydl.Trainer(
+        "mlp", "digits", training=raydl.TrainingConfig(epochs=4),
+        scaling=raydl.ScalingConfig(num_workers=0), run=run, callbacks=[freezes],
+        checkpoint=raydl.CheckpointConfig(every_epochs=1),
+    )  # fmt: skip
+    try:
+        with pytest.raises(StorageSilentError) as error:
+            trainer.fit()
+    finally:
+        thawed.set()
+    assert freezes.num_scores >= 4, "the training went on to its end"
+    assert f"the newest center is in {tmp_path}/run/center.safetensors" in str(error.value)
+    assert load_file(tmp_path / "run/center.safetensors")
+    assert time.monotonic() - began < 60
+
+
+def test_a_run_does_not_begin_on_a_storage_that_does_not_answer(tmp_path, monkeypatch, soon):
+    thawed = threading.Event()
+    monkeypatch.setattr(Storage, "_write", lambda *arguments: thawed.wait(60))
+    monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
+    run = raydl.RunConfig(run_dir=str(tmp_path / "run"))
+    scaling = raydl.ScalingConfig(num_workers=2)
+    began = time.monotonic()
+    try:
+        with pytest.raises(StorageSilentError, match="see to its server, its mount and the net"):
+            raydl.Trainer("mlp", "digits", scaling=scaling, run=run).fit()
+    finally:
+        thawed.set()
+    assert time.monotonic() - began < BOUND_S
+
+
+_SERVER = """
+import time
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def server():
+    """A server that speaks S3's protocol, in a process that can be stopped: (process, URL)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="kept")
+    client.close()
+    yield process, url
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+@pytest.mark.slow
+def test_a_driver_whose_s3_stops_says_so_and_ends_within_a_minute_of_its_training(server, tmp_path):
+    process, url = server
+    environment = {
+        **os.environ, "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "OMP_NUM_THREADS": "1",
+        "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_REGION": "us-east-1",
+    }  # fmt: skip
+    words = [
+        sys.executable, "-u", "-m", "raydl", "train", "--model", "mlp", "--workers", "0",
+        "--seconds", "40", "--checkpoint.every-s", "2", "--evaluation.every-epochs", "100",
+        "--run-dir", str(tmp_path / "run"), "--storage-path", "s3://kept/runs",
+        "--run.progress", "plain",
+    ]  # fmt: skip
+    log = tmp_path / "log.txt"
+    with log.open("w") as out:
+        driver = subprocess.Popen(words, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        manifests = ["resource", "none"]
+        deadline = time.monotonic() + 90
+        client = boto3.client(
+            "s3", endpoint_url=url, region_name="us-east-1",
+            aws_access_key_id="key", aws_secret_access_key="secret",
+        )  # fmt: skip
+        while True:
+            found = client.list_objects_v2(Bucket="kept").get("Contents", [])
+            manifests = [o["Key"] for o in found if o["Key"].endswith("manifest.json")]
+            if manifests:
+                break
+            assert time.monotonic() < deadline, log.read_text()
+            assert driver.poll() is None, log.read_text()
+            time.sleep(0.2)
+        client.close()
+        process.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        while "has not answered for" not in log.read_text():
+            assert time.monotonic() - stopped_at < 14, log.read_text()
+            time.sleep(0.1)
+        assert driver.wait(160) == WORTH_RETRYING
+        ended_after_s = time.monotonic() - stopped_at
+    finally:
+        driver.kill()
+        driver.wait(10)
+        process.send_signal(signal.SIGCONT)
+    said = log.read_text()
+    assert f"the newest center is in {tmp_path}/run/center.safetensors" in said
+    assert load_file(tmp_path / "run/center.safetensors")
+    assert ended_after_s < 40 + 60, said
