@@ -127,12 +127,6 @@ class Arrivals:
         ready = [ref for ref in refs if ref[0] <= self.now]
         return ready[:num_returns], []
 
-    def get(self, refs):
-        for _, name in refs:
-            if name == "lost":
-                raise RayActorError
-        return [f"answer of {name}" for _, name in refs]
-
 
 @pytest.fixture
 def arrivals(monkeypatch):
@@ -172,11 +166,3 @@ def test_two_workers_answers_wait_for_a_millisecond(arrivals):
     calls = calls_of((0.0, "w0"), (0.2, "w1"), loops=[(1e6, "w0"), (1e6, "w1")])
     assert calls.wait(0.25) == [(0.0, "w0")]
     assert arrivals.now <= 0.001
-
-
-def test_answers_are_fetched_together_unless_one_is_an_error(arrivals):
-    calls = calls_of((0.0, "w0"), (0.0, "w1"), loops=[(0.0, "w2")])
-    refs = calls.wait(0.25)
-    assert calls.values(refs) == {(0.0, w): f"answer of {w}" for w in ("w0", "w1")}
-    calls.expect((0.0, "lost"), "lost", list, can_wait=True)
-    assert calls.values([*refs, (0.0, "lost")]) == {}

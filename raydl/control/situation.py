@@ -241,9 +241,9 @@ class Situation:
             if is_pause and self.is_sync:
                 self.pace.pause(self.clock(), run.membership.generation)
             self._note_if_nobody_trains(run)
-        age = end.round, end.num_changes, end.copy_generation
-        copy = Copy(end.worker_id, *age, ledger_round=end.ledger_round)
-        self.workforce.left_loop(end.worker_id, copy if end.round >= 0 else None)
+        age = end.round, end.num_changes, end.copy_generation, end.ledger_round
+        copy = Copy(end.worker_id, *age) if end.round >= 0 else None
+        self.workforce.left_loop(end.worker_id, copy)
 
     def _note_if_nobody_trains(self, run: Generation) -> None:
         """Begin a pause where nobody is at work; by messages one alone trains on."""

@@ -61,13 +61,14 @@ class TorchGroup:
         self._is_cuda = device == "cuda"
         self._tunnel: Tunnel | None = None
         self._timeout = timedelta(seconds=timeout_s)
-        self._is_ring = False
         self._peers: tuple[int, ...] = tuple(r for r in range(num_workers) if r != rank)
 
     def connect(
         self, store: Any, *, host: str, tls: TlsFiles | None = None, has_pairs: bool = False
     ) -> None:
         """Meet the other members in a store.
+
+        With certificates all that gloo sends to another host goes through TLS.
 
         Args:
             store: where they meet.
@@ -129,7 +130,7 @@ class TorchGroup:
         """Let members that are connected prove that they know the generation's secret.
 
         gloo takes for a peer whoever connects first with a small number that is easy to guess.
-        So nothing else is sent before this. NCCL needs none of it: it refuses a connection
+        So nothing of the run is sent before this. NCCL needs none of it: it refuses a connection
         without 64 random bits, which rank 0 has sent to the others through the store.
 
         Raises:
@@ -153,11 +154,7 @@ class TorchGroup:
         )
 
     def _meet_along_ring(self) -> None:
-        """Sum something, for which each member connects with the one before and the one after it.
-
-        gloo makes the connections of a lazy group when they are first used, and waits for one to a
-        peer that went away meanwhile for five times the time-out (its issue 520). So all are made
-        here, where the wait is bounded; none is made later.
+        """Connect with the member before and the one after this one.
 
         A thread of gloo's reads the addresses of those two from the store, and an error of a store
         in Python would end the process there: this thread waits until they are there.
@@ -170,22 +167,43 @@ class TorchGroup:
         peers = tuple({before % self._num_workers, after % self._num_workers})
         addresses = [f"0/{peer}" for peer in peers]  # the names that gloo gives them
         store = self.store  # which is gone once this member has left
-        while not store.check(addresses):
-            self._check_forming(deadline)
+        problem = self._why_give_up(deadline)
+        while not (problem or store.check(addresses)):
             with contextlib.suppress(RuntimeError):
                 store.wait(addresses, _STORE_SLICE)
-        self._check_forming(deadline)
-        work = self.start_allreduce(torch.ones(1))
-        while not is_done(work, _SLICE):
-            self._check_forming(deadline)
-        work.wait()
+            problem = self._why_give_up(deadline)
+        problem = problem or self._sum_ones(deadline)
+        if problem:
+            raise RuntimeError(problem)
         self._peers = peers
 
-    def _check_forming(self, deadline: float) -> None:
+    def _why_give_up(self, deadline: float) -> str:
+        """Return why this member waits no longer for others; empty: it does."""
         if self.is_left:
-            raise RuntimeError("the group was left while it was formed")
+            return "the group was left while it was formed"
         if time.monotonic() >= deadline:
-            raise RuntimeError(f"not all members came within {self._timeout.total_seconds()} s")
+            return f"not all members came within {self._timeout.total_seconds():g} s"
+        return ""
+
+    def _sum_ones(self, deadline: float) -> str:
+        """Sum ones over all members; return what keeps them from it, in a sentence.
+
+        gloo makes the connections of a lazy group when they are first used, and waits for one to a
+        peer that went away meanwhile for five times the time-out (its issue 520). So all are made
+        here, where the wait is bounded; none is made later. It raises nothing: an error would keep
+        the process group, and its owner could not let it go.
+        """
+        try:
+            work = self.start_allreduce(torch.ones(1))
+            while not is_done(work, _SLICE):
+                if problem := self._why_give_up(deadline):
+                    return problem
+            work.wait()
+        except AttributeError:  # another thread has left a moment ago
+            return "the group was left while it was formed"
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def cut(self) -> None:
         """Close the connections now; what is under way fails, here and at the peers."""
@@ -355,7 +373,7 @@ def make_gloo(
     options = dist.ProcessGroupGloo._Options()
     # Bound to the address that the others know: gloo's own guess takes a wrong interface on
     # some hosts.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=is_lazy)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, num_workers, options)
 

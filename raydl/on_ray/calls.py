@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from raydl.crew import Event
 from raydl.errors import RaydlError
@@ -78,21 +78,9 @@ class Calls:
             return []
         if self._by_ref[ready[0]].can_wait:
             urgent = [ref for ref, call in self._by_ref.items() if not call.can_wait]
-            _wait_for_one(urgent, min(_GATHER_S * len(refs), _LONGEST_GATHER_S))
+            _wait_for_one(urgent, min(_GATHER_S * len(refs), _LONGEST_GATHER_S, timeout_s))
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         return list(ready)
-
-    def values(self, refs: Sequence[Any]) -> dict[Any, Any]:
-        """Return, by reference, answers that can wait and that are no errors.
-
-        All at once, which takes a third of the time. If one is an error, none: they are fetched
-        one by one then, and it is told what it is.
-        """
-        small = [ref for ref in refs if ref in self._by_ref and self._by_ref[ref].can_wait]
-        try:
-            return dict(zip(small, ray.get(small), strict=True))
-        except RayError:
-            return {}
 
     def take(self, ref: Any) -> Call | None:
         """Return the call behind a reference; None: it was forgotten meanwhile."""

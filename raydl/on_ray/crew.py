@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -308,12 +308,10 @@ class RayCrew:
     def poll(self, timeout_s: float) -> list[Event]:
         """Return what happened."""
         self._ask_for_news()
-        ready = self._calls.wait(timeout_s)
-        values = self._calls.values(ready)
-        for ref in ready:
+        for ref in self._calls.wait(timeout_s):
             call = self._calls.take(ref)
             if call is not None:  # its process may have been lost a moment ago
-                self._events += self._answer(ref, call, values)
+                self._events += self._answer(ref, call)
         while self._late:
             self._events += self._late.popleft()()
         self._look_at_the_silent()
@@ -411,11 +409,11 @@ class RayCrew:
         """Whether it is one of those that are asked again and again."""
         return call.handle in (_on_report, self._on_poll, self._on_ping)
 
-    def _answer(self, ref: Any, call: Call, values: Mapping[Any, Any]) -> list[Event]:
+    def _answer(self, ref: Any, call: Call) -> list[Event]:
         if self._is_question(call):
             self._leases.answer(call.who)
         try:
-            return call.handle(values[ref] if ref in values else ray.get(ref))
+            return call.handle(ray.get(ref))
         except RayTaskError as error:
             return self._take_error(error, call)
         except ActorUnavailableError:
