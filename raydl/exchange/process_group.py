@@ -373,7 +373,7 @@ def make_gloo(
     options = dist.ProcessGroupGloo._Options()
     # Bound to the address that the others know: gloo's own guess takes a wrong interface on
     # some hosts.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=is_lazy)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, num_workers, options)
 

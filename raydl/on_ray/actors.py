@@ -454,7 +454,6 @@ class WorkerActor:
             worker.copy_generation,
             worker.ledger_round,
             error,
-            worker.ledger_round,
         )
 
     @ray.method(concurrency_group="control")
