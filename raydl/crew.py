@@ -53,10 +53,10 @@ class RunEnded:
     """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
     copy_generation: int = 0
     """The generation that made its copy of the center; 0: the center itself did."""
-    error: NonFiniteError | None = None
-    """Its replica diverged, and was rolled back to the center."""
     ledger_round: int | None = None
     """Up to which it knows the ledger; None: that of its copy of the center."""
+    error: NonFiniteError | None = None
+    """Its replica diverged, and was rolled back to the center."""
 
 
 @dataclass(frozen=True)

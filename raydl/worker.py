@@ -357,14 +357,14 @@ class Worker:
         return (self.round, self._schedule.num_changes) if self._schedule else (-1, 0)
 
     @property
-    def ledger_round(self) -> int:
-        """The round up to which it knows the ledger; -1: it has no copy of the center."""
-        return self._schedule.ledger_round if self._schedule else -1
-
-    @property
     def copy_generation(self) -> int:
         """The generation that made its copy of the center; 0: the center itself made it."""
         return self._generation if self._schedule and self._method.is_sync else 0
+
+    @property
+    def ledger_round(self) -> int:
+        """The round up to which it knows the ledger; -1: it has no copy of the center."""
+        return self._schedule.ledger_round if self._schedule else -1
 
     # what others ask for
 

@@ -12,11 +12,38 @@ import torch
 import torch.distributed as dist
 
 from raydl.exchange.process_group import TorchGroup, is_done
-from raydl.exchange.store import SECRET
+from raydl.exchange.store import StoreServer
 
 MANY = 34
 """More than connect each with every other."""
 LOOK = timedelta(seconds=0.1)
+
+
+class ServedStore(dist.Store):
+    """A store in Python as that of a run is, which gloo calls from threads of its own."""
+
+    def __init__(self, timeout_s):
+        super().__init__()
+        self.server, self.timeout_s = StoreServer(), timeout_s
+
+    def set(self, key, value):
+        self.server.set("run", 1, key, value)
+
+    def get(self, key):
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys):
+        self.wait(keys)
+        found = self.server.wait("run", 1, keys, 0.0)
+        return [found[key] for key in keys]
+
+    def check(self, keys):
+        return self.server.wait("run", 1, keys, 0.0).keys() >= set(keys)
+
+    def wait(self, keys, timeout=None):
+        timeout_s = self.timeout_s if timeout is None else timeout.total_seconds()
+        if not self.server.wait("run", 1, keys, timeout_s).keys() >= set(keys):
+            raise RuntimeError("the other members did not come")
 
 
 class Large:
@@ -24,9 +51,7 @@ class Large:
 
     def __init__(self, num_workers=MANY, *, timeout_s=20.0):
         self.threads_before = set(threading.enumerate())
-        self.store = dist.HashStore()
-        self.store.set_timeout(timedelta(seconds=timeout_s))
-        self.store.set(SECRET, b"of this generation")
+        self.store = ServedStore(timeout_s)
         self.groups = [
             TorchGroup(rank, num_workers, device="cpu", timeout_s=timeout_s)
             for rank in range(num_workers)

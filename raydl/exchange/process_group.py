@@ -37,6 +37,7 @@ _MESH_UP_TO = 32
 """Members that connect each with every other while a gloo group forms. Of more, each connects with
 two: a full mesh of 256 takes 32,640 connections and 5 to 6 s on two cores, a ring under 1 s."""
 _SLICE = timedelta(seconds=0.1)
+_STORE_SLICE = timedelta(seconds=1.0)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
 """Between two looks at a device."""
 
@@ -72,15 +73,17 @@ class TorchGroup:
         Args:
             store: where they meet.
             host: the address that they reach this one by.
-            tls: certificates; a tunnel leads to each member on another host.
+            tls: the certificates of this node; None: connections are in plain.
             has_pairs: any two members will send to each other (:meth:`link`). Else a large gloo
-                group without a tunnel connects as a ring, along which torch sums and gathers.
+                group connects as a ring, along which torch sums and gathers.
+
+        With certificates all that gloo sends to another host goes through TLS.
 
         Raises:
             RuntimeError: not all came in time, or this member left meanwhile.
         """
         try:
-            self._connect(store, host, tls, has_pairs)
+            self._connect(store, host, tls, has_pairs=has_pairs)
         except RuntimeError as error:
             problem = self._tunnel.problem(TOLD_S) if self._tunnel else ""
             if self.is_left:  # whoever left may not have seen the tunnel yet
@@ -89,27 +92,32 @@ class TorchGroup:
                 raise RuntimeError(f"no connection by TLS: {problem}") from error
             raise
 
-    def _connect(self, store: Any, host: str, tls: TlsFiles | None, has_pairs: bool) -> None:
+    def _connect(self, store: Any, host: str, tls: TlsFiles | None, *, has_pairs: bool) -> None:
         if tls is not None and not self._is_cuda:
             store, host = self._through_tunnel(store, host, tls), GLOO_HOST
         self.store = store
-        is_plain = not (self._is_cuda or has_pairs or self._tunnel)
-        is_ring = is_plain and self._num_workers > _MESH_UP_TO
-        if is_ring:
+        # The tunnel's ways are laid for a group that connects while it forms.
+        can_be_ring = not (self._is_cuda or has_pairs or self._tunnel)
+        self._is_ring = can_be_ring and self._num_workers > _MESH_UP_TO
+        if self._is_ring:
             self._peers = ()  # none before they have met
         # In no local variable: an error would keep it, and leave() could not let it go.
         self.process_group = (
             _make_nccl(store, self._rank, self._num_workers, self._timeout)
             if self._is_cuda
             else make_gloo(
-                store, self._rank, self._num_workers, timeout=self._timeout, host=host,
-                is_lazy=is_ring,
+                store,
+                self._rank,
+                self._num_workers,
+                timeout=self._timeout,
+                host=host,
+                lazy=self._is_ring,
             )
-        )  # fmt: skip
-        if is_ring:
-            self._meet_along_ring()
+        )
         if self._tunnel is not None:
             store.is_forming = False
+        if self._is_ring:
+            self._meet_along_ring()
         # Another thread may leave at any moment. Each of both writes before it reads what
         # the other writes, so that one of them closes the connections.
         if self.is_left:
@@ -119,7 +127,7 @@ class TorchGroup:
             self._check_peers(store.get(SECRET))
 
     def _check_peers(self, secret: bytes) -> None:
-        """Let all members prove to each other that they know the generation's secret.
+        """Let members that are connected prove that they know the generation's secret.
 
         gloo takes for a peer whoever connects first with a small number that is easy to guess.
         So nothing of the run is sent before this. NCCL needs none of it: it refuses a connection
@@ -128,7 +136,7 @@ class TorchGroup:
         Raises:
             RuntimeError: another process has taken a member's place, or a member went away.
         """
-        reasons = unproven_peers(self.process_group, self._peers, secret, self._timeout)
+        reasons = unproven_peers(self.process_group, secret, self._timeout, self._peers)
         if reasons:
             told = "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items())
             raise RuntimeError(f"not proven to be members of this generation: {told}")
@@ -148,16 +156,36 @@ class TorchGroup:
     def _meet_along_ring(self) -> None:
         """Connect with the member before and the one after this one.
 
+        A thread of gloo's reads the addresses of those two from the store, and an error of a store
+        in Python would end the process there: this thread waits until they are there.
+
         Raises:
             RuntimeError: not all came in time, or this member left meanwhile.
         """
-        problem = self._sum_ones()
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        before, after = self._rank - 1, self._rank + 1
+        peers = tuple({before % self._num_workers, after % self._num_workers})
+        addresses = [f"0/{peer}" for peer in peers]  # the names that gloo gives them
+        store = self.store  # which is gone once this member has left
+        problem = self._why_give_up(deadline)
+        while not (problem or store.check(addresses)):
+            with contextlib.suppress(RuntimeError):
+                store.wait(addresses, _STORE_SLICE)
+            problem = self._why_give_up(deadline)
+        problem = problem or self._sum_ones(deadline)
         if problem:
             raise RuntimeError(problem)
-        before, after = self._rank - 1, self._rank + 1
-        self._peers = tuple({before % self._num_workers, after % self._num_workers})
+        self._peers = peers
 
-    def _sum_ones(self) -> str:
+    def _why_give_up(self, deadline: float) -> str:
+        """Return why this member waits no longer for others; empty: it does."""
+        if self.is_left:
+            return "the group was left while it was formed"
+        if time.monotonic() >= deadline:
+            return f"not all members came within {self._timeout.total_seconds():g} s"
+        return ""
+
+    def _sum_ones(self, deadline: float) -> str:
         """Sum ones over all members; return what keeps them from it, in a sentence.
 
         gloo makes the connections of a lazy group when they are first used, and waits for one to a
@@ -165,15 +193,11 @@ class TorchGroup:
         here, where the wait is bounded; none is made later. It raises nothing: an error would keep
         the process group, and its owner could not let it go.
         """
-        timeout_s = self._timeout.total_seconds()
-        deadline = time.monotonic() + timeout_s
         try:
             work = self.start_allreduce(torch.ones(1))
             while not is_done(work, _SLICE):
-                if self.is_left:
-                    return "the group was left while it was formed"
-                if time.monotonic() >= deadline:
-                    return f"not all members came within {timeout_s:g} s"
+                if problem := self._why_give_up(deadline):
+                    return problem
             work.wait()
         except AttributeError:  # another thread has left a moment ago
             return "the group was left while it was formed"
@@ -273,7 +297,7 @@ class TunnelStore(dist.Store):  # type: ignore[misc]
 
 
 def unproven_peers(
-    process_group: Any, peers: Sequence[int], secret: bytes, timeout: timedelta
+    process_group: Any, secret: bytes, timeout: timedelta, peers: Sequence[int]
 ) -> dict[int, str]:
     """Exchange proofs with peers; return the ranks that sent a wrong one or none, and why.
 
@@ -334,7 +358,7 @@ def is_done_on_device(work: Any, within: timedelta) -> bool:
 
 
 def make_gloo(
-    store: Any, rank: int, num_workers: int, *, timeout: timedelta, host: str, is_lazy: bool = False
+    store: Any, rank: int, num_workers: int, *, timeout: timedelta, host: str, lazy: bool = False
 ) -> Any:
     """Return a process group of gloo that listens on one address alone.
 
@@ -343,8 +367,8 @@ def make_gloo(
         rank: this member's.
         num_workers: of all members.
         timeout: bound of every operation.
-        host: the address.
-        is_lazy: two members connect when they first send to each other, and not at once.
+        host: the address that it listens on.
+        lazy: connect with a member when something is first sent to it.
     """
     options = dist.ProcessGroupGloo._Options()
     # Bound to the address that the others know: gloo's own guess takes a wrong interface on

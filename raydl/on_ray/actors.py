@@ -452,6 +452,7 @@ class WorkerActor:
             problem,
             num_changes,
             worker.copy_generation,
+            worker.ledger_round,
             error,
             worker.ledger_round,
         )
