@@ -16,7 +16,6 @@ from raydl.recorder import RunRecorder
 from raydl.run_view import RunView
 from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder
-from raydl.silence import SilenceTeller
 from raydl.storage import Storage
 
 
@@ -47,19 +46,15 @@ def run_to_end(
         RaydlError: what ends the run; a user's own exception comes as it is.
     """
     view.follow(controller)
-    silence = SilenceTeller(
-        desk.storage,
-        "training goes on; files of the run, raydl status and raydl remove wait until it does",
-    )
     with _stop_on_signal(controller):
         while not controller.step():
             desk.tell(view.status)
             for request in desk.take_requests():
                 ok, sentence = remove(controller, request.worker_id, config=config)
                 desk.answer(request, sentence, ok=ok)
-            for trouble in (desk.take_trouble(), silence.news()):
-                if trouble:
-                    recorder.event(trouble)
+            trouble = desk.take_trouble()
+            if trouble:
+                recorder.event(trouble)
     desk.tell(view.status, at_once=True)
 
 
