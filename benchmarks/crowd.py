@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,7 @@ from torch.optim import Optimizer
 from raydl.center import first_snapshot
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
 from raydl.data import DataShape
-from raydl.exchange.collective import CollectiveGroup, GroupAddress
+from raydl.exchange.collective import CenterStore, CollectiveGroup, GroupAddress
 from raydl.exchange.remote import RayPost
 from raydl.flat import FlatModel
 from raydl.job import Job
@@ -86,9 +87,11 @@ class Party:
     Args:
         num_parameters: of its vector.
         seed: of its first values.
+        environment: in which it joins the others; it may ask for TLS.
     """
 
-    def __init__(self, num_parameters: int, seed: int) -> None:
+    def __init__(self, num_parameters: int, seed: int, environment: dict[str, str]) -> None:
+        self._environment = environment
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self._parts = TimeParts()
@@ -120,21 +123,22 @@ class Party:
         )  # fmt: skip
         if job.method.is_sync:
             rank = membership.worker_ids.index(worker_id)
-            group = CollectiveGroup(place, membership.worker_ids, rank)
+            with mock.patch.dict(os.environ, self._environment):
+                group = CollectiveGroup(place, membership.worker_ids, rank, center=center)
             schedule: Schedule = SyncSchedule(site, group, snapshot, Trained())
         else:
             post = RayPost([center], timeout_s=place.timeout_s)
             schedule = MessageSchedule(site, post, snapshot, incarnation=0, local_step=0)
         self._schedules[job.method.name] = schedule
 
-    def enter_bare(self, place: GroupAddress, rank: int, num_workers: int) -> None:
+    def enter_bare(self, place: GroupAddress, rank: int, num_workers: int, center: Any) -> None:
         """Form a process group of torch, as a program without raydl would."""
         options = _dist.ProcessGroupGloo._Options()
         host = ray.util.get_node_ip_address()  # gloo's own guess may be another interface
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=place.timeout_s)
-        store = place.connect_to_store()
-        self._bare = _dist.ProcessGroupGloo(store, rank, num_workers, options)
+        self._store = CenterStore(center, place)  # Python must keep it as long as the group is
+        self._bare = _dist.ProcessGroupGloo(self._store, rank, num_workers, options)
         self._summed = torch.ones_like(self._replica.flat.weights)
 
     def exchange(self, method: str, count: int, begin_at: float) -> Times:
@@ -223,11 +227,19 @@ class Crowd:
         num_parameters: of each replica.
         num_workers: of them; all on this node, or one on each node there is.
         is_spread: one on each node, the first one with the centers on the driver's.
+        environment: in which the workers join one another; it may ask for TLS.
 
     Ray is connected with; all actors end with the context.
     """
 
-    def __init__(self, num_parameters: int, num_workers: int, *, is_spread: bool = False) -> None:
+    def __init__(
+        self,
+        num_parameters: int,
+        num_workers: int,
+        *,
+        is_spread: bool = False,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.num_parameters = num_parameters
         self.num_workers = num_workers
         self.centers: dict[str, tuple[Any, int]] = {}
@@ -238,7 +250,7 @@ class Crowd:
         actor = ray.remote(num_cpus=0)(Party)
         self.workers = [
             actor.options(scheduling_strategy=_on(nodes[rank if is_spread else 0])).remote(
-                num_parameters, rank
+                num_parameters, rank, dict(environment)
             )
             for rank in range(num_workers)
         ]
@@ -264,9 +276,9 @@ class Crowd:
             max_concurrency=threads, scheduling_strategy=_on(self._home)
         ).remote()
         opened = center.open.remote(job, self._snapshot, [])
-        [((host, port), (_, pid))] = _answers([opened])
+        [(_, pid)] = _answers([opened])
         self.centers[method] = center, pid
-        place = GroupAddress(host, port, f"{self._run_id}-{method}", 1, "cpu", _BOUND_S / 2)
+        place = GroupAddress(f"{self._run_id}-{method}", 1, "cpu", _BOUND_S / 2)
         if not job.method.is_sync:
             [(_, snapshot)] = _answers([center.form.remote(members(self.num_workers))])
         else:
@@ -279,9 +291,11 @@ class Crowd:
             ]
         )
         if job.method.is_sync:
-            bare = GroupAddress(host, port, f"{self._run_id}-bare", 1, "cpu", _BOUND_S / 2)
+            bare = GroupAddress(f"{self._run_id}-bare", 1, "cpu", _BOUND_S / 2)
             ranks = enumerate(self.workers)
-            _answers([w.enter_bare.remote(bare, rank, self.num_workers) for rank, w in ranks])
+            _answers(
+                [w.enter_bare.remote(bare, rank, self.num_workers, center) for rank, w in ranks]
+            )
 
     def exchange(
         self, method: str, count: int, *, num_workers: int | None = None, far: bool = False

@@ -13,11 +13,14 @@ is empty. Each figure is the ratio to a limit that the same processes measured i
   settlement, which passes behind a gradient in a run and behind nothing here, it is "settled".
 - across two hosts, each with a link of 100 Mbit/s (``hosts.py``): all of an exchange over the time
   that the link takes for its bytes, there in sync (both ways at once), there and back in async.
+- TLS: the synchronous exchange across two hosts by certificates, over the same without them, on
+  links of 100 Mbit/s and of 1 Gbit/s.
 - memory that comes and goes with each exchange, worker and center together, in vectors.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -29,12 +32,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.certificates import environment_of, make_certificates
 from benchmarks.crowd import Crowd
 from benchmarks.hosts import Hosts, why_not
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
 from benchmarks.parts import connected, parser_of_parts, ray_here, write_answer
 from benchmarks.programs import ROOT
 from benchmarks.ray_on_hosts import start_ray
+from raydl.config.tls import TlsFiles
 
 SIZES = {"lenet": 431_080, "alexnet": 61_100_840}
 COPIED = SIZES["alexnet"]
@@ -42,6 +47,8 @@ COPIED = SIZES["alexnet"]
 MESSAGES = ("async-easgd", "hogwild-easgd")
 METHODS = ("sync-easgd", *MESSAGES)
 MBIT = 100.0
+TLS_MBIT = (100.0, 1000.0)
+TLS_TARGET = 1.15
 FRESH_TARGET = 0.05
 """Vectors that may come and go: what a kernel counts is no exact count."""
 _PART_S = 900.0
@@ -114,6 +121,25 @@ def across(repeats: int) -> dict[str, Any]:
         return {"series": by_kind(interleaved(found, repeats=repeats + 1))}
 
 
+def tls(repeats: int, folder: Path) -> dict[str, Any]:
+    """Measure the smaller size across two nodes, with certificates and without, in turn."""
+    files = TlsFiles(**{name: str(folder / f"{name}.pem") for name in ("cert", "key", "ca")})
+    size = SIZES["lenet"]
+    with (
+        Crowd(size, num_workers=2, is_spread=True) as plain,
+        Crowd(size, num_workers=2, is_spread=True, environment=environment_of(files)) as encrypted,
+    ):
+        crowds = {"plain": plain, "tls": encrypted}
+        for crowd in crowds.values():
+            crowd.enter("sync-easgd")
+
+        def exchange(crowd: Crowd) -> Callable[[], dict[str, float]]:
+            return lambda: vars(crowd.exchange("sync-easgd", 5))
+
+        found = {name: exchange(crowd) for name, crowd in crowds.items()}
+        return {"series": by_kind(interleaved(found, repeats=repeats + 1))}
+
+
 # outside
 
 
@@ -166,62 +192,108 @@ def tell_one_node(report: Report, name: str, answer: Mapping[str, Any]) -> None:
     )
 
 
-def tell_across(report: Report, repeats: int) -> None:
-    """Judge LeNet's vector on two hosts, where this machine permits such."""
-    if reason := why_not():
-        report.say(f"Nothing is measured across nodes: {reason}.")
-        return
-    name, folder = "lenet", Path(tempfile.mkdtemp(prefix="raydl-"))
+def on_two_hosts(part: str, repeats: int, folder: Path, *, mbit: float) -> tuple[Series, float]:
+    """Measure a part on two hosts.
+
+    Returns:
+        The series, and the seconds that a link takes for LeNet's vector.
+    """
     answer = folder / "answer"
     words = [
-        sys.executable, "-m", "benchmarks.exchange", "--part", "across",
+        sys.executable, "-m", "benchmarks.exchange", "--part", part,
         "--repeats", str(repeats), "--answer", str(answer),
     ]  # fmt: skip
     try:
         with (
             mock.patch.dict(os.environ, {"PYTHONPATH": str(ROOT)}),  # Ray's workers inherit it
-            Hosts(2, mbit=MBIT) as hosts,
+            Hosts(2, mbit=mbit) as hosts,
         ):
+            if part == "tls":
+                make_certificates(folder, [hosts.address(host) for host in range(2)])
             environment = start_ray(hosts, folder)
             hosts.run(0, words, env=environment, timeout_s=_ACROSS_S)
-            link_s = 4 * SIZES[name] * hosts.seconds_per_byte
-        series = json.loads(answer.read_text())["series"]
+            return json.loads(answer.read_text())["series"], 4 * SIZES[
+                "lenet"
+            ] * hosts.seconds_per_byte
     except subprocess.CalledProcessError as error:
         raise RuntimeError(f"across hosts:\n{error.output[-4000:]}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def new_folder() -> Path:
+    """Return a folder for :func:`on_two_hosts`, which removes it; its path is short."""
+    return Path(tempfile.mkdtemp(prefix="raydl-"))
+
+
+def tell_across(report: Report, repeats: int) -> None:
+    """Judge LeNet's vector on two hosts."""
+    series, link_s = on_two_hosts("across", repeats, new_folder(), mbit=MBIT)
     for method, ways in (("sync-easgd", 1), ("async-easgd", 2)):
         seconds = series[f"{method} whole_s"]
         report.judge(
             Figure(
-                name=f"exchange.{name}.{method.removesuffix('-easgd')}-across",
+                name=f"exchange.lenet.{method.removesuffix('-easgd')}-across",
                 value=Spread.of([s / (ways * link_s) for s in seconds]),
                 target=1.3, is_better="less",
             )
         )  # fmt: skip
     report.say(
-        f"Across hosts only {name}'s vector: the object stores of `ray_on_hosts.py` hold 100 MB."
+        "Across hosts only lenet's vector: the object stores of `ray_on_hosts.py` hold 100 MB."
     )
+
+
+def tell_tls(report: Report, repeats: int, *, mbit: float) -> None:
+    """Judge what TLS costs on two hosts."""
+    series, _ = on_two_hosts("tls", repeats, new_folder(), mbit=mbit)
+    report.judge(
+        Figure(
+            name=f"exchange.lenet.sync-tls-{mbit:.0f}mbit",
+            value=ratios(series["tls whole_s"], series["plain whole_s"]),
+            target=TLS_TARGET, is_better="less",
+        )
+    )  # fmt: skip
+    report.table(
+        (f"lenet across hosts, {mbit:.0f} Mbit/s", "ms (least to greatest)"),
+        [(case, Spread.of([1e3 * s for s in series[case]]).text()) for case in sorted(series)],
+    )
+
+
+def measure_tls(report: Report, repeats: int) -> None:
+    """Judge what TLS costs, on each rate of link."""
+    for mbit in TLS_MBIT:
+        tell_tls(report, repeats, mbit=mbit)
 
 
 def main() -> None:
     """Measure, and print tables and a line of JSON per figure."""
-    options = parser_of_parts(__doc__).parse_args()
+    only_tls = {"action": "store_true", "help": "measure what TLS costs, and nothing else"}
+    options = parser_of_parts(__doc__, **{"only-tls": only_tls}).parse_args()
     repeats = options.repeats or (1 if options.quick else 7)
     if options.part:
-        measure_part = {"one-node": one_node, "across": across}[options.part]
+        parts: dict[str, Callable[[int], dict[str, Any]]] = {
+            "one-node": one_node,
+            "across": across,
+            "tls": functools.partial(tls, folder=options.answer.parent),
+        }
         with ray_here():
-            write_answer(options.answer, measure_part(repeats))
+            write_answer(options.answer, parts[options.part](repeats))
         return
     report = Report.of_command("exchange", options)
+    if options.only_tls:
+        measure_tls(report, repeats)
+        return report.close(options.out)
     words = ("--part", "one-node", "--repeats", str(repeats))
     answers = connected("benchmarks.exchange", *words, timeout_s=_PART_S)
     for name, answer in answers.items():
         tell_one_node(report, name, answer)
     if options.quick:
         report.say("Nothing is measured across nodes in the quick form.")
+    elif reason := why_not():
+        report.say(f"Nothing is measured across nodes: {reason}.")
     else:
         tell_across(report, repeats)
+        measure_tls(report, repeats)
     report.close(options.out)
 
 

@@ -102,10 +102,31 @@ class Hosts:
             HostsError: the machine does not permit it; some links may have the new rate.
         """
         self._set_rate(mbit)
-        assert self._switch is not None, "the hosts are not up"
         for number, host in enumerate(self._hosts):
             host.configure("tc", f"qdisc change dev eth0 root {self._bucket()}")
-            self._switch.configure("tc", f"qdisc change dev port{number} root {self._bucket()}")
+            self._switched().configure("tc", f"qdisc change dev port{number} root {self._bucket()}")
+
+    def cut(self, host: int) -> None:
+        """Let nothing through between a host and all others, in either direction.
+
+        Its link stays up: what is sent is lost, and nobody is told, as in a network that is parted.
+
+        Raises:
+            HostsError: the machine does not permit it.
+        """
+        self._switched().configure("ip", f"link set port{range(self.number)[host]} nomaster")
+
+    def join(self, host: int) -> None:
+        """Let everything through again after :meth:`cut`.
+
+        Raises:
+            HostsError: the machine does not permit it.
+        """
+        self._switched().configure("ip", f"link set port{range(self.number)[host]} master bridge")
+
+    def _switched(self) -> _Namespace:
+        assert self._switch is not None, "the hosts are not up"
+        return self._switch
 
     @property
     def seconds_per_byte(self) -> float:
@@ -186,9 +207,9 @@ class Hosts:
         self._switch.forward()
         for number in range(self.number):
             self._hosts.append(_Namespace())
-            self._join(number, self._hosts[number], self._switch)
+            self._lay_link(number, self._hosts[number], self._switch)
 
-    def _join(self, number: int, host: _Namespace, switch: _Namespace) -> None:
+    def _lay_link(self, number: int, host: _Namespace, switch: _Namespace) -> None:
         """Lay the link between a host and the switch."""
         port = f"port{number}"
         switch.configure(

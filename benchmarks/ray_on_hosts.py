@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.hosts import Hosts
 
@@ -27,7 +29,9 @@ _COMMON = (
 )  # fmt: skip
 
 
-def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
+def start_ray(
+    hosts: Hosts, folder: Path, more: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """Start Ray in all hosts, one CPU each; return the environment of a driver in host 0.
 
     The cluster ends with the hosts.
@@ -35,6 +39,7 @@ def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
     Args:
         hosts: entered.
         folder: of what Ray writes, a folder in it for each host; nobody removes it.
+        more: what else all nodes and the driver have in their environment.
 
     Raises:
         RuntimeError: a node did not start; the text has what it said.
@@ -48,7 +53,7 @@ def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
     address = f"{hosts.address(0)}:{PORT}"
     environment = {
         "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "",
-        "RAY_object_manager_pull_timeout_ms": PULL_MS,
+        "RAY_object_manager_pull_timeout_ms": PULL_MS, **more,
     }  # fmt: skip
     head = [ray, "start", "--head", "--include-dashboard", "false", "--port", str(PORT)]
     hosts.run(0, [*head, *_place(hosts, 0, folder)], env=environment, timeout_s=START_S)
@@ -65,6 +70,35 @@ def start_ray(hosts: Hosts, folder: Path) -> dict[str, str]:
         if process.returncode:
             raise RuntimeError(f"the node of host {host} did not start:\n{said}")
     return {**environment, "RAY_ADDRESS": address}
+
+
+def rejoin_ray(
+    hosts: Hosts, host: int, folder: Path, environment: Mapping[str, str], *, timeout_s: float
+) -> bool:
+    """Start the node of a host again if it has ended; return whether it had.
+
+    Ray takes a node for lost that was cut off for some half a minute, and ends it when it hears of
+    it again.
+
+    Args:
+        hosts: of the cluster.
+        host: not that of the head.
+        folder: a new one for what the node writes; its path is short.
+        environment: what :func:`start_ray` returned.
+        timeout_s: the longest start.
+
+    Raises:
+        subprocess.SubprocessError: it did not start.
+    """
+    try:
+        hosts.run(host, ["pgrep", "-x", "raylet"], timeout_s=timeout_s)
+    except subprocess.CalledProcessError:
+        ray = str(Path(sys.executable).with_name("ray"))
+        join = [ray, "start", "--address", environment["RAY_ADDRESS"]]
+        words = [*join, *_place(hosts, host, folder)]
+        hosts.run(host, words, env={**environment, "RAY_ADDRESS": ""}, timeout_s=timeout_s)
+        return True
+    return False
 
 
 def _place(hosts: Hosts, host: int, folder: Path) -> list[str]:

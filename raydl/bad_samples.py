@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from raydl.reports import WorkerReport
 
@@ -12,12 +12,18 @@ class BadSamples:
 
     def __init__(self) -> None:
         self._by_worker: dict[str, int] = {}
+        self._num_of_gone = 0
         self._tell_from = 1
 
     @property
     def num_samples(self) -> int:
         """How many."""
-        return sum(self._by_worker.values())
+        return self._num_of_gone + sum(self._by_worker.values())
+
+    def keep(self, worker_ids: Container[str]) -> None:
+        """Forget whose the samples were, but for these workers: the others have gone."""
+        gone = [w for w in self._by_worker if w not in worker_ids]
+        self._num_of_gone += sum(self._by_worker.pop(w) for w in gone)
 
     def note(self, reports: Mapping[str, WorkerReport]) -> str:
         """Take in the newest reports; return a sentence where one is due, else nothing."""

@@ -34,6 +34,8 @@ class Best:
     seconds: float
     """Training time up to here, over all starts."""
     metrics: dict[str, float]
+    driver_epoch: int = 1
+    """The number of the start that wrote it, among all of the run."""
 
     def figures(self) -> dict[str, Any]:
         """Return what ``result.json`` says of it, in the words of an evaluation there."""
@@ -53,13 +55,15 @@ class BestCenter:
     Args:
         storage: the run's folder.
         flat: names the weights.
+        driver_epoch: the number of this start among all of the run.
     """
 
-    def __init__(self, storage: Storage, flat: FlatModel) -> None:
+    def __init__(self, storage: Storage, flat: FlatModel, *, driver_epoch: int = 1) -> None:
         self.kept: Best | None = None
         """What the file holds."""
         self._storage = storage
         self._flat = flat
+        self._epoch = driver_epoch
         self._waiting: Evaluated | None = None
         self._lock = threading.Lock()
 
@@ -99,6 +103,7 @@ class BestCenter:
             num_samples=waiting.num_samples,
             seconds=waiting.seconds,
             metrics=waiting.metrics,
+            driver_epoch=self._epoch,
         )
         assert waiting.weights is not None, "take saw to it"
         assert waiting.buffers is not None, "which comes with the weights"

@@ -285,6 +285,10 @@ class SnapshotShelf:
     however many others come between. Two, since the last round of a run may follow at once
     on one that was voted for and is not collected yet.
 
+    A worker's snapshot may be held up on its way while the others go on without it, and its
+    round may be one that they train anew. So each generation begins here: from then on a
+    snapshot that a member of an earlier one made is refused, whatever its round.
+
     Args:
         num_newest: how many are held in any case.
     """
@@ -292,11 +296,49 @@ class SnapshotShelf:
     def __init__(self, *, num_newest: int = 3) -> None:
         self._num_newest = num_newest
         self._by_round: dict[int, Snapshot] = {}
+        self.generation = 0
+        """The newest that has begun."""
+        self.num_refused = 0
+        """Snapshots that came too late: an earlier generation made them."""
 
-    def put(self, snapshot: Snapshot) -> None:
-        """Take in a snapshot; one of the same round is replaced by its equal."""
+    def begin(self, generation: int, round: int) -> Snapshot | None:
+        """Begin a generation; return the snapshot of the round that it starts from, if held.
+
+        What lies beyond that round is dropped: nobody goes on from it, and this generation will
+        make snapshots with the same numbers.
+        """
+        self.generation = max(self.generation, generation)
+        if round in self._by_round:
+            self._by_round = {r: s for r, s in self._by_round.items() if r <= round}
+        return self.get(round)
+
+    def put(self, snapshot: Snapshot) -> bool:
+        """Take in a snapshot; return whether it counts.
+
+        One of the same round and generation is replaced by its equal.
+        """
         before = self._by_round.get(snapshot.round)
-        if before is not None and before.is_kept:
+        newest = max(self.generation, before.generation if before else 0)
+        if snapshot.generation < newest:
+            self.num_refused += 1
+            return False
+        self._take_in(snapshot)
+        return True
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Take in a copy that the controller has chosen to go on from, of any generation.
+
+        Between two generations that of a member of the last one is the newest there is, and if
+        all of these are lost, that of a worker which was left out before. One of the same round
+        that a later generation made stays.
+        """
+        before = self._by_round.get(snapshot.round)
+        if before is None or before.generation <= snapshot.generation:
+            self._take_in(snapshot)
+
+    def _take_in(self, snapshot: Snapshot) -> None:
+        before = self._by_round.get(snapshot.round)
+        if before is not None and before.is_kept and before.generation == snapshot.generation:
             snapshot = replace(snapshot, is_kept=True)
         self._by_round[snapshot.round] = snapshot
         rounds = sorted(self._by_round)

@@ -88,6 +88,11 @@ class CenterService:
         self.home = make_shard(job, snapshot, HOME, self.dispatcher, has_neighbours=has_neighbours)
         self._num_parameters = snapshot.weights.size
 
+    @property
+    def num_refused(self) -> int:
+        """Messages and calls to the home shard and its dispatcher that came too late."""
+        return self.home.num_refused + self.dispatcher.num_refused
+
     def open(self, membership: Membership) -> None:
         """Begin a generation."""
         self.dispatcher.open(membership)

@@ -9,9 +9,16 @@
 A folder without its manifest is no checkpoint. It is written under a hidden name and
 renamed; on object stores, which have no renaming, the manifest alone makes it whole.
 
-Nothing is ever written over: a round that is written again, after a resume, comes to lie
-beside the first as round-00000120.1, and the first is deleted when the second is whole.
-So at any moment of a write one that can be read is there.
+Nothing is ever written over: a round that is written again comes to lie beside the first as
+round-00000120.1, and the first is deleted when the second is whole. So at any moment of a
+write one that can be read is there.
+
+Every start of a run has a number, its driver epoch (:mod:`raydl.runs.driver_epoch`). From the
+second on it is part of the names, round-00000120-e2, and a driver deletes what its own epoch and
+earlier ones wrote, never what a later one did. What a later epoch wrote is newer, whatever the
+rounds: an earlier driver that was halted and wakes up may complete a checkpoint, which then does
+not count. Since it may as well delete the one that a later driver goes on from, that driver
+copies it to a name of its own first.
 
 States of workers do not pass through the memory of whoever writes or reads a checkpoint: a worker
 on another machine writes its file itself (:class:`DistantState`), into the folder that it is told,
@@ -29,9 +36,10 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from raydl import tensor_files
@@ -46,7 +54,7 @@ TRAINED = "center.safetensors"
 """What a finished run has trained, in the run's folder."""
 _FOLDER = "checkpoints"
 _PARTIAL = ".partial-"
-_NAME = re.compile(r"round-(\d+)(?:\.(\d+))?")
+_NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
 _CANCEL_S = 10.0
 """The longest wait for distant workers to write no more, in seconds."""
 _TENSOR = "tensor"
@@ -176,24 +184,37 @@ class CheckpointStore:
     Args:
         storage: the run's folder.
         keep: how many whole ones stay.
+        driver_epoch: the number of this start among all of the run, where it writes.
     """
 
-    def __init__(self, storage: Storage, *, keep: int = 2) -> None:
+    def __init__(self, storage: Storage, *, keep: int = 2, driver_epoch: int = 1) -> None:
         self._storage = storage
         self._keep = keep
+        self._epoch = driver_epoch
         self._damaged: set[str] = set()
         self.root = storage.root
         """Of the run's folder."""
+        self._read_name = ""
+        self._earlier: set[str] | None = None
+        self._late: set[str] = set()
 
     def names(self) -> list[str]:
-        """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged."""
+        """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged.
+
+        One of a later driver epoch is newer than one of an earlier, whatever their rounds.
+        """
         return [name for name in self._finished() if name not in self._damaged]
 
     @property
     def newest_round(self) -> int:
         """The round of the newest whole checkpoint; -1: there is none."""
         names = self.names()
-        return _round_and_version(names[-1])[0] if names else -1
+        return _age(names[-1]).round if names else -1
+
+    @property
+    def num_late(self) -> int:
+        """Checkpoints that an earlier driver completed after this one had taken the run over."""
+        return len(self._late)
 
     def without_manifest(self) -> list[str]:
         """Return the folders of checkpoints that have lost their manifests.
@@ -202,12 +223,12 @@ class CheckpointStore:
         """
         names = [n for n in self._ours() if _NAME.fullmatch(n) and not self._has_manifest(n)]
         is_first = self._storage.is_object_store and len(names) == 1
-        return [] if is_first else sorted(names, key=_round_and_version)
+        return [] if is_first else sorted(names, key=_age)
 
     def _finished(self) -> list[str]:
         """Return those with a manifest, oldest first."""
         names = [n for n in self._ours() if _NAME.fullmatch(n)]
-        return sorted(filter(self._has_manifest, names), key=_round_and_version)
+        return sorted(filter(self._has_manifest, names), key=_age)
 
     def _ours(self) -> list[str]:
         """Return the folders that a store made, whole or not; others are left alone."""
@@ -244,16 +265,69 @@ class CheckpointStore:
         self._prune(name)
         return name
 
+    def take_over(self, checkpoint: Checkpoint) -> dict[str, SavedState]:
+        """Copy the checkpoint that :meth:`read` returned to a name of this driver's epoch.
+
+        Before anything counts on it: the driver that wrote it may be halted and wake up, and
+        deletes then what it takes for old. It knows no name of this epoch.
+
+        Returns:
+            Where the states of its workers are now, in the order of the ranks.
+
+        Raises:
+            CheckpointError: it could not be copied; all others are as they were.
+        """
+        source = self._read_name
+        assert source, "read comes first"
+        try:
+            self._earlier = {n for n in self._finished() if _age(n).epoch < self._epoch}
+            self._clear_unfinished()
+            manifest = {**self._manifest(source), "driver_epoch": self._epoch, "copy_of": source}
+            name = self._fresh_name(manifest["round"])
+            aside = self._aside(name)
+            for file_name in manifest["files"]:
+                self._storage.copy_file(
+                    f"{_FOLDER}/{source}/{file_name}", f"{_FOLDER}/{aside}/{file_name}"
+                )
+            self._complete(aside, name, manifest)
+        except (OSError, _DamagedError) as error:
+            problem = f"could not be copied for this driver: {in_words(error)}"
+            raise CheckpointError(self._path(source), problem) from error
+        self._read_name = name
+        self._prune(name)
+        return {w: self._moved(state, name) for w, state in checkpoint.workers.items()}
+
+    def _moved(self, state: Any, name: str) -> SavedState:
+        """Return the place of a worker's state in another folder."""
+        assert isinstance(state, SavedState), "read returns no other"
+        file_name = state.name.rpartition("/")[2]
+        return SavedState(self._storage, f"{_FOLDER}/{name}/{file_name}", state.written)
+
     def _fresh_name(self, round: int) -> str:
-        taken = [_round_and_version(n) for n in self._ours() if _NAME.fullmatch(n)]
-        version = 1 + max((v for r, v in taken if r == round), default=-1)
-        return f"round-{round:08d}" + (f".{version}" if version else "")
+        name = f"round-{round:08d}" + (f"-e{self._epoch}" if self._epoch > 1 else "")
+        ages = [_age(n) for n in self._ours() if _NAME.fullmatch(n)]
+        versions = [a.version for a in ages if (a.epoch, a.round) == (self._epoch, round)]
+        version = 1 + max(versions, default=-1)
+        return name + (f".{version}" if version else "")
+
+    def _aside(self, name: str) -> str:
+        """Return the folder that a checkpoint is written to before it is whole."""
+        return name if self._storage.is_object_store else f"{_PARTIAL}{name}"
+
+    def _complete(self, aside: str, name: str, manifest: dict[str, Any]) -> None:
+        """Make a checkpoint whole whose files are there: write its manifest, last."""
+        told = {key: value for key, value in manifest.items() if key != "crc32"}
+        content = {**told, "crc32": _checksum(told)}
+        self._storage.write_bytes(_manifest_path(aside), json.dumps(content, indent=1).encode())
+        if aside != name:
+            self._storage.move_dir(f"{_FOLDER}/{aside}", f"{_FOLDER}/{name}")
 
     def _write(self, name: str, checkpoint: Checkpoint) -> None:
-        aside = name if self._storage.is_object_store else f"{_PARTIAL}{name}"
+        aside = self._aside(name)
         sums = self._write_files(f"{_FOLDER}/{aside}", checkpoint)
         manifest = {
             "format": FORMAT,
+            "driver_epoch": self._epoch,
             "round": checkpoint.round,
             "generation": checkpoint.generation,
             "num_samples": checkpoint.num_samples,
@@ -261,10 +335,7 @@ class CheckpointStore:
             "workers": list(checkpoint.workers),
             "files": {n: {"bytes": s.num_bytes, "crc32": s.crc32} for n, s in sums.items()},
         }
-        manifest["crc32"] = _checksum(manifest)
-        self._storage.write_bytes(_manifest_path(aside), json.dumps(manifest, indent=1).encode())
-        if aside != name:
-            self._storage.move_dir(f"{_FOLDER}/{aside}", f"{_FOLDER}/{name}")
+        self._complete(aside, name, manifest)
 
     def _write_files(self, folder: str, checkpoint: Checkpoint) -> dict[str, Sum]:
         """Write all but the manifest; distant workers write while this process does."""
@@ -305,7 +376,11 @@ class CheckpointStore:
     def _clear_unfinished(self) -> None:
         """Delete what a crash or a full disk left, as far as the storage lets us."""
         finished = self._finished()
-        self._delete(name for name in self._ours() if name not in finished)
+        self._delete(name for name in self._deletable() if name not in finished)
+
+    def _deletable(self) -> list[str]:
+        """Return the folders, whole or not, that no later driver than this one wrote."""
+        return [n for n in self._ours() if _epoch_of(n) <= self._epoch]
 
     def _prune(self, written: str) -> None:
         """Delete all but the ``keep`` newest, of which ``written`` is always one.
@@ -315,10 +390,13 @@ class CheckpointStore:
         damaged counts for nothing, nor does one whose round was written again.
         """
         try:
-            by_round = {_round_and_version(name)[0]: name for name in self.names()}
-            by_round.pop(_round_and_version(written)[0], None)
-            kept = [*by_round.values(), written][-self._keep :]
-            problems = self._delete(name for name in self._ours() if name not in kept)
+            names = self.names()
+            self._note_late(names)
+            newest = {_age(written).round: written}
+            for name in reversed(names):
+                newest.setdefault(_age(name).round, name)
+            kept = list(newest.values())[: self._keep]
+            problems = self._delete(name for name in self._deletable() if name not in kept)
         except OSError as error:
             problems = [f"the others could not be listed: {error}"]
         if problems:
@@ -326,10 +404,17 @@ class CheckpointStore:
             sentence += f"{'; '.join(problems)}; the next write tries again"
             warnings.warn(redact(sentence), RuntimeWarning, stacklevel=3)
 
+    def _note_late(self, names: list[str]) -> None:
+        """Note checkpoints of earlier drivers that were not there when this one took over."""
+        if self._earlier is not None:
+            late = {n for n in names if _age(n).epoch < self._epoch} - self._earlier
+            self._late |= late
+
     def _delete(self, names: Iterable[str]) -> list[str]:
         """Delete folders and return a sentence for each that could not be."""
         problems = []
         for name in names:
+            assert _epoch_of(name) <= self._epoch, f"{name} is of a later driver"
             try:
                 self._storage.delete_dir(f"{_FOLDER}/{name}")
             except OSError as error:
@@ -353,6 +438,7 @@ class CheckpointStore:
                 damage.append(str(error))
             else:
                 self._damaged.discard(name)  # the storage was out of reach the last time
+                self._read_name = name
                 return checkpoint, damage
         where = below(self._storage.root, _FOLDER)
         raise CheckpointError(where, "; ".join(damage) or "there is none to go on from")
@@ -404,18 +490,24 @@ class CheckpointStore:
         return SavedState(self._storage, path, expected)
 
     def has_trained(self, round: int) -> bool:
-        """Whether the center of a finished run, as it was after a round, is in the run's folder."""
-        try:
-            return self._trained_round() in (None, round)
-        except (OSError, ValueError):
-            return False
+        """Whether the center of a finished run, as it was after a round, is in the run's folder.
 
-    def _trained_round(self) -> int | None:
-        """Return the round of what was trained; None: an earlier file, which does not tell."""
-        _, values = tensor_files.load(self._storage.read_whole(TRAINED))
+        It is that of the newest checkpoint, to the bit: an earlier driver that was halted may have
+        written another one of that round.
+        """
+        try:
+            trained, of_round = self._trained()
+            center, newest = self.read_center()
+        except (OSError, ValueError, CheckpointError):
+            return False
+        return of_round in (None, round) and newest == round and _are_same(trained, center)
+
+    def _trained(self) -> tuple[dict[str, Tensor], int | None]:
+        """Return what was trained, and its round; None: an earlier file, which does not tell."""
+        tensors, values = tensor_files.load(self._storage.read_whole(TRAINED))
         if values.keys() - {"round"}:
             raise ValueError(f"it is damaged: it says {', '.join(values)}")
-        return values.get("round")
+        return tensors, values.get("round")
 
     def find_damage(self) -> list[str]:
         """Read all that is kept; return a sentence for each file that is not as it was written."""
@@ -429,10 +521,23 @@ class CheckpointStore:
         found += [f"checkpoint {below(where, n)}: has no manifest" for n in self.without_manifest()]
         if self._storage.exists(TRAINED):
             try:
-                self._trained_round()
+                self._refuse_late_center(*self._trained())
             except (OSError, ValueError) as error:
                 found.append(f"{below(self._storage.root, TRAINED)}: {error}")
         return found
+
+    def _refuse_late_center(self, trained: dict[str, Tensor], of_round: int | None) -> None:
+        """Raise a ValueError if what was trained is another center of the newest round."""
+        try:
+            center, newest = self.read_center()
+        except CheckpointError:
+            return  # which is told by itself
+        if of_round == newest and not _are_same(trained, center):
+            raise ValueError(
+                f"it is another center than that of the newest checkpoint, of round {newest}: an "
+                f"earlier driver may have written it late; the same command with --resume writes "
+                f"it anew"
+            )
 
     def write_trained(self, center: dict[str, Tensor], round: int) -> None:
         """Write the center of a finished run into the run's folder, as ``center.safetensors``.
@@ -441,6 +546,7 @@ class CheckpointStore:
             CheckpointError: the storage refused.
         """
         try:
+            # No driver epoch in it: a run that was resumed ends with the same bits.
             file = tensor_files.seal(center, {"round": round})
             self._storage.write_pieces(TRAINED, file.pieces())
         except OSError as error:
@@ -496,11 +602,25 @@ def _manifest_path(name: str) -> str:
     return f"{_FOLDER}/{name}/manifest.json"
 
 
-def _round_and_version(name: str) -> tuple[int, int]:
-    """Return (12, 0) for round-00000012 and (12, 1) for round-00000012.1."""
+class _Age(NamedTuple):
+    """What orders checkpoints, the oldest first."""
+
+    epoch: int
+    round: int
+    version: int
+
+
+def _age(name: str) -> _Age:
+    """Return (1, 12, 0) for round-00000012 and (3, 12, 1) for round-00000012-e3.1."""
     match = _NAME.fullmatch(name)
     assert match is not None, name
-    return int(match[1]), int(match[2] or 0)
+    return _Age(int(match[2] or 1), int(match[1]), int(match[3] or 0))
+
+
+def _epoch_of(folder: str) -> int:
+    """Return the driver epoch of a folder that a store made, whole or not."""
+    match = _NAME.fullmatch(folder.removeprefix(_PARTIAL))
+    return int(match[2] or 1) if match else 1
 
 
 def _checked(manifest: Any) -> dict[str, Any]:
@@ -565,6 +685,10 @@ def _slices(data: bytearray) -> Iterator[memoryview]:
     memory = memoryview(data)
     for start in range(0, len(data), tensor_files.PIECE_BYTES):
         yield memory[start : start + tensor_files.PIECE_BYTES]
+
+
+def _are_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def check_state(setting: str, state: dict[str, Any]) -> None:

@@ -262,6 +262,11 @@ class CheckpointWriter:
         """Whether a checkpoint is being written: the next one waits for it."""
         return any(not future.done() for future in self._writing)
 
+    @property
+    def num_late(self) -> int:
+        """Checkpoints that an earlier driver completed after this one had taken the run over."""
+        return self._store.num_late
+
     def take_failures(self) -> list[str]:
         """Return, once, what could not be written; the next time it may go through.
 

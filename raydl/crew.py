@@ -7,6 +7,7 @@ it with Ray actors; :class:`raydl.local_crew.LocalCrew` plays it in this process
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +51,10 @@ class RunEnded:
     """What the exchange said that did not complete."""
     num_changes: int = 0
     """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
+    copy_generation: int = 0
+    """The generation that made its copy of the center; 0: the center itself did."""
+    ledger_round: int | None = None
+    """Up to which it knows the ledger; None: that of its copy of the center."""
     error: NonFiniteError | None = None
     """Its replica diverged, and was rolled back to the center."""
 
@@ -79,7 +84,7 @@ class GaveUp:
     """Something that was asked for will not come, since a process went away meanwhile."""
 
     task: str
-    """``checkpoint``, ``evaluation``, ``publication``, or ``state of w3``."""
+    """``checkpoint``, ``evaluation``, ``publication``, ``state of w3``, ``saved state of w3``."""
     reason: str
 
 
@@ -126,6 +131,21 @@ class Published:
     """When this was told, by the monotonic clock of the center's process."""
     process: str = ""
     """Which process that is: a center that is started again has another clock."""
+    generation: int = 0
+    """The newest that has begun there; 0: none has, or members come and go one by one."""
+    newest_generation: int = 0
+    """The one that made the newest snapshot; 0: the center itself did."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """What this process has refused so far because it came too late: how many, by kind."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """How many late messages a shard of the center, away from home, has refused so far."""
+
+    process: str
+    """Which process; a shard that is started again is another."""
+    num_messages: int
 
 
 @dataclass(frozen=True)
@@ -191,6 +211,7 @@ Event = (
     | Lost
     | Busy
     | Published
+    | Refused
     | Evaluated
     | Scoring
     | Collected

@@ -28,8 +28,16 @@ from raydl.schedules.turns import Turns
 from raydl.stopwatch import Stopwatch
 from raydl.untrained import Untrained
 
-__all__ = ["Dispatcher", "Due"]
+__all__ = ["COPIES", "Dispatcher", "Due"]
 
+COPIES = 16
+"""The ledger goes with the orders of so many workers in the time in which each exchanges once: it
+has a line for each of p claims, and to tell all of them to everybody is p squared.
+
+A lost center is made again from the worker that was told the ledger last. Where up to 31 train that
+is the newest orders of all; of more the ledger is p/16 exchanges older at most, whose samples are
+trained again, beside those of the p exchanges under way, which are lost in any case.
+"""
 _NONE: Untrained = {}
 
 
@@ -64,7 +72,7 @@ class Dispatcher:
         self._ledger = ledger
         self._extent = Extent.of(config.training, epoch_samples=ledger.num_samples)
         self._version = version
-        self._num_settled = 0
+        self._num_settled = self._told_at = 0
         self._watch = Stopwatch(clock, seconds=seconds)
         self._books = Books(clock)
         self._changed = threading.Condition()
@@ -175,7 +183,7 @@ class Dispatcher:
         """Count what a worker has sent as done, and return what it does next.
 
         None: the worker ceased to be a member after its shard took the message, and its
-        samples are claimed by others.
+        samples are claimed by others. It is counted as refused.
         """
         settlement, worker_id = push.settlement, push.stamp.worker_id
         assert settlement is not None
@@ -192,7 +200,7 @@ class Dispatcher:
             is_due = self._complete(worker_id, settlement.num_trained)
             num_steps = settlement.local_step - member.local_step
             member.local_step, member.settlement = settlement.local_step, settlement
-            member.step_s = settlement.header.step_s
+            self._roster.note_step(worker_id, settlement.header.step_s)
             self._untrained.update(settlement.untrained)
             self._books.add(
                 settlement.header, num_messages=1, num_steps=num_steps, staleness=staleness
@@ -205,9 +213,10 @@ class Dispatcher:
             self._settle_checkpoint()
             orders = self._orders(worker_id, keep=keep)
             self._want_evaluation(is_due)
-            if orders.outcome is Outcome.GO_ON:  # else it is recorded when the worker has left
-                standing = self._standing(settlement)
-                self._books.record(standing, at_once=self._ledger.epoch > epoch)
+            at_once = self._ledger.epoch > epoch
+            # Who leaves is recorded when it has left.
+            if orders.outcome is Outcome.GO_ON and (at_once or self._books.is_due):
+                self._books.record(self._standing(settlement), at_once=at_once)
             member.answered = push.stamp.sequence, orders
             self._changed.notify_all()
             return orders
@@ -255,7 +264,8 @@ class Dispatcher:
             return member.answered[1]
 
     def _settle_checkpoint(self) -> None:
-        self._dues.settle_checkpoint(set(self._roster), self._roster.in_training)
+        if self._dues.has_checkpoint:
+            self._dues.settle_checkpoint(set(self._roster), self._roster.in_training)
 
     def _orders(self, worker_id: str, *, keep: int | None) -> Orders:
         member = self._roster[worker_id]
@@ -272,14 +282,25 @@ class Dispatcher:
             claims=claims,
             ahead=self._ledger.reserved_by(worker_id),
             num_workers=self._roster.membership.num_workers,
-            rank=self._roster.membership.worker_ids.index(worker_id),
+            rank=self._roster.rank_of(worker_id),
             num_done=self._ledger.num_done_ever,
             seconds=self.seconds,
             version=self._version,
-            ledger=self._ledger.state_dict(with_claims=True),
+            ledger=self._copy_due(outcome),
             keep=keep,
             num_cuts=self.num_cuts,
         )
+
+    def _copy_due(self, outcome: Outcome) -> dict[str, Any] | None:
+        """Return the ledger for orders that should have it; see :data:`COPIES`.
+
+        Claims are not told: a center that is made again begins without members.
+        """
+        every = self._roster.membership.num_workers // COPIES
+        if outcome is Outcome.GO_ON and self._num_settled - self._told_at < every:
+            return None
+        self._told_at = self._num_settled
+        return self._ledger.state_dict()
 
     def leave(self, stamp: Stamp) -> None:
         """Note that a worker has left; when all have, the last snapshot is due.

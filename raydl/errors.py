@@ -18,6 +18,7 @@
     ├── InfrastructureError         a machine failed: its memory, its device, its disk, its network
     ├── ProcessLostError            a process of the run went away
     ├── StalledError                what the run waits for did not come in time
+    ├── SupersededError             another driver has taken the run over
     ├── AttachError                 an own loop could not go on together with the others
     └── ExchangeError               an exchange did not complete; nothing was changed by it
         └── ExchangeTimeoutError    somebody did not come in time
@@ -26,8 +27,8 @@ All of them travel between processes: ``args`` equals the signature, so that pic
 the constructor again, and the wording lives in ``__str__``. None of them holds the credentials of
 a URI: texts are redacted when the error is made, so that no log, traceback or pickle has them. A
 command that ends with one of them has its exit status: 2 for a mistake in what was asked for, 1 for
-a training that failed, 75 where the machines failed and the same command with ``--resume`` may
-succeed.
+a training that failed, 3 where another driver has the run, 75 where the machines failed and the
+same command with ``--resume`` may succeed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from raydl.redaction import redact
 
 WORTH_RETRYING = 75
 """Exit status of a run that its machines ended: EX_TEMPFAIL of sysexits.h."""
+SUPERSEDED = 3
+"""Exit status of a driver whose run another one has taken over."""
 _LISTED = 8
 """The longest table that a message about a near miss lists in full."""
 _ALIKE = 0.5
@@ -320,6 +323,30 @@ class StalledError(RaydlError):
     """What a run needs to go on did not come in the time that is given to it."""
 
     exit_status = WORTH_RETRYING
+
+
+class SupersededError(RaydlError):
+    """Another driver has taken the run over: this one may not change its files any more.
+
+    Args:
+        place: where the run is kept.
+        driver_epoch: of this driver.
+        newer: the driver epoch of the other.
+        holder: which process that is, and since when; empty: not known.
+    """
+
+    exit_status = SUPERSEDED
+
+    def __init__(self, place: str, driver_epoch: int, newer: int, holder: str = "") -> None:
+        super().__init__(place, driver_epoch, newer, holder)
+        self.place, self.driver_epoch, self.newer, self.holder = self.args
+
+    def __str__(self) -> str:
+        who = f"{self.holder} has" if self.holder else "another driver has"
+        return (
+            f"{self.place}: this driver's epoch {self.driver_epoch} is over: {who} taken the run "
+            f"over as driver epoch {self.newer}; this driver ends and changes nothing there"
+        )
 
 
 class AttachError(RaydlError):

@@ -12,6 +12,7 @@ block at a time and claims from it; so what it reads of a file is what it trains
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,9 @@ class Ledger:
         self._free: dict[int, list[Span]] = {}
         self._claimed: dict[str, list[tuple[int, Span]]] = {}
         self._reserved: dict[str, list[tuple[int, Span]]] = {}
+        self._num_claimed = 0
+        self._num_reserved: Counter[int] = Counter()
+        """By epoch, where there are any."""
 
     @property
     def num_free(self) -> int:
@@ -111,8 +115,7 @@ class Ledger:
         epoch = self._next_epoch()
         if epoch not in self._free:
             return self.num_samples
-        reserved = [s for spans in self._reserved.values() for e, s in spans if e == epoch]
-        return _size(self._free[epoch]) + _size(reserved)
+        return _size(self._free[epoch]) + self._num_reserved[epoch]
 
     @property
     def num_done_ever(self) -> int:
@@ -122,7 +125,7 @@ class Ledger:
     @property
     def num_claimed(self) -> int:
         """Positions claimed and not completed."""
-        return sum(_size([span for _, span in spans]) for spans in self._claimed.values())
+        return self._num_claimed
 
     @property
     def claimants(self) -> tuple[str, ...]:
@@ -144,8 +147,7 @@ class Ledger:
     def _next_epoch(self) -> int:
         """Return the first epoch with a free or a reserved position."""
         epochs = [e for e, free in self._free.items() if free]
-        epochs += [e for spans in self._reserved.values() for e, _ in spans]
-        return min(epochs, default=self._first_unopened())
+        return min([*epochs, *self._num_reserved], default=self._first_unopened())
 
     def _first_unopened(self) -> int:
         return max(self._free, default=self.epoch - 1) + 1
@@ -163,6 +165,7 @@ class Ledger:
             taken, self._free[epoch] = _take(self._free[epoch], count)
         else:
             taken = self._claim_in_blocks(worker_id, epoch, count)
+        self._num_claimed += _size(taken)
         if taken:
             self._claimed.setdefault(worker_id, []).extend((epoch, span) for span in taken)
         return epoch, taken
@@ -193,6 +196,13 @@ class Ledger:
         cut = min(stop, cuts[bisect_right(cuts, start)])
         self._free[epoch] = ([(cut, stop)] if cut < stop else []) + others
         self._reserved.setdefault(worker_id, []).append((epoch, (start, cut)))
+        self._num_reserved[epoch] += cut - start
+
+    def _unreserve(self, epoch: int, count: int) -> None:
+        """Count so many positions as reserved no more."""
+        self._num_reserved[epoch] -= count
+        if not self._num_reserved[epoch]:
+            del self._num_reserved[epoch]
 
     def _most_reserved(self, epoch: int) -> str | None:
         """Return who has most of an epoch set aside, if anyone has."""
@@ -217,6 +227,8 @@ class Ledger:
         left = [(epoch, span) for span in rest] + [pair for pair in reserved if pair[0] != epoch]
         if left:
             self._reserved[worker_id] = left
+        if taken:
+            self._unreserve(epoch, _size(taken))
         return taken
 
     def complete(self, worker_id: str, count: int | None = None) -> int:
@@ -234,6 +246,7 @@ class Ledger:
                 self._claimed[worker_id] = rest
         for epoch, span in spans:
             self._num_done[epoch] += _size([span])
+            self._num_claimed -= _size([span])
         while self._num_done.get(self.epoch) == self.num_samples:
             del self._num_done[self.epoch], self._free[self.epoch]
             self.epoch += 1
@@ -250,6 +263,7 @@ class Ledger:
             self._claimed[worker_id] = kept
         for epoch, span in freed:
             self._free[epoch] = sorted([*self._free[epoch], span])
+            self._num_claimed -= _size([span])
         return _size([span for _, span in freed])
 
     def release(self, *, keep: Iterable[str] = (), members: Iterable[str] | None = None) -> int:
@@ -264,6 +278,7 @@ class Ledger:
             self.num_changes += 1
             for epoch, span in self._reserved.pop(worker_id):
                 self._free[epoch] = sorted([*self._free[epoch], span])
+                self._unreserve(epoch, _size([span]))
         return sum(self.give_back(w) for w in set(self._claimed) - keep)
 
     def state_dict(self, *, with_claims: bool = False) -> dict[str, Any]:
@@ -302,9 +317,19 @@ class Ledger:
             ledger._free[epoch] = [(start, stop) for start, stop in free]
         for worker_id, epoch, (start, stop) in state.get("claimed", []):
             ledger._claimed.setdefault(worker_id, []).append((epoch, (start, stop)))
+            ledger._num_claimed += stop - start
         for worker_id, epoch, (start, stop) in state.get("reserved", []):
             ledger._reserved.setdefault(worker_id, []).append((epoch, (start, stop)))
+            ledger._num_reserved[epoch] += stop - start
         return ledger
+
+
+def num_done_by(state: dict[str, Any]) -> int:
+    """Return the positions completed since epoch 0 by what :meth:`Ledger.state_dict` returned."""
+    done: int = state["epoch"] * state["num_samples"]
+    for _, num_done, _ in state["open"]:
+        done += num_done
+    return done
 
 
 def _listed(spans: dict[str, list[tuple[int, Span]]]) -> list[Any]:

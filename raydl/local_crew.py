@@ -95,7 +95,7 @@ class LocalCrew:
         records: tuple[Record, ...] = ()
         if self._service:
             for due in self._service.dispatcher.take_due():
-                self._shelf.put(self._service.snapshot(due, self._states_of_others))
+                self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
             records = self._service.dispatcher.take_records()
         self._events.append(
             Published(
@@ -163,7 +163,7 @@ class LocalCrew:
 
     def publish(self, worker_id: str) -> None:
         """Put the worker's copy of the center on the shelf."""
-        self._shelf.put(self._worker.center())
+        self._shelf.adopt(self._worker.center())
 
     def rebuild_center(self, worker_id: str | None) -> str:
         """Do nothing: the center is this process."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from raydl.config.tls import check_tls, tls_files
 from raydl.errors import ClusterError, ConfigError
 from raydl.redaction import redact
 
@@ -122,6 +123,7 @@ def connect() -> bool:
 
     Raises:
         ClusterError: none answers there, it wants another token, or is of another version.
+        ConfigError: it should use TLS, and its certificates can not be used.
     """
     global _beginning
     import ray
@@ -147,10 +149,18 @@ def _address() -> str:
     return "" if address == "local" else address
 
 
+def _check_certificates() -> None:
+    """Refuse certificates that Ray would fail with, in words of its own and after a long wait."""
+    files = tls_files(os.environ)
+    if files is not None:
+        check_tls(files)
+
+
 def _start_here() -> None:
     import ray
 
-    with _redacted_command():
+    _check_certificates()
+    with _redacted_command(), _on_the_loopback():
         ray.init(
             address="local",
             include_dashboard=False,
@@ -184,6 +194,23 @@ def _redacted_command() -> Iterator[None]:
         utils.get_entrypoint_name = of_ray
 
 
+@contextmanager
+def _on_the_loopback() -> Iterator[None]:
+    """Let a cluster that starts meanwhile listen on 127.0.0.1 alone, where no other host comes.
+
+    Ray does so on macOS and Windows. On Linux it takes the address that other nodes reach, for
+    127.0.0.1 too, and its processes listen on all interfaces. There is no public setting.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
 def _start_and_stay(beginning: Future[None]) -> None:
     """Start the local cluster. Linux kills its processes with the thread that started them."""
     try:
@@ -212,12 +239,13 @@ def _join(address: str) -> None:
     if address.startswith("ray://"):
         problem = "is one for Ray Client, which a run can not use; give HOST:6379 from a machine "
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
+    _check_certificates()
     if address == "auto":  # as ray.init does for a cluster that it finds by itself
         authentication_token_setup.maybe_enable_token_auth_if_token_available(
             warn_if_disabled=False
         )
     try:
-        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        if tls_files(os.environ) is None:
             _knock(address, canonicalize_bootstrap_address(address))
         with _redacted_command():
             ray.init(logging_level=logging.WARNING)

@@ -29,8 +29,10 @@ from raydl.metrics import (
     MembershipTable,
     MetricsWriter,
     RecentSpeed,
+    WorkerCurves,
     communication_share,
     mean_parts,
+    spread_of,
     time_values,
 )
 from raydl.metrics.stack_picture import StackHistory, draw_stack
@@ -92,6 +94,7 @@ class RunRecorder:
         self._evaluations = list(before.evaluations)
         self._allreduce: AllreduceReport | None = None
         self._choice: Choice | None = None
+        self._worker_curves = WorkerCurves()
         self._worker_steps: dict[str, int] = {}
         self._config = config
         self._num_train = num_train
@@ -159,11 +162,18 @@ class RunRecorder:
         self._writer.text("events", sentence, num_samples=self._told_at)
 
     def formed(self, membership: Membership, reason: str) -> None:
-        """Keep the table of memberships beside the curves."""
+        """Keep the table of memberships beside the curves, and forget who has gone."""
         self._memberships.add(
             membership.generation, membership.worker_ids, reason, num_samples=self._num_samples
         )
         self._writer.text("membership", self._memberships.markdown(), num_samples=self._told_at)
+        here = dict.fromkeys((*membership.worker_ids, *membership.absent))
+        places = self._worker_curves.follow(here)
+        if places:
+            which = ", ".join(f"{w} is {place}" for w, place in places.items())
+            self.event(f"the curves of workers: {which}")
+        self._worker_steps = {w: s for w, s in self._worker_steps.items() if w in here}
+        self._bad_samples.keep(here)
 
     @property
     def _num_samples(self) -> int:
@@ -211,6 +221,7 @@ class RunRecorder:
         values |= self._allreduce_values(reports)
         self._tell_cadence(reports)
         values |= self._left_out_values(reports)
+        values |= self._refused_values()
         values |= time_values(self._parts)
         self._stack.add(record.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.num_samples, unix_s=_unix_s(now))
@@ -245,13 +256,24 @@ class RunRecorder:
         self._writer.text("membership", self._memberships.markdown(), num_samples=num_samples)
 
     def _worker_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
-        """Return the curves of each worker with news: those of one that hangs or left stop."""
-        values = {}
-        for worker_id, report in reports.items():
-            if report.round_s > 0 and report.local_step != self._worker_steps.get(worker_id):
-                self._worker_steps[worker_id] = report.local_step
-                values[f"worker_step_s/{worker_id}"] = report.step_s
-                values[f"worker_waited_s/{worker_id}"] = report.waited_s
+        """Return the curves of workers with news: those of one that hangs or left stop."""
+        news = {
+            w: report
+            for w, report in reports.items()
+            if report.round_s > 0 and report.local_step != self._worker_steps.get(w)
+        }
+        self._worker_steps |= {w: report.local_step for w, report in news.items()}
+        if not news:
+            return {}
+        all_told = [report for report in reports.values() if report.round_s > 0]
+        values = {
+            **spread_of("workers/step_s", [report.step_s for report in all_told]),
+            **spread_of("workers/waited_s", [report.waited_s for report in all_told]),
+        }
+        for worker_id, report in news.items():
+            if name := self._worker_curves.name_of(worker_id):
+                values[f"worker_step_s/{name}"] = report.step_s
+                values[f"worker_waited_s/{name}"] = report.waited_s
         return values
 
     def _allreduce_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
@@ -289,6 +311,11 @@ class RunRecorder:
             self.event(sentence)
         num_samples = self._bad_samples.num_samples
         return {"data/left_out": num_samples} if num_samples else {}
+
+    def _refused_values(self) -> dict[str, float]:
+        """Return how much came too late; without any there is no curve."""
+        num_refused = sum(self._controller.refused.values()) if self._controller else 0
+        return {"exchange/refused": num_refused} if num_refused else {}
 
     def evaluated(self, evaluated: Evaluated) -> None:
         """Write the scores of the center, and now and then pictures."""
@@ -428,6 +455,7 @@ class RunRecorder:
             "exchange_bytes": last.exchange_bytes if last else 0,
             "best": self._best.kept.figures() if self._best.kept else None,
             "left_out_samples": self._bad_samples.num_samples,
+            "refused": run.refused if run else {},
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.cadence) if self._choice else None,

@@ -208,7 +208,7 @@ class Books:
 
         One without an exchange since the last one repeats that, but for where the run stands.
         """
-        if not (at_once or (self._num_messages and self._is_due())):
+        if not (at_once or self.is_due):
             return
         if self._num_messages == 0:
             self._repeat(standing)
@@ -235,8 +235,10 @@ class Books:
         with self._lock:
             self._records.append(record)
 
-    def _is_due(self) -> bool:
-        return self._clock() - self._since >= _RECORD_EVERY_S
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to record, and the last record is old enough."""
+        return self._num_messages > 0 and self._clock() - self._since >= _RECORD_EVERY_S
 
     def take(self) -> tuple[Record, ...]:
         """Hand over the records that nobody has taken yet."""

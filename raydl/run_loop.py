@@ -15,6 +15,7 @@ from raydl.metrics import Forgiving, MetricsWriter, Queued, Tee, TensorBoardWrit
 from raydl.recorder import RunRecorder
 from raydl.run_view import RunView
 from raydl.runs.desk import RunDesk
+from raydl.runs.driver_epoch import DriverEpoch
 from raydl.runs.folder import RunFolder
 from raydl.storage import Storage
 
@@ -39,15 +40,19 @@ def run_to_end(
     view: RunView,
     *,
     config: TrainConfig,
+    epoch: DriverEpoch,
 ) -> None:
     """Step the controller until the run is done; between two steps, see to the desk.
 
     Raises:
+        SupersededError: another driver has taken the run over.
         RaydlError: what ends the run; a user's own exception comes as it is.
     """
     view.follow(controller)
     with _stop_on_signal(controller):
         while not controller.step():
+            epoch.raise_if_over()
+            controller.note_refused("store", {"checkpoints": recorder.checkpoints.num_late})
             desk.tell(view.status)
             for request in desk.take_requests():
                 ok, sentence = remove(controller, request.worker_id, config=config)

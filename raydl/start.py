@@ -59,10 +59,10 @@ class Start:
             ShapeError: the checkpoint is of another model.
         """
         num_samples = order.num_samples
-        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep)
-        best = BestCenter(folder.storage, flat)
+        epoch = folder.epoch.number
+        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep, driver_epoch=epoch)
+        best = BestCenter(folder.storage, flat, driver_epoch=epoch)
         if not config.run.resume:
-            folder.open_new()
             return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
         folder.open_again(config)
         known = best.open_again() if config.checkpoint.keep_best else []
@@ -81,6 +81,7 @@ class Start:
         is_trained = _is_complete(config, snapshot, ended_by=ended[0])
         if is_trained and result and store.has_trained(snapshot.round):
             _refuse_complete(snapshot, *ended)
+        own_states = store.take_over(checkpoint)
         told = (
             f"the run in {folder.root} is trained to its end; its missing files are written"
             if is_trained
@@ -91,7 +92,7 @@ class Start:
             store,
             best,
             snapshot,
-            dict(checkpoint.workers),
+            own_states,
             checkpoint.seconds,
             [*sentences, *known, told],
             Totals.of(checkpoint, folder.storage),

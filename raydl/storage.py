@@ -10,6 +10,7 @@ rest of one sentence: see :func:`in_words`. Endpoints and credentials: docs/stor
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import posixpath
@@ -93,6 +94,8 @@ def in_words(error: Exception) -> str:
     """Return what a file system said as the rest of a sentence, with what to do if it is known."""
     said = _ERRNO.sub("", " ".join(redact(str(error)).split()))
     said = _DETAIL.sub(lambda match: f": {match[1].lower()}", said)
+    if isinstance(error, OSError) and error.strerror and said.startswith(error.strerror):
+        said = said[0].lower() + said[1:]
     for pattern, advice in _ADVICE:
         match = re.search(pattern, said)
         if match:
@@ -182,6 +185,21 @@ class Storage:
                 ) from error
         else:
             self._filesystem, self._path = fs.LocalFileSystem(), os.path.abspath(root)
+        self._check: Callable[[], None] | None = None
+
+    def guarded(self, check: Callable[[], None]) -> Storage:
+        """Return this storage with a check just before everything that changes a file of it.
+
+        Args:
+            check: raises if nothing may be changed any more; what it raises is passed on.
+        """
+        guarded = copy.copy(self)
+        guarded._check = check
+        return guarded
+
+    def _check_guard(self) -> None:
+        if self._check is not None:
+            self._check()
 
     @property
     def is_object_store(self) -> bool:
@@ -344,6 +362,7 @@ class Storage:
             os.replace(aside, local)
 
     def _put(self, name: str, fill: Callable[[Any], object]) -> None:
+        self._check_guard()
         path = self._at(name)
         if self._filesystem.type_name not in _OBJECT_STORES:  # they have no folders, only names
             self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
@@ -353,6 +372,7 @@ class Storage:
         aside = f"{path}.tmp"
         self._write(aside, fill)
         self._flush_to_disk(aside)
+        self._check_guard()  # to write it may have taken long
         self._filesystem.move(aside, path)
         self._flush_to_disk(posixpath.dirname(path))
 
@@ -427,7 +447,12 @@ class Storage:
             return data
 
     def delete_file(self, name: str) -> None:
-        """Delete a file that is there."""
+        """Delete a file.
+
+        Raises:
+            OSError: it is not there, or can not be deleted.
+        """
+        self._check_guard()
         with self._calling(f"to delete {name}"):
             self._filesystem.delete_file(self._at(name))
 
@@ -447,14 +472,39 @@ class Storage:
                 return []
             return sorted(posixpath.basename(info.path) for info in infos)
 
+    def copy_file(self, name: str, new_name: str) -> None:
+        """Copy a file of this storage, which no one writes over, to a name that is free.
+
+        On a disk the copy is a second name of the same file, where the disk can do that. An object
+        store copies by itself.
+
+        Raises:
+            OSError: it is not there, or can not be copied.
+        """
+        self._check_guard()
+        with self._calling(f"to copy {name}"):
+            source, target = self._at(name), self._at(new_name)
+            if self._filesystem.type_name == "local":
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                with suppress(OSError):  # no links here
+                    os.link(source, target)
+                    return
+            elif self.is_object_store:
+                with suppress(OSError):  # S3 copies no object above 5 GB
+                    self._filesystem.copy_file(source, target)
+                    return
+            self.write_pieces(new_name, self.read_pieces(name))
+
     def delete_dir(self, name: str) -> None:
         """Delete a folder with all in it, if it is there."""
+        self._check_guard()
         with self._calling(f"to delete {name}"):
             if self.exists(name):
                 self._filesystem.delete_dir(self._at(name))
 
     def move_dir(self, name: str, new_name: str) -> None:
         """Rename a folder at once. Not on object stores."""
+        self._check_guard()
         with self._calling(f"to rename {name}"):
             self._filesystem.move(self._at(name), self._at(new_name))
             self._flush_to_disk(posixpath.dirname(self._at(new_name)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from raydl.config import (
     TrainingConfig,
     to_dict,
 )
+from raydl.config.tls import check_device
 from raydl.control import State, kind_for
 from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
@@ -242,7 +244,7 @@ class Trainer:
                 callbacks=(*callbacks_of(config.training), *self.callbacks),
             )
             recorder.follow(controller)
-            run_to_end(controller, recorder, desk, view, config=config)
+            run_to_end(controller, recorder, desk, view, config=config, epoch=start.folder.epoch)
             if controller.outcome is Outcome.FINISHED:
                 recorder.checkpoints.finish()
         assert controller.state is State.DONE
@@ -375,6 +377,8 @@ def _make_crew(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -
     scaling, untrained = job.config.scaling, first.untrained.arrays()
     if scaling.max_workers == 0:
         return LocalCrew(job, dataset, prepare, untrained)
+    if job.method.is_sync and scaling.max_workers > 1:
+        check_device(job.config.exchange_device, os.environ)
     ray_session.prepare()
     from raydl.on_ray.cluster import check_room  # imports Ray, as the next does
     from raydl.on_ray.crew import RayCrew
@@ -404,7 +408,7 @@ def _finish(
         "ended_by": ended_by,
         "ended_because": ended_because,
     }
-    metrics["lacks_score"] = lacks_score
+    metrics |= {"lacks_score": lacks_score, "driver_epoch": start.folder.epoch.number}
     if lacks_score:  # that of an earlier center is none of this one
         metrics |= {"center_accuracy": None, "center_loss": None}
     within(start.folder.storage, lambda: start.folder.write_result(metrics))

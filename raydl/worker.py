@@ -58,7 +58,7 @@ class Worker:
         worker_id: str,
         *,
         batches: Batches,
-        publish: Callable[[Snapshot], None],
+        publish: Callable[[Snapshot], object],
         incarnation: int = 0,
         before_step: BeforeStep | None = None,
         untrained: Untrained | None = None,
@@ -143,6 +143,8 @@ class Worker:
             with self._lock:
                 self._generation, self._schedule = membership.generation, schedule
                 schedule.vote(**self._early_votes.pop(membership.generation, {}))
+                now = membership.generation  # votes for generations that it was not in are void
+                self._early_votes = {g: v for g, v in self._early_votes.items() if g > now}
             self._seconds_at = (snapshot.seconds, time.monotonic())
             self._join_partners(partners, site)
 
@@ -353,6 +355,16 @@ class Worker:
     def copy_age(self) -> tuple[int, int]:
         """(Rounds, changes of the ledger) that its copy of the center has seen; -1: it has none."""
         return (self.round, self._schedule.num_changes) if self._schedule else (-1, 0)
+
+    @property
+    def copy_generation(self) -> int:
+        """The generation that made its copy of the center; 0: the center itself made it."""
+        return self._generation if self._schedule and self._method.is_sync else 0
+
+    @property
+    def ledger_round(self) -> int:
+        """The round up to which it knows the ledger; -1: it has no copy of the center."""
+        return self._schedule.ledger_round if self._schedule else -1
 
     # what others ask for
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 PROC = Path("/proc")
+_LISTEN = "0A"
 
 
 def processes_that(fits: Callable[[int], bool]) -> list[int]:
@@ -49,3 +52,38 @@ def resident_bytes(pid: int | None = None) -> int:
     """Return the memory that a process holds; None: this one."""
     fields = (PROC / str(pid or "self") / "statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Return the id of a process and of all that were started below it."""
+    found = [pid]
+    for parent in found:
+        found += processes_that(lambda other, parent=parent: parent_of(other) == parent)
+    return found
+
+
+def listeners_of(pid: int) -> list[tuple[str, int]]:
+    """Return (address, port) of each TCP socket on which a process listens."""
+    listening = {}
+    for name in ("tcp", "tcp6"):
+        for line in (PROC / str(pid) / "net" / name).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTEN:
+                listening[f"socket:[{words[9]}]"] = _address_of(words[1])
+    found = []
+    for entry in (PROC / str(pid) / "fd").iterdir():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if (target := os.readlink(entry)) in listening:
+                found.append(listening[target])
+    return sorted(found)
+
+
+def _address_of(words: str) -> tuple[str, int]:
+    """Return what /proc/net/tcp writes as 0100007F:1F90, in words of 32 bits of this machine."""
+    digits, port = words.split(":")
+    packed = b"".join(
+        int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)
+    )
+    address = ipaddress.ip_address(packed)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address), int(port, 16)

@@ -8,9 +8,10 @@ import time
 import pytest
 import ray
 import torch
+from stores import StoreActor
 
 from raydl.errors import ExchangeError
-from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+from raydl.exchange.collective import CollectiveGroup, GroupAddress
 
 pytestmark = pytest.mark.cluster
 
@@ -37,14 +38,19 @@ class Member:
         self.abandoned.set()
         return time.time()
 
-    def join(self, address, num_workers, rank, algorithm):
+    def join(self, address, num_workers, rank, algorithm, store):
         """Form a group; return None if that went well."""
         torch.set_num_threads(1)
         self.abandoned, self.num_sums, self.is_forming = threading.Event(), 0, True
         ids = tuple(f"w{r}" for r in range(num_workers))
         try:
             self.group = CollectiveGroup(
-                address, ids, rank, algorithm=algorithm, abandoned=self.abandoned
+                address,
+                ids,
+                rank,
+                center=store,
+                algorithm=algorithm,
+                abandoned=self.abandoned,
             )
         except ExchangeError as error:
             return str(error), time.time()
@@ -76,23 +82,11 @@ class Member:
         return time.monotonic() - start
 
 
-@ray.remote(num_cpus=0)
-class Store:
-    """Hosts the rendezvous, as the center does."""
-
-    def __init__(self):
-        self.host = ray.util.get_node_ip_address()
-        self.store = open_store(self.host)
-
-    def address(self):
-        return self.host, self.store.port
-
-
 class Crew:
     """The members of one group after another; those that were not lost serve again."""
 
-    def __init__(self, place):
-        self.place, self.generation = place, 0
+    def __init__(self, store):
+        self.store, self.generation = store, 0
         self.members, self.frozen_pids = [], []
 
     def call(self, num_workers):
@@ -104,9 +98,11 @@ class Crew:
 
     def begin_to_form(self, members, algorithm, *, num_workers=None):
         self.generation += 1
-        address = GroupAddress(*self.place, f"abandon{id(self)}", self.generation, "cpu", TIMEOUT_S)
+        address = GroupAddress(f"abandon{id(self)}", self.generation, "cpu", TIMEOUT_S)
         count = num_workers or len(members)
-        return [m.join.remote(address, count, r, algorithm) for r, m in enumerate(members)]
+        return [
+            m.join.remote(address, count, r, algorithm, self.store) for r, m in enumerate(members)
+        ]
 
     def form(self, members, algorithm):
         assert get(self.begin_to_form(members, algorithm)) == [None] * len(members)
@@ -153,8 +149,8 @@ def check_freed(refs, since, *, problem):
 
 @pytest.fixture(scope="module")
 def crew(cluster):
-    store = Store.remote()
-    crew = Crew(get(store.address.remote()))
+    store = StoreActor.remote()
+    crew = Crew(store)
     yield crew
     for pid in crew.frozen_pids:
         os.kill(pid, signal.SIGKILL)

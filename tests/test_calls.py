@@ -110,3 +110,59 @@ def test_the_score_of_a_center_that_was_made_again_does_not_come(crew):
     assert crew._calls.take("score") is None
     assert crew._calls.take("state") is not None
     assert crew._calls.take("opened").who == "center"
+
+
+# many answers
+
+
+class Arrivals:
+    """Ray's wait, on a clock of its own: a reference is (when its answer is there, its name)."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def wait(self, refs, *, num_returns, timeout, fetch_local=True):
+        enough = sorted(at for at, _ in refs)[num_returns - 1]
+        self.now = max(self.now, min(self.now + timeout, enough))
+        ready = [ref for ref in refs if ref[0] <= self.now]
+        return ready[:num_returns], []
+
+
+@pytest.fixture
+def arrivals(monkeypatch):
+    arrivals = Arrivals()
+    monkeypatch.setattr("raydl.on_ray.calls.ray", arrivals)
+    return arrivals
+
+
+def calls_of(*refs, loops=()):
+    calls = Calls()
+    for at, name in refs:
+        calls.expect((at, name), name, list, can_wait=True)
+    for at, name in loops:
+        calls.expect((at, name), name, list, generation=1)
+    return calls
+
+
+def test_answers_of_many_workers_that_come_one_after_another_are_taken_in_few_polls(arrivals):
+    answers = [(0.001 * n, f"w{n}") for n in range(256)]
+    calls, polls = calls_of(*answers, loops=[(1e6, f"w{n}") for n in range(256)]), []
+    while len([ref for ready in polls for ref in ready]) < 256:
+        polls.append(calls.wait(0.25))
+        for ref in polls[-1]:
+            calls.take(ref)
+    assert len(polls) <= 5
+    assert arrivals.now < 0.5
+
+
+def test_a_loop_that_ends_is_told_at_once_though_other_answers_are_gathered(arrivals):
+    answers = [(0.001 * n, f"w{n}") for n in range(256)]
+    calls = calls_of(*answers, loops=[(0.0425, "w7"), *((1e6, f"w{n}") for n in range(256))])
+    assert (0.0425, "w7") in calls.wait(0.25)
+    assert arrivals.now == 0.0425
+
+
+def test_two_workers_answers_wait_for_a_millisecond(arrivals):
+    calls = calls_of((0.0, "w0"), (0.2, "w1"), loops=[(1e6, "w0"), (1e6, "w1")])
+    assert calls.wait(0.25) == [(0.0, "w0")]
+    assert arrivals.now <= 0.001

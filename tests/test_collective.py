@@ -36,7 +36,7 @@ class Queued:
 
 def group_on(device, *, is_abandoned=False, timeout_s=1.0):
     group = CollectiveGroup.__new__(CollectiveGroup)  # a real one meets others
-    group.address = GroupAddress("localhost", 1, "run", 7, device, timeout_s)
+    group.address = GroupAddress("run", 7, device, timeout_s)
     group._abandoned = threading.Event()
     if is_abandoned:
         group._abandoned.set()

@@ -1,5 +1,7 @@
 """The controller of methods with messages: workers join and leave while the others train."""
 
+from dataclasses import replace
+
 import pytest
 from test_controller import Stage, collected, report, scored, snapshot
 
@@ -174,6 +176,17 @@ def test_when_the_center_is_lost_all_leave_and_it_is_rebuilt_from_the_freshest(n
     assert stage.said[-1] == "the center is rebuilt from what w1 saw last, of round 9"
     stage.step(Published((9,)))
     assert ("form", 2, ("w0", "w1"), 9) in stage.step()
+
+
+def test_a_lost_center_is_rebuilt_from_the_worker_that_was_told_the_ledger_last():
+    stage = stage_of(3, "w0", "w1", "w2")
+    first, second, third = stage.end("broken", 7, "w0", "w1", "w2")
+    stage.step(
+        Lost("center", DIED), replace(first, round=9, ledger_round=2),
+        replace(second, round=8, ledger_round=6),
+    )  # fmt: skip
+    told = stage.step(replace(third, round=7, ledger_round=5))
+    assert ("rebuild_center", "w1") in told
 
 
 def test_a_checkpoint_that_is_fresher_than_every_copy_is_what_the_center_is_rebuilt_from():

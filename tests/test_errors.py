@@ -27,6 +27,7 @@ EXAMPLES = [
     errors.StepError("w1", 12, "its weights are not finite"),
     errors.NonFiniteLossError("w1", 12, float("inf")),
     errors.ProcessLostError("w1", "killed"),
+    errors.SupersededError("runs/x", 3, 4, "process 7 on b since 2026-11-23"),
     errors.AttachError("my-run", "2 of 4 workers came"),
     errors.ExchangeError(3, 1, "connection reset"),
     errors.ExchangeTimeoutError(3, 1, 30.0, ("w2", "w5")),

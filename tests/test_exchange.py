@@ -8,12 +8,13 @@ import pytest
 import ray
 import torch
 from processes import resident_bytes
+from stores import StoreActor
 
 from raydl.center import Center
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.config import OptimizerConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+from raydl.exchange.collective import CollectiveGroup, GroupAddress
 from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.local import LocalGroup
 from raydl.exchange.sync import SyncExchange
@@ -119,29 +120,17 @@ def test_ten_thousand_rounds_leave_memory_flat(codec):
 
 
 @ray.remote(num_cpus=0)
-class Store:
-    """Hosts the rendezvous, as the center does."""
-
-    def __init__(self):
-        self.host = ray.util.get_node_ip_address()
-        self.store = open_store(self.host)
-
-    def address(self):
-        return self.host, self.store.port
-
-
-@ray.remote(num_cpus=0)
 class Peer:
     """One rank in a process of its own."""
 
     def pid(self):
         return os.getpid()
 
-    def join(self, address, num_workers, rank):
+    def join(self, address, num_workers, rank, store):
         torch.set_num_threads(1)
         self.rank = rank
         ids = tuple(f"w{r}" for r in range(num_workers))
-        self.group = CollectiveGroup(address, ids, rank)
+        self.group = CollectiveGroup(address, ids, rank, center=store)
 
     def rounds(self, size, num_rounds):
         return take_rounds(self.group, self.rank, size=size, num_rounds=num_rounds)
@@ -162,8 +151,7 @@ class Peer:
 @pytest.fixture
 def make_peers(cluster):
     """Return a function that makes p actors in one group: (peers, address)."""
-    store = Store.remote()
-    host, port = ray.get(store.address.remote(), timeout=60)
+    store = StoreActor.remote()
     peers = []
 
     def make(num_workers, *, generation=1, timeout_s=20.0, members=None):
@@ -171,8 +159,8 @@ def make_peers(cluster):
         peers.extend(members)
         # All are up before they meet: the time-out is for meeting, not for starting.
         ray.get([m.pid.remote() for m in members], timeout=120)
-        address = GroupAddress(host, port, f"test{id(peers)}", generation, "cpu", timeout_s)
-        refs = [m.join.remote(address, num_workers, r) for r, m in enumerate(members)]
+        address = GroupAddress(f"test{id(peers)}", generation, "cpu", timeout_s)
+        refs = [m.join.remote(address, num_workers, r, store) for r, m in enumerate(members)]
         ray.get(refs, timeout=60)
         return members
 
@@ -215,3 +203,15 @@ def test_a_killed_actor_fails_the_exchange_of_its_peers_at_once(make_peers):
     assert type(error) is ExchangeError
     assert waited_s < 10.0
     assert not changed
+
+
+@pytest.mark.cluster
+def test_a_group_that_forms_while_the_center_is_lost_is_given_up_at_once(cluster):
+    store, peer = StoreActor.remote(), Peer.remote()
+    ray.get([store.wait_for_keys.remote("run", 1, [], 0.0), peer.pid.remote()], timeout=120)
+    ray.kill(store)
+    began = time.monotonic()
+    with pytest.raises(ExchangeError, match="the center did not answer"):
+        ray.get(peer.join.remote(GroupAddress("run", 1, "cpu", 60.0), 2, 0, store), timeout=60)
+    assert time.monotonic() - began < 20.0
+    ray.kill(peer)

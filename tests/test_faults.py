@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from test_fault_plan import kill
 
-from raydl.faults import Fault, Injector, Partition, ProcessInflicts
+from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts
+from raydl.on_ray.actors import WorkerActor
 
 WAIT_S = 60.0
 
@@ -251,6 +253,68 @@ def test_a_partition_holds_every_thread():
         thread.join(timeout=WAIT_S)
     assert len(waited) == 4
     assert min(waited) > 0.1
+
+
+def cut_for(for_s):
+    """Return (a partition that is cut, its clock)."""
+    clock = Clock()
+    partition = Partition(clock=clock, sleep=clock.sleep)
+    partition.cut(for_s)
+    return partition, clock
+
+
+def test_a_call_that_comes_to_a_process_waits_and_so_does_its_answer():
+    partition, clock = cut_for(5.0)
+    with partition.both_ways():
+        assert clock.now == 5.0
+        partition.cut(3.0)
+    assert clock.now == 8.0
+    partition.cut(2.0)
+    with pytest.raises(ZeroDivisionError), partition.both_ways():
+        raise ZeroDivisionError  # an error is an answer, too
+    assert clock.now == 10.0
+
+
+def test_what_a_road_is_asked_for_and_what_comes_of_it_later_are_held_back():
+    class Delivery:
+        def wait(self):
+            return clock.now
+
+    clock = Clock()
+    partition = Partition(clock=clock, sleep=clock.sleep)
+    road = Held(SimpleNamespace(push=Delivery, size=3), partition.hold)
+    assert road.size == 3
+    delivery = road.push()
+    partition.cut(5.0)
+    assert delivery.wait() == 5.0
+    partition.cut(1.0)
+    road.push()
+    assert clock.now == 6.0
+
+
+@pytest.mark.parametrize("call", ["publish", "center", "take_kept", "report", "vote", "abandon"])
+def test_a_worker_that_is_cut_off_sends_no_snapshot_and_answers_nobody(call):
+    partition, clock = cut_for(5.0)
+    actor = object.__new__(WorkerActor.__ray_metadata__.modified_class)
+    reached = []
+
+    def reach(*args, **kwargs):
+        reached.append(clock.now)
+
+    worker = SimpleNamespace(center=reach, take_kept=reach, report=reach, vote=reach)
+    center = SimpleNamespace(put=SimpleNamespace(remote=reach))
+    actor._partition, actor._worker, actor._shards = partition, worker, [center]
+    actor._lock, actor._abandoned = threading.Lock(), SimpleNamespace(set=reach)
+    actor._abandoned_up_to, actor._generation = 0, 1
+    {
+        "publish": lambda: actor._publish(None),
+        "center": lambda: actor.center(),
+        "take_kept": lambda: actor.take_kept(7),
+        "report": lambda: actor.report(),
+        "vote": lambda: actor.vote(1, {"stop": 1.0}),
+        "abandon": lambda: actor.abandon(1),
+    }[call]()
+    assert reached == [5.0]
 
 
 def test_a_notice_is_passed_on():

@@ -42,7 +42,8 @@ def test_a_large_event_file_is_copied_both_ways_without_being_held_in_memory(tmp
     with open(event_file, "wb") as stream:
         for number in range(64):
             stream.write(bytes([number]) * (1 << 20))
-    here.write_config(TrainConfig())
+    with here.held(resume=False):
+        here.write_config(TrainConfig())
     tracemalloc.start()
     here.publish_events()
     there.open_again(TrainConfig())
@@ -58,7 +59,8 @@ def test_a_run_that_goes_on_elsewhere_fetches_all_event_files_and_sends_none_of_
     tmp_path, monkeypatch
 ):
     here, there = make(tmp_path, "here"), make(tmp_path, "there")
-    here.write_config(TrainConfig())
+    with here.held(resume=False):
+        here.write_config(TrainConfig())
     for number in (1, 2):
         (here.path / f"events.out.tfevents.{number}").write_bytes(b"a start")
     here.publish_events()

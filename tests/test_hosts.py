@@ -100,6 +100,27 @@ def test_links_take_another_rate_while_the_hosts_are_up(permitted):
         assert hosts.burst_bytes < burst_bytes
 
 
+def test_a_host_that_is_cut_off_hears_nobody_and_is_heard_by_nobody_until_it_is_back(permitted):
+    with Hosts(3, mbit=100) as hosts:
+        hosts.cut(1)
+        for source, target in ((0, 1), (1, 0), (1, 2)):
+            with pytest.raises(subprocess.CalledProcessError):
+                ping(hosts, source, target)
+        ping(hosts, 0, 2)
+        hosts.join(1)
+        for source, target in ((0, 1), (1, 0), (1, 2)):
+            ping(hosts, source, target)
+
+
+def ping(hosts, source, target):
+    connect = (
+        "import socket, sys\n"
+        "try: socket.create_connection((sys.argv[1], 5000), timeout=1.5)\n"
+        "except ConnectionRefusedError: pass  # somebody is there\n"
+    )
+    hosts.run(source, [sys.executable, "-c", connect, hosts.address(target)], timeout_s=BOUND_S)
+
+
 def test_each_host_has_an_address_a_loopback_and_processes_of_its_own(permitted):
     with Hosts(2, mbit=100) as hosts:
         for host in range(2):

@@ -46,7 +46,7 @@ class Orderly:
         return Reply(NOTHING, NOTHING, ORDERS, self.refusal)
 
 
-ORDERS = Orders(Outcome.GO_ON, [], [], 2, 0, 0, 0.0, 0, {})
+ORDERS = Orders(Outcome.GO_ON, [], [], 2, 0, 0, 0.0, 0)
 
 
 def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0", "w1")):
@@ -67,7 +67,7 @@ def reach(shard, worker_id="w0", *, post=None, rule=None, is_locked=True, timeou
     """Return a worker's exchange with a center of its node, as another process would have it."""
     [(span, address)] = shard.shared_cells(worker_id).items()
     cell = MappedCell.open(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
-    desk = Desk(worker_id, 1, 0, UntrainedState("", {}))
+    desk = Desk(worker_id, 1, 0, UntrainedState("", {}), ledger={}, ledger_round=0)
     desk.take_orders(ORDERS)
     return MappedExchange(
         cell,

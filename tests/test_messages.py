@@ -107,6 +107,19 @@ def test_a_message_of_a_generation_that_has_passed_is_refused_and_changes_nothin
     assert shard.num_refused == 1
 
 
+def test_hogwild_has_room_for_as_many_messages_as_come_at_one_time(monkeypatch):
+    """And not one for each thread of the center, of which there are two for each worker."""
+    made, empty_like = [], torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: made.append(a) or empty_like(*a, **k))
+    shard = make_shard(Add(), 2, is_locked=False)
+    for number in range(20):
+        exchange = threading.Thread(target=shard.exchange, args=[push("w0", number, [1, 2])])
+        exchange.start()
+        exchange.join()
+    assert values_of(shard).tolist() == [20, 40]
+    assert len(made) == 1
+
+
 def test_a_message_uses_up_no_memory_of_the_sender():
     shard, message = make_shard(Elastic(0.5), 3), push("w0", 0, [4, 8, 12])
     message.weights.flags.writeable = False  # as Ray hands them out

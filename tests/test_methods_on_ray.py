@@ -58,7 +58,7 @@ def train(actors, config, generation=1):
         ShardActor.options(max_concurrency=4).remote(job, first, i)
         for i in range(1, config.exchange.center_shards)
     ]
-    (host, port), _ = ray.get(center.open.remote(job, first, others), timeout=120)
+    ray.get(center.open.remote(job, first, others), timeout=120)
     normalizer = Normalizer.of(IMAGES)
     shards = [center, *others]
     ray.get(
@@ -68,7 +68,7 @@ def train(actors, config, generation=1):
     membership = Membership(generation, tuple(f"w{i}" for i in range(NUM_WORKERS)))
     if not job.method.is_sync:
         ray.get(center.form.remote(membership), timeout=60)
-    address = GroupAddress(host, port, uuid.uuid4().hex, generation, "cpu", 20.0)
+    address = GroupAddress(uuid.uuid4().hex, generation, "cpu", 20.0)
     runs = [w.run.remote(membership, address, first, None, shards, ()) for w in workers]
     ends = ray.get(runs, timeout=120)
     assert [end.outcome for end in ends] == [Outcome.FINISHED] * NUM_WORKERS

@@ -371,3 +371,15 @@ def test_two_starts_in_one_folder_show_as_one_run(tmp_path):
     }
     curve = [event.step for event in events.Scalars("center/accuracy")]
     assert curve == sorted(set(curve))
+
+
+def test_the_table_of_memberships_is_no_longer_with_hundreds_of_workers():
+    table = MembershipTable()
+    table.add(1, [f"w{i}" for i in range(256)], "start", num_samples=0)
+    assert "| 1 | 0 | 256: w0 to w255 | start |" in table.markdown()
+    for number in range(100):
+        table.add(number, [f"w{2 * i + number}" for i in range(256)], "change", num_samples=0)
+    row = table.markdown().splitlines()[2]
+    assert row.startswith("| 99 | 0 | 256: w99, w101, ")
+    assert "w161, 224 more | change |" in row
+    assert len(table.markdown()) < 30_000

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -258,6 +259,14 @@ def test_a_chosen_cadence_is_told_once():
 
 def test_a_record_becomes_one_point_of_every_curve():
     recorder, memory = make(Store())
+    recorder.follow(
+        SimpleNamespace(
+            refused={"snapshots": 1, "messages": 2},
+            generation=1,
+            pace=SimpleNamespace(longest_pause_s=0.0),
+            chaos=SimpleNamespace(fired=()),
+        )
+    )
     recorder.event("generation 1: w0 starts")
     parts = {**TimeParts().as_dict(), "forward_backward": 3.0, "device_device_parameters": 1.0}
     allreduce = AllreduceReport(1, "ring", 1000, 0.001, 0.002)
@@ -280,6 +289,8 @@ def test_a_record_becomes_one_point_of_every_curve():
     assert figures["seconds"] > 5.0
     assert figures["samples"] == 5
     assert figures["center_accuracy"] == 0.9
+    assert figures["refused"] == {"snapshots": 1, "messages": 2}
+    assert {p["exchange/refused"] for _, p in memory.points if "exchange/refused" in p} == {3}
 
 
 def test_sentences_of_one_moment_are_a_sample_apart_for_tensorboard_shows_one_for_each():

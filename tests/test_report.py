@@ -13,7 +13,7 @@ from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
 from raydl.metrics import TIME_PARTS
 from raydl.report import make_page, read_run, with_names_apart, write_report
-from raydl.report.events import Curve, History, Told
+from raydl.report.events import Curve, Formed, History, Told
 from raydl.report.facts import RunFacts
 from raydl.report.html import element, table
 from raydl.report.sections import byte_size, duration
@@ -286,6 +286,42 @@ def test_a_hostile_name_does_nothing():
         assert "script" not in walk.tags
         assert hostile in walk.text
         assert "<script" not in page
+
+
+# runs of days
+
+
+def long_run(num_generations):
+    """Return a run in which a worker is replaced every 30 s."""
+    told, formed = [], {}
+    for number in range(1, num_generations + 1):
+        reason = f"w{number} was lost, w{number + 8} joins"
+        told.append(Told(f"generation {number}: {reason}", 1, 640 * number, 30.0 * number))
+        workers = tuple(f"w{number + i}" for i in range(1, 9))
+        formed[1, number] = Formed(640 * number, workers, 8)
+    curve = Curve((1, 640 * num_generations), (1.0, 30.0 * num_generations), (8.0, 8.0))
+    history = History({"workers/count": curve}, tuple(told), formed, num_starts=1)
+    return facts_of("long", history=history)
+
+
+def test_the_page_of_a_run_with_thousands_of_generations_stays_small():
+    short, long = (make_page([long_run(count)]) for count in (2000, 10_000))
+    assert len(long) < 1.1 * len(short)
+    text = Walk(long).text
+    assert "The first and the last 500 of 10,000 generations" in text
+    assert "The first and the last 500 of 10,000 events" in text
+    assert "w1 was lost" in text
+    assert "w10000 was lost" in text
+
+
+def test_of_more_workers_than_are_drawn_the_spread_over_all_is():
+    step = Curve((1, 2), (1.0, 2.0), (0.1, 0.2))
+    curves = {f"worker_{n}_s/w{i}": step for i in range(17) for n in ("step", "waited")}
+    whiches = ("least", "median", "most")
+    curves |= {f"workers/{n}_{w}": step for n in ("step_s", "waited_s") for w in whiches}
+    text = Walk(make_page([facts_of("many", history=History(curves, num_starts=1))])).text
+    assert "Seconds of a local step: least, median and most of all workers, over time" in text
+    assert "Seconds waited: least, median and most of all workers, over time" in text
 
 
 # several runs

@@ -1,7 +1,11 @@
 """Data in, checkpoints and events out, through a server that speaks S3's own protocol."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -83,8 +87,8 @@ def test_all_of_a_run_is_on_s3_and_nothing_is_left_over(finished):
     names = {name for name in storage.list_dir("") if storage.list_dir(name) or "." in name}
     events = {name for name in names if name.startswith("events.out.tfevents")}
     assert names - events == {
-        "best.safetensors", "center.safetensors", "checkpoints", "config.json", "result.json",
-        "status.json",
+        "best.safetensors", "center.safetensors", "checkpoints", "config.json", "driver-epochs",
+        "result.json", "status.json",
     }  # fmt: skip
     assert len(CheckpointStore(storage).names()) == 2
     assert json.loads(storage.read_bytes("result.json"))["samples"] == 2 * 1438
@@ -245,6 +249,88 @@ def test_a_checkpoint_that_was_cut_off_is_none_and_the_one_before_stays():
     assert store.read()[0].round == 1
     store.write(make(2))
     assert store.names() == ["round-00000001", "round-00000002"]
+
+
+# a driver that is halted
+
+
+DRIVER = """
+import sys
+from raydl import cli
+from raydl.runs import hold
+hold.STALE_S = 1.0
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def drive(tmp_path):
+    """Start a driver of a long run that is kept on S3, with words of its command; end them all."""
+    started = []
+
+    def drive(name, *words):
+        options = [*TRAIN, "--epochs", "100000", "--run-dir", str(tmp_path / name / "halted")]
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *options, "--storage-path", "s3://kept/runs", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield drive
+    for process in started:
+        process.kill()
+        process.communicate(timeout=BOUND_S)
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + BOUND_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_halted_driver_that_was_taken_for_dead_wakes_up_ends_and_changes_nothing(drive, server):
+    storage = Storage("s3://kept/runs/halted")
+    store = CheckpointStore(storage)
+    halted = drive("a")
+    wait_until(lambda: len(store.names()) == 2)
+    os.kill(halted.pid, signal.SIGSTOP)
+    (own_events,) = [name for name in storage.list_dir("") if name.startswith("events.")]
+    successor = drive("b", "--resume")
+    wait_until(lambda: any(name.endswith("-e2") for name in store.names()[:1]))
+    successor.send_signal(signal.SIGTERM)
+    said, _ = successor.communicate(timeout=BOUND_S)
+    assert successor.returncode == 143, said
+    before = objects(server)
+    assert halted.poll() is None
+    os.kill(halted.pid, signal.SIGCONT)
+    said, _ = halted.communicate(timeout=BOUND_S)
+    assert halted.returncode == 3, said
+    assert said.splitlines()[-1].startswith(
+        "error: s3://kept/runs/halted: this driver's epoch 1 is over: process "
+    )
+    assert f"process {successor.pid} on " in said.splitlines()[-1]
+    # What it was writing as it was halted may still come: a status, its own curves, and a file of
+    # a checkpoint under a name of its own.
+    others = {k: v for k, v in before.items() if k not in ("status.json", own_events)}
+    after = objects(server)
+    assert {k: after.get(k) for k in others} == others
+    assert all("/round-" in k and "-e2/" not in k for k in after.keys() - before.keys())
+    assert store.names()[-1].endswith("-e2")
+    assert json.loads(storage.read_bytes("config.json"))["driver_epoch"] == 2
+    checkpoint, damage = CheckpointStore(storage, driver_epoch=3).read()
+    assert damage == []
+    assert checkpoint.round > 0
+
+
+def objects(server):
+    """Return the objects of the run, each with what tells its content."""
+    client = boto3.client("s3", endpoint_url=server, region_name="us-east-1")
+    prefix = "runs/halted/"
+    listed = client.list_objects_v2(Bucket="kept", Prefix=prefix)["Contents"]
+    client.close()
+    return {item["Key"].removeprefix(prefix): item["ETag"] for item in listed}
 
 
 # what goes wrong, before any actor starts

@@ -15,7 +15,7 @@ from raydl.center import Snapshot
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.control.state import State
 from raydl.control.workforce import Phase, WorkerEntry
-from raydl.errors import ConfigError, RaydlError, ResourceError
+from raydl.errors import ConfigError, RaydlError, ResourceError, SupersededError
 from raydl.metrics import TIME_PARTS
 from raydl.progress import Silent
 from raydl.reports import Outcome, WorkerReport
@@ -343,6 +343,9 @@ class FakeController:
         self.num_steps += 1
         return self.num_steps > 3
 
+    def note_refused(self, process, refused):
+        self.refused = refused
+
     def remove(self, worker_id):
         self.removed.append(worker_id)
         return True, f"{worker_id} leaves"
@@ -350,6 +353,8 @@ class FakeController:
 
 class FakeDesk:
     """Holds a request and a trouble for the first step."""
+
+    storage = SimpleNamespace(root="runs/x", unanswered=lambda: (0.0, ""))
 
     def __init__(self):
         self.requests, self.trouble = [Request("r1", "w1")], "the folder failed"
@@ -370,10 +375,36 @@ class FakeDesk:
         return trouble
 
 
+class Epoch:
+    """A driver's epoch that ends before so many steps."""
+
+    def __init__(self, num_left=100):
+        self.num_left = num_left
+
+    def raise_if_over(self):
+        self.num_left -= 1
+        if self.num_left <= 0:
+            raise SupersededError("runs/x", 1, 2, "process 7 on b since 2026")
+
+
+def test_a_driver_whose_run_another_one_has_taken_over_ends_at_the_next_step():
+    stage, told = FakeController(), Shown()
+    told.checkpoints = SimpleNamespace(num_late=0)
+    with pytest.raises(SupersededError) as caught:
+        run_to_end(stage, told, FakeDesk(), view(), config=TrainConfig(), epoch=Epoch(2))
+    assert stage.num_steps == 2
+    assert str(caught.value) == (
+        "runs/x: this driver's epoch 1 is over: process 7 on b since 2026 has taken the run over "
+        "as driver epoch 2; this driver ends and changes nothing there"
+    )
+
+
 def test_between_two_steps_requests_are_answered_and_trouble_is_told():
     stage, desk, told = FakeController(), FakeDesk(), Shown()
-    run_to_end(stage, told, desk, view(), config=TrainConfig())
+    told.checkpoints = SimpleNamespace(num_late=2)
+    run_to_end(stage, told, desk, view(), config=TrainConfig(), epoch=Epoch())
     assert stage.removed == ["w1"]
+    assert stage.refused == {"checkpoints": 2}
     assert desk.answers == [("r1", "w1 leaves", True)]
     assert told.sentences == ["the folder failed"]
     assert desk.told == ["training"] * 4

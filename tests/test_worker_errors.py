@@ -321,7 +321,7 @@ def test_a_loss_that_stays_nan_ends_the_run_with_a_finite_checkpoint(tmp_path, m
         run(folder, lambda logits: logits * math.nan, range(50, 999), method=method).fit()
     assert error.value.exit_status == 1
     checkpoint = CheckpointStore(Storage(str(folder))).read()[0]
-    for state in [checkpoint.center, checkpoint.workers["w0"]["replica"]]:
+    for state in [checkpoint.center, checkpoint.workers["w0"].load()["replica"]]:
         tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
         assert all(bool(torch.isfinite(t).all()) for t in tensors)
     said = json.loads((folder / "status.json").read_text())["events"]

@@ -2,6 +2,8 @@
 
 import io
 import pickle
+import struct
+import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -197,3 +199,18 @@ def test_a_model_is_tried_on_two_samples_that_can_be_read():
     batches.num_bad = 39
     with pytest.raises(DataError, match="holds no 2 samples that can be read"):
         first_samples(batches, 2)
+
+
+def test_a_picture_that_claims_more_pixels_than_pillow_opens_is_refused(tmp_path):
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    claims = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    image = [{"bytes": claims, "path": None}]
+    source = write(
+        tmp_path, train={"image": image, "label": [0]}, test={"image": image, "label": [0]}
+    )
+    with pytest.raises(DataError, match=r"the picture in row 0 is too large: .*900000000 pixels"):
+        load(source)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raydl.callbacks import Callback, Listeners
@@ -146,6 +146,15 @@ class Controller:
     def num_workers(self) -> int:
         """Workers that train now."""
         return len(self._run.at_work) if self._run else 0
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many late messages, snapshots and checkpoints were refused, by kind."""
+        return self._known.refusals.counts
+
+    def note_refused(self, process: str, refused: Mapping[str, int]) -> None:
+        """Note what came too late elsewhere: how many so far, by kind."""
+        self._known.note_refused(process, refused)
 
     def request_stop(self, reason: str) -> None:
         """Ask for an end after the next round, with a checkpoint. Safe in a signal handler."""
@@ -280,7 +289,7 @@ class Controller:
         self._crew.form(membership, self._round, states)
         self._known.run = Generation(membership, self._round)
         self.workforce.formed(membership)
-        self._keeper.formed()
+        self._keeper.formed(membership.generation, self._round)
         self._stop_voted = self._is_idle = False  # votes end with their generation
         self._cuts_voted = self._first_cuts
         self._enter(State.TRAINING)

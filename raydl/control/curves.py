@@ -11,6 +11,8 @@ from raydl.reports import Record, WorkerReport
 
 _NUM_DELAYS = 32
 """So many of the newest messages of a process tell how its clock stands to ours."""
+_NUM_SENDERS = 4
+"""Processes whose messages are remembered: the center, or rank 0, which is another one at times."""
 
 
 class Curves:
@@ -52,8 +54,12 @@ class Curves:
             told_s: when it did, by its clock.
         """
         now = self._clock()
-        delays = self._delays.setdefault(sender, deque(maxlen=_NUM_DELAYS))
+        # The newest sender is the last one of the dict.
+        delays = self._delays.pop(sender, None) or deque(maxlen=_NUM_DELAYS)
         delays.append(now - told_s)
+        self._delays[sender] = delays
+        if len(self._delays) > _NUM_SENDERS:
+            del self._delays[next(iter(self._delays))]
         has_progress = False
         for record in records:
             before, self.last = self.last, self._placed(record, min(delays), now)

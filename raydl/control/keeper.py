@@ -14,6 +14,9 @@ from raydl.errors import StalledError
 _CENTER_S = 300.0
 """The longest wait for the center to hold what all go on from: it may have to start again."""
 
+_NUM_SCORED = 128
+"""Rounds that are remembered as scored, the newest."""
+
 
 class CenterKeeper:
     """The snapshots of the center, the evaluations and the checkpoints of a run.
@@ -31,6 +34,9 @@ class CenterKeeper:
         self.published: tuple[int, ...] = ()
         """Rounds that the center holds; none before it is up."""
         self._num_changes = 0
+        self.newest_generation = 0
+        """The one that made the newest snapshot there; 0: the center itself did."""
+        self._generation = 0
         self._was_up = False
         self.is_complete = True
         self.is_lost = False
@@ -59,9 +65,12 @@ class CenterKeeper:
     # snapshots
 
     def take_published(self, published: Published) -> None:
-        """Note what the center holds."""
+        """Note what the center holds, unless that was before the newest generation began there."""
         self._was_up = True
+        if 0 < published.generation < self._generation:
+            return
         self.published, self._num_changes = published.rounds, published.num_changes
+        self.newest_generation = published.newest_generation
         self.is_complete = published.is_complete
 
     @property
@@ -70,8 +79,13 @@ class CenterKeeper:
         return max(self.published, default=-1)
 
     def holds(self, copy: Copy) -> bool:
-        """Whether the center has all that a copy knows: its round, and what is claimed in it."""
-        is_older = copy.round == self.newest and copy.num_changes > self._num_changes
+        """Whether the center has all that a copy knows: its round, and what is claimed in it.
+
+        A snapshot of a later generation than the copy's is none that the copy could replace.
+        """
+        is_of_before = copy.generation < self.newest_generation
+        knows_more = copy.num_changes > self._num_changes and not is_of_before
+        is_older = copy.round == self.newest and knows_more
         return copy.round in self.published and not is_older
 
     def note_that_it_is_here(self, is_here: bool) -> bool:
@@ -104,8 +118,15 @@ class CenterKeeper:
             self._publishing = copy
             self._crew.publish(copy.worker_id)
 
-    def formed(self) -> None:
-        """Note that a generation has formed: it meets where the center is now."""
+    def formed(self, generation: int, round: int) -> None:
+        """Note that a generation has formed: it meets where the center is now.
+
+        Args:
+            generation: its number.
+            round: what it starts from; the center drops what lies beyond.
+        """
+        self._generation = generation
+        self.published = tuple(r for r in self.published if r <= round)
         self.is_new = False
         self.times.voted = False  # votes end with their generation
 
@@ -183,6 +204,8 @@ class CenterKeeper:
             return False
         self.heard_at, self.num_lost_scores = self._clock(), 0
         self._scored.add(round)
+        if len(self._scored) > _NUM_SCORED:  # one of so long ago is scored again at worst
+            self._scored.remove(min(self._scored))
         self._evaluated = self._evaluating = round
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from raydl.callbacks import Listeners
@@ -13,6 +13,7 @@ from raydl.control.curves import Curves
 from raydl.control.generation import Generation
 from raydl.control.keeper import CenterKeeper
 from raydl.control.plateau import Plateau
+from raydl.control.refusals import Refusals
 from raydl.control.staff import Staff
 from raydl.control.state import Recorder
 from raydl.control.worker_errors import ordinal
@@ -29,6 +30,7 @@ from raydl.crew import (
     HandedIn,
     Lost,
     Published,
+    Refused,
     Reported,
     RunEnded,
     Scoring,
@@ -79,6 +81,8 @@ class Situation:
     """The epoch that is meant."""
     num_news: int = 0
     """Answers of the center since it learned of a membership: the second was asked for later."""
+    refusals: Refusals = field(default_factory=Refusals)
+    """What came too late."""
     is_changing: bool = False
     """Whether the center has yet to learn of the newest membership."""
 
@@ -95,6 +99,8 @@ class Situation:
                 self.staff.send_away(worker_id, "drains")
             case Published():
                 self._take_published(event)
+            case Refused(process, num_messages):
+                self.note_refused(process, {"messages": num_messages})
             case Reported(report):
                 self._take_report(report)
             case RunEnded():
@@ -197,7 +203,13 @@ class Situation:
         self.keeper.take_published(published)
         for number, worker_id in published.faults:
             self.say(self.chaos.note(number, worker_id))
+        self.note_refused(published.process, published.refused)
         self._take_records(published.records, f"center {published.process}", published.told_s)
+
+    def note_refused(self, process: str, refused: Mapping[str, int]) -> None:
+        """Note what a process has refused so far, and tell what is news."""
+        for sentence in self.refusals.take(process, refused):
+            self.say(sentence)
 
     def _take_report(self, report: WorkerReport) -> None:
         self.workforce.take_report(report)
@@ -229,8 +241,8 @@ class Situation:
             if is_pause and self.is_sync:
                 self.pace.pause(self.clock(), run.membership.generation)
             self._note_if_nobody_trains(run)
-        has_begun = end.round >= 0
-        copy = Copy(end.worker_id, end.round, end.num_changes) if has_begun else None
+        age = end.round, end.num_changes, end.copy_generation, end.ledger_round
+        copy = Copy(end.worker_id, *age) if end.round >= 0 else None
         self.workforce.left_loop(end.worker_id, copy)
 
     def _note_if_nobody_trains(self, run: Generation) -> None:
@@ -261,6 +273,8 @@ class Situation:
         elif task == "evaluation":
             self.keeper.num_lost_scores += 1
             self._tell_lost_score(self.keeper.num_lost_scores, reason)
+        elif task.startswith("saved state of"):
+            self.say(f"{task.removeprefix('saved state of ')} starts at the center: {reason}")
         elif task.startswith("state of"):
             self.staff.take_over(task.removeprefix("state of "), None)
 

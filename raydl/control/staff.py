@@ -111,7 +111,7 @@ class Staff:
         self._say(f"{worker_id} {cause}")
         if entry.phase in (Phase.STARTING, Phase.READY):
             self._crew.end(worker_id)
-            self._workforce.remove(worker_id, cause)
+            self._remove(worker_id, cause)
         else:
             self._workforce.send_away(worker_id, cause)
         self._ask_for_missing()
@@ -124,7 +124,7 @@ class Staff:
         if self._asked[worker_id] >= self._new_from:
             self._new_from = self._num_asked
             self.count_loss(worker_id, reason)
-        self._workforce.remove(worker_id, "was lost")
+        self._remove(worker_id, "was lost")
         return self._ask_for_missing()
 
     def take_error(self, worker_id: str, error: Exception) -> str:
@@ -151,7 +151,12 @@ class Staff:
     def end(self, worker_id: str) -> None:
         """End a worker near the end of the run, when none takes its place."""
         self._crew.end(worker_id)
-        self._workforce.remove(worker_id, "failed")
+        self._remove(worker_id, "failed")
+
+    def _remove(self, worker_id: str, cause: str) -> None:
+        self._workforce.remove(worker_id, cause)
+        self._asked.pop(worker_id, None)
+        self._own_states.pop(worker_id, None)
 
     def lose_stuck(self) -> list[str]:
         """End the workers that do not get out of a step; return who they are."""
@@ -200,7 +205,7 @@ class Staff:
             is_free = entry.has_handed_in or not self._takes_over
             if is_free and worker_id not in still_needed:
                 self._crew.end(worker_id)
-                self._workforce.remove(worker_id, entry.cause)
+                self._remove(worker_id, entry.cause)
                 gone.append(worker_id)
         return gone
 
@@ -209,6 +214,10 @@ class Staff:
         if worker_id in self._workforce and not self._workforce[worker_id].has_handed_in:
             self._workforce[worker_id].has_handed_in = True
             self._legacies += [] if state is None else [state]
+            # A state is as large as the model and its optimizer, and soon out of date.
+            num_heirs = sum(map(self._needs_replica, self._workforce.named(Phase.STARTING)))
+            num_heirs += sum(map(self._needs_replica, self._workforce.named(Phase.READY)))
+            del self._legacies[num_heirs:]
 
     def awaits_legacy(self, newcomers: Iterable[str]) -> bool:
         """Whether a replica is on its way that a newcomer could start from."""

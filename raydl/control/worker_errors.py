@@ -60,6 +60,8 @@ class WorkerErrors:
     def _forget_old(self) -> None:
         since = self._clock() - _WITHIN_S
         self._noted = [noted for noted in self._noted if noted[0] > since]
+        known = {origin for _, origin, _ in self._noted}
+        self._origins = {w: origin for w, origin in self._origins.items() if origin in known}
 
 
 def ordinal(number: int) -> str:

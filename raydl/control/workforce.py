@@ -41,6 +41,16 @@ class Copy:
     round: int
     num_changes: int = 0
     """Of the ledger: of two copies of a round the one with more knows more claims."""
+    generation: int = 0
+    """The one that made it; 0: the center itself did."""
+    ledger_round: int | None = None
+    """Up to which it knows the ledger; None: its own."""
+
+    @property
+    def age(self) -> tuple[int, int, int, int]:
+        """Of two copies the one of greater age makes fewer samples be trained again."""
+        known = self.round if self.ledger_round is None else self.ledger_round
+        return known, self.round, self.generation, self.num_changes
 
 
 @dataclass
@@ -154,7 +164,8 @@ class Workforce:
 
     def remove(self, worker_id: str, cause: str) -> None:
         """Forget a worker that has gone; the cause is told with the next membership."""
-        if self._entries.pop(worker_id, None) is not None:
+        entry = self._entries.pop(worker_id, None)
+        if entry is not None and entry.has_trained:  # no membership lacks any other
             self._causes[worker_id] = cause
 
     def send_away(self, worker_id: str, cause: str) -> None:
@@ -182,12 +193,13 @@ class Workforce:
     def freshest_copy(self, *, since: int) -> Copy | None:
         """Return the furthest copy of the center; None: nobody has one of round ``since`` or later.
 
-        Of equal ones rather that of a worker that stays.
+        Of two copies of a round rather that of the newer generation, which was recorded last; of
+        equal ones rather that of a worker that stays.
         """
         ages = [
-            ((e.copy.round, e.copy.num_changes, e.phase is not Phase.LEAVING), e.copy)
+            ((*c.age, e.phase is not Phase.LEAVING), c)
             for e in self._entries.values()
-            if e.copy is not None and not e.in_loop and e.copy.round >= since
+            if (c := e.copy) is not None and not e.in_loop and c.round >= since
         ]
         return max(ages, key=lambda age: age[0])[1] if ages else None
 

@@ -91,6 +91,8 @@ def _open(data: bytes, row: int, *, source: str) -> Image.Image:
         return Image.open(io.BytesIO(data))
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(source, f"row {row} is not a picture that Pillow knows") from error
+    except Image.DecompressionBombError as error:  # what a few kB claim may not fit into memory
+        raise DataError(source, f"the picture in row {row} is too large: {error}") from error
 
 
 def _size(picture: np.ndarray) -> str:

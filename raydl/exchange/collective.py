@@ -5,18 +5,20 @@ size for the life of the process and bounds no operation. This backend makes a f
 group of torch (``process_group.py``) per generation, with a time-out on every operation. A
 group's name is its address, since a name is all that Ray's constructor hands on:
 
-    raydl://HOST:PORT/RUN/GENERATION?device=cpu&timeout_s=60.0
+    raydl:RUN/GENERATION?device=cpu&timeout_s=60.0
 
-HOST:PORT is a TCPStore in the center's process, so that no worker is needed to meet.
+The members find each other by keys that the center's process keeps (``store.py``), so that no
+worker is needed to meet. Ray carries the keys, and asks for the cluster's token.
 
 A group can be abandoned from another thread: who forms it or waits in it is free at once.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,12 +26,15 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util import collective
 from ray.util.collective.backend_registry import register_collective_backend
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import ReduceOp
 from torch import Tensor
 
+from raydl.config.tls import tls_files
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.adaptive import AdaptiveAllreduce
 from raydl.exchange.process_group import TorchGroup, dist, is_done, is_done_on_device
@@ -43,7 +48,10 @@ _REDUCE_OPS = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
-_ROLL_CALL_S = 1.0
+_ROLL_CALL = timedelta(seconds=1)
+_ASK_S = 2.0  # the longest that a thread of the center waits for keys
+_ANSWER_S = 20.0  # and how much longer a busy center may take to answer
+_CHECK_S = 2.0  # the same where an answer is of no great worth
 _SLICE = timedelta(seconds=0.1)  # of a wait: after each is seen whether it was abandoned
 _ABANDONED = "it was abandoned: a worker was lost or left out"
 
@@ -52,10 +60,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where and how the workers of one generation meet; its text is the group's name."""
+    """By what the workers of one generation meet; its text is the group's name."""
 
-    host: str
-    port: int
     run_id: str
     generation: int
     device: str
@@ -64,37 +70,100 @@ class GroupAddress:
 
     def __str__(self) -> str:
         query = urlencode({"device": self.device, "timeout_s": self.timeout_s})
-        return f"raydl://{self.host}:{self.port}/{self.run_id}/{self.generation}?{query}"
+        return f"raydl:{self.run_id}/{self.generation}?{query}"
 
     @classmethod
     def parse(cls, name: str) -> GroupAddress:
         """Return the address that a group's name spells."""
         url = urlsplit(name)
-        run_id, generation = url.path.strip("/").split("/")
+        run_id, generation = url.path.split("/")
         query = parse_qs(url.query)
-        assert url.hostname is not None
-        assert url.port is not None
         return cls(
-            host=url.hostname,
-            port=url.port,
             run_id=run_id,
             generation=int(generation),
             device=query["device"][0],
             timeout_s=float(query["timeout_s"][0]),
         )
 
-    def connect_to_store(self) -> Any:
-        """Return this generation's part of the store. Raises RuntimeError: nobody answers."""
-        timeout = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(self.host, self.port, timeout=timeout)
-        return dist.PrefixStore(f"{self.run_id}/{self.generation}", store)
 
+class CenterStore(dist.Store):  # type: ignore[misc]
+    """torch's view of a generation's keys, which the actor ``center`` keeps.
 
-def open_store(host: str) -> Any:
-    """Return a new rendezvous store on a free port of this host. Keep a reference to it."""
-    return dist.TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
+    The center has the methods ``set_key`` and ``wait_for_keys``, those of a ``StoreServer``. Where
+    torch's own stores raise a RuntimeError, so does this one.
+    """
+
+    def __init__(self, center: ActorHandle, address: GroupAddress) -> None:
+        super().__init__()
+        self._center = center
+        self._generation = address.run_id, address.generation
+        self._timeout_s = address.timeout_s
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a key, without a wait for it to arrive."""
+        self._known[key] = value
+        self._center.set_key.remote(*self._generation, key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is there."""
+        self.wait([key])
+        return self._known[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys, once all are there."""
+        self.wait(keys)
+        return [self._known[key] for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until keys are there.
+
+        Raises:
+            RuntimeError: they do not come in time, or the center can not be reached.
+        """
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + timeout_s
+        while not self._known.keys() >= set(keys):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise RuntimeError(f"the other members did not come within {timeout_s:g} s")
+            self._ask(keys, min(left_s, _ASK_S))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether keys are there now; no, if the center can not be reached.
+
+        NCCL asks this in a thread of its own, where an error would end the process.
+        """
+        try:
+            return len(self.those_there(keys, timedelta(0))) == len(keys)
+        except RuntimeError:
+            return False
+
+    def those_there(self, keys: Sequence[str], within: timedelta) -> list[str]:
+        """Return which of some keys are there, once all are or a time is over.
+
+        Raises:
+            RuntimeError: the center can not be reached.
+        """
+        if not self._known.keys() >= set(keys):
+            self._ask(list(keys), within.total_seconds(), answer_s=_CHECK_S)
+        return [key for key in keys if key in self._known]
+
+    def clone(self) -> CenterStore:
+        """Return a store for another thread: this one."""
+        return self
+
+    def _ask(self, keys: list[str], timeout_s: float, *, answer_s: float = _ANSWER_S) -> None:
+        """Learn what the center knows, after a wait for keys that it may not know yet."""
+        try:
+            asked = self._center.wait_for_keys.remote(*self._generation, keys, timeout_s)
+            found = ray.get(asked, timeout=timeout_s + answer_s)
+        except RayError as error:
+            said = str(error).partition("\n")[0]
+            raise RuntimeError(f"the center did not answer: {said}") from error
+        if found is None:
+            raise RuntimeError("a later generation has begun")
+        self._known.update(found)
 
 
 class RayGroup(BaseGroup):  # type: ignore[misc]
@@ -189,6 +258,7 @@ class CollectiveGroup:
         address: where they meet.
         worker_ids: all members, by rank.
         rank: this one's.
+        center: the actor that keeps the keys by which they meet; see :class:`CenterStore`.
         algorithm: of the sum: ``library`` (torch's own), a name of ``allreduce.ALGORITHMS``,
             or ``auto`` for what is predicted to be fastest on the network as measured now.
         abandoned: once it is set, forming the group and every wait in it raise at once.
@@ -204,6 +274,7 @@ class CollectiveGroup:
         worker_ids: tuple[str, ...],
         rank: int,
         *,
+        center: ActorHandle,
         algorithm: str = "library",
         abandoned: threading.Event | None = None,
     ) -> None:
@@ -213,6 +284,7 @@ class CollectiveGroup:
         self.adaptive: AdaptiveAllreduce | None = None
         self._worker_ids = worker_ids
         self._rank = rank
+        self._center = center
         self._name = str(address)
         self._abandoned = abandoned or threading.Event()
         collective.init_collective_group(self.num_workers, rank, BACKEND, self._name)
@@ -236,9 +308,12 @@ class CollectiveGroup:
             threading.Thread(target=self._cut_if_abandoned, daemon=True).start()
 
     def _meet(self, algorithm: str) -> AdaptiveAllreduce | None:
-        store = self.address.connect_to_store()
-        self._group.connect(store, host=ray.util.get_node_ip_address())
-        if algorithm == "library":
+        store = CenterStore(self._center, self.address)
+        tls = tls_files(os.environ)  # what Ray's own connections go by
+        is_library = algorithm == "library"
+        host = ray.util.get_node_ip_address()
+        self._group.connect(store, host=host, tls=tls, has_pairs=not is_library)
+        if is_library:
             return None
         link, generation = self._group.link(), self.address.generation
         return AdaptiveAllreduce(link, self._nodes(), algorithm, generation=generation)
@@ -256,8 +331,9 @@ class CollectiveGroup:
     def _nodes(self) -> list[str]:
         """Return the node of each rank."""
         store = self._group.store
-        store.set(f"node/{self._rank}", ray.get_runtime_context().get_node_id())
-        return [store.get(f"node/{rank}").decode() for rank in range(self.num_workers)]
+        store.set(f"node/{self._rank}", ray.get_runtime_context().get_node_id().encode())
+        keys = [f"node/{rank}" for rank in range(self.num_workers)]
+        return [node.decode() for node in store.multi_get(keys)]
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> CollectiveWork:
         """Begin to replace ``tensor`` by its sum over the members, and return at once."""
@@ -320,13 +396,13 @@ class CollectiveGroup:
         store = self._group.store
         if store is None:
             return []
-        store.set(f"late/{round}/{self._rank}", "here")
+        store.set(f"late/{round}/{self._rank}", b"here")
         keys = {w: f"late/{round}/{rank}" for rank, w in enumerate(self._worker_ids)}
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while time.monotonic() < deadline and not store.check(list(keys.values())):
-            if self._abandoned.wait(0.05):
-                break
-        return [w for w, key in keys.items() if not store.check([key])]
+        try:
+            there = store.those_there(list(keys.values()), _ROLL_CALL)
+        except RuntimeError:  # the center is lost, too: who knows
+            return []
+        return [worker_id for worker_id, key in keys.items() if key not in there]
 
 
 class CollectiveWork:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -176,10 +177,19 @@ class Desk:
         generation: the membership that it enters with.
         incarnation: which life of the worker.
         untrained: of the worker's model.
+        ledger: that of the snapshot which it starts from.
+        ledger_round: exchanges that the center had settled by then.
     """
 
     def __init__(
-        self, worker_id: str, generation: int, incarnation: int, untrained: UntrainedState
+        self,
+        worker_id: str,
+        generation: int,
+        incarnation: int,
+        untrained: UntrainedState,
+        *,
+        ledger: dict[str, Any],
+        ledger_round: int,
     ) -> None:
         self.generation = generation
         self.lr = 0.0
@@ -191,6 +201,10 @@ class Desk:
         self.takes_turn = False
         """The next exchange waits for this worker's turn before it sends anything."""
         self.orders: Orders | None = None
+        self.ledger = ledger
+        """The newest that it was told."""
+        self.ledger_round = ledger_round
+        """Exchanges that the center had settled by then."""
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._news = BufferNews(untrained)
@@ -247,3 +261,5 @@ class Desk:
     def take_orders(self, orders: Orders) -> None:
         """Note what to do next."""
         self.orders = orders
+        if orders.ledger is not None:
+            self.ledger, self.ledger_round = orders.ledger, orders.version

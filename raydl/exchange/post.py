@@ -87,8 +87,9 @@ class Orders:
     """Seconds of training."""
     version: int
     """Exchanges that the center has settled."""
-    ledger: dict[str, Any]
-    """The ledger with all claims, so that a lost center can be made again from a worker."""
+    ledger: dict[str, Any] | None = None
+    """The ledger, what is claimed as free, so that a lost center can be made again from a worker.
+    Where many train, with some orders alone: see :data:`raydl.dispatcher.COPIES`."""
     keep: int | None = None
     """Keep the state as it is after this exchange, under this number."""
     num_cuts: int = 0

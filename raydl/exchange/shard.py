@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,8 +61,8 @@ class _Cell:
     lock: contextlib.AbstractContextManager[Any]
     mapped: MappedCell | None
     """The memory that the span lies in, where workers may write it; it has a lock of its own."""
-    scratch: Any
-    """Room for a message: one behind a lock, one for each thread without."""
+    scratch: list[Tensor] = field(default_factory=list)
+    """Room for messages that is free; as much as there were messages at one time."""
     letters: dict[str, _Letters] = field(default_factory=dict)
     """By worker, with a codec."""
 
@@ -92,13 +91,19 @@ class _Cell:
                 letters[worker_id] = _Letters(known.clone(), entered)
         self.letters = letters  # at once: hogwild's messages look here with no lock
 
-    def scratch_of(self, values: np.ndarray) -> Tensor:
-        """Return a copy of a message in this thread's scratch; the update uses it up."""
-        if not hasattr(self.scratch, "weights"):
-            self.scratch.weights = torch.empty_like(self.center.weights)
-        scratch: Tensor = self.scratch.weights
+    @contextlib.contextmanager
+    def copied(self, values: np.ndarray) -> Iterator[Tensor]:
+        """Lend a copy of a message; the update uses it up.
+
+        Not one for each thread: a center has two for each worker, and each may take a message.
+        """
+        try:
+            scratch = self.scratch.pop()  # one call, so that no two threads get the same
+        except IndexError:
+            scratch = torch.empty_like(self.center.weights)
         np.copyto(scratch.numpy(), values)
-        return scratch
+        yield scratch
+        self.scratch.append(scratch)
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,7 @@ class Shard:
             # Hogwild: no lock here, on purpose. A reader may see half of an update, and of
             # two updates at one place one may be lost.
             lock = threading.Lock() if is_locked else contextlib.nullcontext()
-            scratch = SimpleNamespace() if is_locked else threading.local()
-            self._cells[(start, stop)] = _Cell(center, lock, mapped, scratch)
+            self._cells[(start, stop)] = _Cell(center, lock, mapped)
         self._books_lock = threading.Lock()
         self._newest: dict[str, dict[Span, tuple[int, int]]] = {}
         self._generation = 0
@@ -215,7 +219,8 @@ class Shard:
         is_empty = push.span[0] == push.span[1]  # it only settles
         weights = push.weights if is_empty else self._move(push, is_new=is_new)
         if weights is None:
-            return self._refuse_late(push)
+            with self._books_lock:
+                return self._refuse(push)
         if push.settlement is None or self._settles is None:
             return Reply(weights, push.buffers)
         with self._books_lock:
@@ -225,7 +230,10 @@ class Shard:
         # To hold the membership for the time of a message would let changes wait for any
         # message that is stuck.
         orders = self._settles.settle(push) if is_new else self._settles.repeat(push)
-        return Reply(weights, buffers, orders) if orders else self._refuse_late(push)
+        if orders is None:
+            with self._books_lock:
+                return self._refused(push)  # whoever settles has counted it
+        return Reply(weights, buffers, orders)
 
     def _refusal(self, push: Push) -> str:
         entered = self._entered.get(push.stamp.worker_id)
@@ -234,13 +242,13 @@ class Shard:
     def _refuse(self, push: Push) -> Reply:
         """Count a message that is not taken, and answer it. Needs the books' lock."""
         self.num_refused += 1
+        return self._refused(push)
+
+    def _refused(self, push: Push) -> Reply:
+        """Return the answer to a message that is not taken. Needs the books' lock."""
         nothing = np.empty(0, np.float32)
         reason = self._refusal(push) or refusal_of(push.stamp, None, self._generation)
         return Reply(nothing, nothing, refusal=reason)
-
-    def _refuse_late(self, push: Push) -> Reply:
-        with self._books_lock:
-            return self._refuse(push)
 
     def _is_new(self, push: Push) -> bool:
         """Note the message; return whether it has not come before. Needs the books' lock."""
@@ -264,7 +272,8 @@ class Shard:
             is_before = self._rule.sends is Sends.WEIGHTS
             before = _copied(cell.center.weights) if is_before else None
             if is_new:
-                self._apply(cell.center, cell.scratch_of(push.weights), push)
+                with cell.copied(push.weights) as total:
+                    self._apply(cell.center, total, push)
             return _copied(cell.center.weights) if before is None else before
 
     def _apply(self, center: Center, total: Tensor, push: Push) -> None:

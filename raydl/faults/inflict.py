@@ -8,14 +8,15 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from raydl.faults.plan import Fault
 
 
 class Partition:
-    """A gate in front of what a process sends and answers; shut, it cuts the process off.
+    """A gate in front of what a process sends, hears and answers; shut, it cuts the process off.
 
     Messages are held back, not lost, as a network does that comes back.
 
@@ -49,6 +50,15 @@ class Partition:
         """Return once the gate is open: at once, or after the seconds it was shut for."""
         while (left_s := self._left_s()) > 0:
             self._sleep(left_s)
+
+    @contextmanager
+    def both_ways(self) -> Iterator[None]:
+        """Let a call come in, and its answer go out, only while the gate is open."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.hold()
 
     def _left_s(self) -> float:
         with self._lock:
@@ -134,6 +144,8 @@ class Held:
 
         def held(*args: Any, **kwargs: Any) -> Any:
             self._hold()
-            return found(*args, **kwargs)
+            answer = found(*args, **kwargs)
+            # What is waited for later comes by the same road.
+            return Held(answer, self._hold) if hasattr(answer, "wait") else answer
 
         return held

@@ -7,6 +7,7 @@ writer.py       where measurements go; several such places at once
 queued.py       what waits for a disk, and how much of it
 thinning.py     fewer points the older a run is
 speed.py        samples per second, of the newest records
+worker_curves.py  which workers have curves of their own, under which names
 stack_picture.py  the time parts, stacked, as a picture
 ticks.py        round steps for the axes of pictures
 tensorboard.py  event files, and the layout of TensorBoard's page *Custom Scalars*
@@ -19,6 +20,7 @@ from raydl.metrics.tags import COMPARED, STACK, TAGS, Tag, tag_of, time_values
 from raydl.metrics.tensorboard import TensorBoardWriter
 from raydl.metrics.thinning import Thinned
 from raydl.metrics.time_parts import TIME_PARTS, TimeParts, communication_share, mean_parts
+from raydl.metrics.worker_curves import WorkerCurves, spread_of
 from raydl.metrics.writer import Forgiving, MetricsWriter, Tee
 
 __all__ = [
@@ -36,8 +38,10 @@ __all__ = [
     "TensorBoardWriter",
     "Thinned",
     "TimeParts",
+    "WorkerCurves",
     "communication_share",
     "mean_parts",
+    "spread_of",
     "tag_of",
     "time_values",
 ]

@@ -96,6 +96,14 @@ _TAGS = (
         "Seconds that worker ID waited for exchanges in its newest round.",
         Thinning.MEAN,
     ),
+    *(
+        Tag(f"workers/{name}_{which}", f"{sentence}: the {which} of all workers.", Thinning.MEAN)
+        for name, sentence in (
+            ("step_s", "Seconds of a local step in a worker's newest round, waiting not counted"),
+            ("waited_s", "Seconds that a worker waited for exchanges in its newest round"),
+        )
+        for which in ("least", "median", "most")
+    ),
     Tag("exchange/count", "Exchanges completed since the run began."),
     Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds.", Thinning.MEAN),
     Tag(
@@ -125,6 +133,11 @@ _TAGS = (
     Tag(
         "exchange/communication_share",
         "Share of the workers' time since initialization that went into communication, 0 to 1.",
+    ),
+    Tag(
+        "exchange/refused",
+        "Messages, snapshots and checkpoints that came too late and were refused, since this "
+        "start.",
     ),
     Tag("data/left_out", "Samples that could not be read and were skipped, since this start."),
     *(

@@ -41,6 +41,8 @@ LINES: dict[str, dict[str, list[str]]] = {
     "Speed of each worker": {
         "seconds of a local step": ["worker_step_s/.*"],
         "seconds of waiting in a round": ["worker_waited_s/.*"],
+        "seconds of a local step: least, median and most of all": ["workers/step_s_.*"],
+        "seconds of waiting: least, median and most of all": ["workers/waited_s_.*"],
     },
 }
 """The page *Custom Scalars* from top to bottom: category, picture, patterns of its curves."""

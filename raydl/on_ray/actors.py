@@ -19,15 +19,16 @@ from ray.exceptions import RayActorError, RayError
 from raydl.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
 from raydl.center_service import CenterService, OptimizerStates, make_shard
 from raydl.checkpoint import SavedPlace, SavedState, unpack
-from raydl.crew import Evaluated, Published, RunEnded
+from raydl.crew import Evaluated, Published, Refused, RunEnded
 from raydl.data import Batches, Prepare, Samples
 from raydl.dispatcher import Due
 from raydl.errors import ExchangeError, NonFiniteError
 from raydl.evaluator import Evaluator
-from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+from raydl.exchange.collective import CollectiveGroup, GroupAddress
 from raydl.exchange.post import HOME, CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
 from raydl.exchange.shard import ShardState
+from raydl.exchange.store import StoreServer
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
 from raydl.job import Job
 from raydl.ledger import Span
@@ -46,9 +47,9 @@ _A_BYTE = 1
 """Ray puts an actor that reserves nothing on any node, whatever node or spreading was asked for."""
 
 
-@ray.remote(num_cpus=0, memory=_A_BYTE)
+@ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"rendezvous": 16})
 class CenterActor:
-    """Holds the committed snapshots, and the store where each generation meets.
+    """Holds the committed snapshots, and the keys by which each generation meets.
 
     For methods that exchange by messages it is the home shard of the center, too: it then
     runs in as many threads as may call at once.
@@ -56,8 +57,7 @@ class CenterActor:
 
     def __init__(self) -> None:
         self._shelf = SnapshotShelf()
-        self._host = ray.util.get_node_ip_address()
-        self._store = open_store(self._host)
+        self._store = StoreServer()
         self._service: CenterService | None = None
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
@@ -69,8 +69,8 @@ class CenterActor:
         snapshot: Snapshot,
         others: list[ActorHandle],
         optimizer: dict[str, Any] | None = None,
-    ) -> tuple[Place, Place]:
-        """Take in a snapshot; return (host, port) of the store, and (node, process id).
+    ) -> Place:
+        """Take in a snapshot; return the node and the process id.
 
         Args:
             job: what the workers do.
@@ -86,20 +86,49 @@ class CenterActor:
         if not job.method.is_sync:
             self._service = CenterService(job, snapshot, has_neighbours=True)
         # Not always the node that was asked for: of one that it can not use Ray makes another.
-        return (self._host, self._store.port), (node_here(), os.getpid())
+        return node_here(), os.getpid()
+
+    def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
+        """Write a key of a generation."""
+        self._store.set(run_id, generation, key, value)
+
+    # In threads of its own. More waiters than these wait for their turn; what they wait for is
+    # written elsewhere.
+    @ray.method(concurrency_group="rendezvous")
+    def wait_for_keys(
+        self, run_id: str, generation: int, keys: list[str], timeout_s: float
+    ) -> dict[str, bytes] | None:
+        """Return the keys of a generation, once it has some of them or the time is up."""
+        return self._store.wait(run_id, generation, keys, timeout_s)
+
+    def begin(self, generation: int, round: int) -> Snapshot | None:
+        """Begin a generation of a synchronous method; return the snapshot that it starts from."""
+        return self._shelf.begin(generation, round)
 
     def put(self, snapshot: Snapshot) -> None:
-        """Take in a snapshot."""
+        """Take in a worker's snapshot, unless it comes too late."""
         self._shelf.put(snapshot)
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Take in the copy that all go on from."""
+        self._shelf.adopt(snapshot)
 
     def poll(self) -> Published:
         """Make the snapshots that are wanted; return the rounds held, and new records."""
         faults, self._faults = tuple(self._faults), []
         if self._service is None:
-            num_changes = self._shelf.num_changes()
-            return Published(self._shelf.rounds(), faults=faults, num_changes=num_changes)
+            return Published(
+                self._shelf.rounds(),
+                faults=faults,
+                num_changes=self._shelf.num_changes(),
+                process=self._process,
+                generation=self._shelf.generation,
+                newest_generation=self._shelf.newest().generation,
+                refused={"snapshots": self._shelf.num_refused},
+            )
         for due in self._service.dispatcher.take_due():
-            self._shelf.put(self._service.snapshot(due, self._states_of_others))
+            # No put: the center's own snapshot is never late, whoever joins while it is made.
+            self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
         dispatcher = self._service.dispatcher
         return Published(
             self._shelf.rounds(),
@@ -108,6 +137,7 @@ class CenterActor:
             dispatcher.is_complete(),
             told_s=time.monotonic(),
             process=self._process,
+            refused={"messages": self._service.num_refused},
         )
 
     def _states_of_others(self) -> list[ShardState]:
@@ -224,6 +254,7 @@ class ShardActor:
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
         self._index = index
+        self._process = uuid.uuid4().hex
         self._shard = make_shard(job, snapshot, index, None, has_neighbours=True)
 
     def form(self, membership: Membership) -> ShardState:
@@ -243,9 +274,10 @@ class ShardActor:
         """Return what the optimizers remember, by span."""
         return self._shard.optimizer_states()
 
-    def ping(self) -> tuple[int, Place]:
-        """Return which shard this is, and where it runs."""
-        return self._index, (node_here(), os.getpid())
+    def ping(self) -> tuple[int, Place, Refused]:
+        """Return which shard this is, where it runs, and what was refused here."""
+        refused = Refused(self._process, self._shard.num_refused)
+        return self._index, (node_here(), os.getpid()), refused
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return what a worker of a node may map."""
@@ -332,10 +364,12 @@ class WorkerActor:
         return (node, os.getpid()), self._own_state is not None
 
     def _publish(self, snapshot: Snapshot) -> None:
+        self._partition.hold()
         self._shards[HOME].put.remote(snapshot)
 
     def _announce(self, fault: Fault) -> bool:
         """Tell of a fault before it comes; return whether that may have been heard."""
+        self._partition.hold()
         noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
         try:
             ray.get(noted, timeout=_ANNOUNCE_S)
@@ -370,6 +404,18 @@ class WorkerActor:
         """
         if goes_on:
             own_state, self._own_state = self._own_state, None
+        with self._partition.both_ways():
+            return self._run(membership, address, snapshot, own_state, shards, fired)
+
+    def _run(
+        self,
+        membership: Membership,
+        address: GroupAddress,
+        snapshot: Snapshot,
+        own_state: dict[str, Any] | None,
+        shards: list[ActorHandle],
+        fired: tuple[int, ...],
+    ) -> RunEnded:
         torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
         self._shards = shards
         self._injector.skip(fired)
@@ -396,9 +442,20 @@ class WorkerActor:
         problem: str = "",
         error: NonFiniteError | None = None,
     ) -> RunEnded:
-        round, num_changes = self._worker.copy_age
-        worker_id = self._worker.worker_id
-        return RunEnded(worker_id, outcome, round, generation, problem, num_changes, error)
+        worker = self._worker
+        round, num_changes = worker.copy_age
+        return RunEnded(
+            worker.worker_id,
+            outcome,
+            round,
+            generation,
+            problem,
+            num_changes,
+            worker.copy_generation,
+            worker.ledger_round,
+            error,
+            worker.ledger_round,
+        )
 
     @ray.method(concurrency_group="control")
     def raised(self, generation: int) -> RunEnded:
@@ -417,22 +474,28 @@ class WorkerActor:
             roads.append(self._make_road(membership, address))
             partners = self._make_partners(membership, address)
             roads += [partners] if partners else []
-            road = Held(roads[0], self._partition.hold) if self._job.faults.faults else roads[0]
-            self._worker.join(membership, road, snapshot, own_state, partners)
+            self._worker.join(
+                membership, self._held(roads[0]), snapshot, own_state, self._held(partners)
+            )
             outcome = Outcome.GO_ON
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
             return outcome
         finally:
             # At once: peers notice by it that a member has left a broken exchange.
+            self._partition.hold()
             for road in roads:
                 road.close()
+
+    def _held(self, road: Any) -> Any:
+        """Return a road that this process's partitions hold back; without faults as it is."""
+        has_faults = self._job.faults.faults and road is not None
+        return Held(road, self._partition.hold) if has_faults else road
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int) -> None:
         """Leave a generation at once, out of any exchange; it may not have begun yet."""
-        self._partition.hold()
-        with self._lock:
+        with self._partition.both_ways(), self._lock:
             self._abandoned_up_to = max(self._abandoned_up_to, generation)
             if self._generation <= generation:
                 self._abandoned.set()
@@ -448,6 +511,7 @@ class WorkerActor:
             address,
             membership.worker_ids,
             rank,
+            center=self._shards[HOME],
             algorithm=algorithm,
             abandoned=self._abandoned,
         )
@@ -461,29 +525,33 @@ class WorkerActor:
         number, workers = membership.partners_of(worker_id, size)
         place = dataclasses.replace(address, run_id=f"{address.run_id}-partners{number}")
         rank = workers.index(worker_id)
-        return CollectiveGroup(place, workers, rank, abandoned=self._abandoned)
+        return CollectiveGroup(
+            place, workers, rank, center=self._shards[HOME], abandoned=self._abandoned
+        )
 
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:
         """Return what is new."""
-        self._partition.hold()
-        return self._worker.report()
+        with self._partition.both_ways():
+            return self._worker.report()
 
     @ray.method(concurrency_group="control")
     def center(self) -> Snapshot:
         """Return this worker's copy of the center."""
-        return self._worker.center()
+        with self._partition.both_ways():
+            return self._worker.center()
 
     @ray.method(concurrency_group="control")
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
-        self._partition.hold()
-        self._worker.vote(generation, **votes)
+        with self._partition.both_ways():
+            self._worker.vote(generation, **votes)
 
     @ray.method(concurrency_group="control")
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at a round."""
-        return self._worker.take_kept(round)
+        with self._partition.both_ways():
+            return self._worker.take_kept(round)
 
     # its own state, to a checkpoint and from one
 

@@ -7,6 +7,7 @@ worker, and ends by itself once nobody has been there for a minute.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import time
@@ -23,10 +24,12 @@ from torch.optim import Optimizer
 
 from raydl.center import Snapshot
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
+from raydl.config.tls import check_device
 from raydl.errors import AttachError, ConfigError, RaydlError
-from raydl.exchange.collective import CollectiveGroup, GroupAddress, open_store
+from raydl.exchange.collective import CollectiveGroup, GroupAddress
 from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp
 from raydl.exchange.remote import RayPost
+from raydl.exchange.store import StoreServer
 from raydl.job import Job
 from raydl.ledger import Span
 from raydl.membership import Membership
@@ -102,6 +105,8 @@ def attach(
         elastic=elastic or ElasticConfig(),
     )
     job = job_of(config, model, optimizer, rule)
+    if job.method.is_sync and config.scaling.max_workers > 1:
+        check_device(config.exchange_device, os.environ)
     send_by_value(type(job.method.rule))
     roads = Roads(name, job, terms_of(job, model))
     door = Door(
@@ -161,7 +166,7 @@ class Roads:
         self._name = name
         self._job = job
         self._actor: ActorHandle = None
-        self._address: tuple[str, int, str] = ("", 0, "")
+        self._run_id = ""
 
     def find(self) -> RayPoint:
         """Return the meeting point; make it, if this worker is the first.
@@ -180,7 +185,7 @@ class Roads:
             resources={"node:__internal_head__": 0.001},
         ).remote(self._name, self._job, self.terms)
         point = RayPoint(self._name, self._actor)
-        self._address = point.call("address", timeout_s=START_S)
+        self._run_id = point.call("run_id", timeout_s=START_S)
         return point
 
     def make(self, worker_id: str, membership: Membership, abandoned: threading.Event) -> Any:
@@ -193,14 +198,14 @@ class Roads:
         timeout_s = config.exchange.timeout_s
         if not self._job.method.is_sync:
             return RayPost([self._actor], timeout_s=timeout_s, abandoned=abandoned)
-        host, port, run_id = self._address
         address = GroupAddress(
-            host, port, run_id, membership.generation, config.exchange_device, timeout_s
+            self._run_id, membership.generation, config.exchange_device, timeout_s
         )
         return CollectiveGroup(
             address,
             membership.worker_ids,
             membership.worker_ids.index(worker_id),
+            center=self._actor,
             algorithm=config.exchange.allreduce,
             abandoned=abandoned,
         )
@@ -287,7 +292,7 @@ class RayPoint:
 
 @ray.remote(num_cpus=0)
 class MeetingActor:
-    """Where the workers of one run meet: the room, and the store of their groups.
+    """Where the workers of one run meet: the room, and the keys of their groups.
 
     For methods that exchange by messages it is the center, too.
     """
@@ -295,8 +300,7 @@ class MeetingActor:
     def __init__(self, name: str, job: Job, terms: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
         self._room = Room(name, job, terms, has_neighbours=True)
-        self._host = ray.util.get_node_ip_address()
-        self._store = open_store(self._host)
+        self._store = StoreServer()
         self._run_id = uuid.uuid4().hex[:8]
         end = functools.partial(ray.kill, ray.get_runtime_context().current_actor)
         threading.Thread(target=self._end_when_quiet, args=(end,), daemon=True).start()
@@ -306,9 +310,19 @@ class MeetingActor:
             time.sleep(min(1.0, _LINGER_S - quiet_s))
         end()
 
-    def address(self) -> tuple[str, int, str]:
-        """Return (host, port, the run's part) of the store."""
-        return self._host, self._store.port, self._run_id
+    def run_id(self) -> str:
+        """Return what this run's keys are known by."""
+        return self._run_id
+
+    def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
+        """Write a key of a generation."""
+        self._store.set(run_id, generation, key, value)
+
+    def wait_for_keys(
+        self, run_id: str, generation: int, keys: list[str], timeout_s: float
+    ) -> dict[str, bytes] | None:
+        """Return the keys of a generation, once it has some of them or the time is up."""
+        return self._store.wait(run_id, generation, keys, timeout_s)
 
     def register(self, wish: str | None, terms: Mapping[str, Any]) -> str:
         """Name a worker."""

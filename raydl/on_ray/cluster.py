@@ -49,7 +49,7 @@ class Notices:
             return []
         self._looked_at, self.nodes = now, set(draining_nodes())
         new = [w for w, node in homes.items() if node in self.nodes and w not in self._told]
-        self._told.update(new)
+        self._told = {w for w in self._told if w in homes} | set(new)
         return new
 
 

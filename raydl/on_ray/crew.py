@@ -28,6 +28,7 @@ from raydl.crew import (
     HandedIn,
     Lost,
     Published,
+    Refused,
     Reported,
     RunEnded,
     Scoring,
@@ -187,10 +188,10 @@ class RayCrew:
         self._shards = [center, *others]
         self._is_open = False
         opened = center.open.remote(self._job, snapshot, others, optimizer)
-        self._calls.expect(opened, "center", self._take_address)
+        self._calls.expect(opened, "center", self._on_opened)
 
-    def _take_address(self, opened: tuple[Place, Place]) -> list[Event]:
-        self._address, self._places["center"] = opened
+    def _on_opened(self, place: Place) -> list[Event]:
+        self._places["center"] = place
         self._is_open = True
         return []
 
@@ -267,7 +268,9 @@ class RayCrew:
                 return self._came_up(worker_id, place)
             if isinstance(problem, RayError):
                 return self._lose(worker_id, in_few_words(problem))
-            return [Failed(worker_id, problem)]
+            # Checkpoints that came after it may have taken its place: a worker may come late.
+            gave_up = GaveUp(f"saved state of {worker_id}", str(problem))
+            return [gave_up, *self._came_up(worker_id, place)]
 
         feed(worker, saved, lambda problem: self._late.append(lambda: after(problem)))
 
@@ -357,7 +360,8 @@ class RayCrew:
         self._asked_at = now
         asked = {call.who for call in self._calls if self._is_question(call)}
         for worker_id in self._places.keys() & self._workers.keys() - asked:
-            self._calls.expect(self._workers[worker_id].report.remote(), worker_id, _on_report)
+            ref = self._workers[worker_id].report.remote()
+            self._calls.expect(ref, worker_id, _on_report, can_wait=True)
             self._leases.ask(worker_id)
         if self._is_open and "center" not in asked:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
@@ -367,7 +371,8 @@ class RayCrew:
         for index in range(1, len(self._shards)):
             who = f"shard {index}"
             if who not in asked:
-                self._calls.expect(self._shards[index].ping.remote(), who, self._on_ping)
+                ref = self._shards[index].ping.remote()
+                self._calls.expect(ref, who, self._on_ping, can_wait=True)
                 self._leases.ask(who)
         self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
@@ -395,10 +400,10 @@ class RayCrew:
         self._fired.update(number for number, _ in published.faults)
         return [published]
 
-    def _on_ping(self, answer: tuple[int, Place]) -> list[Event]:
-        index, place = answer
+    def _on_ping(self, answer: tuple[int, Place, Refused]) -> list[Event]:
+        index, place, refused = answer
         self._places[f"shard {index}"] = place
-        return []
+        return [refused]
 
     def _is_question(self, call: Call) -> bool:
         """Whether it is one of those that are asked again and again."""
@@ -474,7 +479,7 @@ class RayCrew:
         self._members = membership.worker_ids
         self._wake_evaluator()  # not before: the start of the workers goes first
         if self._job.method.is_sync:
-            snapshot = self._center.get.remote(round)
+            snapshot = self._center.begin.remote(membership.generation, round)
         else:  # workers send only to shards that know them
             formed, snapshot = self._center.form.options(num_returns=2).remote(membership)
             self._calls.expect(formed, "center", _on_change)
@@ -493,8 +498,6 @@ class RayCrew:
     def _run(self, worker_id: str, membership: Membership, snapshot: Any, own_state: Any) -> None:
         config, generation = self._job.config, membership.generation
         address = GroupAddress(
-            host=self._address[0],
-            port=self._address[1],
             run_id=self._run_id,
             generation=generation,
             device=config.exchange_device,
@@ -532,7 +535,7 @@ class RayCrew:
 
     def publish(self, worker_id: str) -> None:
         """Let the center take in a worker's copy of it."""
-        put = self._center.put.remote(self._workers[worker_id].center.remote())
+        put = self._center.adopt.remote(self._workers[worker_id].center.remote())
 
         def poll_at_once(_: None) -> list[Event]:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
@@ -594,7 +597,7 @@ class RayCrew:
     def _on_center(self, ref: Any) -> Handler:
         def handle(snapshot: Snapshot | None) -> list[Event]:
             if snapshot is None:
-                return [GaveUp("checkpoint", "the center was rebuilt")]
+                return [GaveUp("checkpoint", "the center does not hold its round any more")]
             self._collected["center"] = snapshot, ref
             return self._events_if_all_are_here()
 

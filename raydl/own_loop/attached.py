@@ -264,7 +264,7 @@ class Attached:
     def _enter(self) -> None:
         with self._parts.measure("initialization"):
             before = self._schedule
-            age = (before.version, before.num_changes) if before else self._loaded_age()
+            age = (before.ledger_round, before.num_changes) if before else self._loaded_age()
             entry = self._door.enter(age, self._center, self._first_untrained)
             snapshot = entry.snapshot or self._center()
             if entry.untrained is not None:

@@ -13,6 +13,8 @@ from raydl.report.html import Html, element
 
 _MOST_WORKERS = 16
 """More lines than that in one picture tell nothing."""
+_MOST_MARKS = 500
+"""Of more generations every other one has a mark, every third, and so on."""
 _STRETCHED = "The axis is stretched towards 100% where scores pass 90%."
 _SAMPLES, _SECONDS = "samples", "seconds"
 _OVER = {_SAMPLES: "samples", _SECONDS: "time"}
@@ -98,7 +100,7 @@ def _workers(run: RunFacts, color: int) -> Line:
     xs, ys = [g.seconds for g in known], [float(g.num_workers or 0) for g in known]
     marks = tuple(
         Mark(g.seconds, float(g.num_workers or 0), f"generation {g.number}: {g.reason}")
-        for g in known
+        for g in known[:: -(-len(known) // _MOST_MARKS)]
     )
     end = max(curve.seconds[-1], xs[-1])
     return Line(run.name, color, [*xs, end], [*ys, ys[-1]], is_step=True, marks=marks)
@@ -119,6 +121,20 @@ def worker_ids(run: RunFacts) -> list[str]:
     return sorted(ids, key=lambda name: (len(name), name))
 
 
+def _spreads(run: RunFacts) -> list[Html]:
+    """Return what all workers come to: the least, the median and the most."""
+    drawn = []
+    for name, title in (("step_s", "Seconds of a local step"), ("waited_s", "Seconds waited")):
+        tags = {which: f"workers/{name}_{which}" for which in ("least", "median", "most")}
+        lines = [
+            _line(which, at, run.curve(tag), _SECONDS)
+            for at, (which, tag) in enumerate(tags.items())
+        ]
+        of_all = f"{title}: least, median and most of all workers, over time"
+        drawn.append(chart(of_all, lines, x_label=_SECONDS, kind="zero"))
+    return [figure for figure in drawn if figure is not None]
+
+
 def charts_of_workers(run: RunFacts) -> list[Html]:
     """Return the curves of each worker of one run, with their legend before them."""
     by_length = sorted(worker_ids(run), key=lambda w: -len(run.curve(f"worker_step_s/{w}")))
@@ -135,6 +151,7 @@ def charts_of_workers(run: RunFacts) -> list[Html]:
     if not figures:
         return []
     left_out = len(by_length) - len(shown)
+    figures += _spreads(run) if left_out else []
     more = f"The {len(shown)} that trained longest are drawn; {left_out} more are in the table."
     return [
         legend([(worker_id, at) for at, worker_id in enumerate(shown)]),

@@ -26,8 +26,8 @@ _HEADER = struct.Struct("<QI")
 _TEXT_SUFFIX = "/text_summary"
 _SENTENCES = "events"
 _MEMBERSHIP = "membership"
-_ROW = re.compile(r"^\| (\d+) \| ([\d,]+) \| \d+: ([^|]*) \|", re.MULTILINE)
-"""A row of the table of memberships: the generation, from which sample on, and who trains."""
+_ROW = re.compile(r"^\| (\d+) \| ([\d,]+) \| (\d+): ([^|]*) \|", re.MULTILINE)
+"""A row of the table of memberships: the generation, from which sample on, how many train, who."""
 _CENTER = "center/"
 
 
@@ -63,7 +63,8 @@ class Formed:
     samples: int
     """From which on it trained."""
     worker_ids: tuple[str, ...]
-    """By rank."""
+    """By rank; of many workers in short, ``w0 to w99``."""
+    num_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -302,5 +303,6 @@ def _take(start: _Start, event: Any, value: Any) -> None:
 
 
 def _rows(table: str) -> Iterator[tuple[int, Formed]]:
-    for number, samples, who in _ROW.findall(table):
-        yield int(number), Formed(int(samples.replace(",", "")), tuple(who.strip().split(", ")))
+    for number, samples, count, who in _ROW.findall(table):
+        names = tuple(who.strip().split(", "))
+        yield int(number), Formed(int(samples.replace(",", "")), names, int(count))

@@ -110,7 +110,7 @@ class RunFacts:
     def _generation(self, number: int, told: Told, reason: str) -> Generation:
         formed = self.history.formed.get((told.start, number), Formed(told.samples, ()))
         who = formed.worker_ids
-        num_workers = len(who) or self._workers_of(number, told)
+        num_workers = formed.num_workers or self._workers_of(number, told)
         return Generation(
             number, told.start, told.seconds, formed.samples, num_workers, reason, who
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.metrics.tags import STACK
@@ -14,10 +15,13 @@ from raydl.report.html import Html, element, folded, table
 from raydl.texts import clock_text
 
 _NONE = "-"
+_Row = TypeVar("_Row")
 _FOLDED_FROM = 12
 """A table of more workers is folded away."""
 _MANY = 60
 """And so is one of more generations."""
+_MOST_ROWS = 1000
+"""Of longer tables the middle is left out: a run of days may have thousands of generations."""
 
 
 def words(part: str) -> str:
@@ -230,7 +234,8 @@ def timeline(run: RunFacts) -> Html:
     """Return one row per generation with its reason, and below all that the run told."""
     has_starts = run.history.num_starts > 1
     rows: list[list[object]] = []
-    for g in run.generations:
+    generations, left_out = _ends(run.generations)
+    for g in generations:
         who = f"{plain_count(g.num_workers)}{': ' if g.worker_ids else ''}{', '.join(g.worker_ids)}"
         start: list[object] = [g.start] if has_starts else []
         rows.append([g.number, *start, duration(g.seconds), f"{g.samples:,}", who, g.reason])
@@ -240,8 +245,22 @@ def timeline(run: RunFacts) -> Html:
     head = ["generation", *numbers, "workers", "reason"]
     listed = table(head, rows, numbers=numbers, kind="last")
     is_long = len(rows) > _MANY
-    shown = folded(f"All {len(rows)} generations", listed) if is_long else listed
+    shown = folded(_title(len(rows), "generations", left_out), listed) if is_long else listed
     return element("div", shown, _all_told(run))
+
+
+def _ends(rows: Sequence[_Row]) -> tuple[Sequence[_Row], int]:
+    """Return the first and the last rows of a long table, and how many lie between."""
+    if len(rows) <= _MOST_ROWS:
+        return rows, 0
+    half = _MOST_ROWS // 2
+    return [*rows[:half], *rows[-half:]], len(rows) - _MOST_ROWS
+
+
+def _title(count: int, what: str, left_out: int) -> str:
+    if not left_out:
+        return f"All {count} {what}"
+    return f"The first and the last {count // 2:,} of {count + left_out:,} {what}"
 
 
 def plain_count(count: int | None) -> str:
@@ -250,10 +269,10 @@ def plain_count(count: int | None) -> str:
 
 
 def _all_told(run: RunFacts) -> Html:
-    told = run.history.told
+    told, left_out = _ends(run.history.told)
     rows: list[list[object]] = [[duration(t.seconds), f"{t.samples:,}", t.sentence] for t in told]
     listed = table(["at", "samples", "event"], rows, numbers=("at", "samples"), kind="last")
-    return folded(f"All {len(told)} events", listed)
+    return folded(_title(len(told), "events", left_out), listed)
 
 
 def faults(run: RunFacts) -> Html:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raydl.errors import ConfigError, DataError, RaydlError
+from raydl.errors import ConfigError, DataError, RaydlError, SupersededError
 from raydl.runs.folder import NO_RUN, open_run
 from raydl.runs.status import RunStatus, WorkerStatus, from_json, to_json
 from raydl.silence import SilenceTeller
@@ -187,9 +187,11 @@ class RunDesk:
         self._try(self._write_answers)
 
     def _try(self, act: Callable[..., None], *arguments: Any) -> bool:
-        """Do something on the storage; return whether it worked."""
+        """Do something on the storage; return whether it worked, or is another driver's to do."""
         try:
             act(*arguments)
+        except SupersededError:  # the desk is another driver's; the run's loop hears of it, too
+            return True
         except Exception as error:  # whatever a file system raises must not end this thread
             with self._changed:
                 self.num_failures += 1

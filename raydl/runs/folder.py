@@ -9,6 +9,7 @@
         result.json           its figures
         status.json           how it stands; with requests/ and answers/, see raydl.runs.desk
         driver.lock           who writes here now; drivers/ on object stores: raydl.runs.hold
+        driver-epochs/        all starts, numbered: raydl.runs.driver_epoch
 
 Without ``storage_path`` this is all there is. With it, all of this is there alone but for the
 events: they are written to the local folder, and copied whenever a checkpoint is written.
@@ -31,6 +32,7 @@ from typing import Any
 from raydl.config import RunConfig, TrainConfig, dotted, from_dict, to_dict
 from raydl.errors import ConfigError, DataError
 from raydl.redaction import has_credentials, redact_values
+from raydl.runs.driver_epoch import DriverEpoch
 from raydl.runs.hold import held
 from raydl.storage import Storage, below, in_words, parent_and_name
 from raydl.versions import installed_version
@@ -75,6 +77,8 @@ class RunFolder:
             else str(self.path)
         )
         self.storage = Storage(self.root)
+        """Of a driver that holds the folder: it refuses changes once its epoch is over."""
+        self._epoch: DriverEpoch | None = None
         self._copied: dict[str, int] = {}
 
     @contextmanager
@@ -83,7 +87,8 @@ class RunFolder:
 
         Raises:
             DataError: no run is there that could be resumed.
-            ConfigError: it can not be written, or another driver is at work there.
+            ConfigError: it can not be written, another driver is at work there, or it holds a
+                run that was not asked for.
         """
         if resume:
             self.read_config()  # first: nothing is made where somebody mistyped a name
@@ -95,15 +100,22 @@ class RunFolder:
         except OSError as error:
             problem = f"{self.path} can not be made: {in_words(error)}"
             raise ConfigError("run.run_dir", problem) from error
-        with held(self.storage, setting):
-            yield
+        check = (lambda: None) if resume else self._refuse_run
+        with held(storage := self.storage, setting, check=check) as epoch:
+            self.storage, self._epoch = storage.guarded(epoch.check), epoch
+            try:
+                yield
+            finally:
+                self.storage, self._epoch = storage, None
 
-    def open_new(self) -> None:
-        """Begin a run in the folder, which is held.
+    @property
+    def epoch(self) -> DriverEpoch:
+        """The epoch of this driver, which holds the folder."""
+        assert self._epoch is not None, "the folder is not held"
+        return self._epoch
 
-        Raises:
-            ConfigError: there is a run already.
-        """
+    def _refuse_run(self) -> None:
+        """Raise a ConfigError if there is a run already."""
         if self.storage.exists("config.json"):
             raise ConfigError(
                 "run.run_dir", f"{self.root} already holds a run; add --resume, or name another"
@@ -146,6 +158,7 @@ class RunFolder:
             "versions": _versions(),
             "commit": _commit(),
             "submission": this_submission(),
+            "driver_epoch": self.epoch.number,
         }
         self.storage.write_bytes("config.json", json.dumps(values, indent=2).encode())
 

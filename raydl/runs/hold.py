@@ -1,4 +1,4 @@
-"""Who may write to a run's folder: one driver at a time.
+"""Who may write to a run's folder: one driver at a time, and each start with a number of its own.
 
 On a disk the driver holds a lock on ``driver.lock``, which the system takes back when the
 process ends, however it ends. Where there are no locks, on an object store, it claims:
@@ -8,6 +8,9 @@ process ends, however it ends. Where there are no locks, on an object store, it 
 The number is written anew every few seconds. A claim that stands still is one that a dead
 driver left behind. Every driver writes its claim before it looks for others, so of two that
 start at once at least one sees the other; the first by name stays.
+
+Neither holds back a driver that is halted, loses its lock or claim to another, and wakes up. So
+each start takes a driver epoch besides: see :mod:`raydl.runs.driver_epoch`.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from raydl.errors import ConfigError
+from raydl.errors import ConfigError, SupersededError
 from raydl.redaction import redact
+from raydl.runs.driver_epoch import DriverEpoch
 from raydl.storage import Storage, in_words
 
 BEAT_S = 2.0
@@ -44,12 +48,18 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextmanager
-def held(storage: Storage, setting: str) -> Iterator[None]:
-    """Hold a run's folder, which is there, until the end of the ``with``.
+def held(
+    storage: Storage, setting: str, *, check: Callable[[], None] = lambda: None
+) -> Iterator[DriverEpoch]:
+    """Hold a run's folder, which is there, until the end of the ``with``; yield the driver epoch.
+
+    A thread looks every few seconds whether that is still the newest.
 
     Args:
         storage: the run's folder.
         setting: what named it, for the error.
+        check: looks at the folder once it is held; if it raises, no epoch is taken, and the run
+            that is there stays in the hands that it was in.
 
     Raises:
         ConfigError: another driver holds it; it says which, since when, and what to do.
@@ -58,7 +68,11 @@ def held(storage: Storage, setting: str) -> Iterator[None]:
         lock = None if storage.local_path is None else _lock(storage, setting)
     if lock is not None:
         try:
-            yield
+            check()
+            epoch = _take_epoch(storage, setting)
+            _say_who(storage, setting, lock, epoch)
+            with _watched(epoch):
+                yield epoch
         finally:
             os.close(lock)  # the file stays: to delete it would let two hold two files
         return
@@ -69,9 +83,46 @@ def held(storage: Storage, setting: str) -> Iterator[None]:
         except OSError as error:
             problem = f"{storage.root} can not be claimed: {in_words(error)}"
             raise ConfigError(setting, problem) from error
-        yield
+        check()
+        claim.epoch = epoch = _take_epoch(storage, setting)
+        with _watched(epoch):
+            yield epoch
     finally:
         claim.release()
+
+
+def _take_epoch(storage: Storage, setting: str) -> DriverEpoch:
+    """Take the next driver epoch of a folder that is held.
+
+    Raises:
+        ConfigError: another driver took one at the same time, or the folder can not be written.
+    """
+    try:
+        epoch = DriverEpoch.take(storage, _me())
+    except OSError as error:
+        problem = f"{storage.root} can not be written: {in_words(error)}"
+        raise ConfigError(setting, problem) from error
+    if epoch is None:
+        raise _in_use(storage, setting, b"")
+    return epoch
+
+
+@contextmanager
+def _watched(epoch: DriverEpoch) -> Iterator[None]:
+    """Look now and then whether an epoch is still the newest; the epoch itself remembers."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not (ended.wait(BEAT_S) or epoch.is_over):
+            with suppress(OSError, SupersededError):
+                epoch.check()
+
+    # A daemon: a store that hangs must not keep the process from ending.
+    threading.Thread(target=watch, name="driver-epoch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _lock(storage: Storage, setting: str) -> int | None:
@@ -92,12 +143,29 @@ def _lock(storage: Storage, setting: str) -> int | None:
             return None
         raise ConfigError(setting, f"{path} can not be locked: {in_words(error)}") from error
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(_me()).encode())
-    except OSError as error:
+        _say_who(storage, setting, descriptor)
+    except ConfigError:
         os.close(descriptor)
-        raise ConfigError(setting, f"{path} can not be written: {in_words(error)}") from error
+        raise
     return descriptor
+
+
+def _say_who(
+    storage: Storage, setting: str, descriptor: int, epoch: DriverEpoch | None = None
+) -> None:
+    """Write into the lock file who holds it.
+
+    Raises:
+        ConfigError: it can not be written.
+    """
+    holder = _me() if epoch is None else {**_me(), "driver_epoch": epoch.number}
+    try:
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, json.dumps(holder).encode())
+    except OSError as error:
+        path = Path(storage.local_path or "") / _LOCK
+        raise ConfigError(setting, f"{path} can not be written: {in_words(error)}") from error
 
 
 def wait_until_free(
@@ -170,6 +238,8 @@ class _Claim:
         self._storage, self._name = storage, f"{stamp}-{uuid.uuid4().hex[:8]}"
         self._me = _me()
         self._beat = 0
+        self.epoch: DriverEpoch | None = None
+        """Of this driver, once it has one."""
         self._ended = threading.Event()
         # A daemon: a store that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._keep, name="run-claim", daemon=True)
@@ -198,14 +268,21 @@ class _Claim:
 
     def _keep(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with suppress(OSError):  # the next beat tries again
+            try:
+                if self.epoch is not None:
+                    self.epoch.check()  # a claim that another driver has deleted stays so
                 self._write()
+            except SupersededError:
+                return  # whoever was taken for dead has nothing left to give back
+            except OSError:  # the next beat tries again
+                pass
         with suppress(OSError):
             self._storage.delete_dir(f"{_CLAIMS}/{self._name}")
 
     def _write(self) -> None:
         self._beat += 1
-        data = json.dumps({**self._me, "beat": self._beat}).encode()
+        number = {"driver_epoch": self.epoch.number} if self.epoch else {}
+        data = json.dumps({**self._me, **number, "beat": self._beat}).encode()
         self._storage.write_bytes(f"{_CLAIMS}/{self._name}/driver.json", data)
 
     def _standing_still(self, setting: str) -> list[str]:
@@ -217,9 +294,9 @@ class _Claim:
                 break
             time.sleep(POLL_S)
             for name, data in first.items():
-                now = self._read(name)
-                if now not in (b"", data):
-                    raise _in_use(self._storage, setting, now)
+                if self._read(name) not in (b"", data):
+                    # Read once more: it may have been written anew, and longer, just then.
+                    raise _in_use(self._storage, setting, self._read(name))
             others = self._others()
             first = {name: data for name, data in first.items() if name in others}
         return list(first)

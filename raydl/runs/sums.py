@@ -29,8 +29,14 @@ class Sum:
     """Seconds of training up to there, by the workers' clocks."""
 
 
+_MOST = 1024
+"""Sums that are kept. At five records a second all of the last 100 s are; older ones lie apart."""
+
+
 class Sums:
     """The sums at the records since the newest checkpoint, oldest first.
+
+    Without checkpoints there are ever more of them: then every other one of the older half goes.
 
     Args:
         first: where the start begins.
@@ -43,6 +49,9 @@ class Sums:
         """Note a record; of those at its round or beyond, the center went back."""
         at = bisect.bisect_left(self._notes, note.round, key=lambda known: known.round)
         self._notes[at:] = [note]
+        if len(self._notes) > _MOST:
+            half = _MOST // 2
+            self._notes[:half] = self._notes[:half:2]  # the oldest, where this start began, stays
 
     @property
     def newest(self) -> Sum:

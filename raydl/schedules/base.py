@@ -113,6 +113,11 @@ class Schedule(Protocol):
         ...
 
     @property
+    def ledger_round(self) -> int:
+        """The round, or the exchanges settled, up to which this worker knows the ledger."""
+        ...
+
+    @property
     def num_changes(self) -> int:
         """Changes of this worker's copy of the ledger; 0 where it has none."""
         ...

@@ -27,6 +27,11 @@ class Dues:
         """Want a snapshot, under a number."""
         self._wanted.append(Due(number, is_kept))
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether workers are being told to keep their states."""
+        return self._checkpoint is not None
+
     def begin_checkpoint(self, number: int) -> None:
         """Have every worker told to keep its state, under a number."""
         self._checkpoint, self._told = number, set()

@@ -16,7 +16,7 @@ from raydl.exchange.mapped import MappedCell, MappedExchange, can_be_shared, ope
 from raydl.exchange.messages import Desk, MessageExchange
 from raydl.exchange.post import Post
 from raydl.extent import Extent
-from raydl.ledger import Span
+from raydl.ledger import Span, num_done_by
 from raydl.reports import AllreduceReport, Outcome, Record
 from raydl.rules import Sends
 from raydl.schedules.base import Decision, Round, Site, samples_before
@@ -43,7 +43,12 @@ class MessageSchedule:
         self._extent = Extent.of(site.config.training, epoch_samples=snapshot.ledger["num_samples"])
         self._buffers = torch.tensor(snapshot.buffers, device=site.flat.weights.device)
         self._desk = Desk(
-            site.worker_id, site.membership.generation, incarnation, site.flat.untrained
+            site.worker_id,
+            site.membership.generation,
+            incarnation,
+            site.flat.untrained,
+            ledger=snapshot.ledger,
+            ledger_round=snapshot.round,
         )
         self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges(snapshot.weights))
         self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
@@ -128,6 +133,11 @@ class MessageSchedule:
         return self._desk.version
 
     @property
+    def ledger_round(self) -> int:
+        """Exchanges that the center had settled when this worker was last told the ledger."""
+        return self._desk.ledger_round
+
+    @property
     def num_changes(self) -> int:
         """The dispatcher keeps the ledger."""
         return 0
@@ -199,21 +209,22 @@ class MessageSchedule:
         this worker maps nothing is missing, though its process is gone. Else there may be: this
         worker's own newest message, where the rule sends weights and is answered with the center
         before them; what others sent since; what a codec still owes; and the state of an
-        optimizer at the center, which only the center has. Claims stay in the ledger.
+        optimizer at the center, which only the center has. The ledger may be older than the
+        weights: some samples are trained again then, and none is skipped.
         """
-        orders = self._orders
+        orders, ledger = self._orders, self._desk.ledger
         return Snapshot(
             round=orders.version,
             generation=self._desk.generation,
-            epoch=orders.ledger["epoch"],
-            num_samples=orders.num_done,
+            epoch=ledger["epoch"],
+            num_samples=num_done_by(ledger),
             local_step=local_step,
             seconds=orders.seconds,
             is_kept=is_kept,
             weights=torch.cat([e.center.weights for e in self.exchanges]).cpu().numpy(),
             buffers=self._buffers.cpu().numpy().copy(),
             optimizer={},
-            ledger=orders.ledger,
+            ledger=ledger,
             num_cuts=orders.num_cuts,
             untrained=self._site.flat.untrained.changed_buffers(),
         )

@@ -56,7 +56,9 @@ class Roster:
         self.opened = 0
         """The generation at which all members were new."""
         self._members: dict[str, Member] = {}
+        self._ranks: dict[str, int] = {}
         self._newcomers_step = local_step
+        self._least_step_s: float | None = None
 
     def open(self, membership: Membership, *, seen: int) -> None:
         """Begin with new members alone.
@@ -87,6 +89,8 @@ class Roster:
             w: staying.get(w) or Member(membership.generation, is_awaited, step, seen)
             for w in membership.worker_ids
         }
+        self._ranks = {w: rank for rank, w in enumerate(membership.worker_ids)}
+        self._least_step_s = None
 
     def __getitem__(self, worker_id: str) -> Member:
         return self._members[worker_id]
@@ -97,6 +101,17 @@ class Roster:
     def get(self, worker_id: str) -> Member | None:
         """Return a member, or None: it is none."""
         return self._members.get(worker_id)
+
+    def rank_of(self, worker_id: str) -> int:
+        """Return the rank of a member."""
+        return self._ranks[worker_id]
+
+    def note_step(self, worker_id: str, step_s: float) -> None:
+        """Note what a local step of a member takes, in seconds."""
+        member, least_s = self._members[worker_id], self._least_step_s
+        before_s, member.step_s = member.step_s, step_s
+        if least_s is not None and (before_s <= least_s or 0 < step_s < least_s):
+            self._least_step_s = None  # to be looked for again: it was this one's, or is
 
     def refusal(self, stamp: Stamp) -> str:
         """Return why a call does not count; empty: its worker is the member that it was."""
@@ -139,4 +154,7 @@ class Roster:
     @property
     def least_step_s(self) -> float:
         """Seconds per step of the fastest worker; 0 where nobody has told."""
-        return min((m.step_s for m in self._members.values() if m.step_s > 0), default=0.0)
+        if self._least_step_s is None:
+            told = (m.step_s for m in self._members.values() if m.step_s > 0)
+            self._least_step_s = min(told, default=0.0)
+        return self._least_step_s

@@ -165,6 +165,11 @@ class SyncSchedule:
         return self._version
 
     @property
+    def ledger_round(self) -> int:
+        """Every rank keeps the ledger."""
+        return self.version
+
+    @property
     def num_changes(self) -> int:
         """Changes of the ledger."""
         return self._ledger.num_changes

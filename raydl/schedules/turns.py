@@ -32,6 +32,8 @@ class Turns:
         The turn passes over those that take none, for good: it stays with the next one even
         if they take turns again.
         """
+        if self._whose is not None and takes_turns(self._whose):
+            return self._whose  # as nearly always, and all who wait for theirs ask
         for worker_id in self._round():
             if takes_turns(worker_id):
                 self._whose = worker_id

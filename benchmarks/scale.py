@@ -1,0 +1,836 @@
+"""What hundreds of workers cost: settling, the driver, a regroup, and memory in a day of churn.
+
+Command:   python -m benchmarks.scale        (--quick: fewer repeats, and without Ray)
+           python -m benchmarks.scale --before FOLDER      (beside a checkout of an earlier raydl)
+
+Workers are light: what is measured is what stands around them. With ``--before`` both are measured
+in turns, each in processes of their own, and the second table has the ratios.
+
+- **settling**: CPU time in which the dispatcher settles an exchange, and in which its orders are
+  pickled, with 16, 256 and 1,024 workers that exchange in turn; the bytes of these orders, the
+  mean; and the bytes of all orders that the dispatcher keeps, since a message may come twice.
+- **driver**: CPU time of the controller with a real recorder, its event files, its status and its
+  terminal, for one second of a run with 256 workers: two answers of each worker, four polls, five
+  records. A crew in memory answers, so Ray is not in it.
+- **driver on Ray**: CPU time of a driver's process, Ray's threads included, with 32 actors that do
+  nothing but answer; for each worker, times 256.
+- **regroup**: seconds in which forked processes meet in a store, form a gloo group and sum 16
+  floats, and the connections of one of them.
+- **memory**: bytes that Python holds (``tracemalloc``), the most in the last four of 24 simulated
+  hours over the most in the fourth to eighth, while a worker is replaced every 30 s; of controller
+  and recorder, under both kinds of methods, and of the center. And the curve names of that day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
+from benchmarks.parts import parser_of_parts, write_answer
+from benchmarks.programs import ROOT
+
+WORKERS = 256
+POLL_S, ASK_S, RECORDS_S = 0.25, 0.5, 0.2
+REPLACED_EVERY_S = 30.0
+HOUR_S = 3600.0
+_PART_S = 900.0
+_RUN_S = 60.0
+
+Found = dict[str, float]
+
+
+# settling
+
+
+def settling(num_workers: int, num_turns: int) -> Found:
+    """Return CPU milliseconds and bytes of a settlement while so many workers train."""
+    import numpy as np
+
+    from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
+    from raydl.dispatcher import Dispatcher
+    from raydl.exchange.post import Push, Settlement, Stamp
+    from raydl.ledger import Ledger
+    from raydl.membership import Membership
+    from raydl.methods import resolve
+    from raydl.talk import Header
+
+    config = TrainConfig(
+        method=MethodConfig(name="async-easgd", period=10),
+        scaling=ScalingConfig(num_workers=num_workers),
+        training=TrainingConfig(batch_size=64, epochs=1000),
+    )
+    dispatcher = Dispatcher(config, resolve(config), Ledger(1_281_167))
+    ids = [f"w{rank}" for rank in range(num_workers)]
+    dispatcher.open(Membership(1, tuple(ids)))
+    for worker_id in ids:
+        dispatcher.enter(Stamp(worker_id, 1, 0, 0), 0)
+    nothing, kept = np.empty(0, np.float32), {}
+    shuffled, settle_s, pickle_s, num_bytes = random.Random(0), 0.0, 0.0, 0
+    for turn in range(1, num_turns + 2):
+        if turn == 2:  # the first one is a warm-up
+            settle_s = pickle_s = 0.0
+            num_bytes = 0
+        for worker_id in shuffled.sample(ids, num_workers):
+            settlement = Settlement(Header(step_s=0.1), 10 * turn, 640 * turn, 0.1, 80)
+            stamp = Stamp(worker_id, 1, 0, turn)
+            push = Push(stamp, (0, 0), nothing, nothing, num_workers, 640.0, 0.1, settlement)
+            began = time.process_time()
+            orders = dispatcher.settle(push)
+            settled = time.process_time()
+            data = pickle.dumps(orders, 5)
+            pickle_s += time.process_time() - settled
+            settle_s += settled - began
+            num_bytes += len(data)
+            kept[worker_id] = len(data)
+    count = num_turns * num_workers
+    return {
+        "settle_ms": 1e3 * settle_s / count,
+        "pickle_ms": 1e3 * pickle_s / count,
+        "bytes": num_bytes / count,
+        "kept_bytes": float(sum(kept.values())),
+    }
+
+
+# workers that come and go, without processes
+
+
+class ChurningCrew:
+    """A crew in memory: all workers answer, and at times one is lost.
+
+    Args:
+        is_sync: the others leave their loops then, as in rounds.
+        poll_s: seconds that pass with a poll; half of the workers answer one of 0.25 s.
+        replaced_every_s: from one loss to the next; None: nobody is lost.
+        parts: what a worker tells of its time.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_sync: bool,
+        poll_s: float,
+        parts: Mapping[str, float],
+        replaced_every_s: float | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.num_lost = 0
+        self._is_sync = is_sync
+        self._poll_s = poll_s
+        self._parts = parts
+        self._every_s = replaced_every_s
+        self._next_loss = replaced_every_s or 0.0
+        self._round = 0
+        self._generation = 0
+        self._members: tuple[str, ...] = ()
+        self._inside: set[str] = set()
+        self._workers: dict[str, None] = {}
+        self._starting: list[str] = []
+        self._rounds = [0]
+        self._events: list[Any] = []
+        self._random = random.Random(0)
+        self._num_polls = 0
+
+    def ask(self, worker_id: str, own_state: Any = None) -> None:
+        """Let a worker be up with the next poll."""
+        self._starting.append(worker_id)
+
+    def end(self, worker_id: str) -> None:
+        """Let a worker be gone."""
+        self._workers.pop(worker_id, None)
+
+    def form(self, membership: Any, round: int, own_states: Any) -> None:
+        """Let all train."""
+        self._members, self._generation = membership.worker_ids, membership.generation
+        self._inside = set(self._members)
+        self._tell_change()
+
+    def change(self, membership: Any, own_states: Any) -> None:
+        """Let them train with those who come."""
+        self._inside |= set(membership.worker_ids) - set(self._members)
+        self._members = membership.worker_ids
+        self._tell_change()
+
+    def _tell_change(self) -> None:
+        from raydl.crew import Changed
+
+        self._events.append(Changed())
+
+    def abandon(self, generation: int) -> None:
+        """Let all leave what they wait for."""
+        self._leave("BROKEN")
+
+    def vote(self, generation: int, **votes: float) -> None:
+        """Let all leave by vote."""
+        if votes.get("regroup"):
+            self._leave("REGROUP")
+
+    def publish(self, worker_id: str) -> None:
+        """Let the center have what a worker has."""
+        self._rounds = [self._round]
+
+    def _leave(self, outcome: str) -> None:
+        from raydl.crew import RunEnded
+        from raydl.reports import Outcome
+
+        ended = [w for w in self._members if w in self._inside]
+        self._inside -= set(ended)
+        self._rounds = [self._round]
+        self._events += [
+            RunEnded(w, Outcome[outcome], self._round, self._generation, "a reset") for w in ended
+        ]
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        """Return what happened while some seconds have passed."""
+        from raydl.crew import Lost, Published, Reported, WorkerReady
+
+        self.now += self._poll_s
+        self._num_polls += 1
+        for worker_id in self._starting:
+            self._workers[worker_id] = None
+            self._events.append(WorkerReady(worker_id, "node"))
+        self._starting = []
+        if self._every_s and self.now >= self._next_loss and self._inside:
+            self._next_loss += self._every_s
+            lost = self._random.choice(sorted(self._inside))
+            self.num_lost += 1
+            del self._workers[lost]
+            self._inside.discard(lost)
+            self._events.append(Lost(lost, "its process was killed, or crashed"))
+        if self._inside:
+            self._round += 1
+        told = self._told()
+        records = () if self._is_sync else self._records()
+        published = Published(tuple(self._rounds), records, told_s=self.now, process="center")
+        events, self._events = self._events, []
+        return [*events, *map(Reported, told), published]
+
+    def _told(self) -> list[Any]:
+        from raydl.reports import WorkerReport
+
+        number = round(ASK_S / self._poll_s) or 1
+        asked = [w for i, w in enumerate(self._workers) if i % number == self._num_polls % number]
+        reports = []
+        for worker_id in asked:
+            is_first = bool(self._members) and worker_id == self._members[0]
+            records = self._records() if self._is_sync and is_first and self._inside else ()
+            reports.append(
+                WorkerReport(
+                    worker_id, self._round, records, (), dict(self._parts), step_s=0.1,
+                    generation=self._generation, local_step=10 * self._round, waited_s=0.01,
+                    round_s=1.0, told_s=self.now,
+                )
+            )  # fmt: skip
+        return reports
+
+    def _records(self) -> tuple[Any, ...]:
+        from raydl.reports import Record
+
+        count = max(1, min(3, round(self._poll_s / RECORDS_S)))
+        return tuple(
+            Record(
+                round=self._round, generation=self._generation, num_workers=len(self._members),
+                epoch=0.1, num_samples=64 * self._round + i, local_step=10 * self._round, lr=0.1,
+                loss=1.0, distance=0.1, exchange_s=0.01, exchange_bytes=1000, staleness=1.0,
+                period=10.0, trained_s=self.now, at_s=self.now,
+            )
+            for i in range(count)
+        )  # fmt: skip
+
+    def waiting_for(self) -> str:
+        """Return what is missing."""
+        return "workers"
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *words, **more: ""
+
+
+class CountingWriter:
+    """Takes measurements, and counts their names."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def scalars(
+        self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
+    ) -> None:
+        """Count the names."""
+        self.names.update(values)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *words, **more: None
+
+
+class Driver:
+    """A controller with its recorder, and a crew without processes.
+
+    Args:
+        is_sync: rounds, or messages.
+        num_workers: of them.
+        writer: of the curves.
+        folder: of the run; None: no status is written.
+        more: see :class:`ChurningCrew`.
+    """
+
+    def __init__(
+        self, *, is_sync: bool, num_workers: int, writer: Any, folder: Path | None = None,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        import torch
+
+        from raydl.best import BestCenter
+        from raydl.center import first_snapshot
+        from raydl.config import (
+            CheckpointConfig,
+            ElasticConfig,
+            MethodConfig,
+            ScalingConfig,
+            TrainConfig,
+            TrainingConfig,
+        )
+        from raydl.control import kind_for
+        from raydl.flat import FlatModel
+        from raydl.methods import resolve
+        from raydl.metrics import TIME_PARTS
+        from raydl.progress import make_progress
+        from raydl.recorder import RunRecorder
+        from raydl.run_view import EventLog, RunView
+        from raydl.runs.desk import RunDesk
+        from raydl.storage import Storage
+
+        config = TrainConfig(
+            method=MethodConfig(name="sync-easgd" if is_sync else "async-easgd"),
+            scaling=ScalingConfig(num_workers=(1, num_workers)),
+            training=TrainingConfig(epochs=100_000),
+            checkpoint=CheckpointConfig(every_s=None),
+            elastic=ElasticConfig(max_restarts=10_000),
+        )
+        self.crew = ChurningCrew(is_sync=is_sync, parts=dict.fromkeys(TIME_PARTS, 1.0), **more)
+        storage = Storage(str(folder or "runs/none"))
+        flat = FlatModel(torch.nn.Linear(1, 1))
+        start = first_snapshot(flat, 60_000)
+        clock = lambda: self.crew.now  # noqa: E731
+        log = EventLog(make_progress("plain"), clock=clock)
+        self.recorder = RunRecorder(
+            config, num_train=60_000, start=start, seconds_before=0.0, writer=writer, progress=log,
+            store=mock.Mock(), best=BestCenter(storage, flat), flat=flat, examples=mock.Mock(),
+            after_checkpoint=lambda: None,
+        )  # fmt: skip
+        crew: Any = self.crew
+        self.controller = kind_for(is_sync=is_sync)(
+            crew, config, resolve(config), self.recorder, first_round=0, own_states={}, clock=clock
+        )
+        self.recorder.follow(self.controller)
+        view = RunView(config, start, seconds_before=0.0, clock=clock)
+        view.follow_recorder(self.recorder, log)
+        view.follow(self.controller)
+        self._view, self._desk = view, RunDesk(storage) if folder else None
+
+    def step(self) -> None:
+        """Step as a run does."""
+        self.controller.step()
+        if self._desk:
+            self._desk.tell(self._view.status)
+            self._desk.take_requests()
+
+    def begin(self) -> None:
+        """Step until all train."""
+        while self.controller.state.value != "training":
+            self.step()
+
+
+@contextlib.contextmanager
+def simulated_clock(driver: Driver) -> Iterator[None]:
+    """Let the recorder see the driver's simulated time."""
+    with mock.patch("raydl.recorder.time", mock.Mock(monotonic=lambda: driver.crew.now,
+                                                     time=lambda: driver.crew.now)):  # fmt: skip
+        yield
+
+
+def driving(num_workers: int, seconds: float) -> Found:
+    """Return the CPU share of a driver with so many workers, Ray's own work not in it."""
+    from raydl.metrics import TensorBoardWriter, Thinned
+
+    found = {}
+    for kind, is_sync in (("rounds", True), ("messages", False)):
+        folder = Path(tempfile.mkdtemp(prefix="raydl-"))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                writer = Thinned(TensorBoardWriter(str(folder)))
+                driver = Driver(
+                    is_sync=is_sync, num_workers=num_workers, writer=writer, folder=folder,
+                    poll_s=POLL_S,
+                )  # fmt: skip
+                driver.begin()
+                began, until = time.process_time(), driver.crew.now + seconds
+                while driver.crew.now < until:
+                    driver.step()
+                found[kind] = (time.process_time() - began) / seconds
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def day(num_workers: int, hours: float, poll_s: float) -> Found:
+    """Return how the memory of driver and center grows in a day of replacements."""
+    found: Found = {}
+    for kind, is_sync in (("rounds", True), ("messages", False)):
+        writer = CountingWriter()
+        with contextlib.redirect_stdout(io.StringIO()):
+            found[kind], num_lost = _grown_driver(
+                writer, hours, is_sync=is_sync, num_workers=num_workers, poll_s=poll_s
+            )
+        found[f"{kind}_lost"], found[f"{kind}_names"] = num_lost, float(len(writer.names))
+    found["center"] = _grown_center(num_workers, hours)
+    return found
+
+
+class Peaks:
+    """The most bytes that Python holds, early and late in a time."""
+
+    def __init__(self, hours: float) -> None:
+        self._early = (hours / 6, hours / 3)
+        self._late = (hours * 5 / 6, hours)
+        self._peaks = {self._early: 0, self._late: 0}
+        self._next = 0.0
+        tracemalloc.start()  # what there is at the beginning does not count
+
+    def look(self, hour: float) -> None:
+        """Take note of what is held now, every ten minutes."""
+        if hour < self._next:
+            return
+        self._next = hour + 1 / 6
+        gc.collect()
+        for (begin, end), before in list(self._peaks.items()):
+            if begin <= hour <= end:
+                held, _ = tracemalloc.get_traced_memory()
+                self._peaks[begin, end] = max(before, held)
+
+    def grown(self) -> float:
+        """Return late over early."""
+        tracemalloc.stop()
+        return self._peaks[self._late] / self._peaks[self._early]
+
+
+def _grown_driver(writer: Any, hours: float, **more: Any) -> tuple[float, float]:
+    driver = Driver(writer=writer, replaced_every_s=REPLACED_EVERY_S, **more)
+    with simulated_clock(driver):
+        driver.begin()
+        peaks = Peaks(hours)
+        while driver.crew.now < hours * HOUR_S:
+            driver.step()
+            peaks.look(driver.crew.now / HOUR_S)
+    return peaks.grown(), float(driver.crew.num_lost)
+
+
+def _grown_center(num_workers: int, hours: float) -> float:
+    """Return how the memory of the center grows while its members are replaced."""
+    import numpy as np
+    import torch
+
+    from raydl.center import first_snapshot
+    from raydl.center_service import CenterService
+    from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
+    from raydl.data import DataShape
+    from raydl.exchange.post import Push, Settlement, Stamp
+    from raydl.flat import FlatModel
+    from raydl.job import Job
+    from raydl.membership import Membership
+    from raydl.methods import resolve
+    from raydl.own_loop.terms import Endless, TheirLoop
+    from raydl.talk import Header
+
+    config = TrainConfig(
+        method=MethodConfig(name="async-easgd", period=10),
+        scaling=ScalingConfig(num_workers=num_workers),
+        training=TrainingConfig(batch_size=64, epochs=100_000),
+    )
+    job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
+    flat = FlatModel(torch.nn.Linear(10, 1))
+    service = CenterService(job, first_snapshot(flat, 60_000))
+    members = [f"w{i}" for i in range(num_workers)]
+    service.open(Membership(1, tuple(members)))
+    entered = dict.fromkeys(members, 1)
+    trained = dict.fromkeys(members, 0)
+    chance, weights, nothing = random.Random(0), np.zeros(11, np.float32), np.empty(0, np.float32)
+    for worker_id in members:
+        service.dispatcher.enter(Stamp(worker_id, 1, 0, 0), 0)
+    num_changes, peaks = int(hours * HOUR_S / REPLACED_EVERY_S), Peaks(hours)
+    for number in range(num_changes):
+        for worker_id in chance.sample(members, min(num_workers, 16)):
+            trained[worker_id] += 1
+            step = trained[worker_id]
+            settlement = Settlement(Header(step_s=0.1), 10 * step, 640 * step, 0.1, 80)
+            stamp = Stamp(worker_id, entered[worker_id], 0, step)
+            service.exchange(
+                Push(stamp, (0, 11), weights, nothing, num_workers, 640.0, 0.1, settlement)
+            )
+        lost, newcomer = chance.randrange(num_workers), f"w{num_workers + number}"
+        del entered[members[lost]], trained[members[lost]]
+        members[lost], entered[newcomer], trained[newcomer] = newcomer, number + 2, 0
+        service.change(Membership(number + 2, tuple(members)), [])
+        service.dispatcher.enter(Stamp(newcomer, number + 2, 0, 0), 0)
+        service.dispatcher.take_records()
+        service.dispatcher.take_due()
+        peaks.look(number / num_changes * hours)
+    return peaks.grown()
+
+
+# the driver on Ray
+
+
+def driving_on_ray(num_workers: int, seconds: float) -> Found:
+    """Return the CPU share of a driver's process with so many actors that answer."""
+    import ray
+
+    from benchmarks.parts import ray_here
+    from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
+    from raydl.control import kind_for
+    from raydl.crew import Changed, Published, WorkerReady
+    from raydl.data import DataShape
+    from raydl.job import Job
+    from raydl.methods import resolve
+    from raydl.metrics import TIME_PARTS
+    from raydl.on_ray.crew import RayCrew
+    from raydl.own_loop.terms import Endless, TheirLoop
+    from raydl.reports import WorkerReport
+
+    config = TrainConfig(
+        method=MethodConfig(name="async-easgd"),
+        scaling=ScalingConfig(num_workers=num_workers),
+        training=TrainingConfig(epochs=5),
+    )
+    job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
+
+    class Light:
+        """Answers."""
+
+        def __init__(self, worker_id: str) -> None:
+            self._worker_id, self._round = worker_id, 0
+            self._parts = dict.fromkeys(TIME_PARTS, 1.0)
+
+        @ray.method(concurrency_group="loop")  # type: ignore[untyped-decorator]
+        def run(self) -> None:
+            """Never return: a worker in its loop."""
+            time.sleep(1e6)
+
+        def report(self) -> WorkerReport:
+            """Tell what a worker tells."""
+            self._round += 1
+            return WorkerReport(self._worker_id, self._round, (), (), self._parts, step_s=0.1)
+
+    class Center:
+        """Answers."""
+
+        def poll(self) -> Published:
+            """Tell what a center tells."""
+            return Published((0,))
+
+    class LightCrew(RayCrew):
+        """Polls as a crew does."""
+
+        def __init__(self, workers: Mapping[str, Any]) -> None:
+            actor = ray.remote(num_cpus=0)(Center)
+            dataset: Any = mock.Mock(train=0, test=0)
+            prepare: Any = mock.Mock()
+            super().__init__(job, dataset, prepare, {})
+            self._workers = dict(workers)
+            self._places = dict.fromkeys(["center", *workers], ("", 0))
+            self._events = [WorkerReady(w) for w in workers]
+            self._shards, self._is_open = [actor.remote()], True
+            for worker_id, worker in workers.items():
+                self._calls.expect(worker.run.remote(), worker_id, lambda end: [], generation=1)
+
+        def ask(self, worker_id: str, own_state: Any = None) -> None:
+            """Do nothing: it is up."""
+
+        def form(self, membership: Any, round: int, own_states: Any) -> None:
+            """Do nothing: they run."""
+            self._events.append(Changed())
+
+        def evaluate(self, round: int) -> None:
+            """Do nothing: there is nothing to score."""
+
+    with ray_here():
+        actor = ray.remote(num_cpus=0, concurrency_groups={"loop": 1})(Light)
+        workers = {f"w{i}": actor.remote(f"w{i}") for i in range(num_workers)}
+        ray.get([w.report.remote() for w in workers.values()], timeout=_PART_S / 2)
+        recorder: Any = CountingWriter()
+        recorder.is_writing = False
+        crew: Any = LightCrew(workers)
+        controller = kind_for(is_sync=False)(
+            crew, config, resolve(config), recorder, first_round=0, own_states={}
+        )
+        deadline = time.monotonic() + _RUN_S
+        while controller.state.value != "training" and time.monotonic() < deadline:
+            controller.step()
+        assert controller.num_workers == num_workers
+        began, cpu, steps = time.monotonic(), time.process_time(), 0
+        while time.monotonic() < began + seconds:
+            controller.step()
+            steps += 1
+        lasted = time.monotonic() - began
+        return {"share": (time.process_time() - cpu) / lasted, "polls_s": steps / lasted}
+
+
+# groups
+
+
+def regroup(num_workers: int) -> Found:
+    """Return the seconds in which forked processes form a gloo group and sum, once."""
+    import torch
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    torch.set_num_threads(1)
+    bound = timedelta(seconds=_RUN_S)
+    reader, writer = os.pipe()
+    keeper = os.fork()
+    if not keeper:  # the store has a process of its own, as in a run
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=bound)
+        os.write(writer, str(store.port).encode())
+        time.sleep(2 * _RUN_S)
+        os._exit(0)
+    port = int(os.read(reader, 16))
+    children = [keeper]
+    try:
+        for rank in range(num_workers):
+            child = os.fork()
+            if not child:
+                _be_member(dist, port, rank, num_workers, bound)
+            children.append(child)
+        store = dist.TCPStore("127.0.0.1", port, timeout=bound)
+        _wait_for(store, "up", num_workers)
+        began = time.monotonic()
+        store.set("go", "1")
+        _wait_for(store, "done", num_workers)
+        lasted = time.monotonic() - began
+        return {"seconds": lasted, "connections": float(store.get("connections"))}
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, 9)
+            os.waitpid(child, 0)
+
+
+def _wait_for(store: Any, key: str, count: int) -> None:
+    deadline = time.monotonic() + _RUN_S
+    while store.add(key, 0) < count:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{store.add(key, 0)} of {count} are {key}")
+        time.sleep(0.01)
+
+
+def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedelta) -> None:
+    """Form a group and sum; never return."""
+    import torch
+
+    from raydl.exchange.process_group import TorchGroup
+    from raydl.exchange.store import SECRET
+
+    code = 1
+    try:
+        store = dist.TCPStore("127.0.0.1", port, timeout=bound)
+        group = TorchGroup(rank, num_workers, device="cpu", timeout_s=_RUN_S)
+        before = _num_sockets()
+        store.add("up", 1)
+        store.wait(["go"], bound)
+        meeting = dist.PrefixStore("group", store)
+        if rank == 0:  # the center writes it in a run
+            meeting.set(SECRET, "of this generation")
+        group.connect(meeting, host="127.0.0.1")
+        tensor = torch.ones(16)
+        group.start_allreduce(tensor).wait()
+        assert float(tensor[0]) == num_workers
+        if rank == 1:
+            store.set("connections", str(_num_sockets() - before - 1))  # it listens with one
+        store.add("done", 1)
+        code = 0
+        time.sleep(_RUN_S)
+    finally:
+        os._exit(code)
+
+
+def _num_sockets() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return count
+
+
+# all of it
+
+PARTS: dict[str, Callable[[int, float], Found]] = {
+    "settling": lambda p, turns: settling(p, int(turns)),
+    "driver": driving,
+    "driver-on-ray": driving_on_ray,
+    "regroup": lambda p, _: regroup(p),
+    "day": lambda p, hours: day(p, hours, 5.0),
+}
+
+
+class Trees:
+    """This raydl and, if given, one of before, each measured in processes of its own.
+
+    Args:
+        before: a folder with an earlier raydl.
+    """
+
+    def __init__(self, before: Path | None) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="raydl-"))
+        self.names = ("now", *(["before"] if before else []))
+        for name, raydl in (("now", ROOT), ("before", before)):
+            if raydl is not None:
+                (self._folder / name).mkdir()
+                (self._folder / name / "raydl").symlink_to(raydl.resolve() / "raydl")
+                (self._folder / name / "benchmarks").symlink_to(ROOT / "benchmarks")
+
+    def measure(self, name: str, part: str, workers: int, amount: float) -> Found:
+        """Return what a part finds in a tree."""
+        tree, answer = self._folder / name, self._folder / "answer"
+        words = ("--part", part, "--workers", workers, "--amount", amount, "--answer", answer)
+        environment = {
+            **os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "",
+            "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(self._folder),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.scale", *map(str, words)]
+        done = subprocess.run(
+            command, cwd=tree, env=environment, timeout=_PART_S, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"{part} of {name}:\n{done.stderr[-4000:]}")
+        found: Found = json.loads(answer.read_text())
+        return found
+
+    def close(self) -> None:
+        """Remove what was laid out."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Table:
+    """What was measured, by case and tree, told and judged."""
+
+    def __init__(self, report: Report, trees: Trees, repeats: int) -> None:
+        self._report = report
+        self._trees = trees
+        self._repeats = repeats
+        self._rows: list[tuple[str, ...]] = []
+
+    def add(
+        self, part: str, workers: int, amount: float,
+        targets: Mapping[str, tuple[str, float | None, float]],
+    ) -> None:  # fmt: skip
+        """Measure a part in each tree.
+
+        Args:
+            part: which.
+            workers: so many.
+            amount: of what the part counts.
+            targets: by what is found, (its name, the most that is well, times what).
+        """
+
+        def case(name: str) -> Callable[[], Found]:
+            return lambda: self._trees.measure(name, part, workers, amount)
+
+        found = interleaved({name: case(name) for name in self._trees.names}, repeats=self._repeats)
+        for key, (what, most, times) in targets.items():
+            values = {name: [times * f[key] for f in all_] for name, all_ in found.items()}
+            now = values["now"]
+            before = values.get("before")
+            ratio = ratios(now, before).text(".2g") if before and min(before) > 0 else ""
+            spread_before = Spread.of(before).text() if before else ""
+            self._rows.append((what, str(workers), spread_before, Spread.of(now).text(), ratio))
+            self._report.judge(
+                Figure(
+                    name=f"scale.{part}-{workers}.{key}", value=Spread.of(now),
+                    target=most, is_better="less",
+                )
+            )  # fmt: skip
+
+    def tell(self) -> None:
+        """Tell all of it."""
+        self._report.table(("what", "workers", "before", "now", "now over before"), self._rows)
+
+
+def main() -> None:
+    """Measure, and print tables and a line of JSON per figure."""
+    own: dict[str, dict[str, Any]] = {"workers": {"type": int}, "amount": {"type": float}}
+    parser = parser_of_parts(__doc__, **own)
+    parser.add_argument(
+        "--before", type=Path, help="a folder with an earlier raydl to compare with"
+    )
+    parser.add_argument("--only", choices=sorted(PARTS), help="measure this alone")
+    options = parser.parse_args()
+    if options.part:
+        write_answer(options.answer, PARTS[options.part](options.workers, options.amount))
+        return
+    report = Report.of_command("scale", options)
+    trees = Trees(options.before)
+    table = Table(report, trees, options.repeats or (1 if options.quick else 5))
+    left_out = {"driver-on-ray", "day"} if options.quick else set()
+    try:
+        for part in [options.only] if options.only else [p for p in PARTS if p not in left_out]:
+            _measure(part, table, is_quick=options.quick)
+        table.tell()
+    finally:
+        trees.close()
+    report.close(options.out)
+
+
+def _measure(part: str, table: Table, *, is_quick: bool) -> None:
+    """Measure one part with each number of workers, and judge what is promised."""
+    if part == "settling":
+        for workers in (16, WORKERS, 1024):
+            most_ms = 0.2 if workers == WORKERS else None
+            table.add(part, workers, 3 if is_quick else 8, {
+                "settle_ms": ("settling, ms of CPU", most_ms, 1.0),
+                "pickle_ms": ("orders pickled, ms of CPU", None, 1.0),
+                "bytes": ("bytes of orders", None, 1.0),
+                "kept_bytes": ("MB of orders kept", None, 1e-6),
+            })  # fmt: skip
+    elif part == "driver":
+        table.add(part, WORKERS, 10.0 if is_quick else 60.0, {
+            "rounds": ("driver without Ray, rounds, share of a core", 0.5, 1.0),
+            "messages": ("driver without Ray, messages, share of a core", 0.5, 1.0),
+        })  # fmt: skip
+    elif part == "regroup":
+        for workers in (64, WORKERS) if is_quick else (64, 128, WORKERS):
+            table.add(part, workers, 0.0, {
+                "seconds": ("regroup, s", 3.0 if workers == WORKERS else None, 1.0),
+                "connections": ("connections of one", None, 1.0),
+            })  # fmt: skip
+    elif part == "driver-on-ray":
+        workers = 32
+        table.add(part, workers, 20.0, {
+            "share": (f"driver on Ray, times {WORKERS // workers}, share of a core", 0.5,
+                      WORKERS / workers),
+            "polls_s": ("polls a second", None, 1.0),
+        })  # fmt: skip
+    else:
+        kinds = ("rounds", "messages")
+        table.add(part, 16, 24.0, {
+            **{kind: (f"{kind}: driver's memory, late over early", 1.05, 1.0) for kind in kinds},
+            "center": ("center's memory, late over early", 1.05, 1.0),
+            **{f"{kind}_names": (f"{kind}: curve names", None, 1.0) for kind in kinds},
+        })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""What a run listens on, and what a process without the cluster's token gets from it."""
+
+import contextlib
+import socket
+import struct
+import sys
+import urllib.error
+import urllib.request
+from ipaddress import ip_address
+from types import SimpleNamespace
+
+import grpc
+import pytest
+import torch.distributed
+from clusters import ClusterRun, nodes
+from processes import command_of, descendants_of, listeners_of
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
+
+pytestmark = pytest.mark.cluster
+
+LONG = ("--workers", "2", "--epochs", "100000", "--period", "4")
+CALLS = (
+    "CoreWorkerService/NumPendingTasks",
+    "NodeManagerService/GetNodeStats",
+    "ObjectManagerService/Pull",
+    "NodeInfoGcsService/GetClusterId",
+    "ReporterService/GetTraceback",
+)
+"""One call of each of Ray's services."""
+OURS = ("ray::WorkerActor", "ray::CenterActor", "ray::EvaluatorActor")
+WITHIN_S = 1.0
+NONCE = b"rayd"
+VALIDATE_AND_PING = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\x0d"
+"""What a client of torch's TCPStore sends first."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on a cluster of two nodes, with an address that other hosts reach."""
+    with (
+        nodes(1, 1) as cluster,
+        ClusterRun(cluster, tmp_path_factory.mktemp("runs") / "run", *LONG) as run,
+    ):
+        run.until_training(2)
+        run.cluster = cluster
+        yield run
+
+
+def our_processes(run):
+    """Return the processes of the run's actors and its driver."""
+    raylets = [
+        node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
+        for node in run.cluster.list_all_nodes()
+    ]
+    below = [pid for raylet in raylets for pid in descendants_of(raylet)]
+    return [run.process.pid, *(pid for pid in below if command_of(pid)[0].startswith(OURS))]
+
+
+def answer_to_a_call(host, port, name):
+    """Return what gRPC says of a call of Ray's without a token."""
+    options = [("grpc.enable_http_proxy", 0)]
+    with grpc.insecure_channel(_at(host, port), options=options) as channel:
+        call = channel.unary_unary(f"/ray.rpc.{name}")
+        try:
+            call(b"", timeout=WITHIN_S)
+        except grpc.RpcError as error:
+            return error.code().name
+    return "OK"
+
+
+def asks_for_a_token(host, port):
+    """Return whether a listener is one of Ray's that refuses a call without the token."""
+    answers = set()
+    for name in CALLS:
+        answers.add(answer_to_a_call(host, port, name))
+        if answers & {"UNAVAILABLE", "DEADLINE_EXCEEDED"}:
+            break  # it does not speak gRPC
+    return "UNAUTHENTICATED" in answers and answers <= {"UNAUTHENTICATED", "UNIMPLEMENTED"}
+
+
+def http_status(host, port, path):
+    """Return the status of a page without a token; 0: it is no web server."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://{_at(host, port)}{path}", timeout=2) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError):
+        return 0
+
+
+def _at(host, port):
+    host = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host)
+    return f"{host}:{port}"
+
+
+def progress(run):
+    return run.status()["num_samples"]
+
+
+def test_the_run_opens_no_port_of_its_own_on_all_interfaces(run):
+    """One that is open there is Ray's, and asks for the token."""
+    on_all, on_one = [], []
+    for pid in our_processes(run):
+        for host, port in listeners_of(pid):
+            (on_all if ip_address(host).is_unspecified else on_one).append((host, port))
+    assert len(on_all) == len(our_processes(run))  # that of Ray's, one in each process
+    assert [place for place in on_all if not asks_for_a_token(*place)] == []
+    assert len(on_one) == 2  # gloo's, in each worker
+    assert {host for host, _ in on_one} == {run.cluster.head_node.node_ip_address}
+
+
+def test_what_ray_opens_asks_for_the_token_or_shows_figures_alone(run):
+    opened = set()
+    for node in run.cluster.list_all_nodes():
+        for processes in node.all_processes.values():
+            for process in processes:
+                for pid in descendants_of(process.process.pid):
+                    with contextlib.suppress(OSError):  # it ended meanwhile
+                        opened.update(listeners_of(pid))
+    opened -= {place for pid in our_processes(run) for place in listeners_of(pid)}
+    assert len(opened) > 5
+    for host, port in opened:
+        is_shut = asks_for_a_token(host, port) or http_status(host, port, "/api/version") == 401
+        assert is_shut or http_status(host, port, "/metrics") == 200, (host, port)
+
+
+def answers_as_a_store(host, port):
+    """Return whether a stranger is answered in the protocol of torch's TCPStore.
+
+    Not by its own client: that waits without a bound for somebody who speaks another one.
+    """
+    with socket.create_connection((host, port), timeout=2) as stranger:
+        try:
+            stranger.sendall(VALIDATE_AND_PING + NONCE)
+            return stranger.recv(len(NONCE)) == NONCE
+        except OSError:
+            return False
+
+
+def test_a_store_of_torch_answers_anybody():
+    """So that the next test is known to find one."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert answers_as_a_store("127.0.0.1", store.port)
+
+
+def test_a_stranger_finds_no_store_in_which_to_read_write_or_delete(run):
+    places = [place for pid in our_processes(run) for place in listeners_of(pid)]
+    assert places
+    for host, port in places:
+        is_open = answers_as_a_store("127.0.0.1" if ip_address(host).is_unspecified else host, port)
+        assert not is_open, port
+
+
+def test_a_stranger_who_guesses_a_workers_number_becomes_no_rank(run):
+    """gloo reads the number of a pair from whoever connects; all pairs are taken."""
+    places = [
+        place
+        for pid in our_processes(run)
+        for place in listeners_of(pid)
+        if not ip_address(place[0]).is_unspecified
+    ]
+    assert places
+    strangers = []
+    with contextlib.ExitStack() as until_the_end:
+        for place in places:
+            for number in range(32):
+                stranger = socket.create_connection(place, timeout=5)
+                strangers.append(until_the_end.enter_context(stranger))
+                stranger.sendall(number.to_bytes(8, sys.byteorder))
+                stranger.setblocking(False)
+        before = progress(run)
+        run.until(lambda: progress(run) > before + 10_000)
+        for stranger in strangers:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                assert stranger.recv(1) == b""  # not a byte of the run
+    assert run.status()["generation"] == 1
+
+
+def test_a_run_with_a_cluster_of_its_own_can_be_reached_from_no_other_host(tmp_path):
+    none = SimpleNamespace(address="")
+    with ClusterRun(none, tmp_path / "run", *LONG) as run:
+        run.until_training(2)
+        found = {pid: listeners_of(pid) for pid in descendants_of(run.process.pid)}
+    assert sum(map(len, found.values())) > 10
+    for pid, places in found.items():
+        for host, port in places:
+            assert ip_address(host).is_loopback, (pid, host, port)
