@@ -134,7 +134,9 @@ def pause_of(steps: Sequence[Step], windows: Sequence[tuple[float, float]]) -> t
     gaps = [(b.began_at, b.began_at - a.began_at) for a, b in pairwise(steps)]
     rounds = [gaps[i : i + _PERIOD] for i in range(0, len(gaps) - _PERIOD + 1, _PERIOD)]
     usual = median(max(gap for _, gap in round) for round in rounds)
-    near = [gap for at, gap in gaps if any(begin <= at <= end for begin, end in windows)]
+    near = [
+        gap for at, gap in gaps if any(begin <= at and at - gap <= end for begin, end in windows)
+    ]
     return max(near) - usual, median(gap for _, gap in gaps)
 
 

@@ -32,6 +32,7 @@ from raydl.tensor_files import view_of
 
 _NOTHING = Totals()
 _ADVICE = "once it can be, the same command with --resume ends the run"
+_LATER = "once it answers, the same command with --resume goes on from the newest checkpoint"
 _LOOK_EVERY_S = 0.05
 _REFUGE_S = 30.0
 """The longest that what was trained is written to another disk, in seconds."""
@@ -297,7 +298,7 @@ class CheckpointWriter:
             if self.is_given_up:
                 give_up(self._store.root)
                 seconds, what = self._unanswered(self._work.thread)
-                raise StorageSilentError(self._store.root, seconds, what, _ADVICE)
+                raise StorageSilentError(self._store.root, seconds, what, _LATER)
 
     def close(self) -> None:
         """Finish what is being written; the newest center goes to another disk if it has to.

@@ -17,7 +17,6 @@ from raydl.run_view import RunView
 from raydl.runs.desk import RunDesk
 from raydl.runs.driver_epoch import DriverEpoch
 from raydl.runs.folder import RunFolder
-from raydl.silence import SilenceTeller
 from raydl.storage import Storage
 
 
@@ -50,10 +49,6 @@ def run_to_end(
         RaydlError: what ends the run; a user's own exception comes as it is.
     """
     view.follow(controller)
-    silence = SilenceTeller(
-        desk.storage,
-        "training goes on; files of the run, raydl status and raydl remove wait until it does",
-    )
     with _stop_on_signal(controller):
         while not controller.step():
             epoch.raise_if_over()
@@ -62,9 +57,9 @@ def run_to_end(
             for request in desk.take_requests():
                 ok, sentence = remove(controller, request.worker_id, config=config)
                 desk.answer(request, sentence, ok=ok)
-            for trouble in (desk.take_trouble(), silence.news()):
-                if trouble:
-                    recorder.event(trouble)
+            trouble = desk.take_trouble()
+            if trouble:
+                recorder.event(trouble)
     desk.tell(view.status, at_once=True)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from raydl.errors import ConfigError, DataError, RaydlError, SupersededError
 from raydl.runs.folder import NO_RUN, open_run
 from raydl.runs.status import RunStatus, WorkerStatus, from_json, to_json
+from raydl.silence import SilenceTeller
 from raydl.storage import Storage, in_words
 
 __all__ = [
@@ -78,7 +79,11 @@ class RunDesk:
     def __init__(self, storage: Storage, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_failures = 0
         self.driver = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
-        self.storage, self._clock = storage, clock
+        self._storage, self._clock = storage, clock
+        self._silence = SilenceTeller(
+            storage,
+            "training goes on; files of the run, raydl status and raydl remove wait until it does",
+        )
         self._told_at = self._looked_at = float("-inf")
         # Shared with the thread, under this lock:
         self._changed = threading.Condition()
@@ -129,10 +134,10 @@ class RunDesk:
             self._wake()
 
     def take_trouble(self) -> str | None:
-        """Return a sentence for the run's log the first time that the folder failed, once."""
+        """Return a sentence for the run's log, once: that the folder failed, or falls silent."""
         with self._changed:
             trouble, self._trouble = self._trouble, None
-        return trouble
+        return trouble or self._silence.news()
 
     def close(self, status: RunStatus, *, timeout_s: float = 5.0) -> None:
         """Write the last status and turn down what was still asked for. Again: does nothing.
@@ -152,7 +157,7 @@ class RunDesk:
 
     def _work(self) -> None:
         told: RunStatus | None = None
-        self._try(self.storage.delete_dir, "answers")  # that nobody came back for
+        self._try(self._storage.delete_dir, "answers")  # that nobody came back for
         while True:
             with self._changed:
                 is_awake = self._changed.wait_for(lambda: self._is_awake, BEAT_S)
@@ -192,14 +197,14 @@ class RunDesk:
                 self.num_failures += 1
                 if self.num_failures == 1:
                     self._trouble = (
-                        f"the run's folder {self.storage.root} failed: {error}; training goes on, "
+                        f"the run's folder {self._storage.root} failed: {error}; training goes on, "
                         f"but raydl status and raydl remove do not work until it is back"
                     )
             return False
         return True
 
     def _write_status(self, status: RunStatus) -> None:
-        self.storage.write_bytes("status.json", to_json(status))
+        self._storage.write_bytes("status.json", to_json(status))
 
     def _write_answers(self) -> None:
         with self._changed:
@@ -207,23 +212,23 @@ class RunDesk:
         for request_id, answer in answers.items():
             # First, for who reads the answer deletes both; or gave up and deletes this now.
             with suppress(FileNotFoundError):
-                self.storage.delete_dir(f"requests/{request_id}")
+                self._storage.delete_dir(f"requests/{request_id}")
             # It may be read, and its folder deleted, before that folder is flushed.
             with suppress(FileNotFoundError):
-                self.storage.write_bytes(_ANSWER.format(request_id), json.dumps(answer).encode())
+                self._storage.write_bytes(_ANSWER.format(request_id), json.dumps(answer).encode())
             self._answered.add(request_id)
             with self._changed:
                 del self._to_answer[request_id]
 
     def _look(self) -> None:
-        for request_id in self.storage.list_dir("requests"):
+        for request_id in self._storage.list_dir("requests"):
             if request_id not in self._taken:
                 self._take(request_id)
 
     def _take(self, request_id: str) -> None:
         """Take a new request; turn down one that was made to an earlier driver of this run."""
         try:
-            asked = json.loads(self.storage.read_bytes(_REQUEST.format(request_id)))
+            asked = json.loads(self._storage.read_bytes(_REQUEST.format(request_id)))
             is_mine, worker_id = asked["driver"] == self.driver, str(asked["remove"])
         except FileNotFoundError:
             return  # withdrawn, or its folder is there before it: the next look sees
