@@ -300,7 +300,7 @@ class Dispatcher:
         if outcome is Outcome.GO_ON and self._num_settled - self._told_at < every:
             return None
         self._told_at = self._num_settled
-        return self._ledger.state_dict()
+        return self._ledger.as_told()
 
     def leave(self, stamp: Stamp) -> None:
         """Note that a worker has left; when all have, the last snapshot is due.

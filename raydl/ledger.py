@@ -306,6 +306,24 @@ class Ledger:
             "reserved": reserved,
         }
 
+    def as_told(self) -> dict[str, Any]:
+        """Return the state for one that makes a lost ledger again, in few objects.
+
+        As :meth:`state_dict`: what is claimed and not done counts as free. But neighbours are one
+        span, and spans are not copied: it is told often, behind a lock.
+        """
+        free = {epoch: list(spans) for epoch, spans in self._free.items()}
+        for pairs in self._claimed.values():
+            for epoch, span in pairs:
+                free[epoch].append(span)
+        return {
+            "num_samples": self.num_samples,
+            "epoch": self.epoch,
+            "num_changes": self.num_changes,
+            "open": [(e, self._num_done[e], _joined(free[e])) for e in sorted(free)],
+            "reserved": _listed(self._reserved),
+        }
+
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], *, cuts: Cuts = _no_blocks) -> Ledger:
         """Return the ledger that :meth:`state_dict` described; to claim from it, give the cuts."""
@@ -334,6 +352,17 @@ def num_done_by(state: dict[str, Any]) -> int:
 
 def _listed(spans: dict[str, list[tuple[int, Span]]]) -> list[Any]:
     return [[worker_id, e, list(span)] for worker_id, pairs in spans.items() for e, span in pairs]
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Return spans in their order, neighbours as one."""
+    joined: list[Span] = []
+    for span in sorted(spans):
+        if joined and joined[-1][1] == span[0]:
+            joined[-1] = joined[-1][0], span[1]
+        else:
+            joined.append(span)
+    return joined
 
 
 def _size(spans: list[Span]) -> int:

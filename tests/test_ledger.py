@@ -1,6 +1,7 @@
 """Every sample of an epoch is completed once."""
 
 import copy
+import itertools
 import json
 
 import numpy as np
@@ -11,6 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from raydl.ledger import Ledger, share_round, split_evenly
 from raydl.schedules.trained import Trained
+
+
+def positions_in(state):
+    """Return what is free in each open epoch, and how much of it is done."""
+    return {
+        (epoch, num_done): [p for start, stop in spans for p in range(start, stop)]
+        for epoch, num_done, spans in state["open"]
+    }
 
 
 def test_claims_run_along_the_epoch_and_stop_at_its_end():
@@ -282,6 +291,16 @@ class WorkersComeAndGo(RuleBasedStateMachine):
         going_on = keep if members is None else members
         for worker, reserved in before.items():
             assert self.ledger.reserved_by(worker) == (reserved if worker in going_on else [])
+
+    @rule()
+    def what_is_told_is_the_same_in_fewer_spans(self):
+        told = json.loads(json.dumps(self.ledger.as_told()))
+        saved = Ledger.from_state_dict(self.ledger.state_dict(), cuts=self.cuts).state_dict()
+        again = Ledger.from_state_dict(told, cuts=self.cuts).state_dict()
+        assert positions_in(again) == positions_in(saved)
+        assert {**again, "open": []} == {**saved, "open": []}
+        for _, _, spans in told["open"]:
+            assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(spans))
 
     @rule(with_claims=st.booleans())
     def save_and_restore(self, with_claims):
