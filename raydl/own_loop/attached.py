@@ -264,7 +264,7 @@ class Attached:
     def _enter(self) -> None:
         with self._parts.measure("initialization"):
             before = self._schedule
-            age = (before.ledger_round, before.num_changes) if before else self._loaded_age()
+            age = _age_of(before) if before else self._loaded_age()
             entry = self._door.enter(age, self._center, self._first_untrained)
             snapshot = entry.snapshot or self._center()
             if entry.untrained is not None:
@@ -473,3 +473,11 @@ def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
 
 def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:
     return torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
+
+
+def _age_of(schedule: Schedule) -> Age:
+    """Return the age of a worker's copy of the center, by the ledger that it knows.
+
+    By messages others may know the same ledger, and later weights: so their exchanges count, too.
+    """
+    return schedule.ledger_round, schedule.num_changes + schedule.version
