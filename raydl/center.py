@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from raydl.cadence import Cadence
-from raydl.flat import FlatModel
+from raydl.flat import FlatModel, is_finite
 from raydl.ledger import Ledger
 from raydl.optimizers import parameters_of
 from raydl.rules import Rule, Tally, mix_buffers_
+from raydl.tensor_files import view_of
 
 MakeOptimizer = Callable[[list[Tensor]], "Optimizer | None"]
 
@@ -57,6 +58,10 @@ class Snapshot:
     untrained: dict[str, np.ndarray] = field(default_factory=dict)
     """What differs from the untrained state that this start of the run began with, by name; see
     :class:`raydl.flat.UntrainedState`."""
+
+    def is_finite(self) -> bool:
+        """Whether all values of the center are finite; see :func:`raydl.flat.is_finite`."""
+        return is_finite(view_of(self.weights)) and is_finite(view_of(self.buffers))
 
 
 class Center:

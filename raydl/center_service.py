@@ -14,6 +14,7 @@ import torch
 from raydl.center import Snapshot, joined_states, split_states
 from raydl.compression import parse_codec
 from raydl.dispatcher import Dispatcher, Due
+from raydl.errors import NonFiniteCenterError
 from raydl.exchange.cells import cells
 from raydl.exchange.mapped import can_be_shared
 from raydl.exchange.post import HOME, CellAddress, Push, Reply
@@ -133,9 +134,15 @@ class CenterService:
         Args:
             due: under which number.
             others: returns the other shards, as they are then.
+
+        Raises:
+            NonFiniteCenterError: it has values that are not finite, and is not kept.
         """
         counters = self.dispatcher.state(is_kept=due.is_kept)
-        return self._assembled(due, counters, [self.home.state(), *others()])
+        snapshot = self._assembled(due, counters, [self.home.state(), *others()])
+        if not snapshot.is_finite():
+            raise NonFiniteCenterError(snapshot.round)
+        return snapshot
 
     def _assembled(self, due: Due, counters: dict[str, Any], shards: list[ShardState]) -> Snapshot:
         """Return the whole center from its shards, the home shard first."""

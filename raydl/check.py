@@ -21,7 +21,9 @@ def check_run(path: str) -> list[str]:
     Raises:
         DataError: no run is there.
     """
-    storage = open_run(path).storage
+    folder = open_run(path)
+    folder.read_config()  # which says so if no run is there
+    storage = folder.storage
     damage = CheckpointStore(storage).find_damage()
     if storage.exists(FILE):
         try:

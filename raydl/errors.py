@@ -14,7 +14,8 @@
     ├── StorageSilentError          a run's storage does not answer
     ├── StepError                   a local step led to what must not reach the center
     │   └── NonFiniteError          weights, gradients or buffers are NaN, infinite or too large
-    │       └── NonFiniteLossError  the loss became NaN or infinite
+    │       ├── NonFiniteLossError  the loss became NaN or infinite
+    │       └── NonFiniteCenterError  the center became so
     ├── InfrastructureError         a machine failed: its memory, its device, its disk, its network
     ├── ProcessLostError            a process of the run went away
     ├── StalledError                what the run waits for did not come in time
@@ -277,6 +278,27 @@ class NonFiniteLossError(NonFiniteError):
         return (
             f"the loss became {self.loss} at local step {self.local_step} of worker "
             f"{self.worker_id}; lower optimizer.lr, or look at the data of that step"
+        )
+
+
+class NonFiniteCenterError(NonFiniteError):
+    """The center has values that are NaN, infinite or beyond 1e19: it is not kept.
+
+    What replicas send is finite, so a step of the center itself was too long.
+
+    Args:
+        round: of the center.
+    """
+
+    def __init__(self, round: int) -> None:
+        super().__init__("center", round, "it has values that are not finite")
+        self.args = (round,)
+        self.round = round
+
+    def __str__(self) -> str:
+        return (
+            f"the center of round {self.round} has values that are not finite, or beyond 1e19; "
+            f"lower optimizer.lr, or the method's outer rate and momentum"
         )
 
 

@@ -121,7 +121,7 @@ class LocalCrew:
         self._events.append(Reported(report))
         if outcome is not Outcome.GO_ON:
             self._running = False
-            round, generation = report.round, self._generation
+            round, generation = self._worker.copy_age[0], self._generation
             self._events.append(RunEnded("w0", outcome, round, generation, error=diverged))
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:

@@ -19,7 +19,12 @@ from raydl.checkpoint import pack
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.data import Batches
 from raydl.data.feed import Feed
-from raydl.errors import ExchangeError, NonFiniteError, StateLostError
+from raydl.errors import (
+    ExchangeError,
+    NonFiniteCenterError,
+    NonFiniteError,
+    StateLostError,
+)
 from raydl.exchange.inner import GradientGroup
 from raydl.exchange.post import Post
 from raydl.exchange.sync import Group
@@ -101,6 +106,7 @@ class Worker:
         self._feedback: dict[Span, ErrorFeedback] = {}
         self._first_untrained = untrained or {}
         self._untrained_then = self._first_untrained  # with the newest generation's snapshot
+        self._is_spoiled = False
 
     # joining and leaving a generation
 
@@ -182,7 +188,7 @@ class Worker:
         self.local_step = snapshot.local_step
         self._become(snapshot)
         self.replica.flat.untrained.load(snapshot.untrained)
-        if own_state is None:
+        if not own_state:  # or one that was spoiled, of which nothing is kept
             seed_generators(self._job.config.training.seed, self.worker_id)
         else:
             by = snapshot.cadence or self._job.config.exchange
@@ -194,6 +200,10 @@ class Worker:
 
     def _go_on_from(self, snapshot: Snapshot, before: Schedule) -> None:
         """Go on after another generation, which may have ended with a failed exchange."""
+        if self._is_spoiled:
+            self._start_over(snapshot)
+            self._is_spoiled = self._is_behind = False
+            return
         weights = before.catch_up(snapshot, is_behind=self._is_behind)
         if weights is not None:
             buffers = torch.tensor(snapshot.buffers, device=self._device)
@@ -232,7 +242,7 @@ class Worker:
             self.replica.undo_()
             self._is_behind = True
             if isinstance(error, NonFiniteError):
-                self._start_over(schedule)
+                self._roll_back(schedule)
             raise
         self._trained.keep_first(0)
         keep = decision.keep
@@ -241,14 +251,31 @@ class Worker:
             with self._lock:
                 self._kept[keep] = state
         if decision.publishes:
-            with self.parts.measure("host_device_parameters"):
-                snapshot = schedule.snapshot(is_kept=keep is not None, local_step=self.local_step)
-            self._publish(snapshot)
+            self._publish_center(schedule, is_kept=keep is not None)
         return decision.outcome
 
-    def _start_over(self, schedule: Schedule) -> None:
-        """Roll a replica that has diverged back to the center; its samples become free again."""
+    def _publish_center(self, schedule: Schedule, *, is_kept: bool) -> None:
+        with self.parts.measure("host_device_parameters"):
+            snapshot = schedule.snapshot(is_kept=is_kept, local_step=self.local_step)
+        if not snapshot.is_finite():
+            self._is_spoiled = True
+            raise NonFiniteCenterError(snapshot.round)
+        self._publish(snapshot)
+
+    def _roll_back(self, schedule: Schedule) -> None:
+        """Let a replica that has diverged start over at the center.
+
+        Raises:
+            NonFiniteCenterError: that has diverged, too; the replica starts over where all do next.
+        """
         center = schedule.snapshot(is_kept=False, local_step=self.local_step)
+        if not center.is_finite():
+            self._is_spoiled = True
+            raise NonFiniteCenterError(center.round)
+        self._start_over(center)
+
+    def _start_over(self, center: Snapshot) -> None:
+        """Let the replica begin again at a center; its samples become free again."""
         device = self._device
         self.replica.start_over(
             torch.tensor(center.weights, device=device), torch.tensor(center.buffers, device=device)
@@ -353,7 +380,13 @@ class Worker:
 
     @property
     def copy_age(self) -> tuple[int, int]:
-        """(Rounds, changes of the ledger) that its copy of the center has seen; -1: it has none."""
+        """(Rounds, changes of the ledger) that its copy of the center has seen; -1: it has none.
+
+        One with values that are not finite is none. Not while it trains.
+        """
+        if self._schedule is not None and not self.center().is_finite():
+            self._is_spoiled = True
+            return -1, 0
         return (self.round, self._schedule.num_changes) if self._schedule else (-1, 0)
 
     @property
@@ -422,6 +455,8 @@ class Worker:
         with self._lock:
             state = self._kept.pop(round, None)
             self._kept = {r: s for r, s in self._kept.items() if r > round}
+        if state is None and self._is_spoiled:
+            return {}
         return self._state_dict() if state is None else state
 
     def hold_kept(self, round: int) -> None:

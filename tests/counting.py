@@ -10,6 +10,9 @@ from raydl.rules import Outer
 
 NUM_SAMPLES = 600
 BATCH_SIZE = 10
+MOST_OUT = 4 * 2 * BATCH_SIZE
+"""Samples that one loss may count twice, or not at all, by messages: what four workers at most have
+under way, a period of two batches each."""
 OPTIONS = (
     "--task", "counting:Count", "--batch-size", str(BATCH_SIZE), "--period", "2",
     "--optimizer", "sgd", "--lr", "1", "--momentum", "0", "--optimizer.warmup", "0",

@@ -36,6 +36,11 @@ def test_of_a_run_that_is_as_it_was_written_that_is_said(run, capsys):
     assert capsys.readouterr().out == "all that the run has kept is as it was written\n"
 
 
+def test_where_no_run_is_that_is_said(tmp_path, capsys):
+    assert cli.main(["check", str(tmp_path / "elsewhere")]) == 2
+    assert "no run is there" in capsys.readouterr().err
+
+
 def test_each_of_a_thousand_flipped_bits_is_found(run):
     draw = random.Random(0)
     files = kept_files(run)

@@ -21,10 +21,6 @@ from raydl.storage import Storage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-MOST_OUT = 4 * 2 * counting.BATCH_SIZE
-"""Samples that one loss may count twice, or not at all, by messages: what four workers at most have
-under way, a period of two batches each."""
-
 
 class Machines:
     """Does one thing after another to the machines of a run, each once all train again."""
@@ -131,5 +127,5 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
         assert run.result["samples"] == num_epochs * counting.NUM_SAMPLES
     counts = load_file(folder / "center.safetensors")["counts"].round().long()
     num_out = int((counts - num_epochs).abs().sum())
-    assert num_out <= (0 if is_sync else machines.num_losses * MOST_OUT), counts.tolist()
+    assert num_out <= (0 if is_sync else machines.num_losses * counting.MOST_OUT), counts.tolist()
     print(f"{rule}: {num_epochs} epochs, {machines.num_losses} losses, {num_out} samples out")

@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import ClusterRun, actors, expendable, nodes
+from clusters import ClusterRun, actors, actors_on, expendable, nodes
 from processes import stopped_processes
+
+from raydl.checkpoint import CheckpointStore
+from raydl.storage import Storage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -96,12 +99,14 @@ def test_a_worker_cut_off_is_lost_and_its_late_messages_change_nothing(cluster, 
 
 
 @pytest.mark.slow
-def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
+def test_nodes_drain_and_die_and_others_take_their_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # of the cluster's processes
     with nodes(0, 1, 1, 1) as cluster:
-        options = ["--epochs", "1000", "--period", "4", "--workers", "1:3"]
-        with ClusterRun(cluster, tmp_path / "run", *options) as run:
+        options = ["--model", "origins:model", "--epochs", "9999", "--period", "4"]
+        with ClusterRun(cluster, tmp_path / "run", *options, "--workers", "1:3") as run:
             run.until_training(3)
             dead, drained = expendable(cluster)[:2]
+            (leaver,) = actors_on(drained, "WorkerActor")
             cluster.add_node(num_cpus=1)
             drain(cluster, drained.node_id)
             run.until_said("w3 joins")
@@ -112,6 +117,9 @@ def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
             cluster.add_node(num_cpus=1)
             run.until_training(3)
             stop(run)
+    states = CheckpointStore(Storage(str(tmp_path / "run"))).read()[0].workers
+    origin = int(states["w3"].load()["replica"]["untrained"]["process"])
+    assert origin == leaver, "w3 goes on with the replica that the leaver handed in"
 
 
 def drain(cluster, node_id):

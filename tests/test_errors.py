@@ -12,6 +12,7 @@ EXAMPLES = [
     errors.StalledError("the center did not start within 60 s"),
     errors.CapacityError("2 of 4 workers came"),
     errors.InfrastructureError("w3", "MemoryError"),
+    errors.NonFiniteCenterError(120),
     errors.NonFiniteError("w1", 3, "there are values that are not finite"),
     errors.RaydlError("something"),
     errors.ConfigError("method.beta", "must be in (0, 1], got 1.8"),

@@ -9,13 +9,19 @@ import sys
 import time
 from pathlib import Path
 
+import counting
 import pytest
 from clusters import ClusterRun, actors, expendable, nodes
 from processes import resident_bytes, stopped_processes
+from safetensors.torch import load_file
+
+from raydl.checkpoint import CheckpointStore
+from raydl.storage import Storage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EPOCHS = 1500
+NUM_STRIKES = int(os.environ.get("RAYDL_SOAK_STRIKES", "12"))
 SEED = int(os.environ.get("RAYDL_SOAK_SEED", "0"))
 
 
@@ -26,12 +32,13 @@ class Storm:
         self.cluster = cluster
         self.random = random.Random(SEED)
         self.done = []
+        """The strikes that hit something."""
 
     def strike(self):
         kind = self.random.choice(["kill", "kill", "halt", "node", "drain", "center"])
-        self.done.append(kind)
-        with contextlib.suppress(ProcessLookupError, IndexError):
+        with contextlib.suppress(ProcessLookupError, IndexError):  # there is nothing to hit
             getattr(self, kind)()
+            self.done.append(kind)
 
     def kill(self):
         os.kill(self.random.choice(actors(self.cluster, "WorkerActor")), signal.SIGKILL)
@@ -96,3 +103,32 @@ def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
             settled = sizes[len(sizes) // 3]
             assert sizes[-1] < 1.2 * settled + 50e6, sizes
     assert stopped_processes() <= halted
+
+
+@pytest.mark.parametrize("rule", ["AllProgress", "AllProgressByMessages"])
+def test_in_a_storm_every_sample_counts_once_an_epoch(rule, tmp_path, monkeypatch):
+    """Each sample adds one to a weight of its own: no figure of the run's is trusted."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # of the cluster's processes
+    table, folder = counting.write_table(tmp_path / "table"), tmp_path / "run"
+    words = ["--data", table, "--method", f"counting:{rule}", *counting.OPTIONS]
+    words += ["--workers", "2:4", "--elastic.lease-s", "5", "--checkpoint.every-s", "20"]
+    with nodes(1, 1, 1, 1) as cluster:
+        storm = Storm(cluster)
+        with ClusterRun(cluster, folder, *words, "--epochs", "99999") as run:
+            run.until_training(4)
+            while len(storm.done) < NUM_STRIKES:
+                storm.strike()
+                deadline = time.monotonic() + storm.random.uniform(5, 15)
+                run.until(lambda deadline=deadline: time.monotonic() > deadline)
+            run.until_training(4)
+            run.process.terminate()
+            assert run.process.wait(timeout=100) == 143, run.output
+        kept = CheckpointStore(Storage(str(folder))).read()[0].num_samples
+        num_epochs = kept // counting.NUM_SAMPLES + 2
+        with ClusterRun(cluster, folder, *words, "--epochs", str(num_epochs), "--resume") as run:
+            run.wait()
+    counts = load_file(folder / "center.safetensors")["counts"].round().long()
+    num_out = int((counts - num_epochs).abs().sum())
+    print(f"{rule}: {storm.done}, {num_epochs} epochs, {num_out} samples out")
+    bound = 0 if rule == "AllProgress" else len(storm.done) * counting.MOST_OUT
+    assert num_out <= bound, counts.tolist()

@@ -18,9 +18,15 @@ from raydl.checkpoint import CheckpointStore
 from raydl.config import ElasticConfig
 from raydl.control import State
 from raydl.crew import Changed, Failed, GaveUp, Lost, Published, RunEnded, WorkerReady
-from raydl.errors import ConfigError, InfrastructureError, NonFiniteLossError
+from raydl.errors import (
+    ConfigError,
+    InfrastructureError,
+    NonFiniteCenterError,
+    NonFiniteLossError,
+)
 from raydl.membership import Membership
 from raydl.reports import Outcome
+from raydl.rules import Outer
 from raydl.storage import Storage
 
 FAILED = InfrastructureError("w1", "OSError: [Errno 5] Input/output error")
@@ -327,6 +333,61 @@ def test_a_loss_that_stays_nan_ends_the_run_with_a_finite_checkpoint(tmp_path, m
     said = json.loads((folder / "status.json").read_text())["events"]
     why = "w0 diverged for the 4th time in this epoch, more often than elastic.max_rollbacks"
     assert sum(why in line for line in said) == 1
+
+
+class Leaps(Outer):
+    """A mean of progress that once leads the center out of all bounds."""
+
+    period = 4
+    num_left = 0
+    round = 0
+
+    def update_center_(self, center, total, tally, optimizer):
+        super().update_center_(center, total, tally, optimizer)
+        if center.numel() < 100:  # the trial before the run
+            return
+        Leaps.round += 1
+        if Leaps.round > 20 and Leaps.num_left:
+            Leaps.num_left -= 1
+            center[7] = math.inf
+
+
+def train_with_leaps(folder, count):
+    Leaps.num_left, Leaps.round = count, 0
+    return raydl.Trainer(
+        "mlp",
+        "digits",
+        method=Leaps(),
+        training=raydl.TrainingConfig(epochs=9),
+        scaling=raydl.ScalingConfig(num_workers=0),
+        run=raydl.RunConfig(run_dir=str(folder), progress="plain"),
+    ).fit()
+
+
+def test_a_center_that_diverges_goes_back_to_the_newest_good_one(tmp_path, capsys):
+    result = train_with_leaps(tmp_path / "run", 1)
+    said = capsys.readouterr().out
+    assert "all go back to the newest good center (1 of 3 times in this epoch)" in said
+    assert result.metrics["samples"] == 9 * 1438
+    center = load_file(tmp_path / "run" / "center.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in center.values())
+
+
+def test_a_center_that_stays_bad_ends_the_run_and_is_not_kept(tmp_path):
+    with pytest.raises(NonFiniteCenterError, match=r"the center of round \d+ has values"):
+        train_with_leaps(tmp_path / "run", 99)
+    center = CheckpointStore(Storage(str(tmp_path / "run"))).read()[0].center
+    assert all(torch.isfinite(tensor).all() for tensor in center.values())
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_by_messages_a_center_that_diverges_is_started_again_from_what_was_good(has_copy):
+    stage = Stage(is_sync=False).start()
+    stage.step(Failed("center", NonFiniteCenterError(40)))
+    assert stage.state is State.RECOVERING
+    stage.step(*stage.end("broken", 39 if has_copy else -1, "w0", "w1"))
+    told = [*stage.crew.told, *stage.steps(2)]
+    assert ("rebuild_center", "w0" if has_copy else None) in told
 
 
 def test_a_diverged_replica_has_no_memory_that_is_not_finite(tmp_path):

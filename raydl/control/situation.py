@@ -37,7 +37,7 @@ from raydl.crew import (
     StatesLost,
     WorkerReady,
 )
-from raydl.errors import InfrastructureError, NonFiniteError
+from raydl.errors import InfrastructureError, NonFiniteCenterError, NonFiniteError
 from raydl.machine_failures import in_one_line
 from raydl.pace import Pace
 from raydl.reports import Outcome, Record, WorkerReport
@@ -143,6 +143,10 @@ class Situation:
         if self.error is not None:
             self._take_further_error(name, error)
             return
+        if name == "center" and isinstance(error, NonFiniteError) and self.run is not None:
+            self._take_divergence(name, error)
+            self.keeper.is_lost = self.error is None  # it starts again, from what was good
+            return
         why = f"{name} raised {in_one_line(error)}"
         if name in self.workforce:
             why = self.staff.take_error(name, error)
@@ -169,20 +173,27 @@ class Situation:
             self.staff.end(name)
             self.expect_nothing_from(name)
 
-    def _take_divergence(self, end: RunEnded, error: NonFiniteError) -> None:
-        """Let a replica that diverged go on from the center, a bounded number of times."""
+    def _take_divergence(self, name: str, error: NonFiniteError) -> None:
+        """Let a replica that diverged go on from the center, a bounded number of times.
+
+        Where the center diverged itself, all go on from the newest one that was kept.
+        """
         elastic = self.elastic
         epoch = int(self.curves.epoch)
         if epoch != self.rollback_epoch:
             self.rollback_epoch, self.num_rollbacks = epoch, 0
         self.num_rollbacks += 1
         if self.num_rollbacks <= elastic.max_rollbacks and elastic.on_worker_error != "stop":
+            is_of_center = isinstance(error, NonFiniteCenterError)
+            who, where = ("all", "newest good center") if is_of_center else (name, "center")
             self.say(
-                f"{error}; {end.worker_id} is rolled back to the center "
+                f"{error}; {who} {'go' if is_of_center else 'is rolled'} back to the {where} "
                 f"({self.num_rollbacks} of {elastic.max_rollbacks} times in this epoch)"
             )
         elif self.error is None:
-            self.error, self.why_error = error, f"{end.worker_id} diverged"
+            is_of_center = isinstance(error, NonFiniteCenterError)
+            self.error = error
+            self.why_error = f"{'the center' if is_of_center else name} diverged"
             if elastic.on_worker_error != "stop":
                 self.why_error += (
                     f" for the {ordinal(self.num_rollbacks)} time in this epoch, more often than "
@@ -236,7 +247,7 @@ class Situation:
             if not run.take_end(end, self.clock()):
                 return  # of a generation before this one
             if end.error is not None:
-                self._take_divergence(end, end.error)
+                self._take_divergence(end.worker_id, end.error)
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
             if is_pause and self.is_sync:
                 self.pace.pause(self.clock(), run.membership.generation)

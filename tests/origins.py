@@ -1,0 +1,23 @@
+"""A model that remembers in its replica which process it first trained in."""
+
+import os
+
+import torch
+
+
+class Origin(torch.nn.Module):
+    """A linear model with a buffer for the number of a process."""
+
+    def __init__(self, num_pixels, num_classes):
+        super().__init__()
+        self.linear = torch.nn.Linear(num_pixels, num_classes)
+        self.register_buffer("process", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images):
+        if self.training and not self.process:
+            self.process.fill_(os.getpid())
+        return self.linear(images.flatten(1))
+
+
+def model(image_shape, num_classes):
+    return Origin(image_shape[0] * image_shape[1] * image_shape[2], num_classes)
