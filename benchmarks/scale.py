@@ -642,7 +642,6 @@ def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedel
     import torch
 
     from raydl.exchange.process_group import TorchGroup
-    from raydl.exchange.store import SECRET
 
     code = 1
     try:
@@ -652,8 +651,8 @@ def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedel
         store.add("up", 1)
         store.wait(["go"], bound)
         meeting = dist.PrefixStore("group", store)
-        if rank == 0:  # the center writes it in a run
-            meeting.set(SECRET, "of this generation")
+        if rank == 0:  # the center writes it in a run; an earlier raydl has no such key
+            meeting.set("secret", "of this generation")
         group.connect(meeting, host="127.0.0.1")
         tensor = torch.ones(16)
         group.start_allreduce(tensor).wait()
