@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import json
 import os
 import pickle
@@ -371,7 +370,7 @@ def driving(num_workers: int, seconds: float) -> Found:
     for kind, is_sync in (("rounds", True), ("messages", False)):
         folder = Path(tempfile.mkdtemp(prefix="raydl-"))
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with open(os.devnull, "w") as out, contextlib.redirect_stdout(out):
                 writer = Thinned(TensorBoardWriter(str(folder)))
                 driver = Driver(
                     is_sync=is_sync, num_workers=num_workers, writer=writer, folder=folder,
@@ -392,7 +391,7 @@ def day(num_workers: int, hours: float, poll_s: float) -> Found:
     found: Found = {}
     for kind, is_sync in (("rounds", True), ("messages", False)):
         writer = CountingWriter()
-        with contextlib.redirect_stdout(io.StringIO()):
+        with open(os.devnull, "w") as out, contextlib.redirect_stdout(out):
             found[kind], num_lost = _grown_driver(
                 writer, hours, is_sync=is_sync, num_workers=num_workers, poll_s=poll_s
             )
