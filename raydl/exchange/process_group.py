@@ -136,7 +136,11 @@ class TorchGroup:
         Raises:
             RuntimeError: another process has taken a member's place, or a member went away.
         """
-        reasons = unproven_peers(self.process_group, secret, self._timeout, self._peers)
+        process_group = self.process_group
+        if process_group is None:
+            raise RuntimeError("the group was left while it was formed")
+        reasons = unproven_peers(process_group, secret, self._timeout, self._peers)
+        del process_group  # an error would keep it
         if reasons:
             told = "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items())
             raise RuntimeError(f"not proven to be members of this generation: {told}")
