@@ -94,8 +94,6 @@ def in_words(error: Exception) -> str:
     """Return what a file system said as the rest of a sentence, with what to do if it is known."""
     said = _ERRNO.sub("", " ".join(redact(str(error)).split()))
     said = _DETAIL.sub(lambda match: f": {match[1].lower()}", said)
-    if isinstance(error, OSError) and error.strerror and said.startswith(error.strerror):
-        said = said[0].lower() + said[1:]
     for pattern, advice in _ADVICE:
         match = re.search(pattern, said)
         if match:
