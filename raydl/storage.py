@@ -219,7 +219,7 @@ class Storage:
             return None
         return self.root if self.local_path is None else self.local_path
 
-    # who waits for it
+    # how long it has been silent
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
@@ -275,7 +275,7 @@ class Storage:
         return (0.0, "") if oldest is None else (time.monotonic() - oldest.heard_at, oldest.what)
 
     def dead_s(self) -> float:
-        """Return how long nobody has had an answer who asked; 0: somebody has, or nobody asks.
+        """Return how long no caller has had an answer; 0: one has, or nobody asks.
 
         That a server can not be reached, or took too long, is none.
         """

@@ -86,7 +86,7 @@ class TorchGroup:
             self._connect(store, host, tls, has_pairs=has_pairs)
         except RuntimeError as error:
             problem = self._tunnel.problem(TOLD_S) if self._tunnel else ""
-            if self.is_left:  # whoever left may not have seen the tunnel yet
+            if self.is_left:  # the thread that left may not have seen the tunnel yet
                 self.leave()
             if problem:
                 raise RuntimeError(f"no connection by TLS: {problem}") from error
@@ -129,7 +129,7 @@ class TorchGroup:
     def _check_peers(self, secret: bytes) -> None:
         """Let members that are connected prove that they know the generation's secret.
 
-        gloo takes for a peer whoever connects first with a small number that is easy to guess.
+        gloo takes the process that connects first with a number, easy to guess, for a peer.
         So nothing of the run is sent before this. NCCL needs none of it: it refuses a connection
         without 64 random bits, which rank 0 has sent to the others through the store.
 
