@@ -137,7 +137,8 @@ class Party:
         host = ray.util.get_node_ip_address()  # gloo's own guess may be another interface
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=place.timeout_s)
-        self._store = CenterStore(center, place)  # Python must keep it as long as the group is
+        # Python must keep it as long as the group is
+        self._store = CenterStore(center, place, num_workers)
         self._bare = _dist.ProcessGroupGloo(self._store, rank, num_workers, options)
         self._summed = torch.ones_like(self._replica.flat.weights)
 

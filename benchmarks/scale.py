@@ -161,7 +161,7 @@ class ChurningCrew:
         self._tell_change()
 
     def change(self, membership: Any, own_states: Any) -> None:
-        """Let them train with those who come."""
+        """Let them train with newcomers."""
         self._inside |= set(membership.worker_ids) - set(self._members)
         self._members = membership.worker_ids
         self._tell_change()

@@ -20,7 +20,7 @@ rounds: an earlier driver that was halted and wakes up may complete a checkpoint
 not count. Since it may as well delete the one that a later driver goes on from, that driver
 copies it to a name of its own first.
 
-States of workers do not pass through the memory of whoever writes or reads a checkpoint: a worker
+States of workers do not pass through the memory of the driver: a worker
 on another machine writes its file itself (:class:`DistantState`), into the folder that it is told,
 and reads it itself (:class:`SavedState`).
 """

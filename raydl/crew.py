@@ -253,7 +253,7 @@ class Crew(Protocol):
         Args:
             membership: who trains.
             round: one that the center holds.
-            own_states: by worker, what another one handed in or, of who was asked for with one,
+            own_states: by worker, what another one handed in or, of a worker asked for with one,
                 its own of a checkpoint; one that is absent starts at the center or goes on with
                 what it has in memory.
         """

@@ -214,7 +214,7 @@ class Dispatcher:
             orders = self._orders(worker_id, keep=keep)
             self._want_evaluation(is_due)
             at_once = self._ledger.epoch > epoch
-            # Who leaves is recorded when it has left.
+            # A worker that leaves is recorded when it has left.
             if orders.outcome is Outcome.GO_ON and (at_once or self._books.is_due):
                 self._books.record(self._standing(settlement), at_once=at_once)
             member.answered = push.stamp.sequence, orders

@@ -132,7 +132,7 @@ class UntrustedCodeError(RaydlError):
     def __str__(self) -> str:
         return (
             f"{self.source} names code that is not raydl's: {self.listed()}; it would be imported "
-            f"and run here: add --trust (in Python trust=True) if you trust whoever can write there"
+            f"and run here: add --trust (in Python trust=True) if you trust all its writers"
         )
 
     def listed(self) -> str:

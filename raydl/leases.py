@@ -40,7 +40,7 @@ class Leases:
         return 0.0 if asked_at is None else self._clock() - asked_at
 
     def silent(self, for_s: float) -> list[str]:
-        """Return those who have owed an answer for so many seconds."""
+        """Return the processes that have owed an answer for so many seconds."""
         return [who for who in self._asked if self.owed_s(who) > for_s]
 
     def expired(self) -> list[str]:

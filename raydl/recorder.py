@@ -162,7 +162,7 @@ class RunRecorder:
         self._writer.text("events", sentence, num_samples=self._told_at)
 
     def formed(self, membership: Membership, reason: str) -> None:
-        """Keep the table of memberships beside the curves, and forget who has gone."""
+        """Keep the table of memberships beside the curves, and forget workers that have gone."""
         self._memberships.add(
             membership.generation, membership.worker_ids, reason, num_samples=self._num_samples
         )

@@ -37,8 +37,8 @@ def score_run(
             ``config.json`` does not have.
         best: score the center that ``checkpoint.keep_best`` has kept.
         trust: import and run the model or task of the user's own that ``config.json`` names, or a
-            function that is asked when it names one. Whoever can write to the folder can name any
-            function that can be imported here.
+            function that is asked when it names one. Anybody that can write to the folder can name
+            any function that can be imported here.
 
     Raises:
         UntrustedCodeError: the folder names code that is not raydl's; nothing was imported.

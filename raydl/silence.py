@@ -1,7 +1,7 @@
 """What is done about a storage that does not answer: it is told, and waited for only so long.
 
 A file system that hangs, a file server that went away or an S3 that takes connections and says
-nothing, blocks whoever calls it, and nothing ends such a call. So all calls while a run trains are
+nothing, blocks its caller, and nothing ends such a call. So all calls while a run trains are
 made in threads that can be left behind, and this module looks on: see
 :meth:`raydl.storage.Storage.unanswered`.
 """

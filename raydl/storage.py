@@ -94,8 +94,6 @@ def in_words(error: Exception) -> str:
     """Return what a file system said as the rest of a sentence, with what to do if it is known."""
     said = _ERRNO.sub("", " ".join(redact(str(error)).split()))
     said = _DETAIL.sub(lambda match: f": {match[1].lower()}", said)
-    if isinstance(error, OSError) and error.strerror and said.startswith(error.strerror):
-        said = said[0].lower() + said[1:]
     for pattern, advice in _ADVICE:
         match = re.search(pattern, said)
         if match:
@@ -221,7 +219,7 @@ class Storage:
             return None
         return self.root if self.local_path is None else self.local_path
 
-    # who waits for it
+    # how long it has been silent
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
@@ -277,7 +275,7 @@ class Storage:
         return (0.0, "") if oldest is None else (time.monotonic() - oldest.heard_at, oldest.what)
 
     def dead_s(self) -> float:
-        """Return how long nobody has had an answer who asked; 0: somebody has, or nobody asks.
+        """Return how long no caller has had an answer; 0: one has, or nobody asks.
 
         That a server can not be reached, or took too long, is none.
         """

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
+from counting import AllProgress
 
 from raydl.checkpoint import SavedState
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
@@ -25,7 +26,7 @@ from raydl.job import Job
 from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.reports import Outcome
-from raydl.rules import MeanGradient, Outer, Sends
+from raydl.rules import MeanGradient, Sends
 from raydl.worker import Worker
 
 Place = tuple[int, int]
@@ -355,18 +356,6 @@ class Counting:
 
     def metrics(self, model, batch):
         raise NotImplementedError
-
-
-class AllProgress(Outer):
-    """Adds the progress of all workers to the center."""
-
-    period = 2
-
-    def make_center_optimizer(self, tensors):
-        return None
-
-    def update_center_(self, center, total, tally, optimizer):
-        center.sub_(total)
 
 
 class AllGradients(MeanGradient):

@@ -86,8 +86,8 @@ def test_a_score_refuses_the_model_of_a_folder_before_it_is_imported(folder, cap
     assert out == ""
     assert err == (
         f"error: run/config.json names code that is not raydl's: model '{folder.module}:net'; it "
-        f"would be imported and run here: add --trust (in Python trust=True) if you trust whoever "
-        f"can write there\n"
+        f"would be imported and run here: add --trust (in Python trust=True) if you trust all "
+        f"its writers\n"
     )
 
 
@@ -209,9 +209,9 @@ def test_a_comparison_that_takes_a_complete_run_imports_nothing(folder, tmp_path
     (run,) = plan(Comparison(methods="sync-sgd", seeds=1, base=base), tmp_path / "out")
     config = dataclasses.replace(run.config, model=f"{folder.module}:net")
     own = RunFolder(config)
-    own.path.mkdir(parents=True)
-    own.write_config(config)
-    own.write_result({"evaluations": [], "stopped_by": ""})
+    with own.held(resume=False):
+        own.write_config(config)
+        own.write_result({"evaluations": [], "stopped_by": ""})
     with pytest.raises(ConfigError, match="where model was"):
         take_complete(run)
     assert not folder.was_imported

@@ -1,9 +1,13 @@
 """A process that trains keeps the memory of a step for the next one."""
 
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from raydl.on_ray.upkeep import give_way
 
 STEPS = """
 import resource, sys, threading
@@ -47,3 +51,17 @@ def faults(how):
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_what_a_step_frees_the_next_one_uses():
     assert faults("kept") < 100 < 1000 < faults("as it comes")
+
+
+def test_a_thread_gives_way_and_the_others_of_its_process_do_not():
+    before, found = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), []
+
+    def work():
+        give_way()
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    assert found == [max(before, 15)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

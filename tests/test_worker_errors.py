@@ -380,6 +380,21 @@ def test_a_center_that_stays_bad_ends_the_run_and_is_not_kept(tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
 
 
+def test_in_rounds_a_center_that_diverges_is_one_rollback_for_all_workers_that_see_it():
+    stage = Stage(elastic={"max_rollbacks": 1}).start()
+    for worker_id in ("w0", "w1"):
+        error = NonFiniteCenterError(7)
+        stage.step(RunEnded(worker_id, Outcome.BROKEN, -1, 1, str(error), error=error))
+    assert stage.controller._known.error is None
+    assert sum("all go back to the newest good center" in said for said in stage.said) == 1
+
+
+def test_an_evaluator_that_fails_while_the_run_stops_costs_no_checkpoint():
+    stage = Stage().start()
+    stage.step(Failed("w1", OWN), Failed("evaluator", ValueError()))
+    assert stop_of(stage, *stage.end("broken", 7, "w0", "w1")) is OWN
+
+
 @pytest.mark.parametrize("has_copy", [True, False])
 def test_by_messages_a_center_that_diverges_is_started_again_from_what_was_good(has_copy):
     stage = Stage(is_sync=False).start()

@@ -114,7 +114,7 @@ def check_tls(files: TlsFiles) -> None:
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
     """Let both sides accept each other, in memory. Raises ssl.SSLError."""
-    client.check_hostname = False  # the address is that of whoever is spoken to
+    client.check_hostname = False  # the address is that of the peer
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.wrap_bio(to_client, to_server),

@@ -73,7 +73,7 @@ class RoundsController(Controller):
         return max(_ANSWER_S, min(self.pace.grace_s(), self._config.exchange.timeout_s))
 
     def _round_to_go_on_from(self, run: Generation | None, copy: Copy | None) -> int | None:
-        # Who is there may be behind, if others have gone that were told to the center; and one
+        # Workers that are there may be behind, if others have gone that the center knew; and one
         # that was left out may have a round that the others trained anew, without it.
         is_of_now = copy is not None and copy.generation >= self._keeper.newest_generation
         at = copy.round if copy and is_of_now else -1

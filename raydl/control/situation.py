@@ -77,6 +77,8 @@ class Situation:
     """Why the run ends with it."""
     num_rollbacks: int = 0
     """Replicas that diverged in this epoch."""
+    bad_center_in: int = 0
+    """The generation in which the center diverged last; 0: it has not."""
     rollback_epoch: int = -1
     """The epoch that is meant."""
     num_news: int = 0
@@ -160,8 +162,10 @@ class Situation:
         self._end_failed(name, error)
 
     def _take_further_error(self, name: str, error: Exception) -> None:
-        """Take in that another worker raised while the run stops: the same mistake, as a rule."""
+        """Take in that another process raised while the run stops: the same mistake, as a rule."""
         assert self.error is not None
+        if name == "evaluator":
+            return
         if name in self.failed or name not in self.workforce or not self.staff.is_hiring:
             raise self.error  # the last checkpoint itself fails
         self.failed.add(name)
@@ -179,19 +183,22 @@ class Situation:
         Where the center diverged itself, all go on from the newest one that was kept.
         """
         elastic = self.elastic
+        is_of_center = isinstance(error, NonFiniteCenterError)
+        generation = self.run.membership.generation if self.run else 0
+        if is_of_center and generation == self.bad_center_in:  # in rounds each worker sees it
+            return
+        self.bad_center_in = generation if is_of_center else self.bad_center_in
         epoch = int(self.curves.epoch)
         if epoch != self.rollback_epoch:
             self.rollback_epoch, self.num_rollbacks = epoch, 0
         self.num_rollbacks += 1
         if self.num_rollbacks <= elastic.max_rollbacks and elastic.on_worker_error != "stop":
-            is_of_center = isinstance(error, NonFiniteCenterError)
             who, where = ("all", "newest good center") if is_of_center else (name, "center")
             self.say(
                 f"{error}; {who} {'go' if is_of_center else 'is rolled'} back to the {where} "
                 f"({self.num_rollbacks} of {elastic.max_rollbacks} times in this epoch)"
             )
         elif self.error is None:
-            is_of_center = isinstance(error, NonFiniteCenterError)
             self.error = error
             self.why_error = f"{'the center' if is_of_center else name} diverged"
             if elastic.on_worker_error != "stop":

@@ -91,10 +91,14 @@ class CenterStore(dist.Store):  # type: ignore[misc]
 
     The center has the methods ``set_key`` and ``wait_for_keys``, those of a ``StoreServer``. Where
     torch's own stores raise a RuntimeError, so does this one.
+
+    gloo asks for the key of one rank after the other, ``0/0``, ``0/1`` and so on. Here the first
+    question waits for those of all ranks: a call for each would be num_workers**2 calls.
     """
 
-    def __init__(self, center: ActorHandle, address: GroupAddress) -> None:
+    def __init__(self, center: ActorHandle, address: GroupAddress, num_workers: int) -> None:
         super().__init__()
+        self._num_workers = num_workers
         self._center = center
         self._generation = address.run_id, address.generation
         self._timeout_s = address.timeout_s
@@ -127,7 +131,7 @@ class CenterStore(dist.Store):  # type: ignore[misc]
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise RuntimeError(f"the other members did not come within {timeout_s:g} s")
-            self._ask(keys, min(left_s, _ASK_S))
+            self._ask(self._of_all_ranks(keys), min(left_s, _ASK_S))
 
     def check(self, keys: list[str]) -> bool:
         """Return whether keys are there now; no, if the center can not be reached.
@@ -152,6 +156,14 @@ class CenterStore(dist.Store):  # type: ignore[misc]
     def clone(self) -> CenterStore:
         """Return a store for another thread: this one."""
         return self
+
+    def _of_all_ranks(self, keys: list[str]) -> list[str]:
+        """Return the keys, for one that ends in a rank those of all ranks."""
+        found = dict.fromkeys(keys)
+        for stem, slash, rank in (key.rpartition("/") for key in keys):
+            if slash and rank.isdecimal():
+                found |= {f"{stem}/{each}": None for each in range(self._num_workers)}
+        return list(found)
 
     def _ask(self, keys: list[str], timeout_s: float, *, answer_s: float = _ANSWER_S) -> None:
         """Learn what the center knows, after a wait for keys that it may not know yet."""
@@ -308,7 +320,7 @@ class CollectiveGroup:
             threading.Thread(target=self._cut_if_abandoned, daemon=True).start()
 
     def _meet(self, algorithm: str) -> AdaptiveAllreduce | None:
-        store = CenterStore(self._center, self.address)
+        store = CenterStore(self._center, self.address, self.num_workers)
         tls = tls_files(os.environ)  # what Ray's own connections go by
         is_library = algorithm == "library"
         host = ray.util.get_node_ip_address()

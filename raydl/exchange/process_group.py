@@ -86,7 +86,7 @@ class TorchGroup:
             self._connect(store, host, tls, has_pairs=has_pairs)
         except RuntimeError as error:
             problem = self._tunnel.problem(TOLD_S) if self._tunnel else ""
-            if self.is_left:  # whoever left may not have seen the tunnel yet
+            if self.is_left:  # the thread that left may not have seen the tunnel yet
                 self.leave()
             if problem:
                 raise RuntimeError(f"no connection by TLS: {problem}") from error
@@ -129,14 +129,18 @@ class TorchGroup:
     def _check_peers(self, secret: bytes) -> None:
         """Let members that are connected prove that they know the generation's secret.
 
-        gloo takes for a peer whoever connects first with a small number that is easy to guess.
+        gloo takes the process that connects first with a number, easy to guess, for a peer.
         So nothing of the run is sent before this. NCCL needs none of it: it refuses a connection
         without 64 random bits, which rank 0 has sent to the others through the store.
 
         Raises:
             RuntimeError: another process has taken a member's place, or a member went away.
         """
-        reasons = unproven_peers(self.process_group, secret, self._timeout, self._peers)
+        process_group = self.process_group
+        if process_group is None:
+            raise RuntimeError("the group was left while it was formed")
+        reasons = unproven_peers(process_group, secret, self._timeout, self._peers)
+        del process_group  # an error would keep it
         if reasons:
             told = "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items())
             raise RuntimeError(f"not proven to be members of this generation: {told}")

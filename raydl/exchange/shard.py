@@ -232,7 +232,7 @@ class Shard:
         orders = self._settles.settle(push) if is_new else self._settles.repeat(push)
         if orders is None:
             with self._books_lock:
-                return self._refused(push)  # whoever settles has counted it
+                return self._refused(push)  # the call that settles it has counted it
         return Reply(weights, buffers, orders)
 
     def _refusal(self, push: Push) -> str:

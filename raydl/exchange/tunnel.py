@@ -5,7 +5,7 @@ gloo listens on the loopback alone. A process beside each worker carries its con
     worker 1                                              worker 0
     gloo 127.0.0.2 -> 127.0.0.1 tunnel == TLS == tunnel -> 127.0.0.2 gloo
 
-Each side asks the other for its certificate, and who connects for one of the other's address.
+Each side asks the other for its certificate; the side that connects, for one of the address.
 Workers of one host speak over the loopback without a tunnel.
 
 It is a process of its own since its threads would wait behind the training for Python's lock. A
@@ -155,8 +155,8 @@ def seen_by(value: bytes, *, rank: int, peer: int, ways: Mapping[int, int]) -> b
 
     Args:
         value: what the peer wrote.
-        rank: of who reads it.
-        peer: the rank of who wrote it.
+        rank: of the reader.
+        peer: the rank of the writer.
         ways: ports that lead to peers of lower rank on other hosts; and 0 for those of higher
             rank, which come by themselves. Peers of this host are not among them.
     """

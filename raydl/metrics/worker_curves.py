@@ -24,7 +24,7 @@ class WorkerCurves:
         self._places: dict[str, str] = {}
 
     def follow(self, worker_ids: Collection[str]) -> dict[str, str]:
-        """Take note of who there is; return the places that newcomers have taken, by worker.
+        """Take note of the workers; return the places that newcomers have taken, by worker.
 
         Args:
             worker_ids: by rank; all others have gone.

@@ -35,7 +35,7 @@ from raydl.ledger import Span
 from raydl.machine_failures import raise_if_of_machine
 from raydl.membership import Membership
 from raydl.on_ray.cluster import START_S, Place, node_here
-from raydl.on_ray.upkeep import freeze_objects, keep_freed_memory
+from raydl.on_ray.upkeep import freeze_objects, give_way, keep_freed_memory
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
 from raydl.storage import Storage, Sum
@@ -578,6 +578,7 @@ class WorkerActor:
         Raises:
             OSError: the storage refused, or the checkpoint was given up.
         """
+        give_way()  # the training goes first
         held = self._worker.held(round)
         self._num_written, self._may_write = 0, threading.Event()
         self._may_write.set()

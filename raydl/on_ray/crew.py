@@ -620,7 +620,7 @@ class RayCrew:
         if any(part is None for part in self._collected.values()):
             return []
         workers, self._collected = self._collected, {}
-        self._held = -1, ()  # from here on who writes them releases them
+        self._held = -1, ()  # from here on the writer of the checkpoint releases them
         snapshot, ref = workers.pop("center")
         self._know(snapshot, ref)
         if self._backup.version < self._known_optimizer[1]:

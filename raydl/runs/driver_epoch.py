@@ -53,7 +53,7 @@ class DriverEpoch:
 
         Args:
             storage: the run's folder, which this driver holds.
-            holder: says who it is.
+            holder: names this process.
 
         Raises:
             OSError: the storage does not answer.
@@ -117,7 +117,7 @@ def _earlier(storage: Storage) -> int:
 
 
 def _holder(storage: Storage, name: str) -> str:
-    """Return who made a record, and since when; empty: it does not say."""
+    """Return the process that made a record, and since when; empty: it does not say."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads(storage.read_bytes(f"{FOLDER}/{name}"))
         return f"{record['driver']} since {record['since']}"

@@ -273,7 +273,7 @@ class _Claim:
                     self.epoch.check()  # a claim that another driver has deleted stays so
                 self._write()
             except SupersededError:
-                return  # whoever was taken for dead has nothing left to give back
+                return  # a driver that was taken for dead has nothing left to give back
             except OSError:  # the next beat tries again
                 pass
         with suppress(OSError):
