@@ -234,6 +234,6 @@ def test_a_center_that_is_rebuilt_keeps_the_momentum_of_its_optimizer(cluster, t
         )
         assert told, run.output
         newest, kept = (int(number.replace(",", "")) for number in told.groups())
-        # An exchange of each worker may be in the copy whose answer the center did not live to give.
+        # The copy may have an exchange of each worker whose answer the center did not live to give.
         assert 0 < kept <= newest + 2
         assert run.result["center_accuracy"] > 0.5

@@ -101,11 +101,17 @@ def progress(run):
 
 def test_the_run_opens_no_port_of_its_own_on_all_interfaces(run):
     """One that is open there is Ray's, and asks for the token."""
-    on_all, on_one = [], []
-    for pid in our_processes(run):
-        for host, port in listeners_of(pid):
-            (on_all if ip_address(host).is_unspecified else on_one).append((host, port))
-    assert len(on_all) == len(our_processes(run))  # that of Ray's, one in each process
+
+    def opened():
+        """Return the processes, and what they listen on: all interfaces, or one."""
+        processes, on_all, on_one = our_processes(run), [], []
+        for place in (place for pid in processes for place in listeners_of(pid)):
+            (on_all if ip_address(place[0]).is_unspecified else on_one).append(place)
+        return processes, on_all, on_one
+
+    # Ray opens one in each process; the evaluator's may be starting yet.
+    run.until(lambda: len(opened()[0]) == len(opened()[1]))
+    _, on_all, on_one = opened()
     assert [place for place in on_all if not asks_for_a_token(*place)] == []
     assert len(on_one) == 2  # gloo's, in each worker
     assert {host for host, _ in on_one} == {run.cluster.head_node.node_ip_address}

@@ -94,6 +94,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from raydl.exchange.process_group import TorchGroup, is_done
+from raydl.exchange.store import SECRET
 
 place, host, is_first = sys.argv[1], sys.argv[2], sys.argv[3] == "0"
 STEP = timedelta(seconds=10)
@@ -104,7 +105,9 @@ def form(generation, rank, size):
     if store is None or not is_first:
         store = dist.TCPStore(place, 5001, is_master=is_first, timeout=STEP, wait_for_workers=False)
     group = TorchGroup(rank, size, device="cpu", timeout_s=20.0)
-    group.connect(dist.PrefixStore(str(generation), store), host=host)
+    keys = dist.PrefixStore(str(generation), store)
+    keys.set(SECRET, f"of generation {generation}")
+    group.connect(keys, host=host)
 
 def start(value):
     global work, tensor
