@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from test_checkpoint import make
 
 import raydl.data
-from raydl import cli, ray_session
+from raydl import checkpoint_writer, cli, ray_session
 from raydl.checkpoint import CheckpointStore
 from raydl.data import load
 from raydl.errors import CheckpointError, RaydlError
@@ -128,6 +128,7 @@ def test_a_run_that_goes_on_elsewhere_ends_with_the_same_bits(finished, tmp_path
             whole_ones.append(name)
         return written
 
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_S", 1.0)
     monkeypatch.setattr(Storage, "write_pieces", write_one_checkpoint)
     assert train(tmp_path / "a/parts", "--epochs", "2") == 2
     monkeypatch.setattr(Storage, "write_pieces", write)
