@@ -109,8 +109,11 @@ def test_the_run_opens_no_port_of_its_own_on_all_interfaces(run):
             (on_all if ip_address(place[0]).is_unspecified else on_one).append(place)
         return processes, on_all, on_one
 
-    # Ray opens one in each process; the evaluator's may be starting yet.
-    run.until(lambda: len(opened()[0]) == len(opened()[1]))
+    def are_up():
+        processes, on_all, on_one = opened()
+        return len(on_all) == len(processes) and on_one
+
+    run.until(are_up)  # Ray opens one in each process; the evaluator's may be starting yet
     _, on_all, on_one = opened()
     assert [place for place in on_all if not asks_for_a_token(*place)] == []
     assert len(on_one) == 2  # gloo's, in each worker

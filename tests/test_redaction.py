@@ -505,9 +505,9 @@ def test_a_comparison_writes_and_prints_none(tmp_path, digits, capfd):
         if config.training.seed:
             raise OSError(f"no answer from {config.data}")
         folder = RunFolder(config)
-        folder.path.mkdir(parents=True)
-        folder.write_config(config)
-        folder.write_result(figures())
+        with folder.held(resume=False):
+            folder.write_config(config)
+            folder.write_result(figures())
         return figures()
 
     command = f"python jobs/compare.py --data {digits}"
