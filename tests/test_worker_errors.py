@@ -495,8 +495,7 @@ def run_script(tmp_path, what, method):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-@pytest.mark.parametrize("what", ["disk", "nan"])
+@pytest.mark.parametrize(("what", "method"), [("disk", "sync-easgd"), ("nan", "async-easgd")])
 def test_a_flaky_disk_or_one_bad_step_costs_a_run_nothing(tmp_path, what, method):
     done = run_script(tmp_path, what, method)
     assert done.returncode == 0, done.stdout + done.stderr
