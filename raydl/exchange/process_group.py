@@ -99,8 +99,8 @@ class TorchGroup:
         """Let all members prove to each other that they know the generation's secret.
 
         gloo takes for a peer whoever connects first with a small number that is easy to guess.
-        So nothing else is sent before this. NCCL needs none of it: it refuses a connection
-        without 64 random bits, which rank 0 has sent to the others through the store.
+        So nothing else is sent before this. (Not with NCCL, whose connections are many and its own:
+        docs/security.md.)
 
         Raises:
             RuntimeError: another process has taken a member's place, or a member went away.
