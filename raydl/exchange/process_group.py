@@ -130,8 +130,8 @@ class TorchGroup:
         """Let members that are connected prove that they know the generation's secret.
 
         gloo takes the process that connects first with a number, easy to guess, for a peer.
-        So nothing of the run is sent before this. NCCL needs none of it: it refuses a connection
-        without 64 random bits, which rank 0 has sent to the others through the store.
+        So nothing of the run is sent before this. (Not with NCCL, whose connections are many and
+        its own: docs/security.md.)
 
         Raises:
             RuntimeError: another process has taken a member's place, or a member went away.
