@@ -8,6 +8,15 @@ from collections.abc import Callable
 _AWAY_S = 1.0
 """Between two looks; after a longer time away nobody is blamed for it."""
 
+_LEAST_SHARE = 0.05
+"""Of one core, that a busy process uses even on a crowded machine; threads of Ray's use about a
+hundredth."""
+
+
+def has_computed(cpu_s: float, span_s: float) -> bool:
+    """Whether a process that has used so much CPU time in a span of time was busy in it."""
+    return cpu_s > _LEAST_SHARE * span_s
+
 
 class Leases:
     """Processes that were asked for news, and since when they owe an answer.

@@ -341,9 +341,7 @@ class Controller:
         if run.at_work and self._in_state_s <= self._answer_s():
             return
         self._leave_out(run, run.at_work)
-        is_explained = run.lost or self._keeper.is_lost or self._keeper.is_new
-        is_explained = is_explained or run.has_diverged or self._known.error is not None
-        if is_explained or self._clock() - run.broken_at > CAUSE_S:
+        if self._is_explained(run) or self._clock() - run.broken_at > CAUSE_S:
             self._after_generation(run)
 
     def _answer_s(self) -> float:
@@ -365,12 +363,17 @@ class Controller:
             self.outcome = self._outcome_of_stop() if is_stop else outcome
             self._enter(State.FINISHING)
             return
-        is_explained = run.lost or self._keeper.is_new or run.has_diverged or self._known.error
-        if outcome is Outcome.BROKEN and not is_explained:
+        if outcome is Outcome.BROKEN and not self._is_explained(run):
             self._count_unexplained(run)
         is_idle = outcome is Outcome.REGROUP and self.state is State.TRAINING
         self._is_idle = is_idle and self._method.is_sync
         self._enter(State.WAITING)
+
+    def _is_explained(self, run: Generation) -> bool:
+        """Whether it is known why an exchange did not complete."""
+        is_of_center = self._keeper.is_lost or self._keeper.is_new
+        is_of_worker = bool(run.lost) or run.has_diverged or self._known.error is not None
+        return is_of_center or is_of_worker
 
     def _count_unexplained(self, run: Generation) -> None:
         """Let what breaks again and again, for no cause that is known, end the run some time."""

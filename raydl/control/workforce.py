@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from raydl.leases import has_computed
 from raydl.membership import Candidates, Membership
 from raydl.reports import WorkerReport
 
 _STUCK_STEPS = 20
 """A worker that has not finished a step in the time of so many usual ones is stuck."""
-_LEAST_SHARE = 0.05
-"""Of one core, that a process uses which computes on a crowded machine."""
 _SILENT_S = 1.0
 """A worker that has not answered for so long may not wait any more, whatever it said."""
 _LONGEST_STAY_S = 60.0
@@ -83,11 +82,6 @@ class WorkerEntry:
     """Its state is here, or will not come."""
     num_late: int = 0
     """How often it was left out."""
-
-
-def _has_computed(before: WorkerReport, now: WorkerReport) -> bool:
-    """Whether a process has used a twentieth of a core at least between two reports."""
-    return now.cpu_s - before.cpu_s > _LEAST_SHARE * (now.told_s - before.told_s)
 
 
 class Workforce:
@@ -256,8 +250,10 @@ class Workforce:
         if entry is None:
             return
         before, entry.report = entry.report, report
-        if before is not None and _has_computed(before, report):
-            entry.busy_at = self._clock()
+        if before is not None:
+            used_s, span_s = report.cpu_s - before.cpu_s, report.told_s - before.told_s
+            if has_computed(used_s, span_s):
+                entry.busy_at = self._clock()
         entry.heard_at = self._clock()
         has_moved = before is None or (before.local_step, before.round) != (
             report.local_step,

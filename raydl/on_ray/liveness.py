@@ -13,11 +13,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from raydl.leases import has_computed
+
 _LOOK_EVERY_S = 1.0
 _STALE_S = 5.0
-_LEAST_SHARE = 0.05
-"""Of one core, that a busy process uses even on a crowded machine; threads of Ray's use about a
-hundredth."""
 _NUM_LOOKS = 4
 
 
@@ -91,7 +90,7 @@ class Liveness:
         if before is None or newest is None:
             return False
         span_s, used_s = newest.at_s - before.at_s, newest.cpu_s - before.cpu_s
-        return now - seen.heard_at <= _STALE_S and used_s >= _LEAST_SHARE * span_s > 0
+        return now - seen.heard_at <= _STALE_S and has_computed(used_s, span_s)
 
     def why_silent(self, who: str, now: float) -> str:
         """Return why a process may not answer: the rest of a sentence; empty: nobody knows."""
