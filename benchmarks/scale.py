@@ -550,7 +550,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
             prepare: Any = mock.Mock()
             super().__init__(job, dataset, prepare, {})
             self._workers = dict(workers)
-            self._places = dict.fromkeys(["center", *workers], ("", 0))
+            self._places = dict.fromkeys(["center", *workers], (self._home, os.getpid()))
             self._events = [WorkerReady(w) for w in workers]
             self._shards, self._is_open = [actor.remote()], True
             for worker_id, worker in workers.items():
