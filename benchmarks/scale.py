@@ -823,11 +823,12 @@ def _measure(part: str, table: Table, *, is_quick: bool) -> None:
         })  # fmt: skip
     else:
         kinds = ("rounds", "messages")
-        table.add(part, 16, 24.0, {
-            **{kind: (f"{kind}: driver's memory, late over early", 1.05, 1.0) for kind in kinds},
-            "center": ("center's memory, late over early", 1.05, 1.0),
-            **{f"{kind}_names": (f"{kind}: curve names", None, 1.0) for kind in kinds},
-        })  # fmt: skip
+        for workers in (16, WORKERS):
+            table.add(part, workers, 24.0, {
+                **{k: (f"{k}: driver's memory, late over early", 1.05, 1.0) for k in kinds},
+                "center": ("center's memory, late over early", 1.05, 1.0),
+                **{f"{k}_names": (f"{k}: curve names", None, 1.0) for k in kinds},
+            })  # fmt: skip
 
 
 if __name__ == "__main__":
