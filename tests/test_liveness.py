@@ -11,6 +11,7 @@ from test_controller import Stage
 
 from raydl.crew import Busy
 from raydl.leases import Leases
+from raydl.on_ray.cluster import kill_process
 from raydl.on_ray.liveness import Liveness, Times, times_of
 
 
@@ -90,6 +91,15 @@ def test_the_kernel_tells_busy_from_stopped():
         process.wait()
         process.stdout.close()
     assert times_of(process.pid) is None
+
+
+def test_a_stopped_process_of_this_node_is_killed():
+    """It hears no call of Ray's, and none ends it."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    os.kill(process.pid, signal.SIGSTOP)
+    kill_process(("this node", process.pid), home="this node")
+    assert process.wait(timeout=10) == -signal.SIGKILL
+    kill_process(("this node", process.pid), home="this node")  # it has ended: that is well
 
 
 def test_a_busy_process_is_told_with_cause_and_setting():

@@ -1,0 +1,73 @@
+"""A file that was written is there as a whole, also after a power failure."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from raydl.storage import Storage
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the calls that decide what is left after a power failure, in order."""
+    made = []
+
+    def fsync(descriptor, fsync=os.fsync):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        made.append("sync folder" if is_folder else "sync file")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return made
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after_that(
+    tmp_path, monkeypatch, calls
+):
+    storage = Storage(str(tmp_path))
+    flush = storage._flush_to_disk
+    seen = []
+
+    def flush_and_look(path):
+        flush(path)
+        seen.append((calls[-1], names(tmp_path)))
+
+    monkeypatch.setattr(storage, "_flush_to_disk", flush_and_look)
+    storage.write_bytes("weights", b"abc")
+    assert seen == [("sync file", ["weights.tmp"]), ("sync folder", ["weights"])]
+    assert (tmp_path / "weights").read_bytes() == b"abc"
+
+
+def test_a_file_that_was_not_written_to_its_end_leaves_the_earlier_one(tmp_path):
+    storage = Storage(str(tmp_path))
+    storage.write_bytes("weights", b"before")
+
+    def pieces():
+        yield b"af"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="no space left on device"):
+        storage.write_pieces("weights", pieces())
+    assert (tmp_path / "weights").read_bytes() == b"before"
+
+
+def test_a_program_that_is_killed_while_it_writes_leaves_the_earlier_file(tmp_path):
+    Storage(str(tmp_path)).write_bytes("weights", b"before")
+    program = """
+import os, signal, sys
+from raydl.storage import Storage
+def pieces():
+    yield b"af"
+    os.kill(os.getpid(), signal.SIGKILL)
+Storage(sys.argv[1]).write_pieces("weights", pieces())
+"""
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False)
+    assert ended.returncode == -9
+    assert (tmp_path / "weights").read_bytes() == b"before"
