@@ -114,7 +114,7 @@ SavedPlace = tuple[str, str, Sum]
 
 @dataclass(frozen=True)
 class SavedState:
-    """A worker's state in a file of a checkpoint."""
+    """A worker's state in a file, of a checkpoint or for the one that comes in its place."""
 
     storage: Storage
     name: str

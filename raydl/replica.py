@@ -444,12 +444,13 @@ class Replica:
             self._load_optimizer(first)
         return others[0]
 
-    def _optimizer_state(self) -> dict[str, Any]:
+    def _optimizer_state(self, *, copies: bool = True) -> dict[str, Any]:
         """Return a copy of what the inner optimizer remembers, and whether by parameter."""
         if self._optimizer is None:
             return {"optimizer": {}}
+        state = self._optimizer.state_dict()
         return {
-            "optimizer": copied_to_cpu(self._optimizer.state_dict()),
+            "optimizer": copied_to_cpu(state) if copies else state,
             "is_by_parameter": is_by_parameter(self._optimizer, self.flat.parameters),
         }
 
@@ -463,14 +464,20 @@ class Replica:
             self._optimizer = self._make_optimizer(tensors)
         load_state(self._optimizer, state["optimizer"])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of all that this replica needs to go on, on the CPU."""
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return copies of all that this replica needs to go on, on the CPU.
+
+        Without ``copies`` the large tensors are its own, for one that does not change any more.
+        """
+        flat = {
+            "weights": self.flat.weights.detach(),
+            "buffers": self.flat.buffers.detach(),
+            "gradients": self.flat.gradients.detach(),
+        }
         return {
-            "weights": self.flat.weights.detach().cpu().clone(),
-            "buffers": self.flat.buffers.detach().cpu().clone(),
-            "gradients": self.flat.gradients.detach().cpu().clone(),
+            **(copied_to_cpu(flat) if copies else flat),
             "untrained": as_tensors(self.flat.untrained.own()),
-            **self._optimizer_state(),
+            **self._optimizer_state(copies=copies),
             "distances": self._distances.state(),
             "trust": self._trusts.state(),
             "num_seen": self._num_seen,

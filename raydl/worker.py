@@ -43,6 +43,9 @@ from raydl.talk import Header, Talk
 from raydl.tensor_files import TensorFile
 from raydl.untrained import Untrained
 
+LAST = -1
+"""In place of a round: the state of a worker that has left its loop for good."""
+
 
 class Worker:
     """One replica and its way through the epochs.
@@ -459,6 +462,15 @@ class Worker:
             return {}
         return self._state_dict() if state is None else state
 
+    def hold_last(self) -> None:
+        """Hold the state of a worker that has left its loop for good, without a copy of it.
+
+        One that was spoiled has none: what is held is empty.
+        """
+        held = pack({} if self._is_spoiled else self._state_dict(copies=False))
+        with self._lock:
+            self._held[LAST] = held
+
     def hold_kept(self, round: int) -> None:
         """Hold the state kept at that round, as :meth:`take_kept` finds it, to be written.
 
@@ -469,7 +481,7 @@ class Worker:
         with self._lock:
             self._held.pop(round, None)
             self._held[round] = held
-            for old in list(self._held)[:-2]:
+            for old in [r for r in self._held if r != LAST][:-2]:
                 del self._held[old]
 
     def held(self, round: int) -> TensorFile:
@@ -489,10 +501,10 @@ class Worker:
         with self._lock:
             self._held.pop(round, None)
 
-    def _state_dict(self) -> dict[str, Any]:
+    def _state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         with self.parts.measure("host_device_parameters"):
             return {
-                "replica": self.replica.state_dict(),
+                "replica": self.replica.state_dict(copies=copies),
                 "local_step": self.local_step,
                 "round": self.round,
                 "num_trained": len(self._trained),
