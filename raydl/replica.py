@@ -27,6 +27,7 @@ from raydl.optimizers import is_by_parameter, no_gradient_text, split_by_paramet
 from raydl.rules import Rule, Sends, Tally
 from raydl.talk import Exchange, Header, Partners, Talk
 from raydl.task import Task, in_precision
+from raydl.tensor_files import view_of
 from raydl.trust import Trusts
 from raydl.untrained import as_tensors
 
@@ -435,7 +436,8 @@ class Replica:
         own = io.BytesIO()
         if is_first:
             untrained = as_tensors(self.flat.untrained.own())
-            torch.save({**self._optimizer_state(), "untrained": untrained}, own)
+            optimizer = copied_to_cpu(self._optimizer_state())
+            torch.save({**optimizer, "untrained": untrained}, own)
         content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
         others = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
         if not is_first:
@@ -444,13 +446,12 @@ class Replica:
             self._load_optimizer(first)
         return others[0]
 
-    def _optimizer_state(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return a copy of what the inner optimizer remembers, and whether by parameter."""
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return what the inner optimizer remembers, as it is, and whether by parameter."""
         if self._optimizer is None:
             return {"optimizer": {}}
-        state = self._optimizer.state_dict()
         return {
-            "optimizer": copied_to_cpu(state) if copies else state,
+            "optimizer": self._optimizer.state_dict(),
             "is_by_parameter": is_by_parameter(self._optimizer, self.flat.parameters),
         }
 
@@ -464,20 +465,24 @@ class Replica:
             self._optimizer = self._make_optimizer(tensors)
         load_state(self._optimizer, state["optimizer"])
 
-    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return copies of all that this replica needs to go on, on the CPU.
-
-        Without ``copies`` the large tensors are its own, for one that does not change any more.
-        """
-        flat = {
+    def tensors(self) -> dict[str, Any]:
+        """Return what is large in the state, as it is: it changes with the next step."""
+        return {
             "weights": self.flat.weights.detach(),
             "buffers": self.flat.buffers.detach(),
             "gradients": self.flat.gradients.detach(),
+            **self._optimizer_state(),
         }
+
+    def state_dict(self, copied: Callable[[Any], Any] = copied_to_cpu) -> dict[str, Any]:
+        """Return all that this replica needs to go on.
+
+        Args:
+            copied: returns nested dicts and lists with copies of all tensors.
+        """
         return {
-            **(copied_to_cpu(flat) if copies else flat),
-            "untrained": as_tensors(self.flat.untrained.own()),
-            **self._optimizer_state(copies=copies),
+            **copied(self.tensors()),
+            "untrained": {name: view_of(a) for name, a in self.flat.untrained.own().items()},
             "distances": self._distances.state(),
             "trust": self._trusts.state(),
             "num_seen": self._num_seen,

@@ -17,6 +17,7 @@ import torch
 from raydl.center import Snapshot
 from raydl.checkpoint import pack
 from raydl.compression import ErrorFeedback, parse_codec
+from raydl.copies import Copies, sizes_of
 from raydl.data import Batches
 from raydl.data.feed import Feed
 from raydl.errors import (
@@ -105,6 +106,7 @@ class Worker:
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
         self._held: dict[int, TensorFile] = {}
+        self._copies = Copies()
         self._schedule: Schedule | None = None
         self._feedback: dict[Span, ErrorFeedback] = {}
         self._first_untrained = untrained or {}
@@ -467,7 +469,7 @@ class Worker:
 
         One that was spoiled has none: what is held is empty.
         """
-        held = pack({} if self._is_spoiled else self._state_dict(copies=False))
+        held = pack({} if self._is_spoiled else self._state_dict(_as_it_is))
         with self._lock:
             self._held[LAST] = held
 
@@ -501,10 +503,15 @@ class Worker:
         with self._lock:
             self._held.pop(round, None)
 
-    def _state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+    def prepare_copy(self) -> Callable[[], None]:
+        """Return what makes memory ready for the next copy of the state, in any thread."""
+        sizes = sizes_of(self.replica.tensors())
+        return lambda: self._copies.prepare(sizes)
+
+    def _state_dict(self, copied: Callable[[Any], Any] | None = None) -> dict[str, Any]:
         with self.parts.measure("host_device_parameters"):
             return {
-                "replica": self.replica.state_dict(copies=copies),
+                "replica": self.replica.state_dict(copied or self._copies.of),
                 "local_step": self.local_step,
                 "round": self.round,
                 "num_trained": len(self._trained),
@@ -521,3 +528,7 @@ class Worker:
             self._feedback[start, stop] = ErrorFeedback(parse_codec(compression))
             self._feedback[start, stop].load_state_dict(residual)
         load_generators(state["generators"], self._device)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -359,6 +359,7 @@ class WorkerActor:
         self._abandoned = threading.Event()
         self._num_written, self._may_write = 0, threading.Event()
         self._fed = bytearray()
+        self._is_prepared = False
         self._own_state = None if saved is None else _load_saved(saved)
         freeze_objects()
         return (node, os.getpid()), self._own_state is not None
@@ -470,7 +471,8 @@ class WorkerActor:
                 membership, self._held(roads[0]), snapshot, own_state, self._held(partners)
             )
             del own_state  # it may be as large as the replica
-            outcome = Outcome.GO_ON
+            outcome = self._worker.run_round()
+            self._prepare_copy()
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
             return outcome
@@ -479,6 +481,23 @@ class WorkerActor:
             self._partition.hold()
             for road in roads:
                 road.close()
+
+    def _prepare_copy(self) -> None:
+        """Make memory ready for the first checkpoint, once and beside the training.
+
+        After a round: before its first step an optimizer remembers nothing.
+        """
+        checkpoint = self._job.config.checkpoint
+        if self._is_prepared or not (checkpoint.every_s or checkpoint.every_epochs):
+            return
+        self._is_prepared = True
+        prepare = self._worker.prepare_copy()
+
+        def work() -> None:
+            give_way()
+            prepare()
+
+        threading.Thread(target=work, name="copy-of-state", daemon=True).start()
 
     def _held(self, road: Any) -> Any:
         """Return a road that this process's partitions hold back; without faults as it is."""
