@@ -455,7 +455,7 @@ class Replica:
             "is_by_parameter": is_by_parameter(self._optimizer, self.flat.parameters),
         }
 
-    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+    def _load_optimizer(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
         """Take over what :meth:`_optimizer_state` returned."""
         if self._optimizer is None or not state["optimizer"]:
             return
@@ -463,7 +463,7 @@ class Replica:
         if self.flat.num_reached and "is_by_parameter" in state:
             tensors = self.flat.parameters if state["is_by_parameter"] else [self.flat.weights]
             self._optimizer = self._make_optimizer(tensors)
-        load_state(self._optimizer, state["optimizer"])
+        load_state(self._optimizer, state["optimizer"], copies=copies)
 
     def tensors(self) -> dict[str, Any]:
         """Return what is large in the state, as it is: it changes with the next step."""
@@ -489,13 +489,13 @@ class Replica:
             "num_sent": dict(self._num_sent),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+    def load_state_dict(self, state: dict[str, Any], *, copies: bool = True) -> None:
+        """Take over what :meth:`state_dict` returned; without ``copies`` for good."""
         self.flat.weights.copy_(state["weights"])
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])
         self.flat.untrained.load(state.get("untrained", {}))  # earlier checkpoints have none
-        self._load_optimizer(state)
+        self._load_optimizer(state, copies=copies)
         self._distances.load(state["distances"])
         self._trusts.load(state["trust"])
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])

@@ -129,7 +129,8 @@ class Worker:
             membership: who trains.
             road: connects this worker with the others, or with the center.
             snapshot: the center they all start from.
-            own_state: what this worker kept in a checkpoint; None: nothing, or it is in memory.
+            own_state: what this worker kept in a checkpoint, or another one handed over; its
+                tensors are this worker's from here on. None: nothing, or it is in memory.
             partners: connects the workers that share this one's replica, if any do.
         """
         with self.parts.measure("initialization"):
@@ -521,7 +522,7 @@ class Worker:
             }
 
     def _load_state(self, state: dict[str, Any], compression: str) -> None:
-        self.replica.load_state_dict(state["replica"])
+        self.replica.load_state_dict(state["replica"], copies=False)
         self.local_step = state["local_step"]
         self._losses.load_state_dict(state)
         for start, stop, residual in state["feedback"]:
