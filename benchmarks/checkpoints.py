@@ -142,12 +142,12 @@ def cost_of(
     words = [
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--batch-size", "4",
         "--workers", str(num_workers), "--period", str(_PERIOD), "--samples", _ENDLESS,
-        "--method", "sync-easgd", "--momentum", "0.9", "--lr", "0.0001",
+        "--method", "sync-easgd", "--lr", "0.0001",
         "--cpus-per-worker", "0.1", "--evaluation.every-epochs", _ENDLESS,
         "--checkpoint.every-s", f"{_EVERY_S:g}",
         "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip
-    words += [] if center_megabytes is None else ["--optimizer", OPTIMIZER]
+    words += ["--momentum", "0.9"] if center_megabytes is None else ["--optimizer", OPTIMIZER]
     with Watched(words) as run:
         folder = run.folder / "run"
         looking = Looking(run.process.pid, folder)

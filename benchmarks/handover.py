@@ -2,22 +2,25 @@
 
 Command:   python -m benchmarks.handover           (--quick: 60 MB instead of 4 GB)
 
-Two workers train, with the default lease; ``raydl remove`` takes one out, and another one comes in
-its place, for fewer may not train. Nearly all of a replica is what its optimizer remembers
-(``large_replicas.py``), so that a machine of 24 GB holds three of them and what is copied. Ray's
-object store has 200 MB. Looked at from outside:
+Two workers train, with the default lease, each on a node; one node drains, and another worker comes
+in the place of its own. With ``--remove`` it is ``raydl remove`` that takes a worker out, and fewer
+may not train: then all wait meanwhile, and a checkpoint is written first. Nearly all of a replica
+is what its optimizer remembers (``large_replicas.py``), so that 24 GB hold three of them. Ray's
+object stores have 200 MB each. Looked at from outside:
 
-driver, private     the most private memory of the driver (RssAnon) from the removal until both
+driver, private     the most private memory of the driver (RssAnon) from the drain until both
                     train again, less its most before, in replicas
 driver, all         the same of all its memory (VmRSS)
 handed over MB      the most that lay in the run's ``handovers``
-to join s           from the removal to the first step of the new worker
+to join s           from the drain to the first step of the new worker
 pause s             the longest time between two steps of the worker that stays
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -52,8 +55,13 @@ class Cost:
     pause_s: float
 
 
-def cost_of(method: str, megabytes: int) -> Cost:
+def cost_of(method: str, megabytes: int, *, removes: bool) -> Cost:
     """Return what one handover cost.
+
+    Args:
+        method: of the training.
+        megabytes: of a replica.
+        removes: the worker is taken out; else its node drains.
 
     Raises:
         WatchError: the run did not do what was waited for, a worker was lost, or the new one did
@@ -63,12 +71,12 @@ def cost_of(method: str, megabytes: int) -> Cost:
     os.environ.update(sizes(weights=center, memory=max(4, replica - 3 * center)))
     words = [
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--optimizer", OPTIMIZER,
-        "--batch-size", "4", "--workers", "2", "--period", "4", "--samples", _ENDLESS,
-        "--method", method, "--lr", "0.0001", "--cpus-per-worker", "0.1",
+        "--batch-size", "4", "--workers", "2" if removes else "1:2", "--period", "4",
+        "--samples", _ENDLESS, "--method", method, "--lr", "0.0001",
         "--evaluation.every-epochs", _ENDLESS, "--checkpoint.every-s", "None",
         "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip
-    with Cluster(4) as cluster, Watched(words, cluster) as run:
+    with Cluster(num_nodes=3) as cluster, Watched(words, cluster) as run:
         folder = run.folder / "run"
         looking = Looking(run.process.pid, folder)
         looking.start()
@@ -79,7 +87,10 @@ def cost_of(method: str, megabytes: int) -> Cost:
 
         run.wait_until(lambda: have_stepped(2), "both train", within_s=_UP_S)
         removed_at, wall = time.monotonic(), time.time()
-        _remove(folder)
+        if removes:
+            _remove(folder)
+        else:
+            _drain(cluster, folder)
         sizes_seen = [0]
 
         def has_joined() -> bool:
@@ -113,6 +124,21 @@ def _remove(folder: Path) -> None:
     )  # fmt: skip
 
 
+def _drain(cluster: Cluster, folder: Path) -> None:
+    """Give the node of the last worker notice, as an operator does."""
+    workers = json.loads((folder / "status.json").read_text())["workers"]
+    nodes = re.findall(r"^node (\w+)$", cluster.said(), re.MULTILINE)
+    (node,) = [node for node in nodes if node.endswith(workers[-1]["node"])]
+    words = [
+        str(Path(sys.executable).with_name("ray")), "drain-node",
+        "--address", cluster.environment["RAY_ADDRESS"], "--node-id", node,
+        "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
+        "--deadline-remaining-seconds", "600",
+    ]  # fmt: skip
+    environment = {**os.environ, **cluster.environment}
+    subprocess.run(words, env=environment, check=True, timeout=60, capture_output=True)
+
+
 def _bytes_in(folder: Path) -> int:
     found = 0
     for entry in os.scandir(folder) if folder.exists() else ():
@@ -130,11 +156,15 @@ def main() -> None:
         __doc__,
         megabytes={"type": int, "help": "of a replica"},
         method={"default": "sync-easgd", "help": "of the training"},
+        remove={"action": "store_true", "help": "the worker, instead of a drain of its node"},
     )
     options = parser.parse_args()
     megabytes = options.megabytes or (QUICK_MEGABYTES if options.quick else MEGABYTES)
     report = Report.of_command("handover", options)
-    costs = [cost_of(options.method, megabytes) for _ in range(options.repeats or 1)]
+    costs = [
+        cost_of(options.method, megabytes, removes=options.remove)
+        for _ in range(options.repeats or 1)
+    ]
     report.table(
         ("driver, private", "driver, all", "handed over MB", "to join s", "pause s"),
         [
@@ -143,7 +173,7 @@ def main() -> None:
             for c in costs
         ],
     )  # fmt: skip
-    case = f"handover.{megabytes}MB.{options.method}"
+    case = f"handover.{megabytes}MB.{options.method}{'.remove' if options.remove else ''}"
     report.judge(
         Figure(
             name=f"{case}.driver-private-replicas",

@@ -505,9 +505,15 @@ class Worker:
             self._held.pop(round, None)
 
     def prepare_copy(self) -> Callable[[], None]:
-        """Return what makes memory ready for the next copy of the state, in any thread."""
-        sizes = sizes_of(self.replica.tensors())
-        return lambda: self._copies.prepare(sizes)
+        """Return what makes memory ready for a first checkpoint, in any thread."""
+        assert self._schedule is not None, "join comes first"
+        sizes, prepare_center = sizes_of(self.replica.tensors()), self._schedule.prepare_copy()
+
+        def prepare() -> None:
+            self._copies.prepare(sizes)
+            prepare_center()
+
+        return prepare
 
     def _state_dict(self, copied: Callable[[Any], Any] | None = None) -> dict[str, Any]:
         with self.parts.measure("host_device_parameters"):

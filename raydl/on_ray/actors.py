@@ -491,13 +491,9 @@ class WorkerActor:
         if self._is_prepared or not (checkpoint.every_s or checkpoint.every_epochs):
             return
         self._is_prepared = True
+        # It does not give way: on a busy machine it would not be done in time.
         prepare = self._worker.prepare_copy()
-
-        def work() -> None:
-            give_way()
-            prepare()
-
-        threading.Thread(target=work, name="copy-of-state", daemon=True).start()
+        threading.Thread(target=prepare, name="copy-of-state", daemon=True).start()
 
     def _held(self, road: Any) -> Any:
         """Return a road that this process's partitions hold back; without faults as it is."""
