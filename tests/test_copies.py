@@ -3,7 +3,9 @@
 import threading
 
 import torch
+from conftest import Ensemble, tiny_images
 
+from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.copies import Copies, sizes_of
 
 LARGE = 1 << 18  # floats: a block of its own
@@ -87,3 +89,29 @@ def test_memory_that_was_made_ready_beforehand_is_taken_first():
     ready = {block._memory.ctypes.data for block in copies._blocks}
     assert len(ready) == 3
     assert places(copies.of(state)) == ready
+
+
+def test_a_worker_copies_state_and_center_to_memory_that_was_made_ready(monkeypatch):
+    monkeypatch.setattr("raydl.copies._LEAST_BYTES", 1)
+    worker = trained_worker()
+    worker.prepare_copy()()
+    ready = {
+        block._memory.ctypes.data
+        for copies in (worker._copies, worker._schedule._copies)
+        for block in copies._blocks
+    }
+    replica, center = worker.take_kept(-1)["replica"], worker.center()
+    tensors = [replica["weights"], replica["gradients"]]
+    tensors.append(replica["optimizer"]["state"][0]["momentum_buffer"])
+    assert {t.data_ptr() for t in tensors} | {center.weights.ctypes.data} <= ready
+
+
+def trained_worker():
+    config = TrainConfig(
+        method=MethodConfig(name="sync-easgd", period=1),
+        training=TrainingConfig(epochs=50, batch_size=4),
+        optimizer=OptimizerConfig(momentum=0.9),
+    )
+    ensemble = Ensemble(config, num_workers=1, images=tiny_images(16)).join()
+    ensemble.run(rounds=2)
+    return ensemble.workers[0]
