@@ -16,8 +16,8 @@ MB/s                bytes of a checkpoint's files over the time from its folder 
 
 The memory is read every 10 ms from /proc. Workers, driver and disk share one machine, which has to
 hold some twelve replicas for each worker. With ``--center-megabytes`` the weights are only so
-large, and the rest of a state is what the optimizer remembers: for many workers with large files on
-one machine.
+large, and the rest of a state is what the optimizer remembers, which lies in memory but once, as
+the copy to be written: for many workers with large files on one machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from benchmarks.large_replicas import MODEL, OPTIMIZER, sizes
+from benchmarks.large_replicas import LIGHT_OPTIMIZER, MODEL, sizes
 from benchmarks.measure import Figure, Report, Spread, options_of
 from benchmarks.programs import end_cleanly
 from benchmarks.watching import Step, Watched
@@ -147,7 +147,7 @@ def cost_of(
         "--checkpoint.every-s", f"{_EVERY_S:g}",
         "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip
-    words += ["--momentum", "0.9"] if center_megabytes is None else ["--optimizer", OPTIMIZER]
+    words += ["--momentum", "0.9"] if center_megabytes is None else ["--optimizer", LIGHT_OPTIMIZER]
     with Watched(words) as run:
         folder = run.folder / "run"
         looking = Looking(run.process.pid, folder)

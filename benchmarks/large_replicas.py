@@ -8,7 +8,7 @@ the same. The sizes come from the environment, since each process builds its own
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.watching import _note
@@ -17,6 +17,8 @@ MODEL = "benchmarks.large_replicas:wide"
 """What ``--model`` takes for a network of so many bytes, whose steps are noted."""
 OPTIMIZER = "benchmarks.large_replicas:remembering"
 """What ``--optimizer`` takes for SGD that remembers so many bytes."""
+LIGHT_OPTIMIZER = "benchmarks.large_replicas:repeating"
+"""The same, but all that it remembers is one number: it takes no memory before it is copied."""
 _WEIGHTS, _MEMORY = "RAYDL_BENCHMARK_WEIGHT_BYTES", "RAYDL_BENCHMARK_MEMORY_BYTES"
 _FIRST = 3
 """The step with which an optimizer begins to remember; a driver that tries one takes fewer."""
@@ -50,13 +52,26 @@ def remembering(parameters: list[Any]) -> Any:
     """Return an SGD that remembers as many bytes as the environment says, and changes some."""
     import torch
 
+    return _sgd(parameters, lambda count: torch.full((count,), 0.5))
+
+
+def repeating(parameters: list[Any]) -> Any:
+    """Return an SGD that remembers one number, as often as the environment says."""
+    import torch
+
+    return _sgd(parameters, lambda count: torch.full((1,), 0.5).expand(count))
+
+
+def _sgd(parameters: list[Any], remember: Callable[[int], Any]) -> Any:
+    import torch
+
     class Remembering(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             loss = super().step(closure)
             state: Any = self.state[self.param_groups[0]["params"][0]]
             number = state["num_steps"] = state.get("num_steps", 0) + 1
             if number >= _FIRST and "memory" not in state:
-                state["memory"] = torch.full((int(os.environ[_MEMORY]) // 4,), 0.5)
+                state["memory"] = remember(int(os.environ[_MEMORY]) // 4)
             if number > _FIRST:
                 state["memory"][number % len(state["memory"])] += 1
             return loss
