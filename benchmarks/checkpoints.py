@@ -7,7 +7,7 @@ state (weights, gradients, momentum) is three times its replica; its size is ``-
 checkpoint is written every few seconds. Looked at from outside:
 
 driver, private     the most private memory of the driver (RssAnon) while checkpoints are written,
-                    less its most before the first one, in replicas
+                    less its most before the first one, in replicas: thirds of a state
 driver, all         the same of all its memory (VmRSS), with what it shares with other processes
 pause               the longest time between two steps of a worker around a checkpoint, less the
                     median over its rounds of the longest time in each: the notes of each step
@@ -166,7 +166,7 @@ def cost_of(
         steps = run.steps()
         looking.ended.set()
         run.end(within_s=_END_S)
-    return _cost(looking, whole, steps, replica)
+    return _cost(looking, whole, steps, state // 3)
 
 
 def _cost(

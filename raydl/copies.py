@@ -8,6 +8,7 @@ in it, and the memory of the first copy is made ready beforehand.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -58,12 +59,14 @@ class Copies:
         return copy
 
     def prepare(self, sizes: list[int]) -> None:
-        """Make memory ready for the next copy, in any thread.
+        """Make memory ready for the next copy, as far as it is not there; in any thread.
 
         Args:
             sizes: of its tensors, as :func:`sizes_of` returns them.
         """
-        blocks = [_Block(size) for size in sizes if size >= _LEAST_BYTES]
+        ready = Counter(block.num_bytes for block in list(self._blocks) if block.is_free)
+        missing = Counter(size for size in sizes if size >= _LEAST_BYTES) - ready
+        blocks = [_Block(size) for size in missing.elements()]
         for block in blocks:
             block.lend().zero_()  # touches each page
         self._blocks += blocks

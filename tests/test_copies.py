@@ -88,6 +88,8 @@ def test_memory_that_was_made_ready_beforehand_is_taken_first():
     thread.join()
     ready = {block._memory.ctypes.data for block in copies._blocks}
     assert len(ready) == 3
+    copies.prepare(sizes_of(state))
+    assert {block._memory.ctypes.data for block in copies._blocks} == ready, "it is there"
     assert places(copies.of(state)) == ready
 
 

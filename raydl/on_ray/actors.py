@@ -359,7 +359,7 @@ class WorkerActor:
         self._abandoned = threading.Event()
         self._num_written, self._may_write = 0, threading.Event()
         self._fed = bytearray()
-        self._is_prepared = False
+        self._num_prepared = 0
         self._own_state = None if saved is None else _load_saved(saved)
         freeze_objects()
         return (node, os.getpid()), self._own_state is not None
@@ -471,6 +471,7 @@ class WorkerActor:
                 membership, self._held(roads[0]), snapshot, own_state, self._held(partners)
             )
             del own_state  # it may be as large as the replica
+            self._prepare_copy()
             outcome = self._worker.run_round()
             self._prepare_copy()
             while outcome is Outcome.GO_ON:
@@ -483,14 +484,14 @@ class WorkerActor:
                 road.close()
 
     def _prepare_copy(self) -> None:
-        """Make memory ready for the first checkpoint, once and beside the training.
+        """Make memory ready for the first checkpoint, beside the training.
 
-        After a round: before its first step an optimizer remembers nothing.
+        Before the first round, and after it: without a step an optimizer remembers nothing.
         """
         checkpoint = self._job.config.checkpoint
-        if self._is_prepared or not (checkpoint.every_s or checkpoint.every_epochs):
+        if self._num_prepared > 1 or not (checkpoint.every_s or checkpoint.every_epochs):
             return
-        self._is_prepared = True
+        self._num_prepared += 1
         # It does not give way: on a busy machine it would not be done in time.
         prepare = self._worker.prepare_copy()
         threading.Thread(target=prepare, name="copy-of-state", daemon=True).start()
