@@ -7,7 +7,7 @@ state (weights, gradients, momentum) is three times its replica; its size is ``-
 checkpoint is written every few seconds. Looked at from outside:
 
 driver, private     the most private memory of the driver (RssAnon) while checkpoints are written,
-                    less its most before the first one, in replicas
+                    less its most before the first one, in replicas: thirds of a state
 driver, all         the same of all its memory (VmRSS), with what it shares with other processes
 pause               the longest time between two steps of a worker around a checkpoint, less the
                     median over its rounds of the longest time in each: the notes of each step
@@ -15,7 +15,9 @@ pause               the longest time between two steps of a worker around a chec
 MB/s                bytes of a checkpoint's files over the time from its folder to its manifest
 
 The memory is read every 10 ms from /proc. Workers, driver and disk share one machine, which has to
-hold some twelve replicas for each worker.
+hold some twelve replicas for each worker. With ``--center-megabytes`` the weights are only so
+large, and the rest of a state is what the optimizer remembers, which lies in memory but once, as
+the copy to be written: for many workers with large files on one machine.
 """
 
 from __future__ import annotations
@@ -28,43 +30,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from benchmarks.large_replicas import LIGHT_OPTIMIZER, MODEL, sizes
 from benchmarks.measure import Figure, Report, Spread, options_of
 from benchmarks.programs import end_cleanly
-from benchmarks.watching import Step, Watched, _note
+from benchmarks.watching import Step, Watched
 
 NUM_WORKERS, QUICK_WORKERS = 4, 2
 MEGABYTES, QUICK_MEGABYTES = 500, 60
 """Of a worker's state."""
 NUM_CHECKPOINTS, QUICK_CHECKPOINTS = 3, 1
 PRIVATE_TARGET, PAUSE_TARGET_S = 1.2, 1.0
-MODEL = "benchmarks.checkpoints:wide"
-_REPLICA = "RAYDL_BENCHMARK_REPLICA_BYTES"
 _EVERY_S = 8.0
 _PERIOD = 4
 _LOOK_EVERY_S = 0.01
 _UP_S, _END_S = 240.0, 180.0
 _ENDLESS = "1000000000"
-
-
-def wide(image_shape: tuple[int, int, int], num_classes: int) -> Any:
-    """Return a network of as many bytes as the environment says, that notes its steps."""
-    import torch
-
-    pixels = image_shape[0] * image_shape[1] * image_shape[2]
-    width = int(os.environ[_REPLICA]) // 4 // (pixels + num_classes)
-    model = torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(pixels, width), torch.nn.Linear(width, num_classes)
-    )
-    _note("built", 0)
-
-    def note_step(_: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            outputs.register_hook(lambda _: _note("steps", len(inputs[0])))
-
-    model.register_forward_hook(note_step)
-    return model
 
 
 @dataclass(frozen=True)
@@ -114,6 +95,7 @@ class Cost:
 
     private: float
     """In replicas."""
+    private_megabytes: float
     all: float
     """In replicas."""
     pause_s: float
@@ -140,22 +122,32 @@ def pause_of(steps: Sequence[Step], windows: Sequence[tuple[float, float]]) -> t
     return max(near) - usual, median(gap for _, gap in gaps)
 
 
-def cost_of(num_workers: int, megabytes: int, num_checkpoints: int) -> Cost:
+def cost_of(
+    num_workers: int, megabytes: int, num_checkpoints: int, center_megabytes: int | None = None
+) -> Cost:
     """Return what checkpoints cost in one run.
+
+    Args:
+        num_workers: how many.
+        megabytes: of each worker's state.
+        num_checkpoints: that are waited for.
+        center_megabytes: of the weights; None: weights, gradients and momentum are the state.
 
     Raises:
         WatchError: the run did not do what was waited for.
     """
-    replica = megabytes * 1_000_000 // 3
-    os.environ[_REPLICA] = str(replica)
+    state = megabytes * 1_000_000
+    replica = state // 3 if center_megabytes is None else center_megabytes * 1_000_000
+    os.environ.update(sizes(weights=replica, memory=state - 3 * replica))
     words = [
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--batch-size", "4",
         "--workers", str(num_workers), "--period", str(_PERIOD), "--samples", _ENDLESS,
-        "--method", "sync-easgd", "--momentum", "0.9", "--lr", "0.0001",
+        "--method", "sync-easgd", "--lr", "0.0001",
         "--cpus-per-worker", "0.1", "--evaluation.every-epochs", _ENDLESS,
         "--checkpoint.every-s", f"{_EVERY_S:g}",
         "--run-dir", "{folder}/run", "--run.progress", "plain",
     ]  # fmt: skip
+    words += ["--momentum", "0.9"] if center_megabytes is None else ["--optimizer", LIGHT_OPTIMIZER]
     with Watched(words) as run:
         folder = run.folder / "run"
         looking = Looking(run.process.pid, folder)
@@ -174,7 +166,7 @@ def cost_of(num_workers: int, megabytes: int, num_checkpoints: int) -> Cost:
         steps = run.steps()
         looking.ended.set()
         run.end(within_s=_END_S)
-    return _cost(looking, whole, steps, replica)
+    return _cost(looking, whole, steps, state // 3)
 
 
 def _cost(
@@ -195,8 +187,10 @@ def _cost(
     pauses = [pause_of(of_worker, windows) for of_worker in steps.values() if len(of_worker) > 9]
     seconds = sum(ended - looking.begun[name] for name, (ended, _) in whole.items())
     num_bytes = sum(size for _, size in whole.values())
+    private = max(x.private for x in after) - max(x.private for x in before)
     return Cost(
-        private=(max(x.private for x in after) - max(x.private for x in before)) / replica,
+        private=private / replica,
+        private_megabytes=private / 1e6,
         all=(max(x.all for x in after) - max(x.all for x in before)) / replica,
         pause_s=max(pause for pause, _ in pauses),
         step_s=median(step for _, step in pauses),
@@ -212,6 +206,7 @@ def main() -> None:
         __doc__,
         workers={"type": int, "help": "how many"},
         megabytes={"type": int, "help": "of a worker's state"},
+        center_megabytes={"type": int, "help": "of the weights; a third of the state"},
     )
     options = parser.parse_args()
     quick = options.quick
@@ -219,13 +214,19 @@ def main() -> None:
     megabytes = options.megabytes or (QUICK_MEGABYTES if quick else MEGABYTES)
     report = Report.of_command("checkpoints", options)
     costs = [
-        cost_of(num_workers, megabytes, QUICK_CHECKPOINTS if quick else NUM_CHECKPOINTS)
+        cost_of(
+            num_workers,
+            megabytes,
+            QUICK_CHECKPOINTS if quick else NUM_CHECKPOINTS,
+            options.center_megabytes,
+        )
         for _ in range(options.repeats or 1)
     ]
     report.table(
-        ("driver, private", "driver, all", "pause s", "usual step s", "MB/s", "MB"),
+        ("driver, private", "in MB", "driver, all", "pause s", "usual step s", "MB/s", "MB"),
         [
-            (f"{c.private:.2f}", f"{c.all:.2f}", f"{c.pause_s:.2f}", f"{c.step_s:.2f}",
+            (f"{c.private:.2f}", f"{c.private_megabytes:.1f}", f"{c.all:.2f}",
+             f"{c.pause_s:.2f}", f"{c.step_s:.2f}",
              f"{c.megabytes_per_s:.0f}", f"{c.megabytes:.0f}")
             for c in costs
         ],

@@ -509,6 +509,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
     from raydl.on_ray.crew import RayCrew
     from raydl.own_loop.terms import Endless, TheirLoop
     from raydl.reports import WorkerReport
+    from raydl.storage import Storage
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd"),
@@ -548,7 +549,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
             actor = ray.remote(num_cpus=0)(Center)
             dataset: Any = mock.Mock(train=0, test=0)
             prepare: Any = mock.Mock()
-            super().__init__(job, dataset, prepare, {})
+            super().__init__(job, dataset, prepare, {}, Storage(tempfile.gettempdir()))
             self._workers = dict(workers)
             self._places = dict.fromkeys(["center", *workers], (self._home, os.getpid()))
             self._events = [WorkerReady(w) for w in workers]

@@ -42,6 +42,18 @@ context = ray.init(
 print("up at", context.address_info["gcs_address"], flush=True)
 signal.pause()
 """
+_CLUSTER_OF_NODES = """
+import signal
+from ray.cluster_utils import Cluster
+sizes = dict(object_store_memory={store_bytes})
+cluster = Cluster(
+    initialize_head=True, head_node_args=dict(num_cpus=0, include_dashboard=False, **sizes),
+)
+for _ in range({num_nodes}):
+    print("node", cluster.add_node(num_cpus=1, **sizes).node_id)
+print("up at", cluster.address, flush=True)
+signal.pause()
+"""
 _Session = TypeVar("_Session", bound="Session")
 _files: dict[tuple[int, str], int] = {}
 
@@ -162,10 +174,13 @@ class Cluster(Session):
 
     Args:
         num_cpus: that Ray hands out, however many there are.
+        num_nodes: with one CPU each, instead, beside a head that has none; 0: one node.
     """
 
-    def __init__(self, num_cpus: int) -> None:
-        program = _CLUSTER.format(num_cpus=num_cpus, store_bytes=_OBJECT_STORE_BYTES)
+    def __init__(self, num_cpus: int = 0, *, num_nodes: int = 0) -> None:
+        program = (_CLUSTER_OF_NODES if num_nodes else _CLUSTER).format(
+            num_cpus=num_cpus, num_nodes=num_nodes, store_bytes=_OBJECT_STORE_BYTES
+        )
         super().__init__([sys.executable, "-c", program], {"RAY_AUTH_MODE": "disabled"})
         self.environment: dict[str, str] = {}
         """Of a run on it."""

@@ -234,11 +234,14 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_share", 1.0)
 
 
-def load_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load what an optimizer remembers; its settings stay those of now."""
+def load_state(optimizer: Optimizer, state: dict[str, Any], *, copies: bool = True) -> None:
+    """Load what an optimizer remembers; its settings stay those of now.
+
+    torch keeps the tensors that it is given, so they are copied, for a snapshot is shared with
+    others; without ``copies`` they are the optimizer's from here on.
+    """
     settings = [{**group} for group in optimizer.param_groups]
-    # torch keeps the tensors it is given; a snapshot is shared with others.
-    optimizer.load_state_dict(copied_to_cpu(state))
+    optimizer.load_state_dict(copied_to_cpu(state) if copies else state)
     for group, before in zip(optimizer.param_groups, settings, strict=True):
         group.update(before)
 

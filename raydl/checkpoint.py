@@ -45,7 +45,7 @@ from torch import Tensor
 from raydl import tensor_files
 from raydl.errors import CheckpointError, ConfigError, StateLostError
 from raydl.redaction import redact
-from raydl.storage import Storage, Sum, below, in_words
+from raydl.storage import Storage, Sum, Summing, below, in_words
 from raydl.tensor_files import TensorFile, view_of
 
 FORMAT = 2
@@ -114,7 +114,7 @@ SavedPlace = tuple[str, str, Sum]
 
 @dataclass(frozen=True)
 class SavedState:
-    """A worker's state in a file of a checkpoint."""
+    """A worker's state in a file, of a checkpoint or for the one that comes in its place."""
 
     storage: Storage
     name: str
@@ -133,25 +133,21 @@ class SavedState:
         return below(self.storage.root, self.name)
 
     def load(self) -> dict[str, Any]:
-        """Read the state.
+        """Read the state; each of its tensors has its own memory.
 
         Raises:
             CheckpointError: it can not be read here, or is damaged.
         """
+        sums = Summing(self.storage.read_pieces(self.name))
         try:
-            return self.parse(self.storage.read_whole(self.name))
+            tensors, metadata = tensor_files.read(sums.pieces(), self.written.num_bytes)
         except OSError as error:
             raise CheckpointError(self.path, f"can not be read: {in_words(error)}") from error
-
-    def parse(self, data: bytearray) -> dict[str, Any]:
-        """Return the state from the contents of the file, in which its tensors stay.
-
-        Raises:
-            CheckpointError: they are damaged.
-        """
-        if Sum.of(_slices(data)) != self.written:
+        except ValueError as error:
+            raise CheckpointError(self.path, f"is damaged: {error}") from error
+        if sums.sum != self.written:
             raise CheckpointError(self.path, "is damaged: its checksum is another")
-        return unpack(data)
+        return _state_of(tensors, metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -744,11 +740,15 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 def unpack(data: bytearray) -> dict[str, Any]:
     """Return what :func:`pack` was given; its tensors lie in ``data``."""
     tensors, metadata = tensor_files.parse(data)
-    state: dict[str, Any] = _filled(json.loads((metadata or {})["outline"]), tensors)
+    return _state_of(tensors, metadata or {})
+
+
+def _state_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    state: dict[str, Any] = _filled(json.loads(metadata["outline"]), tensors)
     return state
 
 
-def _filled(outline: Any, tensors: dict[str, Tensor]) -> Any:
+def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(outline, dict):
         return outline
     ((kind, content),) = outline.items()

@@ -73,10 +73,17 @@ class Changed:
 
 @dataclass(frozen=True)
 class HandedIn:
-    """The state of a worker that leaves is here."""
+    """The state of a worker that leaves is kept: the worker itself may go."""
 
     worker_id: str
-    state: dict[str, Any]
+    state: SavedState
+
+
+@dataclass(frozen=True)
+class TookOver:
+    """A worker that is new has what it was handed over, and starts as that replica."""
+
+    worker_id: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ class GaveUp:
     """Something that was asked for will not come, since a process went away meanwhile."""
 
     task: str
-    """``checkpoint``, ``evaluation``, ``publication``, ``state of w3``, ``saved state of w3``."""
+    """``checkpoint``, ``evaluation``, ``publication``, ``state of w3``, ``saved state of w3``,
+    ``handover to w4``."""
     reason: str
 
 
@@ -206,6 +214,7 @@ Event = (
     | Draining
     | Changed
     | HandedIn
+    | TookOver
     | GaveUp
     | Failed
     | Lost
@@ -253,9 +262,8 @@ class Crew(Protocol):
         Args:
             membership: who trains.
             round: one that the center holds.
-            own_states: by worker, what another one handed in or, of a worker asked for with one,
-                its own of a checkpoint; one that is absent starts at the center or goes on with
-                what it has in memory.
+            own_states: by worker, the state that it was asked for with or handed over, and has by
+                now; one that is absent starts at the center or goes on with what it has in memory.
         """
         ...
 
@@ -291,7 +299,15 @@ class Crew(Protocol):
         ...
 
     def hand_in(self, worker_id: str) -> None:
-        """Gather the state of a worker that has left its loop."""
+        """Keep the state of a worker that has left its loop for good, in the run's storage."""
+        ...
+
+    def hand_over(self, worker_id: str, state: SavedState) -> None:
+        """Let a worker that has not trained yet take over what another one handed in."""
+        ...
+
+    def forget(self, state: SavedState) -> None:
+        """Delete what a worker handed in: it is where it is needed, or nobody will need it."""
         ...
 
     def inflict(self, fault: Fault) -> None:

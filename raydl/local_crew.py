@@ -172,6 +172,12 @@ class LocalCrew:
     def hand_in(self, worker_id: str) -> None:
         """Do nothing: nobody leaves."""
 
+    def hand_over(self, worker_id: str, state: SavedState) -> None:
+        """Do nothing: nobody comes."""
+
+    def forget(self, state: SavedState) -> None:
+        """Do nothing: nothing was handed in."""
+
     def inflict(self, fault: Fault) -> None:
         """Do nothing: the center is this process."""
 

@@ -27,6 +27,7 @@ from raydl.optimizers import is_by_parameter, no_gradient_text, split_by_paramet
 from raydl.rules import Rule, Sends, Tally
 from raydl.talk import Exchange, Header, Partners, Talk
 from raydl.task import Task, in_precision
+from raydl.tensor_files import view_of
 from raydl.trust import Trusts
 from raydl.untrained import as_tensors
 
@@ -435,7 +436,8 @@ class Replica:
         own = io.BytesIO()
         if is_first:
             untrained = as_tensors(self.flat.untrained.own())
-            torch.save({**self._optimizer_state(), "untrained": untrained}, own)
+            optimizer = copied_to_cpu(self._optimizer_state())
+            torch.save({**optimizer, "untrained": untrained}, own)
         content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
         others = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
         if not is_first:
@@ -445,15 +447,15 @@ class Replica:
         return others[0]
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Return a copy of what the inner optimizer remembers, and whether by parameter."""
+        """Return what the inner optimizer remembers, as it is, and whether by parameter."""
         if self._optimizer is None:
             return {"optimizer": {}}
         return {
-            "optimizer": copied_to_cpu(self._optimizer.state_dict()),
+            "optimizer": self._optimizer.state_dict(),
             "is_by_parameter": is_by_parameter(self._optimizer, self.flat.parameters),
         }
 
-    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+    def _load_optimizer(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
         """Take over what :meth:`_optimizer_state` returned."""
         if self._optimizer is None or not state["optimizer"]:
             return
@@ -461,29 +463,39 @@ class Replica:
         if self.flat.num_reached and "is_by_parameter" in state:
             tensors = self.flat.parameters if state["is_by_parameter"] else [self.flat.weights]
             self._optimizer = self._make_optimizer(tensors)
-        load_state(self._optimizer, state["optimizer"])
+        load_state(self._optimizer, state["optimizer"], copies=copies)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of all that this replica needs to go on, on the CPU."""
+    def tensors(self) -> dict[str, Any]:
+        """Return what is large in the state, as it is: it changes with the next step."""
         return {
-            "weights": self.flat.weights.detach().cpu().clone(),
-            "buffers": self.flat.buffers.detach().cpu().clone(),
-            "gradients": self.flat.gradients.detach().cpu().clone(),
-            "untrained": as_tensors(self.flat.untrained.own()),
+            "weights": self.flat.weights.detach(),
+            "buffers": self.flat.buffers.detach(),
+            "gradients": self.flat.gradients.detach(),
             **self._optimizer_state(),
+        }
+
+    def state_dict(self, copied: Callable[[Any], Any] = copied_to_cpu) -> dict[str, Any]:
+        """Return all that this replica needs to go on.
+
+        Args:
+            copied: returns nested dicts and lists with copies of all tensors.
+        """
+        return {
+            **copied(self.tensors()),
+            "untrained": {name: view_of(a) for name, a in self.flat.untrained.own().items()},
             "distances": self._distances.state(),
             "trust": self._trusts.state(),
             "num_seen": self._num_seen,
             "num_sent": dict(self._num_sent),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+    def load_state_dict(self, state: dict[str, Any], *, copies: bool = True) -> None:
+        """Take over what :meth:`state_dict` returned; without ``copies`` for good."""
         self.flat.weights.copy_(state["weights"])
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])
         self.flat.untrained.load(state.get("untrained", {}))  # earlier checkpoints have none
-        self._load_optimizer(state)
+        self._load_optimizer(state, copies=copies)
         self._distances.load(state["distances"])
         self._trusts.load(state["trust"])
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])

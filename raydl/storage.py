@@ -140,10 +140,30 @@ class Sum(NamedTuple):
     @classmethod
     def of(cls, pieces: Iterable[Any]) -> Sum:
         """Return that of contents that come in pieces."""
-        num_bytes = crc32 = 0
-        for piece in pieces:
-            num_bytes, crc32 = num_bytes + len(piece), zlib.crc32(piece, crc32)
-        return cls(num_bytes, crc32)
+        sums = Summing(pieces)
+        for _ in sums.pieces():
+            pass
+        return sums.sum
+
+
+class Summing:
+    """Takes the sum of contents while somebody else reads them.
+
+    Args:
+        pieces: the contents.
+    """
+
+    def __init__(self, pieces: Iterable[Any]) -> None:
+        self._pieces = iter(pieces)
+        self.sum = Sum(0, 0)
+        """Of what has been read."""
+
+    def pieces(self) -> Iterator[Any]:
+        """Yield what has not been read yet."""
+        for piece in self._pieces:
+            num_bytes, crc32 = self.sum
+            self.sum = Sum(num_bytes + len(piece), zlib.crc32(piece, crc32))
+            yield piece
 
 
 @dataclass

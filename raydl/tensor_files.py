@@ -130,7 +130,63 @@ def parse(data: bytearray) -> tuple[dict[str, Tensor], dict[str, str] | None]:
     return tensors, metadata
 
 
-def _tensor_in(data: bytearray, start: int, entry: Mapping[str, Any]) -> Tensor:
+def read(pieces: Iterator[bytes], num_bytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return (tensors, metadata) of a file that comes in pieces; each tensor has its own memory.
+
+    So of a large file those tensors are gone that nobody keeps, and there is no other copy of it.
+
+    Args:
+        pieces: the contents in order.
+        num_bytes: of all of them.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    source = _Pieces(pieces)
+    size = int.from_bytes(bytes(source.take(8)), "little")
+    if not 0 < size <= min(num_bytes - 8, _MAX_HEADER_BYTES):
+        raise ValueError("it is damaged: its header is longer than the file")
+    try:
+        header = json.loads(bytes(source.take(size)))
+        metadata = header.pop("__metadata__", None) or {}
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        tensors, at = {}, 0
+        for name, entry in entries:
+            begin, end = entry["data_offsets"]
+            if begin != at or end < begin or 8 + size + end > num_bytes:
+                raise ValueError(f"{name} is not where it should be")
+            tensors[name] = _tensor_in(source.take(end - begin), -begin, entry)
+            at = end
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"it is damaged: {error}") from error
+    if len(source.take(1)):
+        raise ValueError("it is damaged: its length is another")
+    return tensors, metadata
+
+
+class _Pieces:
+    """Contents that come in pieces, taken in other ones."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._rest = memoryview(b"")
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Return the next bytes, fewer at the end."""
+        taken = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        filled = 0
+        while filled < num_bytes:
+            if not self._rest:
+                self._rest = memoryview(next(self._pieces, b""))
+                if not self._rest:
+                    break
+            part = self._rest[: num_bytes - filled]
+            taken[filled : filled + len(part)] = part
+            self._rest, filled = self._rest[len(part) :], filled + len(part)
+        return taken[:filled]
+
+
+def _tensor_in(data: bytearray | np.ndarray, start: int, entry: Mapping[str, Any]) -> Tensor:
     dtype, shape = _CODES[entry["dtype"]], entry["shape"]
     begin, end = entry["data_offsets"]
     count = int(np.prod(shape, dtype=np.int64))

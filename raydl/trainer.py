@@ -53,7 +53,7 @@ from raydl.runs.desk import RunDesk
 from raydl.runs.folder import RunFolder
 from raydl.silence import entered_within, within
 from raydl.start import Start
-from raydl.storage import below
+from raydl.storage import Storage, below
 from raydl.task import Task, checked_task, task_on
 from raydl.texts import config_as_markdown
 from raydl.trial import Trial, try_model
@@ -191,7 +191,7 @@ class Trainer:
                     evaluator = _make_evaluator(job, dataset, prepare, flat)
                     result = self._end(evaluator, flat, start, job, view, examples)
                 else:
-                    crew = _make_crew(job, dataset, prepare, flat)
+                    crew = _make_crew(job, dataset, prepare, flat, folder.storage)
                     try:
                         result = self._run(crew, job, flat, start, desk, view, examples)
                     finally:
@@ -373,7 +373,9 @@ def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
         )
 
 
-def _make_crew(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -> Crew:
+def _make_crew(
+    job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel, storage: Storage
+) -> Crew:
     scaling, untrained = job.config.scaling, first.untrained.arrays()
     if scaling.max_workers == 0:
         return LocalCrew(job, dataset, prepare, untrained)
@@ -386,7 +388,7 @@ def _make_crew(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -
     is_ours = ray_session.connect()
     if is_ours:
         check_room(scaling)
-    return RayCrew(job, dataset, prepare, untrained)
+    return RayCrew(job, dataset, prepare, untrained, storage)
 
 
 def _make_evaluator(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -> Evaluator:

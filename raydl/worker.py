@@ -17,6 +17,7 @@ import torch
 from raydl.center import Snapshot
 from raydl.checkpoint import pack
 from raydl.compression import ErrorFeedback, parse_codec
+from raydl.copies import Copies, sizes_of
 from raydl.data import Batches
 from raydl.data.feed import Feed
 from raydl.errors import (
@@ -42,6 +43,9 @@ from raydl.schedules.trained import Trained
 from raydl.talk import Header, Talk
 from raydl.tensor_files import TensorFile
 from raydl.untrained import Untrained
+
+LAST = -1
+"""In place of a round: the state of a worker that has left its loop for good."""
 
 
 class Worker:
@@ -102,6 +106,7 @@ class Worker:
         self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
         self._held: dict[int, TensorFile] = {}
+        self._copies = Copies()
         self._schedule: Schedule | None = None
         self._feedback: dict[Span, ErrorFeedback] = {}
         self._first_untrained = untrained or {}
@@ -124,7 +129,8 @@ class Worker:
             membership: who trains.
             road: connects this worker with the others, or with the center.
             snapshot: the center they all start from.
-            own_state: what this worker kept in a checkpoint; None: nothing, or it is in memory.
+            own_state: what this worker kept in a checkpoint, or another one handed over; its
+                tensors are this worker's from here on. None: nothing, or it is in memory.
             partners: connects the workers that share this one's replica, if any do.
         """
         with self.parts.measure("initialization"):
@@ -459,6 +465,15 @@ class Worker:
             return {}
         return self._state_dict() if state is None else state
 
+    def hold_last(self) -> None:
+        """Hold the state of a worker that has left its loop for good, without a copy of it.
+
+        One that was spoiled has none: what is held is empty.
+        """
+        held = pack({} if self._is_spoiled else self._state_dict(_as_it_is))
+        with self._lock:
+            self._held[LAST] = held
+
     def hold_kept(self, round: int) -> None:
         """Hold the state kept at that round, as :meth:`take_kept` finds it, to be written.
 
@@ -469,7 +484,7 @@ class Worker:
         with self._lock:
             self._held.pop(round, None)
             self._held[round] = held
-            for old in list(self._held)[:-2]:
+            for old in [r for r in self._held if r != LAST][:-2]:
                 del self._held[old]
 
     def held(self, round: int) -> TensorFile:
@@ -489,10 +504,21 @@ class Worker:
         with self._lock:
             self._held.pop(round, None)
 
-    def _state_dict(self) -> dict[str, Any]:
+    def prepare_copy(self) -> Callable[[], None]:
+        """Return what makes memory ready for a first checkpoint, in any thread."""
+        assert self._schedule is not None, "join comes first"
+        sizes, prepare_center = sizes_of(self.replica.tensors()), self._schedule.prepare_copy()
+
+        def prepare() -> None:
+            self._copies.prepare(sizes)
+            prepare_center()
+
+        return prepare
+
+    def _state_dict(self, copied: Callable[[Any], Any] | None = None) -> dict[str, Any]:
         with self.parts.measure("host_device_parameters"):
             return {
-                "replica": self.replica.state_dict(),
+                "replica": self.replica.state_dict(copied or self._copies.of),
                 "local_step": self.local_step,
                 "round": self.round,
                 "num_trained": len(self._trained),
@@ -502,10 +528,14 @@ class Worker:
             }
 
     def _load_state(self, state: dict[str, Any], compression: str) -> None:
-        self.replica.load_state_dict(state["replica"])
+        self.replica.load_state_dict(state["replica"], copies=False)
         self.local_step = state["local_step"]
         self._losses.load_state_dict(state)
         for start, stop, residual in state["feedback"]:
             self._feedback[start, stop] = ErrorFeedback(parse_codec(compression))
             self._feedback[start, stop].load_state_dict(residual)
         load_generators(state["generators"], self._device)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,12 @@ class ClusterRun:
         path: Path,
         *options: str,
         faults: list[dict[str, Any]] | None = None,
+        words: Sequence[str] = ("-m", "raydl"),
     ) -> None:
         self.path = path
         self.log = path.with_suffix(".log")
         words = [
-            sys.executable, "-m", "raydl", "train", "--run.progress", "plain",
+            sys.executable, *words, "train", "--run.progress", "plain",
             "--run-dir", str(path), *options,
         ]  # fmt: skip
         if faults:

@@ -44,11 +44,35 @@ def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes():
     assert tensor_files.parse(bytearray(data))[0].keys() == load_tensors(data).keys()
 
 
+@pytest.mark.parametrize("piece", [1, 7, 64, 10**6])
+def test_a_file_that_is_read_in_pieces_is_the_one_that_was_written(piece):
+    tensors = {
+        f"{place}{number}": torch.ones(shape).to(dtype)
+        for place, dtype in enumerate(tensor_files._CODES.values())
+        for number, shape in enumerate([(3,), (2, 5), (), (0, 4)])
+    }
+    file = TensorFile(tensors, {"a": "b"})
+    data = b"".join(file.pieces())
+    pieces = (data[start : start + piece] for start in range(0, len(data), piece))
+    found, metadata = tensor_files.read(pieces, file.num_bytes)
+    assert metadata == {"a": "b"}
+    assert {k: (t.shape, t.dtype) for k, t in found.items()} == {
+        k: (t.shape, t.dtype) for k, t in tensors.items()
+    }
+    assert b"".join(TensorFile(found, metadata).pieces()) == data
+    alone = [t.untyped_storage().nbytes() == t.nbytes for t in found.values()]
+    assert all(alone), "each in memory of its own"
+
+
 @pytest.mark.parametrize("cut", [4, 40, 200, -3])
 def test_a_file_that_was_cut_is_damaged(cut):
     data = b"".join(TensorFile({"a": torch.ones(30), "b": torch.zeros(2, 2)}).pieces())
     with pytest.raises(ValueError, match="it is damaged"):
         tensor_files.parse(bytearray(data[:cut]))
+    with pytest.raises(ValueError, match="it is damaged"):
+        tensor_files.read(iter([data[:cut]]), len(data))
+    with pytest.raises(ValueError, match="it is damaged"):
+        tensor_files.read(iter([data, b"more"]), len(data) + 4)
 
 
 def test_a_tensor_on_read_only_memory_is_no_copy_and_warns_of_nothing():

@@ -16,6 +16,7 @@ from raydl.crew import (
     HandedIn,
     Lost,
     Published,
+    TookOver,
     WorkerReady,
 )
 from raydl.reports import Outcome
@@ -73,9 +74,11 @@ def test_who_leaves_does_so_after_an_exchange_and_its_replacement_gets_its_state
     told = stage.step(*stage.end("left", 5, "w0"))
     assert told == [("change", 2, ("w1",)), ("hand_in", "w0")]
     assert stage.step(Changed()) == [], "its state is on its way"
-    told = stage.step(HandedIn("w0", {"mine": 1}))
-    assert told == [("change", 3, ("w1", "w2")), ("end", "w0")]
-    assert stage.crew.own_states == {"w2": {"mine": 1}}
+    state = {"mine": 1}
+    assert stage.step(HandedIn("w0", state)) == [("hand_over", "w2", state), ("end", "w0")]
+    told = stage.step(TookOver("w2"))
+    assert told == [("forget", state), ("change", 3, ("w1", "w2"))]
+    assert stage.crew.own_states == {"w2": state}
 
 
 @pytest.mark.parametrize("outcome", ["regroup", "finished", "broken"])

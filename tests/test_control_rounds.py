@@ -7,7 +7,7 @@ from test_controller import Stage, collected, report, scored
 
 from raydl.control import State
 from raydl.control.workforce import Phase
-from raydl.crew import Draining, GaveUp, HandedIn, Lost, Published, WorkerReady
+from raydl.crew import Draining, GaveUp, HandedIn, Lost, Published, TookOver, WorkerReady
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
 from raydl.reports import Outcome
 
@@ -65,9 +65,12 @@ def test_who_leaves_hands_in_its_state_and_the_replacement_gets_it(leaver):
     assert told == [("hand_in", leaver)], "but it stays: its copy may be needed"
     assert stage.step() == [], "its state is on its way to the one that comes"
     other = "w1" if leaver == "w0" else "w0"
-    told = stage.step(HandedIn(leaver, {"mine": 1}))
-    assert told == [("form", 2, (other, "w2"), 7), ("end", leaver)]
-    assert stage.crew.own_states == {"w2": {"mine": 1}}
+    state = {"mine": 1}
+    assert stage.step(HandedIn(leaver, state)) == [("hand_over", "w2", state)]
+    assert stage.step() == [], "nobody waits for it in an exchange"
+    told = stage.step(TookOver("w2"))
+    assert told == [("forget", state), ("form", 2, (other, "w2"), 7), ("end", leaver)]
+    assert stage.crew.own_states == {"w2": state}
     assert leaver not in stage.controller.workforce
 
 
@@ -77,6 +80,65 @@ def test_a_state_that_will_not_come_is_not_waited_for():
     told = stage.step(GaveUp("state of w1", "it died"))
     assert told == [("form", 2, ("w0", "w2"), 7), ("end", "w1")]
     assert stage.crew.own_states == {}
+    assert "the replica of w1 is not handed over: it died" in stage.said
+
+
+def handing_over():
+    """A run in which w2 takes over what w1 has handed in."""
+    stage = Stage().start().after(Draining("w1"), WorkerReady("w2"))
+    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    assert stage.step(HandedIn("w1", {"mine": 1})) == [("hand_over", "w2", {"mine": 1})]
+    return stage
+
+
+def test_a_replica_that_can_not_be_taken_over_costs_no_more_than_itself():
+    stage = handing_over()
+    told = stage.step(GaveUp("handover to w2", "it is damaged"))
+    assert told == [("forget", {"mine": 1}), ("form", 2, ("w0", "w2"), 7), ("end", "w1")]
+    assert stage.crew.own_states == {}
+    assert "w2 starts at the center: it is damaged" in stage.said
+
+
+def test_who_is_lost_with_a_replica_that_it_took_over_does_not_leave_it_to_the_next_one():
+    stage = handing_over()
+    assert stage.step(Lost("w2", DIED))[:2] == [("forget", {"mine": 1}), ("ask", "w3")]
+    assert ("form", 2, ("w0", "w3"), 7) in stage.step(WorkerReady("w3"))
+    assert stage.crew.own_states == {}
+
+
+@pytest.mark.parametrize("part", ["hand in", "take over"])
+def test_a_handover_that_takes_minutes_is_not_waited_for(part):
+    stage = Stage().start().after(Draining("w1"), WorkerReady("w2"))
+    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    if part == "take over":
+        stage.step(HandedIn("w1", {"mine": 1}))
+    stage.now += 119.0
+    assert stage.step() == []
+    stage.now += 2.0
+    assert ("form", 2, ("w0", "w2"), 7) in stage.steps(2)
+    assert stage.crew.own_states == {}
+    assert any("it took longer than 120 s" in said for said in stage.said)
+    late = TookOver("w2") if part == "take over" else HandedIn("w1", {"mine": 1})
+    assert stage.step(late) == ([] if part == "take over" else [("forget", {"mine": 1})])
+
+
+def test_a_replica_that_nobody_needs_is_not_handed_in():
+    stage = Stage((1, 2)).start()
+    assert stage.controller.remove("w1")[0]
+    assert stage.step() == [("vote", "regroup")]
+    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    assert stage.crew.told == [("evaluate", 7)]
+    assert stage.step() == [("form", 2, ("w0",), 7), ("end", "w1")]
+
+
+def test_the_others_train_on_while_a_late_newcomer_takes_a_replica_over():
+    stage = Stage((1, 2)).start().after(Draining("w1"))
+    stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
+    stage.step(HandedIn("w1", {"mine": 1}))
+    assert stage.crew.formed[-1].worker_ids == ("w0",), "w2 is not up yet"
+    assert stage.step(WorkerReady("w2")) == [("hand_over", "w2", {"mine": 1})]
+    assert stage.step() == []
+    assert stage.step(TookOver("w2")) == [("vote", "regroup")]
 
 
 def test_two_drains_may_overlap():
@@ -99,7 +161,9 @@ def test_when_all_nodes_drain_the_run_keeps_a_checkpoint_waits_and_goes_on():
     stage.now += 20.0
     stage.step()
     assert stage.said[-1].startswith("0 of 2 workers are left (w0 drains, w1 drains); waiting for")
-    assert ("form", 2, ("w2", "w3"), 7) in stage.step(WorkerReady("w2"), WorkerReady("w3"))
+    told = stage.step(WorkerReady("w2"), WorkerReady("w3"))
+    assert told == [("hand_over", "w2", {}), ("hand_over", "w3", {})]
+    assert ("form", 2, ("w2", "w3"), 7) in stage.step(TookOver("w2"), TookOver("w3"))
 
 
 def test_below_the_minimum_it_does_not_wait_for_ever():
@@ -278,14 +342,16 @@ def test_between_generations_a_lost_center_is_rebuilt_from_the_furthest_copy(sta
     assert ("rebuild_center", "w0") in told
     assert "the center is rebuilt from what w0 saw last, of round 7" in stage.said
     stage.step(Published((7,)), WorkerReady("w2"), HandedIn("w1", {}))
+    stage.step(TookOver("w2"))
     stage.step()
     assert stage.crew.formed[-1].worker_ids == ("w0", "w2")
 
 
 def test_ends_before_the_news_of_the_lost_center_do_not_lose_what_workers_have():
     stage = Stage().start().after(Draining("w1"), WorkerReady("w2"))
-    stage.step(*stage.end("regroup", 40, "w0", "w1"), Published((40,)), HandedIn("w1", {}))
+    stage.step(*stage.end("regroup", 40, "w0", "w1"), Published((40,)))
     stage.step(HandedIn("w1", {}))
+    stage.step(TookOver("w2"))
     assert stage.crew.formed[-1].worker_ids == ("w0", "w2")
     assert stage.step(*stage.end("broken", -1, "w0", "w2")) == [("abandon", 2)]
     assert stage.step() == []

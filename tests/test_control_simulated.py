@@ -23,6 +23,7 @@ from raydl.crew import (
     Published,
     Reported,
     RunEnded,
+    TookOver,
     WorkerReady,
 )
 from raydl.errors import ProcessLostError
@@ -45,6 +46,8 @@ class SimWorker:
     has_schedule: bool = False
     has_entered: bool = False
     has_left: bool = False
+    has_replica: bool = False
+    """Of one that left, handed over."""
     kept: set[int] = field(default_factory=set)
     waiting_s: float = 0.0
 
@@ -66,6 +69,7 @@ class SimCrew:
         self.members: tuple[str, ...] = ()
         self.members_generation = 0
         self.num_faults = 0
+        self.taken, self.forgotten = [], []
 
     # what the controller calls
 
@@ -89,11 +93,17 @@ class SimCrew:
 
     def form(self, membership, round, own_states):
         self.memberships.append(membership)
+        self._check_states(own_states)
         self._form(membership, round)
 
     def change(self, membership, own_states):
         self.memberships.append(membership)
+        self._check_states(own_states)
         self._change(membership)
+
+    def _check_states(self, own_states):
+        for worker_id in own_states:
+            assert self.workers[worker_id].has_replica, "it would wait for it"
 
     def waiting_for(self):
         return "more workers"
@@ -156,9 +166,29 @@ class SimCrew:
 
         def give():
             if self.workers.get(worker_id) is worker and not worker.is_dead:
-                self.events.append(HandedIn(worker_id, {}))
+                self.events.append(HandedIn(worker_id, {"replica": worker_id}))
 
         self._after((0, 4), give)
+
+    def hand_over(self, worker_id, state):
+        worker = self.workers[worker_id]
+        assert worker.is_up, "it is not up yet"
+        assert not worker.has_schedule, "it has trained"
+        self.taken.append(state["replica"])
+
+        def take():
+            if self.workers.get(worker_id) is not worker or worker.is_dead:
+                return
+            if self.is_wild and self.random.random() < 0.2:
+                self.events.append(GaveUp(f"handover to {worker_id}", "it can not be read"))
+                return
+            worker.has_replica = True
+            self.events.append(TookOver(worker_id))
+
+        self._after((0, 12), take)
+
+    def forget(self, state):
+        self.forgotten.append(state["replica"])
 
     def evaluate(self, round):
         life = self.life

@@ -376,6 +376,7 @@ def test_late_events_of_workers_that_are_gone_change_nothing():
     stage.step()
     before = len(stage.said)
     assert stage.step(*stage.end("finished", 99, "w1"), report("w1", 99)) == []
-    assert stage.step(Draining("w1"), HandedIn("w1", {}), Lost("w1", "again")) == []
+    told = stage.step(Draining("w1"), HandedIn("w1", {}), Lost("w1", "again"))
+    assert told == [("forget", {})], "nobody will delete its file"
     assert len(stage.said) == before
     assert stage.state is State.WAITING

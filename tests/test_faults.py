@@ -292,7 +292,7 @@ def test_what_a_road_is_asked_for_and_what_comes_of_it_later_are_held_back():
     assert clock.now == 6.0
 
 
-@pytest.mark.parametrize("call", ["publish", "center", "take_kept", "report", "vote", "abandon"])
+@pytest.mark.parametrize("call", ["publish", "center", "hold_last", "report", "vote", "abandon"])
 def test_a_worker_that_is_cut_off_sends_no_snapshot_and_answers_nobody(call):
     partition, clock = cut_for(5.0)
     actor = object.__new__(WorkerActor.__ray_metadata__.modified_class)
@@ -301,7 +301,8 @@ def test_a_worker_that_is_cut_off_sends_no_snapshot_and_answers_nobody(call):
     def reach(*args, **kwargs):
         reached.append(clock.now)
 
-    worker = SimpleNamespace(center=reach, take_kept=reach, report=reach, vote=reach)
+    worker = SimpleNamespace(center=reach, hold_last=reach, report=reach, vote=reach)
+    worker.held = lambda round: SimpleNamespace(num_bytes=0)
     center = SimpleNamespace(put=SimpleNamespace(remote=reach))
     actor._partition, actor._worker, actor._shards = partition, worker, [center]
     actor._lock, actor._abandoned = threading.Lock(), SimpleNamespace(set=reach)
@@ -309,7 +310,7 @@ def test_a_worker_that_is_cut_off_sends_no_snapshot_and_answers_nobody(call):
     {
         "publish": lambda: actor._publish(None),
         "center": lambda: actor.center(),
-        "take_kept": lambda: actor.take_kept(7),
+        "hold_last": lambda: actor.hold_last(),
         "report": lambda: actor.report(),
         "vote": lambda: actor.vote(1, {"stop": 1.0}),
         "abandon": lambda: actor.abandon(1),

@@ -12,7 +12,7 @@ from test_message_workers import job as message_job
 from test_messages import push
 
 from benchmarks.scale import CountingWriter, Driver, simulated_clock
-from raydl.crew import Draining
+from raydl.crew import Changed, Draining, HandedIn
 from raydl.exchange.post import Settlement, Stamp
 from raydl.membership import Membership
 from raydl.metrics.worker_curves import MOST, WorkerCurves
@@ -180,11 +180,17 @@ def test_replicas_are_kept_for_those_who_come_and_for_no_others():
     staff, stage = legacies.staff, legacies.stage
     for worker_id in ("w0", "w1"):  # fewer are wanted: nobody takes their places
         staff.remove(worker_id)
-        staff.take_over(worker_id, {"replica": worker_id})
-    assert staff._legacies == []
-    stage.step(Draining("w2"))  # somebody does, as soon as it is up
-    staff.take_over("w2", {"replica": "w2"})
+        told = stage.step(*stage.end("left", 5, worker_id, generation=1), Changed())
+        assert ("end", worker_id) in told
+        assert ("hand_in", worker_id) not in told
+    stage.step(Draining("w2"), Changed())  # somebody does, as soon as it is up
+    ended = stage.end("left", 6, "w2", generation=1)
+    assert ("hand_in", "w2") in stage.step(*ended, Changed())
+    stage.step(HandedIn("w2", {"replica": "w2"}))
     assert staff._legacies == [{"replica": "w2"}]
+    staff.remove("w4")  # who would have taken it
+    staff.take_in("w3", {"replica": "w3"})
+    assert ("forget", {"replica": "w3"}) in stage.crew.told
 
 
 def test_who_was_told_of_a_notice_is_forgotten_when_it_is_gone(monkeypatch):

@@ -29,7 +29,7 @@ ROWS = [
     {
         "method", "methods", "own_rule", "models", "task", "own_task", "data", "metrics",
         "progress", "storage", "silence", "tensor_files",
-        "center", "distances", "replica", "talk", "checkpoint", "runs", "examples",
+        "center", "copies", "distances", "replica", "talk", "checkpoint", "runs", "examples",
         "faults", "generators", "leases", "plan",
     },
     {

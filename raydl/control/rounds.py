@@ -6,6 +6,7 @@ from raydl.control.controller import Controller
 from raydl.control.generation import Generation
 from raydl.control.state import State
 from raydl.control.workforce import Copy
+from raydl.membership import Membership
 from raydl.pace import late_workers
 
 _ANSWER_S = 0.75
@@ -40,9 +41,17 @@ class RoundsController(Controller):
             if not self._keeper.is_new:
                 return
             reason = "the center is back"
+        elif not self._keeper.is_new and self._waits_for_newcomer(run, membership):
+            return
         self._say(f"{reason}: regrouping after this round")
         self._crew.vote(run.membership.generation, regroup=1.0)
         self._enter(State.REGROUPING)
+
+    def _waits_for_newcomer(self, run: Generation, membership: Membership | None) -> bool:
+        """Whether nobody leaves, somebody joins, and its replica is on its way."""
+        if membership is None or not set(run.membership.worker_ids) < set(membership.worker_ids):
+            return False
+        return self._staff.awaits_legacy(membership.worker_ids)
 
     def _regroup(self) -> None:
         run = self._run

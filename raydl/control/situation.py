@@ -35,6 +35,7 @@ from raydl.crew import (
     RunEnded,
     Scoring,
     StatesLost,
+    TookOver,
     WorkerReady,
 )
 from raydl.errors import InfrastructureError, NonFiniteCenterError, NonFiniteError
@@ -97,6 +98,7 @@ class Situation:
         match event:
             case WorkerReady(worker_id, node) if worker_id in self.workforce:
                 self.workforce.came_up(worker_id, node)
+                self.staff.hand_over()
             case Draining(worker_id) if worker_id in self.workforce:
                 self.staff.send_away(worker_id, "drains")
             case Published():
@@ -110,7 +112,9 @@ class Situation:
             case Changed():
                 self.is_changing, self.num_news = False, 0
             case HandedIn(worker_id, state):
-                self.staff.take_over(worker_id, state)
+                self.staff.take_in(worker_id, state)
+            case TookOver(worker_id):
+                self.staff.took_over(worker_id)
             case GaveUp(task, reason):
                 self._take_failure_of(task, reason)
             case Failed(name, error):
@@ -294,7 +298,9 @@ class Situation:
         elif task.startswith("saved state of"):
             self.say(f"{task.removeprefix('saved state of ')} starts at the center: {reason}")
         elif task.startswith("state of"):
-            self.staff.take_over(task.removeprefix("state of "), None)
+            self.staff.take_in(task.removeprefix("state of "), None, reason)
+        elif task.startswith("handover to"):
+            self.staff.took_nothing_over(task.removeprefix("handover to "), reason)
 
     def _tell_lost_score(self, number: int, reason: str) -> None:
         """Tell each of the first scores that are lost in a row, then every tenth."""

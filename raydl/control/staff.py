@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+from raydl.checkpoint import SavedState
 from raydl.config import TrainConfig
 from raydl.control.worker_errors import WorkerErrors
 from raydl.control.workforce import Phase, Workforce
@@ -16,6 +17,9 @@ from raydl.membership import Membership, next_membership
 
 _PATIENCE_S = 5.0
 """How long a run that has its fewest workers waits for more before it starts."""
+_HANDOVER_S = 120.0
+"""The longest wait for a replica to be handed in, and as long for one to be taken over, in seconds:
+others may stand still meanwhile, and a newcomer can start at the center."""
 
 
 class Staff:
@@ -48,7 +52,8 @@ class Staff:
         self._workforce = workforce
         self._own_states = dict(own_states)
         self._saved_order = list(own_states)
-        self._legacies: list[dict[str, Any]] = []
+        self._legacies: list[SavedState] = []
+        self._heirs: dict[str, float | None] = {}
         self._takes_over = takes_over
         self._say = say
         self._max_workers = max(1, config.scaling.max_workers)
@@ -56,6 +61,7 @@ class Staff:
         self._num_asked = 0
         self._asked: dict[str, int] = {}
         self._new_from = 0
+        self._clock = clock
         self._errors = WorkerErrors(config.elastic, clock)
         self.is_hiring = True
         """Whether the run may go on; near its end nobody is asked for any more."""
@@ -156,7 +162,10 @@ class Staff:
     def _remove(self, worker_id: str, cause: str) -> None:
         self._workforce.remove(worker_id, cause)
         self._asked.pop(worker_id, None)
-        self._own_states.pop(worker_id, None)
+        state = self._own_states.pop(worker_id, None)
+        if worker_id in self._heirs:  # not for the next one: it may have been too much for this one
+            del self._heirs[worker_id]
+            self._crew.forget(state)
 
     def lose_stuck(self) -> list[str]:
         """End the workers that do not get out of a step; return who they are."""
@@ -189,41 +198,106 @@ class Staff:
         self._num_losses = self._new_from = 0
 
     def part_with_leavers(self, still_needed: Container[str]) -> list[str]:
-        """Take over the replicas of those who have left, then let them go; return who went.
+        """Keep the replicas of those who have left, then let them go; return who went.
+
+        A replica is as large as the model and its optimizer: it is kept only for somebody who
+        comes.
 
         Args:
             still_needed: who has something yet that the others may need.
         """
+        self._end_long_waits()
         gone = []
         for worker_id in self._workforce.named(Phase.LEAVING):
             entry = self._workforce[worker_id]
             if entry.in_loop:
                 continue
-            if self._takes_over and not entry.is_asked:
-                entry.is_asked = True
+            if self._lacks_legacies and entry.asked_at is None:
+                entry.asked_at = self._clock()
                 self._crew.hand_in(worker_id)
-            is_free = entry.has_handed_in or not self._takes_over
+            is_free = entry.has_handed_in or entry.asked_at is None
             if is_free and worker_id not in still_needed:
                 self._crew.end(worker_id)
                 self._remove(worker_id, entry.cause)
                 gone.append(worker_id)
         return gone
 
-    def take_over(self, worker_id: str, state: dict[str, Any] | None) -> None:
-        """Keep the replica of one that leaves for one that comes; None: there is none."""
-        if worker_id in self._workforce and not self._workforce[worker_id].has_handed_in:
-            self._workforce[worker_id].has_handed_in = True
-            self._legacies += [] if state is None else [state]
-            # A state is as large as the model and its optimizer, and soon out of date.
-            num_heirs = sum(map(self._needs_replica, self._workforce.named(Phase.STARTING)))
-            num_heirs += sum(map(self._needs_replica, self._workforce.named(Phase.READY)))
-            del self._legacies[num_heirs:]
+    def _end_long_waits(self) -> None:
+        """Wait no longer for what has taken too long."""
+        late = self._clock() - _HANDOVER_S
+        why = f"it took longer than {_HANDOVER_S:.0f} s"
+        for worker_id in self._under_way():
+            if (self._workforce[worker_id].asked_at or 0.0) < late:
+                self.take_in(worker_id, None, why)
+        for worker_id, since in list(self._heirs.items()):
+            if since is not None and since < late:
+                self.took_nothing_over(worker_id, why)
+
+    def _under_way(self) -> list[str]:
+        """Return those whose replicas are on their way to the storage."""
+        leavers = [self._workforce[w] for w in self._workforce.named(Phase.LEAVING)]
+        return [e.worker_id for e in leavers if e.asked_at is not None and not e.has_handed_in]
+
+    @property
+    def _lacks_legacies(self) -> bool:
+        """Whether somebody comes for whom no replica is kept, nor on its way."""
+        num_kept = len(self._legacies) + len(self._under_way())
+        return self._takes_over and num_kept < self._num_heirs()
+
+    def _num_heirs(self) -> int:
+        """Return how many come and have no replica of their own."""
+        coming = self._workforce.named(Phase.STARTING) + self._workforce.named(Phase.READY)
+        return sum(map(self._needs_replica, coming))
+
+    def take_in(self, worker_id: str, state: SavedState | None, why_none: str = "") -> None:
+        """Note that the replica of one that leaves is kept for one that comes.
+
+        Args:
+            worker_id: who leaves.
+            state: its replica; None: there is none.
+            why_none: then tells why.
+        """
+        if worker_id not in self._under_way():  # it was lost, or is not waited for any more
+            if state is not None:
+                self._crew.forget(state)
+            return
+        self._workforce[worker_id].has_handed_in = True
+        if state is None:
+            self._say(f"the replica of {worker_id} is not handed over: {why_none}")
+            return
+        self._legacies.append(state)
+        self.hand_over()
+        # Who should have taken it may have gone, and soon it is out of date.
+        surplus = self._legacies[self._num_heirs() :]
+        del self._legacies[self._num_heirs() :]
+        for state in surplus:
+            self._crew.forget(state)
+
+    def hand_over(self) -> None:
+        """Let those who are up and have not trained take over what leavers have handed in."""
+        for worker_id in self._workforce.named(Phase.READY):
+            if self._legacies and self._needs_replica(worker_id):
+                state = self._own_states[worker_id] = self._legacies.pop(0)
+                self._heirs[worker_id] = self._clock()
+                self._crew.hand_over(worker_id, state)
+
+    def took_over(self, worker_id: str) -> None:
+        """Note that a newcomer has the replica of one that left."""
+        if worker_id in self._heirs:
+            self._heirs[worker_id] = None
+
+    def took_nothing_over(self, worker_id: str, reason: str) -> None:
+        """Let a newcomer start at the center, since a replica does not come to it."""
+        if self._heirs.pop(worker_id, None) is not None:
+            self._crew.forget(self._own_states.pop(worker_id))
+            self._say(f"{worker_id} starts at the center: {reason}")
 
     def awaits_legacy(self, newcomers: Iterable[str]) -> bool:
         """Whether a replica is on its way that a newcomer could start from."""
-        leavers = [self._workforce[w] for w in self._workforce.named(Phase.LEAVING)]
-        under_way = sum(e.is_asked and not e.has_handed_in for e in leavers)
-        return under_way > 0 and len(self._legacies) < sum(map(self._needs_replica, newcomers))
+        newcomers = list(newcomers)
+        if any(self._heirs.get(w) is not None for w in newcomers):
+            return True
+        return bool(self._under_way()) and any(map(self._needs_replica, newcomers))
 
     def _needs_replica(self, worker_id: str) -> bool:
         return worker_id not in self._own_states and not self._workforce[worker_id].has_trained
@@ -259,12 +333,10 @@ class Staff:
 
     def states_for(self, worker_ids: tuple[str, ...]) -> dict[str, Any]:
         """Return what newcomers start from besides the center: their own, or a leaver's."""
-        states = {}
-        for worker_id in worker_ids:
-            if worker_id in self._own_states:
-                states[worker_id] = self._own_states.pop(worker_id)
-            elif self._legacies and self._needs_replica(worker_id):
-                states[worker_id] = self._legacies.pop(0)
+        states = {w: self._own_states.pop(w) for w in worker_ids if w in self._own_states}
+        for worker_id in states.keys() & self._heirs.keys():
+            del self._heirs[worker_id]
+            self._crew.forget(states[worker_id])  # it has it
         return states
 
     def waiting(self, reason: str, waited_s: float, *, has_trained: bool) -> str:

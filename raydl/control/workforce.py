@@ -76,10 +76,10 @@ class WorkerEntry:
     """Its copy of the center, as it was when it last left its loop; None: it has none."""
     is_dismissed: bool = False
     """It was told to leave after its next exchange."""
-    is_asked: bool = False
-    """It was asked for its state, since it leaves."""
+    asked_at: float | None = None
+    """When it was asked for its state, since it leaves; None: it was not."""
     has_handed_in: bool = False
-    """Its state is here, or will not come."""
+    """Its state is kept, or will not come."""
     num_late: int = 0
     """How often it was left out."""
 

@@ -40,7 +40,7 @@ from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
 from raydl.storage import Storage, Sum
 from raydl.tensor_files import TensorFile
-from raydl.worker import Worker
+from raydl.worker import LAST, Worker
 
 _ANNOUNCE_S = 5.0
 _A_BYTE = 1
@@ -359,6 +359,7 @@ class WorkerActor:
         self._abandoned = threading.Event()
         self._num_written, self._may_write = 0, threading.Event()
         self._fed = bytearray()
+        self._num_prepared = 0
         self._own_state = None if saved is None else _load_saved(saved)
         freeze_objects()
         return (node, os.getpid()), self._own_state is not None
@@ -385,11 +386,10 @@ class WorkerActor:
         membership: Membership,
         address: GroupAddress,
         snapshot: Snapshot,
-        own_state: dict[str, Any] | None,
         shards: list[ActorHandle],
         fired: tuple[int, ...],
         *,
-        goes_on: bool = False,
+        goes_on: bool,
     ) -> RunEnded:
         """Train in one generation until this worker leaves it; return why, and where.
 
@@ -397,22 +397,21 @@ class WorkerActor:
             membership: who trains.
             address: where the members meet.
             snapshot: what they start from.
-            own_state: what this worker starts from besides.
             shards: of the center, the home shard first.
             fired: faults of the plan that have fired.
-            goes_on: it starts from the state of a checkpoint, which is here already.
+            goes_on: it starts from a state that is here already: its own of a checkpoint, or that
+                of a worker that left.
         """
-        if goes_on:
-            own_state, self._own_state = self._own_state, None
+        if not goes_on:
+            self._own_state = None  # one that came too late
         with self._partition.both_ways():
-            return self._run(membership, address, snapshot, own_state, shards, fired)
+            return self._run(membership, address, snapshot, shards, fired)
 
     def _run(
         self,
         membership: Membership,
         address: GroupAddress,
         snapshot: Snapshot,
-        own_state: dict[str, Any] | None,
         shards: list[ActorHandle],
         fired: tuple[int, ...],
     ) -> RunEnded:
@@ -425,7 +424,7 @@ class WorkerActor:
             if generation <= self._abandoned_up_to:  # the order came before us
                 self._abandoned.set()
         try:
-            outcome, problem = self._train(membership, address, snapshot, own_state), ""
+            outcome, problem = self._train(membership, address, snapshot), ""
         except ExchangeError as error:
             outcome, problem = Outcome.BROKEN, str(error)
         except NonFiniteError as error:
@@ -461,22 +460,20 @@ class WorkerActor:
         """Return how the loop ended that raised: as one whose exchange did not complete."""
         return self._ended(Outcome.BROKEN, generation)
 
-    def _train(
-        self,
-        membership: Membership,
-        address: GroupAddress,
-        snapshot: Snapshot,
-        own_state: dict[str, Any] | None,
-    ) -> Outcome:
+    def _train(self, membership: Membership, address: GroupAddress, snapshot: Snapshot) -> Outcome:
         roads: list[Any] = []
         try:
             roads.append(self._make_road(membership, address))
             partners = self._make_partners(membership, address)
             roads += [partners] if partners else []
+            own_state, self._own_state = self._own_state, None
             self._worker.join(
                 membership, self._held(roads[0]), snapshot, own_state, self._held(partners)
             )
-            outcome = Outcome.GO_ON
+            del own_state  # it may be as large as the replica
+            self._prepare_copy()
+            outcome = self._worker.run_round()
+            self._prepare_copy()
             while outcome is Outcome.GO_ON:
                 outcome = self._worker.run_round()
             return outcome
@@ -485,6 +482,19 @@ class WorkerActor:
             self._partition.hold()
             for road in roads:
                 road.close()
+
+    def _prepare_copy(self) -> None:
+        """Make memory ready for the first checkpoint, beside the training.
+
+        Before the first round, and after it: without a step an optimizer remembers nothing.
+        """
+        checkpoint = self._job.config.checkpoint
+        if self._num_prepared > 1 or not (checkpoint.every_s or checkpoint.every_epochs):
+            return
+        self._num_prepared += 1
+        # It does not give way: on a busy machine it would not be done in time.
+        prepare = self._worker.prepare_copy()
+        threading.Thread(target=prepare, name="copy-of-state", daemon=True).start()
 
     def _held(self, road: Any) -> Any:
         """Return a road that this process's partitions hold back; without faults as it is."""
@@ -546,13 +556,20 @@ class WorkerActor:
         with self._partition.both_ways():
             self._worker.vote(generation, **votes)
 
-    @ray.method(concurrency_group="control")
-    def take_kept(self, round: int) -> dict[str, Any]:
-        """Hand over the state kept at a round."""
-        with self._partition.both_ways():
-            return self._worker.take_kept(round)
+    # its own state, to a file and from one
 
-    # its own state, to a checkpoint and from one
+    @ray.method(concurrency_group="control")
+    def hold_last(self) -> int:
+        """Hold the state of this worker, which has left its loop for good; return its bytes."""
+        with self._partition.both_ways():
+            self._worker.hold_last()
+            return self._worker.held(LAST).num_bytes
+
+    @ray.method(concurrency_group="files")
+    def load_state(self, saved: SavedPlace | None) -> bool:
+        """Read what another worker has handed in; return whether that can be done here."""
+        self._own_state = None if saved is None else _load_saved(saved)
+        return self._own_state is not None
 
     @ray.method(concurrency_group="control")
     def hold_kept(self, round: int) -> int:

@@ -33,6 +33,7 @@ from raydl.crew import (
     RunEnded,
     Scoring,
     StatesLost,
+    TookOver,
     WorkerReady,
 )
 from raydl.data import Dataset, Prepare
@@ -56,8 +57,10 @@ from raydl.on_ray.cluster import (
     worker_options,
 )
 from raydl.on_ray.liveness import Liveness, Times, times_of
-from raydl.on_ray.states import RayState, feed
+from raydl.on_ray.states import Handovers, RayState, feed
 from raydl.reports import Outcome, WorkerReport
+from raydl.storage import Storage
+from raydl.worker import LAST
 
 _ASK_EVERY_S = 0.5
 _LOOK_AFTER = 0.25
@@ -65,6 +68,8 @@ _LOOK_AFTER = 0.25
 task that looks may take seconds."""
 _BACKUP_EVERY_S = 1.0
 """The shortest time from one copy of the center's optimizer to the next, in seconds."""
+_CLEAR_S = 5.0
+"""The longest wait at the end of a run for the storage to delete what nobody took over."""
 
 
 @dataclass
@@ -110,10 +115,16 @@ class RayCrew:
         prepare: makes its samples ready for the model.
         untrained: the untrained state of the run's first model, which all processes begin with;
             put into shared memory once, too.
+        storage: the run's folder, where those who leave put their replicas for those who come.
     """
 
     def __init__(
-        self, job: Job, dataset: Dataset, prepare: Prepare, untrained: dict[str, np.ndarray]
+        self,
+        job: Job,
+        dataset: Dataset,
+        prepare: Prepare,
+        untrained: dict[str, np.ndarray],
+        storage: Storage,
     ) -> None:
         send_by_value(type(job.method.rule))
         self._job = job
@@ -141,6 +152,8 @@ class RayCrew:
         self._events: list[Event] = []
         self._late: deque[Callable[[], list[Event]]] = deque()
         self._blind: set[str] = set()
+        self._handovers = Handovers(storage, self._run_id)
+        self._handovers.clear()  # of what earlier starts have left
         self._evaluator: ActorHandle | None = None
         method = job.method
         self._backup = _Backup(not method.is_sync and method.has_center_optimizer)
@@ -302,6 +315,7 @@ class RayCrew:
             ray.kill(shard)
         self._end_evaluator()
         self._calls.forget(lambda _: True)
+        self._handovers.clear(all=True).join(_CLEAR_S)
 
     # what happened
 
@@ -503,16 +517,13 @@ class RayCrew:
             device=config.exchange_device,
             timeout_s=config.exchange.timeout_s,
         )
-        goes_on = isinstance(own_state, SavedState)  # then the worker has it
-        own_state = None if goes_on else own_state
         ref = self._workers[worker_id].run.remote(
             membership,
             address,
             snapshot,
-            own_state,
             self._shards,
             tuple(self._fired),
-            goes_on=goes_on,
+            goes_on=own_state is not None,  # the worker has it
         )
         self._calls.expect(ref, worker_id, lambda end: [end], generation=generation)
 
@@ -544,10 +555,41 @@ class RayCrew:
         self._calls.expect(put, worker_id, poll_at_once, task="publication")
 
     def hand_in(self, worker_id: str) -> None:
-        """Gather the state of a worker that has left its loop."""
-        ref = self._workers[worker_id].take_kept.remote(-1)
-        task = f"state of {worker_id}"
-        self._calls.expect(ref, worker_id, lambda state: [HandedIn(worker_id, state)], task=task)
+        """Keep the state of a worker that has left its loop for good."""
+        worker, task = self._workers[worker_id], f"state of {worker_id}"
+
+        def after(told: SavedState | Exception) -> list[Event]:
+            if isinstance(told, SavedState):
+                return [HandedIn(worker_id, told)]
+            return [GaveUp(task, _in_words(told))] if worker_id in self._workers else []
+
+        def handle(_: int) -> list[Event]:
+            state = RayState(worker, worker_id, LAST, blind=self._blind)
+            self._handovers.keep(state, lambda told: self._late.append(lambda: after(told)))
+            return []
+
+        self._calls.expect(worker.hold_last.remote(), worker_id, handle, task=task)
+
+    def hand_over(self, worker_id: str, state: SavedState) -> None:
+        """Let a worker take over what another one handed in; it reads it itself if it can."""
+        worker, task = self._workers[worker_id], f"handover to {worker_id}"
+
+        def after(problem: Exception | None) -> list[Event]:
+            if self._workers.get(worker_id) is not worker:  # it was ended meanwhile
+                return []
+            return [GaveUp(task, _in_words(problem)) if problem else TookOver(worker_id)]
+
+        def handle(has_state: bool) -> list[Event]:
+            if has_state:
+                return after(None)
+            feed(worker, state, lambda problem: self._late.append(lambda: after(problem)))
+            return []
+
+        self._calls.expect(worker.load_state.remote(state.place), worker_id, handle, task=task)
+
+    def forget(self, state: SavedState) -> None:
+        """Delete what a worker handed in."""
+        self._handovers.forget(state)
 
     def inflict(self, fault: Fault) -> None:
         """Inflict a fault on the center, or on a shard of it."""
@@ -635,6 +677,10 @@ class RayCrew:
 
 def _on_change(_: int) -> list[Event]:
     return [Changed()]
+
+
+def _in_words(problem: Exception) -> str:
+    return in_few_words(problem) if isinstance(problem, RayError) else str(problem)
 
 
 def _on_report(report: WorkerReport) -> list[Event]:

@@ -1,4 +1,4 @@
-"""States of workers on their way to the files of a checkpoint, and from them.
+"""States of workers on their way to files, and from them: a checkpoint's, or for a replacement.
 
 A worker that sees the run's storage writes and reads its own file. One that does not, since the
 storage is a disk of another machine, say, or it has no credentials, hands its state to the driver
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from raydl.checkpoint import SavedState
-from raydl.errors import CheckpointError, StateLostError
+from raydl.errors import CheckpointError, RaydlError, StateLostError
 from raydl.on_ray.calls import in_few_words
 from raydl.storage import Storage, Sum
 
@@ -30,6 +32,7 @@ SILENCE_S = 20.0
 ANSWER_S = 60.0
 """The longest wait for a piece of a state, in seconds."""
 _LOOK_EVERY_S = 1.0
+_HANDOVERS = "handovers"
 
 
 class RayState:
@@ -40,7 +43,7 @@ class RayState:
         worker_id: its id.
         round: the round that it holds.
         blind: workers that do not see the storage, which it adds itself to.
-        on_loss: is told, in whichever thread, why the state will not come.
+        on_loss: is told, in whichever thread, why the state will not come; None: nobody is.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class RayState:
         round: int,
         *,
         blind: set[str],
-        on_loss: Callable[[str], None],
+        on_loss: Callable[[str], None] | None = None,
     ) -> None:
         self.worker = worker
         self.worker_id = worker_id
@@ -76,7 +79,8 @@ class RayState:
     def lost(self, error: RayError) -> StateLostError:
         """Tell that the state will not come; return the error that says so."""
         lost = StateLostError(self.worker_id, in_few_words(error))
-        self._on_loss(str(lost))
+        if self._on_loss is not None:
+            self._on_loss(str(lost))
         return lost
 
 
@@ -155,8 +159,79 @@ class RayStateWrite:
 _one_at_a_time = threading.Lock()
 
 
+class Handovers:
+    """What workers that leave hand to those that come: files in the run's storage.
+
+    Where leaver and newcomer see the storage, as with checkpoints, nothing passes through the
+    driver. A file is there until it is forgotten; those of an earlier start go when a run begins.
+
+    Args:
+        storage: the run's folder.
+        run_id: begins the names of this start's files.
+    """
+
+    def __init__(self, storage: Storage, run_id: str) -> None:
+        self._storage = storage
+        self._run_id = run_id
+
+    def keep(self, state: RayState, then: Callable[[SavedState | Exception], None]) -> None:
+        """Write what a worker holds, in a thread.
+
+        Args:
+            state: what it holds.
+            then: is told in that thread where it is, or why it is not.
+        """
+        # A name of its own: a file that was given up may be written yet.
+        name = f"{_HANDOVERS}/{self._run_id}-{state.worker_id}-{uuid.uuid4().hex[:8]}.safetensors"
+
+        def work() -> None:
+            try:
+                then(SavedState(self._storage, name, self._keep(state, name)))
+            except (OSError, RaydlError, RayError) as error:
+                self._delete(name)
+                then(error)
+
+        _begin(work)
+
+    def _keep(self, state: RayState, name: str) -> Sum:
+        token = f"{name}.token"
+        self._storage.write_bytes(token, b"")
+        try:
+            return state.begin_write(self._storage, name, token).wait()
+        finally:
+            self._delete(token)
+
+    def forget(self, saved: SavedState) -> None:
+        """Delete a file, in a thread."""
+        _begin(lambda: self._delete(saved.name))
+
+    def clear(self, *, all: bool = False) -> threading.Thread:
+        """Delete what earlier starts have left, in a thread; with ``all`` that of this one, too."""
+
+        def work() -> None:
+            with suppress(OSError, RaydlError):
+                for name in self._storage.list_dir(_HANDOVERS):
+                    if all or not name.startswith(self._run_id):
+                        self._delete(f"{_HANDOVERS}/{name}")
+                if all:
+                    self._storage.delete_dir(_HANDOVERS)
+
+        return _begin(work)
+
+    def _delete(self, name: str) -> None:
+        with suppress(OSError, RaydlError):  # it was not there, or a later driver has the run
+            self._storage.delete_file(name)
+
+
+def _begin(work: Callable[[], None]) -> threading.Thread:
+    """Start a thread that may be left behind."""
+    thread = threading.Thread(target=work, name="state-of-worker", daemon=True)
+    thread.start()
+    return thread
+
+
 def feed(worker: ActorHandle, saved: SavedState, then: Callable[[Exception | None], None]) -> None:
-    """Hand a worker that can not read it its state from a checkpoint, in a thread.
+    """Hand a worker that can not read it its state from a file, in a thread.
 
     Args:
         worker: its actor.
@@ -175,7 +250,7 @@ def feed(worker: ActorHandle, saved: SavedState, then: Callable[[Exception | Non
             problem = error
         then(problem)
 
-    threading.Thread(target=work, name="state-of-worker", daemon=True).start()
+    _begin(work)
 
 
 def _feed(worker: ActorHandle, saved: SavedState) -> None:

@@ -4,6 +4,7 @@
         config.json           all settings but the credentials of URIs, package versions, commit
         events.out.tfevents…  for TensorBoard
         checkpoints/          see raydl.checkpoint
+        handovers/            replicas on their way from workers that leave to those that come
         center.safetensors    the trained weights, once the run has finished
         best.safetensors      the best ones so far, if they are kept: see raydl.best
         result.json           its figures

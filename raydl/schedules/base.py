@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -163,6 +163,10 @@ class Schedule(Protocol):
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
         """Return a copy of the center."""
+        ...
+
+    def prepare_copy(self) -> Callable[[], None]:
+        """Return what makes memory ready for :meth:`snapshot`, in any thread."""
         ...
 
     def undo_round(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -228,6 +229,10 @@ class MessageSchedule:
             num_cuts=orders.num_cuts,
             untrained=self._site.flat.untrained.changed_buffers(),
         )
+
+    def prepare_copy(self) -> Callable[[], None]:
+        """Return what does nothing: the center makes its snapshots itself."""
+        return lambda: None
 
     def undo_round(self) -> None:
         """Do nothing: what has arrived of a failed round has moved the center."""

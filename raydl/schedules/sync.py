@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from raydl.cadence import TAKEN_OVER, Cadence, Choice, Limits, carried_over
 from raydl.center import Center, Snapshot, joined_states, split_states
+from raydl.copies import Copies, sizes_of
 from raydl.exchange.cells import shard_spans
 from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.sync import Group, StagedExchange, SyncExchange
@@ -68,6 +70,7 @@ class SyncSchedule:
         self._tempo = self._make_tempo() if site.method.finds_cadence else None
         self._weights = torch.tensor(snapshot.weights, device=site.center_device())
         self._buffers = torch.tensor(snapshot.buffers, device=site.center_device())
+        self._copies = Copies()
         self._make_centers(snapshot.optimizer)
         self._make_exchanges()
 
@@ -357,6 +360,7 @@ class SyncSchedule:
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
         """Return a copy of this rank's center, the same on all ranks."""
+        weights, buffers = self._copies.of([self._weights, self._buffers])
         return Snapshot(
             round=self._round,
             generation=self._site.membership.generation,
@@ -365,14 +369,19 @@ class SyncSchedule:
             local_step=self._num_steps,
             seconds=self._seconds,
             is_kept=is_kept,
-            weights=self._weights.cpu().numpy().copy(),
-            buffers=self._buffers.cpu().numpy().copy(),
+            weights=weights.numpy(),
+            buffers=buffers.numpy(),
             optimizer=self._optimizer_state(),
             ledger=self._ledger.state_dict(with_claims=True),
             num_cuts=self.num_cuts,
             cadence=self._cadence if self._tempo else None,
             untrained=self._site.flat.untrained.changed(),
         )
+
+    def prepare_copy(self) -> Callable[[], None]:
+        """Return what makes memory ready for a copy of the center, in any thread."""
+        sizes = sizes_of([self._weights, self._buffers]) if self._site.rank == 0 else []
+        return lambda: self._copies.prepare(sizes)
 
     def _optimizer_state(self) -> dict[str, Any]:
         sizes = [stop - start for start, stop in self._spans]
