@@ -11,7 +11,7 @@ BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost li
 	startup growth accuracy streaming layout partitions
 BENCH_OPTIONS ?=
 
-.PHONY: train test test-slow soak test-gpu bench lint check clean help
+.PHONY: train test test-slow soak mutants test-gpu bench lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -46,6 +46,14 @@ test-slow: $(VENV)/installed-dev  ## the tests that take minutes
 
 soak: $(VENV)/installed-dev  ## minutes of kills, halts and new nodes at random
 	$(BIN)/pytest -m slow -s tests/test_soak.py
+
+$(VENV)/installed-mutants: $(VENV)/installed-dev
+	$(PIP) --editable '.[mutants]'
+	@touch $@
+
+mutants: $(VENV)/installed-mutants  ## change the core line by line, see whether tests or types notice; an hour
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/mutmut run > mutants.log 2>&1 || tail -n 30 mutants.log
+	$(BIN)/python tests/mutants.py
 
 test-gpu: $(VENV)/installed-dev  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

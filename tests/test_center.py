@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 from conftest import SHAPE, Ensemble, linear
 from histories import assert_same, config
 
-from raydl.center import SnapshotShelf, first_snapshot
+from raydl.center import SnapshotShelf, as_arrays, as_tensors, first_snapshot
 from raydl.center_service import CenterService, make_shard
 from raydl.flat import FlatModel
 
@@ -51,3 +53,26 @@ def test_a_center_from_a_workers_copy_has_the_optimizer_of_the_one_before(method
     others = [make_shard(ensemble.job, snapshot, i, None) for i in range(1, shards)]
     after = again.optimizer_state([shard.optimizer_states() for shard in others])
     assert_same(after, before)
+
+
+def test_a_state_that_travels_as_arrays_comes_back_with_every_tensor_at_its_place():
+    half = torch.ones(2, dtype=torch.bfloat16)  # NumPy has no such type
+    state = {"step": 3, "state": {0: {"exp_avg": torch.arange(3.0)}}, "groups": [half, {"a": 1}]}
+    sent = as_arrays(state)
+    assert isinstance(sent["state"][0]["exp_avg"], np.ndarray)
+    assert sent["groups"][0] is half
+    back = as_tensors(sent)
+    assert torch.equal(back["state"][0]["exp_avg"], torch.arange(3.0))
+    assert back["groups"] == [half, {"a": 1}]
+    assert back["step"] == 3
+    sent["state"][0]["exp_avg"][:] = 0.0
+    assert torch.equal(back["state"][0]["exp_avg"], torch.arange(3.0)), "it is a copy"
+
+
+def test_a_copy_of_the_same_generation_that_the_controller_chose_takes_the_place_of_another():
+    shelf = SnapshotShelf()
+    shelf.put(dataclasses.replace(snapshot(4), generation=2, num_samples=1))
+    for generation, num_samples, kept in ((2, 5, 5), (1, 9, 5), (3, 7, 7)):
+        other = dataclasses.replace(snapshot(4), generation=generation, num_samples=num_samples)
+        shelf.adopt(other)
+        assert shelf.get(4).num_samples == kept

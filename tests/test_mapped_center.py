@@ -180,7 +180,9 @@ def test_fragments_that_take_effect_later_go_by_memory_too():
     ],
 )
 def test_what_a_message_must_say_goes_by_message(change, is_shared):
-    config = dataclasses.replace(job(change.pop("method", "async-easgd")), **change)
+    method, others = change.get("method", "async-easgd"), {**change}
+    others.pop("method", None)
+    config = dataclasses.replace(job(method), **others)
     assert can_be_shared(config, resolve(config)) == is_shared
 
 

@@ -66,6 +66,35 @@ def test_a_gradient_that_is_too_long_is_shortened_to_the_limit():
     assert torch.dist(before, replica.flat.weights).item() == pytest.approx(0.001, rel=1e-2)
 
 
+def test_a_replica_that_starts_over_has_no_memory_of_its_optimizer():
+    """Adam's first step has the length of its rate, whatever was before."""
+    torch.manual_seed(0)
+    optimizer = OptimizerConfig(name="adam", lr=0.1, max_grad_norm=None)
+    replica, _ = make_replica(Elastic(0.9), optimizer)
+    fresh, _ = make_replica(Elastic(0.9), optimizer)
+    data = batches(tiny_images(40))
+    center, buffers = fresh.flat.weights.clone(), fresh.flat.buffers.clone()
+    for step in range(5):
+        replica.step(data.batch(np.arange(8 * step, 8 * step + 8)))
+    assert not torch.equal(replica.flat.weights, center)
+    replica.start_over(center, buffers)
+    for one in (replica, fresh):
+        one.step(data.batch(np.arange(8)))
+    assert torch.equal(replica.flat.weights, fresh.flat.weights)
+
+
+def test_steps_along_gradients_of_ones_own_count_one_sample_each():
+    replica, _ = make_replica(Elastic(0.9), OptimizerConfig(lr=0.1))
+    seen = []
+    for num_steps in (1, 3, 2):
+        for _ in range(num_steps):
+            for parameter in replica.flat.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            replica.step_as_it_is()
+        seen.append(replica.state_dict()["num_seen"])
+    assert seen == [1, 4, 6]
+
+
 def test_a_step_without_samples_takes_no_gradient_step():
     replica, _ = make_replica(Elastic(0.9), OptimizerConfig(lr=0.1, momentum=0.9))
     before = replica.flat.weights.clone()

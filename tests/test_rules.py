@@ -5,16 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raydl import blocks
+from raydl.config import MethodConfig
 from raydl.rules import (
     DelayedOuter,
     Elastic,
     MeanGradient,
+    Outer,
     Tally,
     elastic_center_,
     elastic_difference,
     lr_factor,
     moving_rate,
     moving_rate_limit,
+    moving_rate_limit_in_turn,
 )
 
 
@@ -137,3 +141,65 @@ def test_a_delayed_momentum_is_the_mean_of_what_arrived_though_fewer_workers_tra
         rule.update_center_(center, torch.ones(1), Tally(num_workers, 1, 1.0), optimizer)
     assert optimizer.state[center]["momentum_buffer"].item() == 1.0
     assert center.item() == -1.75
+
+
+def test_a_delayed_momentum_begins_each_time_with_what_arrives_from_then_on():
+    """Worked by hand, p = 2: twice two times progress 1, then twice progress 3.
+
+    m <- 1 ; c <- -1/2 - 1/2 - 0.5*1 = -1.5
+    m <- 0.5*1 + 1 = 1.5 ; c <- -1.5 - 1 - 0.5*1.5 = -3.25
+    m <- 0.5*1.5 + 3 = 3.75 ; c <- -3.25 - 3 - 0.5*3.75 = -8.125
+    """
+    center = torch.zeros(1)
+    rule = DelayedOuter(1.0, momentum=0.5)
+    optimizer = rule.make_center_optimizer([center])
+    seen = []
+    for progress in (1.0, 1.0, 3.0):
+        for _ in range(2):
+            arrived = torch.tensor([progress])
+            rule.update_center_(center, arrived, Tally(2, 1, 1.0), optimizer)
+        seen.append(center.item())
+    assert seen == [-1.5, -3.25, -8.125]
+
+
+@pytest.mark.parametrize(("lr_curvature", "limit"), [(0.0, 1.0), (1.0, 2 / 3), (1.5, 0.4)])
+def test_who_exchanges_in_turn_has_a_limit_of_its_own(lr_curvature, limit):
+    """(4 - 2*eta*h) / (4 - eta*h)."""
+    assert moving_rate_limit_in_turn(lr_curvature=lr_curvature) == pytest.approx(limit)
+
+
+class Halved(Elastic):
+    """Someone's rule that pulls half as strongly."""
+
+    def pull(self, replica, center, tally, *, out):
+        return super().pull(replica, center, tally, out=out).mul_(0.5)
+
+
+@pytest.mark.parametrize(("rule", "pulled"), [(Elastic(0.5), 1.0), (Halved(0.5), 0.5)])
+def test_a_rule_that_derives_from_elastic_keeps_its_own_pull_wherever_it_is_measured(rule, pulled):
+    tally = Tally(num_workers=1, num_messages=1, num_samples=1.0)
+    replica, center, out = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0]), torch.empty(2)
+    assert rule.pull(replica, center, tally, out=out) is out
+    assert out.tolist() == [pulled, 0.0]
+    assert rule.measured_pull(replica, center, tally, out=out.zero_()) == 4.0
+    assert out.tolist() == [pulled, 0.0]
+    assert rule.meet_(replica, center, tally, out=out.zero_()) == 4.0
+    assert out.tolist() == [pulled, 0.0]
+
+
+def test_the_distance_to_the_center_is_that_of_all_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 2)
+    tally = Tally(num_workers=1, num_messages=1, num_samples=1.0)
+    replica, center = torch.tensor([1.0, 2.0, 3.0, 0.0, 4.0]), torch.zeros(5)
+    out = torch.empty(5)
+    assert Elastic(0.5).measured_pull(replica, center, tally, out=out) == pytest.approx(30.0)
+    assert Elastic(0.5).meet_(replica, center, tally, out=out) == pytest.approx(30.0)
+    assert center.tolist() == [0.5, 1.0, 1.5, 0.0, 2.0]
+
+
+def test_without_settings_the_center_of_an_outer_rule_becomes_the_mean():
+    rule = Outer.from_config(MethodConfig())
+    center = torch.tensor([4.0])
+    optimizer = rule.make_center_optimizer([center])
+    rule.update_center_(center, torch.tensor([2.0]), Tally(2, 2, 1.0), optimizer)  # 4 - 3, 4 - 3
+    assert center.item() == 3.0
