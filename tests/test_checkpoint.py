@@ -528,3 +528,45 @@ def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
     del values["crc32"]
     manifest.write_text(json.dumps({**values, "format": 1}))
     assert store.read()[0].round == 1
+
+
+def without_manifests(root, *rounds):
+    for round in rounds:
+        CheckpointStore(Storage(str(root))).write(make(round))
+    found = sorted((root / "checkpoints").glob("round-*"))
+    for folder in found:
+        (folder / "manifest.json").unlink()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounds", "number"),
+    [(Storage, [3], 1), (Storage, [9, 10], 2), (ObjectStore, [3], 0), (ObjectStore, [9, 10], 2)],
+)
+def test_folders_that_lost_their_manifests_are_found_oldest_first(tmp_path, kind, rounds, number):
+    """On an object store a single one may be the first checkpoint, on its way."""
+    without_manifests(tmp_path, *rounds)
+    found = CheckpointStore(kind(str(tmp_path))).without_manifest()
+    assert len(found) == number
+    assert [int(name.split("-")[1]) for name in found] == rounds[: len(found)]
+
+
+def test_all_damage_is_told_with_its_place(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)))
+    for round in (1, 2):
+        store.write(make(round))
+    first, second = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    cut(tmp_path, first)
+    (tmp_path / "checkpoints" / second / "manifest.json").unlink()
+    (tmp_path / "center.safetensors").write_bytes(b"no weights")
+    damaged, lost, center = store.find_damage()
+    assert f"checkpoints/{first}" in damaged
+    assert "worker-w1.safetensors" in damaged
+    assert f"checkpoints/{second}: has no manifest" in lost
+    assert f"{tmp_path}/center.safetensors: " in center
+
+
+def test_a_run_without_a_trained_center_has_none(tmp_path):
+    store = CheckpointStore(Storage(str(tmp_path)))
+    store.write(make(4))
+    assert not store.has_trained(4)
