@@ -374,16 +374,35 @@ def test_an_operation_is_done_when_it_ends_well_or_not():
     assert is_done(Work(num_looks=1, error="goes on"), moment) is False
 
 
-def test_an_operation_of_a_device_is_waited_for_no_longer_than_told():
-    assert is_done_on_device(Work(), timedelta(0))
-    assert is_done_on_device(Work(num_looks=20), timedelta(seconds=SOON_S))
-    began = time.monotonic()
-    assert not is_done_on_device(Work(num_looks=10**9), timedelta(seconds=0.2))
-    assert 0.2 <= time.monotonic() - began < SOON_S
-    looks = Work(num_looks=10**9)
-    is_done_on_device(looks, timedelta(seconds=0.2))
-    assert 10**9 - looks.num_looks > 20, "pauses of a millisecond at most"
-    assert 10**9 - looks.num_looks < 5000, "it does not keep a core busy"
+class Clock:
+    """Time that passes by pauses alone."""
+
+    def __init__(self):
+        self.now, self.pauses = 100.0, []
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("num_looks", "within_s", "is_so"),
+    [(0, 0.0, True), (1, 0.0, False), (20, 1.0, True), (10**9, 0.5, False)],
+)
+def test_an_operation_of_a_device_is_looked_at_often_and_for_no_longer_than_told(
+    monkeypatch, num_looks, within_s, is_so
+):
+    monkeypatch.setattr(process_group, "time", clock := Clock())
+    work = Work(num_looks=num_looks)
+    assert is_done_on_device(work, timedelta(seconds=within_s)) is is_so
+    assert len(clock.pauses) == (num_looks if is_so else num_looks - work.num_looks - 1)
+    assert clock.pauses[:3] == [50e-6, 100e-6, 200e-6][: len(clock.pauses)]
+    assert all(pause_s == 1e-3 for pause_s in clock.pauses[5:])
+    if not is_so:
+        assert within_s <= clock.now - 100.0 <= within_s + 1e-3
 
 
 def test_a_group_can_be_cut_and_what_is_under_way_fails_at_once_on_both_sides(members):
