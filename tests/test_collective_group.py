@@ -388,6 +388,33 @@ def test_rays_allreduce_and_reduce_do_each_operation(ranks, op, expected):
     assert found[0][2] == 9.0
 
 
+class Asked:
+    """A process group that notes how it was asked."""
+
+    def __init__(self):
+        self.roots = []
+
+    def reduce(self, tensors, options):
+        self.roots.append((options.rootRank, options.rootTensor))
+        return self
+
+    broadcast = reduce
+
+    def wait(self):
+        pass
+
+
+def test_the_root_is_the_first_rank_unless_told():
+    """gloo leaves sums in the memory of other ranks, too."""
+    group = RayGroup(3, 2, str(GroupAddress("run", 7, "cpu", 4.5)))
+    group.torch.process_group = asked = Asked()
+    chosen = options(root_rank=2, reduceOp=ray_types.ReduceOp.SUM)
+    for act in (group.reduce, group.broadcast):
+        act([torch.ones(1)])
+        act([torch.ones(1)], chosen)
+    assert asked.roots == [(0, 0), (2, 0)] * 2
+
+
 def test_rays_broadcast_is_that_of_the_root(ranks):
     def sent(group, rank):
         first, last = own(rank), own(rank)

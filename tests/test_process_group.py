@@ -193,6 +193,27 @@ def test_a_group_that_is_left_while_it_forms_says_so(members, monkeypatch, most)
     assert found.groups[0].store is None
 
 
+class Fails:
+    """A process group whose sums do not begin."""
+
+    def allreduce(self, tensors, options):
+        raise RuntimeError("reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [(None, "the group was left while it was formed"), (Fails(), "reset by peer")],
+)
+def test_a_ring_whose_first_sum_fails_says_why(monkeypatch, made, told):
+    """Another thread may leave, or a member go away, at any moment."""
+    monkeypatch.setattr(process_group, "_MESH_UP_TO", 1)
+    monkeypatch.setattr(process_group, "make_gloo", lambda *a, **k: made)
+    group, store = TorchGroup(0, 2, device="cpu", timeout_s=SOON_S), Keys()
+    store.set("0/1", b"address")
+    with pytest.raises(RuntimeError, match=f"^{told}$"):
+        group.connect(store, host=HOST)
+
+
 def test_members_prove_that_they_know_the_secret_before_anything_else(members):
     found = members(2)
 
