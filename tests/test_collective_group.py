@@ -14,7 +14,7 @@ from ray.util.collective import types as ray_types
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange import collective
 from raydl.exchange.collective import CenterStore, GroupAddress, RayGroup
-from raydl.exchange.process_group import dist
+from raydl.exchange.process_group import TorchGroup, dist
 from raydl.exchange.store import SECRET
 
 SOON_S = 10.0
@@ -348,6 +348,20 @@ def test_nobody_watches_a_group_of_a_device_that_was_left():
     thread.join(SOON_S)
     assert not thread.is_alive()
     assert not group._group.is_cut.is_set()
+
+
+@pytest.mark.parametrize(("device", "is_watched"), [("cuda", True), ("cpu", False)])
+def test_only_a_device_is_freed_by_a_thread_of_the_group_itself(
+    ranks, monkeypatch, device, is_watched
+):
+    """In host memory the thread that waits sees that all was abandoned."""
+    cut = threading.Event()
+    monkeypatch.setattr(TorchGroup, "connect", lambda *a, **k: None)
+    monkeypatch.setattr(TorchGroup, "cut", lambda group: cut.set())
+    members = ranks(1)
+    members.address = GroupAddress("run", 7, device, 20.0)
+    members.form_all().abandoned[0].set()
+    assert cut.wait(SOON_S if is_watched else 0.3) is is_watched
 
 
 # Ray's blocking interface
