@@ -7,10 +7,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from members import Center, FakeRay, Ranks
+from members import HOST, Center, FakeRay, Ranks
 from ray.exceptions import RayActorError
 from ray.util.collective import types as ray_types
 
+from raydl.config.tls import TlsFiles
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange import collective
 from raydl.exchange.collective import CenterStore, GroupAddress, RayGroup
@@ -183,6 +184,27 @@ def test_each_member_knows_the_node_of_each_rank(ranks):
     members.form_all(algorithm="auto")
     known = members.each(lambda group: tuple(group.adaptive._nodes))
     assert set(known) in ({("far", "near")}, {("near", "far")})
+
+
+@pytest.mark.parametrize("algorithm", ["library", "ring"])
+@pytest.mark.parametrize("is_on", ["0", "1"])
+def test_rays_certificates_are_used_and_pairs_connected_where_the_sum_is_our_own(
+    ranks, monkeypatch, algorithm, is_on
+):
+    asked = []
+
+    def connect(group, store, **how):
+        asked.append(how)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(TorchGroup, "connect", connect)
+    monkeypatch.setenv("RAY_USE_TLS", is_on)
+    for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT"):
+        monkeypatch.setenv(f"RAY_TLS_{name}", name)
+    assert problem_of(ranks(2).form(0, algorithm=algorithm)).problem == "far enough"
+    files = TlsFiles(cert="SERVER_CERT", key="SERVER_KEY", ca="CA_CERT")
+    expected = {"tls": files if is_on == "1" else None, "has_pairs": algorithm == "ring"}
+    assert asked == [{"host": HOST, **expected}]
 
 
 # losses
