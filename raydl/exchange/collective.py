@@ -48,8 +48,9 @@ _REDUCE_OPS = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
-_ROLL_CALL = timedelta(seconds=1)
 _ASK_S = 2.0  # the longest that a thread of the center waits for keys
+# Of two who wait for a third, one may give up by _ASK_S later: it learns only then that it waits.
+_ROLL_CALL = timedelta(seconds=_ASK_S + 1)
 _ANSWER_S = 20.0  # and how much longer a busy center may take to answer
 _CHECK_S = 2.0  # the same where an answer is of no great worth
 _SLICE = timedelta(seconds=0.1)  # of a wait: after each is seen whether it was abandoned

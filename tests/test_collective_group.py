@@ -1,0 +1,530 @@
+"""The group of one generation, with two or three ranks in threads and a center without Ray."""
+
+import threading
+import time
+import types
+from datetime import timedelta
+
+import pytest
+import torch
+from members import HOST, Center, FakeRay, Ranks
+from ray.exceptions import RayActorError
+from ray.util.collective import types as ray_types
+
+from raydl.config.tls import TlsFiles
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.exchange import collective
+from raydl.exchange.collective import CenterStore, GroupAddress, RayGroup
+from raydl.exchange.process_group import TorchGroup, dist
+from raydl.exchange.store import SECRET
+
+SOON_S = 10.0
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    made = []
+
+    def make(num_workers, **more):
+        made.append(Ranks(num_workers, monkeypatch, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+# the address
+
+
+def test_an_address_is_spelt_and_read_again():
+    address = GroupAddress("run-1", 12, "cuda", 2.5)
+    assert str(address) == "raydl:run-1/12?device=cuda&timeout_s=2.5"
+    assert GroupAddress.parse(str(address)) == address
+
+
+# the store
+
+
+@pytest.fixture
+def center():
+    return Center()
+
+
+@pytest.fixture
+def fake_ray(monkeypatch):
+    monkeypatch.setattr(collective, "ray", FakeRay())
+    return collective.ray
+
+
+def store_of(center, *, timeout_s=20.0, num_workers=3):
+    return CenterStore(center, GroupAddress("run", 7, "cpu", timeout_s), num_workers)
+
+
+def test_what_one_member_writes_another_reads(center, fake_ray):
+    one, other = store_of(center), store_of(center)
+    one.set("a", b"1")
+    one.set("b", b"2")
+    assert other.get("a") == b"1"
+    assert other.multi_get(["b", "a"]) == [b"2", b"1"]
+    assert len(other.get(SECRET)) == 32
+    assert other.clone() is other
+
+
+def test_a_key_of_ones_own_is_not_asked_for(center, fake_ray):
+    store = store_of(center)
+    store.set("a", b"1")
+    assert store.get("a") == b"1"
+    assert store.check(["a"])
+    assert store.those_there(["a"], timedelta(0)) == ["a"]
+    assert center.asked == []
+
+
+def test_the_first_question_for_a_ranks_key_waits_for_those_of_all_ranks(center, fake_ray):
+    store = store_of(center)
+    for rank in range(3):
+        center.server.set("run", 7, f"0/{rank}", bytes([rank]))
+    assert [store.get(f"0/{rank}") for rank in (1, 0, 2)] == [b"\1", b"\0", b"\2"]
+    assert [sorted(keys) for keys, _ in center.asked] == [["0/0", "0/1", "0/2"]]
+
+
+@pytest.mark.parametrize("key", ["plain", "1", "a/b", "/", "a/-1"])
+def test_any_other_key_is_asked_for_alone(center, fake_ray, key):
+    center.server.set("run", 7, key, b"1")
+    assert store_of(center).get(key) == b"1"
+    assert [keys for keys, _ in center.asked] == [[key]]
+
+
+def test_no_thread_of_the_center_waits_long_and_a_busy_one_may_answer_late(center, fake_ray):
+    threading.Timer(0.2, center.server.set, ("run", 7, "a", b"1")).start()
+    assert store_of(center).get("a") == b"1"
+    [(_, asked_s)] = center.asked
+    assert asked_s == 2.0
+    assert fake_ray.waited == [22.0]
+
+
+def test_a_wait_for_keys_is_bounded_by_the_groups_time_or_its_own(center, fake_ray):
+    for store, own in [(store_of(center, timeout_s=0.2), None), (store_of(center), 0.2)]:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"did not come within 0\.2 s"):
+            store.wait(["never"], own and timedelta(seconds=own))
+        assert 0.2 <= time.monotonic() - began < SOON_S
+    assert all(0 < asked_s <= 0.2 for _, asked_s in center.asked)
+
+
+def test_a_look_at_keys_does_not_wait(center, fake_ray):
+    store = store_of(center)
+    assert not store.check(["a"])
+    store.set("a", b"1")
+    assert not store.check(["a", "b"])
+    assert store.those_there(["b", "a"], timedelta(seconds=0.05)) == ["a"]
+    assert [asked_s for _, asked_s in center.asked] == [0.0, 0.0, 0.05]
+    assert fake_ray.waited == [2.0, 2.0, 2.05]
+    center.server.set("run", 7, "b", b"2")
+    assert store.check(["a", "b"])
+
+
+def test_a_center_that_can_not_be_reached_is_told_except_by_a_look(center, fake_ray):
+    center.lost = RayActorError(error_msg="it died\nlong ago")
+    store = store_of(center)
+    with pytest.raises(RuntimeError, match=r"the center did not answer: .*it died$"):
+        store.get("a")
+    assert not store.check(["a"])  # NCCL's thread asks, where an error would end the process
+
+
+def test_no_key_of_a_generation_that_is_over_is_waited_for(center, fake_ray):
+    center.server.set("run", 8, "a", b"1")
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="a later generation has begun"):
+        store_of(center).get("a")
+    assert time.monotonic() - began < SOON_S
+
+
+# sums and gatherings
+
+
+def summed(group):
+    tensor = torch.full((5,), 1.0 + group._rank)
+    group.start_allreduce(tensor, round=1).wait()
+    return tensor.tolist()
+
+
+def gathered(group):
+    out = torch.zeros(group.num_workers, 2)
+    group.start_allgather(torch.full((2,), float(group._rank)), out, round=1).wait()
+    return out.tolist()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_each_member_ends_with_the_sum_and_with_what_all_gave(ranks, num_workers):
+    members = ranks(num_workers).form_all()
+    total = sum(range(1, num_workers + 1))
+    assert members.each(summed) == [[float(total)] * 5] * num_workers
+    expected = [[float(rank)] * 2 for rank in range(num_workers)]
+    assert members.each(gathered) == [expected] * num_workers
+    assert members.each(lambda group: group.num_workers) == [num_workers] * num_workers
+    assert members.each(lambda group: group.report()) == [None] * num_workers
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_a_sum_of_our_own_is_the_same_and_tells_how_it_was_made(ranks, algorithm):
+    members = ranks(3).form_all(algorithm=algorithm)
+    assert members.each(lambda group: group.report()) == [None] * 3
+    assert members.each(summed) == [[6.0] * 5] * 3
+    for report in members.each(lambda group: group.report()):
+        assert (report.generation, report.num_bytes) == (7, 20)
+        assert report.algorithm == algorithm or algorithm == "auto"
+
+
+def test_each_member_knows_the_node_of_each_rank(ranks):
+    members = ranks(2)
+    local = threading.local()
+    nodes = iter(["far", "near"])
+    members.ray.runtime.get_node_id = lambda: vars(local).setdefault("node", next(nodes))
+    members.form_all(algorithm="auto")
+    known = members.each(lambda group: tuple(group.adaptive._nodes))
+    assert set(known) in ({("far", "near")}, {("near", "far")})
+
+
+@pytest.mark.parametrize("algorithm", ["library", "ring"])
+@pytest.mark.parametrize("is_on", ["0", "1"])
+def test_rays_certificates_are_used_and_pairs_connected_where_the_sum_is_our_own(
+    ranks, monkeypatch, algorithm, is_on
+):
+    asked = []
+
+    def connect(group, store, **how):
+        asked.append(how)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(TorchGroup, "connect", connect)
+    monkeypatch.setenv("RAY_USE_TLS", is_on)
+    for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT"):
+        monkeypatch.setenv(f"RAY_TLS_{name}", name)
+    assert problem_of(ranks(2).form(0, algorithm=algorithm)).problem == "far enough"
+    files = TlsFiles(cert="SERVER_CERT", key="SERVER_KEY", ca="CA_CERT")
+    expected = {"tls": files if is_on == "1" else None, "has_pairs": algorithm == "ring"}
+    assert asked == [{"host": HOST, **expected}]
+
+
+# losses
+
+
+def problem_of(forming):
+    with pytest.raises(ExchangeError) as caught:
+        forming.result(timeout=60.0)
+    return caught.value
+
+
+def test_a_member_that_never_comes_is_named_with_round_and_generation(ranks):
+    members = ranks(3, timeout_s=1.0)
+    began = time.monotonic()
+    for forming in [members.form(0), members.form(2)]:
+        error = problem_of(forming)
+        assert isinstance(error, ExchangeTimeoutError)
+        assert (error.round, error.generation, error.timeout_s) == (0, 7, 1.0)
+        assert error.missing == ("w1",)
+    assert time.monotonic() - began < SOON_S
+    assert members.names.destroyed == [str(members.address)] * 2
+
+
+def test_a_member_that_does_not_come_to_a_sum_is_named_with_its_round(ranks, monkeypatch):
+    monkeypatch.setattr(collective, "_ROLL_CALL", timedelta(seconds=1.5))
+    members = ranks(3, timeout_s=1.5).form_all()
+
+    def failed(group):
+        with pytest.raises(ExchangeTimeoutError) as caught:
+            group.start_allreduce(torch.ones(2), round=4).wait()
+        return caught.value
+
+    both = [members.begin(rank, failed, members.groups[rank]) for rank in (0, 1)]
+    for each in both:
+        error = each.result(timeout=60.0)
+        assert (error.round, error.generation, error.timeout_s) == (4, 7, 1.5)
+        assert error.missing == ("w2",)
+
+
+def test_who_is_late_is_not_known_without_the_center(ranks):
+    members = ranks(2, timeout_s=0.5).form_all()
+    members.center.lost = RayActorError(error_msg="it died")
+    [group, _] = members.groups.values()
+    error = group.explain(RuntimeError("timed out"), round=3, waited_s=0.5)
+    assert isinstance(error, ExchangeTimeoutError)
+    assert error.missing == ()
+
+
+def test_who_is_late_is_not_asked_by_a_member_that_has_left(ranks):
+    members = ranks(1).form_all()
+    group = members.groups[0]
+    members.begin(0, group.close).result(SOON_S)
+    asked = len(members.center.asked)
+    assert group.explain(RuntimeError("timed out"), round=3, waited_s=20.0).missing == ()
+    assert len(members.center.asked) == asked
+
+
+@pytest.mark.parametrize(("waited_s", "is_late"), [(0.0, False), (17.9, False), (18.0, True)])
+def test_an_error_near_the_time_out_is_one_and_an_early_one_is_told_in_a_line(
+    ranks, waited_s, is_late
+):
+    group = ranks(1).form_all().groups[0]
+    error = group.explain(RuntimeError("reset by peer\nat line 3"), round=3, waited_s=waited_s)
+    assert isinstance(error, ExchangeTimeoutError) is is_late
+    assert (error.round, error.generation) == (3, 7)
+    if not is_late:
+        assert error.problem == "reset by peer"
+
+
+def test_a_member_that_leaves_fails_the_sum_of_the_others_at_once(ranks):
+    members = ranks(3, timeout_s=60.0).form_all()
+    began = time.monotonic()
+    waits = [members.begin(r, summed, members.groups[r]) for r in (0, 1)]
+    members.begin(2, members.groups[2].close).result(SOON_S)
+    for waiting in waits:
+        error = problem_of(waiting)
+        assert (error.round, error.generation) == (1, 7)
+        assert not isinstance(error, ExchangeTimeoutError)
+        members.begin(waits.index(waiting), members.groups[waits.index(waiting)].close)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_an_operation_that_can_not_begin_fails_with_its_round(ranks):
+    group = ranks(1).form_all().groups[0]
+    with pytest.raises(ExchangeError) as caught:
+        group.start_allgather(torch.ones(2), torch.zeros(1, 3), round=5)
+    assert (caught.value.round, caught.value.generation) == (5, 7)
+    assert not isinstance(caught.value, ExchangeTimeoutError)
+
+
+# an abandoned group
+
+
+@pytest.mark.parametrize("algorithm", ["library", "auto"])
+def test_who_forms_a_group_is_free_at_once_when_it_is_abandoned(ranks, algorithm):
+    members = ranks(2, timeout_s=3.0)
+    forming = members.form(0, algorithm=algorithm)
+    began = time.monotonic()
+    threading.Timer(0.2, members.abandoned[0].set).start()
+    error = problem_of(forming)
+    assert time.monotonic() - began < 2.0
+    assert (error.round, error.generation) == (0, 7)
+    assert error.problem == "it was abandoned: a worker was lost or left out"
+    assert members.names.destroyed == [str(members.address)]
+
+
+@pytest.mark.parametrize("algorithm", ["library", "ring"])
+def test_who_waits_for_a_sum_is_free_at_once_when_it_is_abandoned(ranks, algorithm):
+    members = ranks(2, timeout_s=60.0).form_all(algorithm=algorithm)
+    waiting = members.begin(0, summed, members.groups[0])
+    began = time.monotonic()
+    threading.Timer(0.2, members.abandoned[0].set).start()
+    error = problem_of(waiting)
+    assert (error.round, error.generation) == (1, 7)
+    assert error.problem == "it was abandoned: a worker was lost or left out"
+    members.begin(0, members.groups[0].close).result(SOON_S)
+    with pytest.raises(ExchangeError):
+        members.begin(1, summed, members.groups[1]).result(SOON_S)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_group_that_is_closed_is_left_and_its_name_is_free(ranks):
+    members = ranks(2).form_all(algorithm="ring")
+    members.each(lambda group: group.close())
+    for group in members.groups.values():
+        assert group._group.is_left
+        assert group._group.process_group is None
+        with pytest.raises(RuntimeError):
+            group.adaptive.start(torch.ones(1))  # its thread is over
+    assert members.names.destroyed == [str(members.address)] * 2
+
+
+class Cut:
+    """A group of a device that notes when it is cut."""
+
+    def __init__(self):
+        self.is_left, self.is_cut = False, threading.Event()
+
+    def cut(self):
+        self.is_cut.set()
+
+
+def watched():
+    group = collective.CollectiveGroup.__new__(collective.CollectiveGroup)
+    group._group, group._abandoned = Cut(), threading.Event()
+    thread = threading.Thread(target=group._cut_if_abandoned, daemon=True)
+    thread.start()
+    return group, thread
+
+
+def test_a_device_is_freed_once_its_group_is_abandoned():
+    group, thread = watched()
+    assert not group._group.is_cut.wait(0.3)
+    group._abandoned.set()
+    assert group._group.is_cut.wait(SOON_S)
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+def test_nobody_watches_a_group_of_a_device_that_was_left():
+    group, thread = watched()
+    group._group.is_left = True
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+    assert not group._group.is_cut.is_set()
+
+
+@pytest.mark.parametrize(("device", "is_watched"), [("cuda", True), ("cpu", False)])
+def test_only_a_device_is_freed_by_a_thread_of_the_group_itself(
+    ranks, monkeypatch, device, is_watched
+):
+    """In host memory the thread that waits sees that all was abandoned."""
+    cut = threading.Event()
+    monkeypatch.setattr(TorchGroup, "connect", lambda *a, **k: None)
+    monkeypatch.setattr(TorchGroup, "cut", lambda group: cut.set())
+    members = ranks(1)
+    members.address = GroupAddress("run", 7, device, 20.0)
+    members.form_all().abandoned[0].set()
+    assert cut.wait(SOON_S if is_watched else 0.3) is is_watched
+
+
+# Ray's blocking interface
+
+
+def by_ray(members, act):
+    """Return what each rank makes of Ray's group; act(group, rank)."""
+    groups = members.each(lambda group: members.names.get_group_handle(str(group.address)))
+    found = [members.begin(rank, act, group, rank) for rank, group in enumerate(groups)]
+    return [each.result(timeout=60.0) for each in found]
+
+
+options = types.SimpleNamespace
+
+
+def own(rank):
+    return torch.tensor([rank + 2.0])
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"), [(None, 9.0), ("SUM", 9.0), ("PRODUCT", 24.0), ("MIN", 2.0), ("MAX", 4.0)]
+)
+def test_rays_allreduce_and_reduce_do_each_operation(ranks, op, expected):
+    members = ranks(3).form_all()
+    reduce_op = ray_types.ReduceOp[op] if op else None
+
+    def reduced(group, rank):
+        everywhere, at_one, at_first = own(rank), own(rank), own(rank)
+        chosen = options(reduceOp=reduce_op, root_rank=1) if op else None
+        group.allreduce([everywhere], chosen)
+        group.reduce([at_one], chosen)
+        group.reduce([at_first])
+        return everywhere.item(), at_one.item(), at_first.item()
+
+    found = by_ray(members, reduced)
+    assert [all_ for all_, _, _ in found] == [expected] * 3
+    assert found[1 if op else 0][1] == expected
+    assert found[0][2] == 9.0
+
+
+class Asked:
+    """A process group that notes how it was asked."""
+
+    def __init__(self):
+        self.roots = []
+
+    def reduce(self, tensors, options):
+        self.roots.append((options.rootRank, options.rootTensor))
+        return self
+
+    broadcast = reduce
+
+    def wait(self):
+        pass
+
+
+def test_the_root_is_the_first_rank_unless_told():
+    """gloo leaves sums in the memory of other ranks, too."""
+    group = RayGroup(3, 2, str(GroupAddress("run", 7, "cpu", 4.5)))
+    group.torch.process_group = asked = Asked()
+    chosen = options(root_rank=2, reduceOp=ray_types.ReduceOp.SUM)
+    for act in (group.reduce, group.broadcast):
+        act([torch.ones(1)])
+        act([torch.ones(1)], chosen)
+    assert asked.roots == [(0, 0), (2, 0)] * 2
+
+
+def test_rays_broadcast_is_that_of_the_root(ranks):
+    def sent(group, rank):
+        first, last = own(rank), own(rank)
+        group.broadcast([first])
+        group.broadcast([last], options(root_rank=2))
+        return first.item(), last.item()
+
+    assert by_ray(ranks(3).form_all(), sent) == [(2.0, 4.0)] * 3
+
+
+def test_rays_allgather_and_reducescatter_go_by_rank(ranks):
+    def collected(group, rank):
+        out = [torch.zeros(1) for _ in range(3)]
+        group.allgather([out], [own(rank)])
+        mine = torch.zeros(1)
+        group.reducescatter([mine], [[torch.tensor([10.0 * i + rank]) for i in range(3)]])
+        return [each.item() for each in out], mine.item()
+
+    assert by_ray(ranks(3).form_all(), collected) == [
+        ([2.0, 3.0, 4.0], 30.0 * rank + 3.0) for rank in range(3)
+    ]
+
+
+def test_rays_send_reaches_the_rank_that_receives(ranks):
+    def passed_on(group, rank):
+        got = torch.zeros(1)
+        if rank == 0:
+            group.send([own(rank)], options(dst_rank=2))
+        if rank == 2:
+            group.recv([got], options(src_rank=0))
+        return got.item()
+
+    assert by_ray(ranks(3).form_all(), passed_on) == [0.0, 0.0, 2.0]
+
+
+def test_rays_barrier_waits_for_all(ranks):
+    came = []
+
+    def met(group, rank):
+        time.sleep(0.3 * (rank == 1))
+        came.append(rank)
+        group.barrier()
+        return sorted(came)
+
+    assert by_ray(ranks(2).form_all(), met) == [[0, 1]] * 2
+
+
+def test_rays_group_takes_rank_size_device_and_time_from_what_ray_hands_on():
+    group = RayGroup(3, 2, str(GroupAddress("run", 7, "cuda", 4.5)))
+    assert (group.world_size, group.rank, group.group_name) == (
+        3,
+        2,
+        "raydl:run/7?device=cuda&timeout_s=4.5",
+    )
+    assert group.torch._is_cuda
+    assert (group.torch._rank, group.torch._num_workers) == (2, 3)
+    assert group.torch._timeout == timedelta(seconds=4.5)
+    assert RayGroup.backend() == "RAYDL"
+    assert RayGroup.check_backend_availability() is dist.is_available() is True
+    group.torch._is_cuda = False  # gloo's: nothing to be cut is there
+    group.destroy_group()
+    assert group.torch.is_left
+
+
+def test_the_backend_is_registered_once_in_a_process(monkeypatch):
+    known = {}
+    fake = types.SimpleNamespace(is_backend_available=lambda name: name in known)
+    monkeypatch.setattr(collective, "collective", fake)
+
+    def add(name, group_class):
+        assert name not in known
+        known[name] = group_class
+
+    monkeypatch.setattr(collective, "register_collective_backend", add)
+    collective.register()
+    collective.register()
+    assert known == {"RAYDL": RayGroup}

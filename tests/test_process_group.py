@@ -1,0 +1,524 @@
+"""One member's side of a process group: how it connects, what it says, and how it leaves."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from benchmarks.certificates import make_certificates
+from raydl.exchange import process_group
+from raydl.exchange.process_group import (
+    TorchGroup,
+    TunnelStore,
+    dist,
+    is_done,
+    is_done_on_device,
+    make_gloo,
+    unproven_peers,
+)
+from raydl.exchange.store import SECRET, StoreServer, proof
+from raydl.exchange.tunnel import GLOO_HOST
+
+SOON_S = 10.0
+HOST = "127.0.0.1"
+HOSTS = ("127.0.1.1", "127.0.1.2")
+"""To the members two hosts, which meet on the loopback of this machine."""
+
+
+class Keys(dist.Store):
+    """The keys of a generation, as a member sees them."""
+
+    def __init__(self, *, timeout_s=SOON_S):
+        super().__init__()
+        self.server, self.timeout_s = StoreServer(), timeout_s
+        self.waits = []
+
+    def set(self, key, value):
+        self.server.set("run", 1, key, value)
+
+    def get(self, key):
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys):
+        self.wait(keys)
+        found = self.server.wait("run", 1, keys, 0.0)
+        return [found[key] for key in keys]
+
+    def wait(self, keys, timeout=None):
+        self.waits.append((keys, timeout))
+        timeout_s = self.timeout_s if timeout is None else timeout.total_seconds()
+        if not self.server.wait("run", 1, keys, timeout_s).keys() >= set(keys):
+            raise RuntimeError("the other members did not come")
+
+    def check(self, keys):
+        return self.server.wait("run", 1, keys, 0.0).keys() >= set(keys)
+
+    def those_there(self, keys, within):
+        found = self.server.wait("run", 1, list(keys), within.total_seconds())
+        return [key for key in keys if key in found]
+
+
+class Members:
+    """Some members of a group and the threads in which they act."""
+
+    def __init__(self, pool, num_workers, *, timeout_s=SOON_S):
+        self.pool, self.store = pool, Keys(timeout_s=timeout_s)
+        self.groups = [
+            TorchGroup(rank, num_workers, device="cpu", timeout_s=timeout_s)
+            for rank in range(num_workers)
+        ]
+
+    def each(self, act, groups=None):
+        """Return what each returned, or what it raised."""
+
+        def acted(group):
+            try:
+                return act(group)
+            except RuntimeError as error:
+                return str(error)
+
+        return list(self.pool.map(acted, groups or self.groups))
+
+    def connect(self, groups=None, hosts=None, **more):
+        hosts = hosts or [HOST] * len(self.groups)
+        return self.each(lambda g: g.connect(self.store, host=hosts[g._rank], **more), groups)
+
+
+@pytest.fixture
+def members(pool):
+    made, before = [], set(threading.enumerate())
+
+    def make(num_workers, **more):
+        made.append(Members(pool, num_workers, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for group in each.groups:
+            group.leave()
+    pool.shutdown()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5.0)  # none may end as the process does
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("tls"), HOSTS)
+
+
+def total(group):
+    tensor = torch.tensor([1.0, 10.0]) * (group._rank + 1)
+    group.start_allreduce(tensor).wait()
+    return tensor.tolist()
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """What the groups of gloo listened on: (host, whether they connect late)."""
+    asked, create = [], dist.ProcessGroupGloo.create_device
+
+    def noted(*, hostname, lazy_init):
+        asked.append((hostname, lazy_init))
+        return create(hostname=hostname, lazy_init=lazy_init)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", staticmethod(noted))
+    return asked
+
+
+# to connect
+
+
+@pytest.mark.parametrize("has_pairs", [False, True])
+def test_few_members_connect_each_with_every_other(members, devices, has_pairs):
+    found = members(3)
+    assert found.connect(has_pairs=has_pairs) == [None] * 3
+    assert devices == [(HOST, False)] * 3
+    assert found.each(total) == [[6.0, 60.0]] * 3
+    assert [group._peers for group in found.groups] == [(1, 2), (0, 2), (0, 1)]
+
+
+@pytest.mark.parametrize(("most", "is_ring"), [(3, True), (4, False)])
+def test_beyond_a_number_of_members_each_connects_with_two(
+    members, devices, monkeypatch, most, is_ring
+):
+    monkeypatch.setattr(process_group, "_MESH_UP_TO", most)
+    found = members(4)
+    assert found.connect() == [None] * 4
+    assert devices == [(HOST, is_ring)] * 4
+    assert found.each(total) == [[10.0, 100.0]] * 4
+    neighbours = [{1, 3}, {0, 2}, {1, 3}, {0, 2}]
+    everybody = [set(range(4)) - {rank} for rank in range(4)]
+    expected = neighbours if is_ring else everybody
+    assert [set(group._peers) for group in found.groups] == expected
+
+
+def test_members_that_send_to_any_other_make_no_ring(members, devices, monkeypatch):
+    monkeypatch.setattr(process_group, "_MESH_UP_TO", 2)
+    found = members(3)
+    assert found.connect(has_pairs=True) == [None] * 3
+    assert devices == [(HOST, False)] * 3
+    links = [group.link() for group in found.groups]
+    assert [(link.rank, link.num_workers) for link in links] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_ring_of_two_has_one_neighbour(members, monkeypatch):
+    monkeypatch.setattr(process_group, "_MESH_UP_TO", 1)
+    found = members(2)
+    assert found.connect() == [None] * 2
+    assert [group._peers for group in found.groups] == [(1,), (0,)]
+    assert found.each(total) == [[3.0, 30.0]] * 2
+
+
+def test_a_ring_that_lacks_a_member_is_given_up_in_time_and_says_so(members, monkeypatch):
+    monkeypatch.setattr(process_group, "_MESH_UP_TO", 2)
+    found = members(3, timeout_s=0.5)
+    began = time.monotonic()
+    assert found.connect(found.groups[:2]) == ["not all members came within 0.5 s"] * 2
+    assert 0.5 <= time.monotonic() - began < SOON_S
+    assert [group._peers for group in found.groups[:2]] == [(), ()], "nobody to hang up on"
+
+
+@pytest.mark.parametrize("most", [1, 32])
+def test_a_group_that_is_left_while_it_forms_says_so(members, monkeypatch, most):
+    monkeypatch.setattr(process_group, "_MESH_UP_TO", most)
+    found = members(2)
+    found.groups[0].is_left = True
+    assert found.connect(found.groups if most > 1 else found.groups[:1])[0] == (
+        "the group was left while it was formed"
+    )
+    assert found.groups[0].process_group is None
+    assert found.groups[0].store is None
+
+
+class Fails:
+    """A process group whose sums do not begin."""
+
+    def allreduce(self, tensors, options):
+        raise RuntimeError("reset by peer")
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [(None, "the group was left while it was formed"), (Fails(), "reset by peer")],
+)
+def test_a_ring_whose_first_sum_fails_says_why(monkeypatch, made, told):
+    """Another thread may leave, or a member go away, at any moment."""
+    monkeypatch.setattr(process_group, "_MESH_UP_TO", 1)
+    monkeypatch.setattr(process_group, "make_gloo", lambda *a, **k: made)
+    group, store = TorchGroup(0, 2, device="cpu", timeout_s=SOON_S), Keys()
+    store.set("0/1", b"address")
+    with pytest.raises(RuntimeError, match=f"^{told}$"):
+        group.connect(store, host=HOST)
+
+
+def test_members_prove_that_they_know_the_secret_before_anything_else(members):
+    found = members(2)
+
+    class Other(Keys):
+        def get(self, key):
+            return b"?" * 32 if key == SECRET else found.store.get(key)
+
+        def set(self, key, value):
+            found.store.set(key, value)
+
+        def wait(self, keys, timeout=None):
+            found.store.wait(keys, timeout)
+
+    stores = [found.store, Other()]
+    told = found.each(lambda group: group.connect(stores[group._rank], host=HOST))
+    text = (
+        "not proven to be members of this generation: rank {}: another process has taken its place"
+    )
+    assert told == [text.format(1), text.format(0)]
+
+
+def test_all_unproven_peers_are_named(members):
+    found = members(3)
+    made = found.each(
+        lambda g: make_gloo(
+            found.store, g._rank, 3, timeout=timedelta(seconds=SOON_S), host=HOST, lazy=False
+        )
+    )
+    secrets = [b"a", b"b", b"a"]
+    bound = timedelta(seconds=SOON_S)
+
+    def reasons(group):
+        peers = [peer for peer in range(3) if peer != group._rank]
+        return unproven_peers(made[group._rank], secrets[group._rank], bound, peers)
+
+    wrong = "another process has taken its place"
+    assert found.each(reasons) == [{1: wrong}, {0: wrong, 2: wrong}, {1: wrong}]
+
+
+class Silent:
+    """A group whose peers send nothing, or what it is told to have received."""
+
+    def __init__(self, rank=0, error=None):
+        self._rank, self.error, self.sent, self.tags, self.waits = rank, error, {}, set(), []
+
+    def rank(self):
+        return self._rank
+
+    def recv(self, tensors, peer, tag):
+        self.tags.add(tag)
+        if self.error:
+            raise RuntimeError(self.error)
+        return self
+
+    def send(self, tensors, peer, tag):
+        self.tags.add(tag)
+        self.sent[peer] = tensors[0].numpy().tobytes()
+        return self
+
+    def wait(self, within):
+        self.waits.append(within.total_seconds())
+        raise RuntimeError("nothing came\nin time")
+
+
+def test_a_peer_that_sends_nothing_is_told_by_the_first_line_of_why():
+    silent = Silent(rank=2)
+    assert unproven_peers(silent, b"s", timedelta(seconds=5), [0, 1]) == {
+        0: "nothing came",
+        1: "nothing came",
+    }
+    assert silent.sent == {peer: proof(b"s", source=2, target=peer) for peer in (0, 1)}
+    assert len(silent.tags) == 1
+    assert all(4.0 < seconds <= 5.0 for seconds in silent.waits)
+    failed = Silent(error="hung up\nat line 3")
+    assert unproven_peers(failed, b"s", timedelta(seconds=5), [1]) == {1: "hung up"}
+    late = Silent()
+    unproven_peers(late, b"s", timedelta(seconds=-5), [1])
+    assert late.waits == [0.001], "a proof that has come counts, however late it is read"
+
+
+# by TLS
+
+
+@pytest.mark.parametrize("spread", ["01", "10", "011", "00"])
+def test_with_certificates_members_on_any_hosts_meet_on_the_loopback(
+    members, files, devices, spread
+):
+    found = members(len(spread))
+    hosts = [HOSTS[int(at)] for at in spread]
+    assert found.connect(hosts=hosts, tls=files) == [None] * len(spread)
+    assert devices == [(GLOO_HOST, False)] * len(spread)
+    assert len(set(map(tuple, found.each(total)))) == 1
+    assert found.each(total)[0][0] == sum(range(1, len(spread) + 1))
+
+
+def test_with_certificates_no_ring_is_made(members, files, devices, monkeypatch):
+    monkeypatch.setattr(process_group, "_MESH_UP_TO", 1)
+    found = members(2)
+    assert found.connect(hosts=HOSTS, tls=files) == [None] * 2
+    assert [is_lazy for _, is_lazy in devices] == [False] * 2
+    assert [group._peers for group in found.groups] == [(1,), (0,)]
+
+
+def test_keys_pass_unchanged_once_the_tunnel_is_laid(members, files):
+    found = members(2)
+    found.connect(hosts=HOSTS, tls=files)
+    stores = [group.store for group in found.groups]
+    stores[0].set("node/0", b"here")
+    assert stores[1].get("node/0") == b"here"
+    assert stores[1].multi_get(["node/0"]) == [b"here"]
+    assert stores[1].check(["node/0"])
+    assert not stores[1].check(["node/0", "node/1"])
+    assert stores[1].those_there(["node/1", "node/0"], timedelta(0)) == ["node/0"]
+    with pytest.raises(RuntimeError, match="did not come"):
+        stores[1].wait(["never"], timedelta(milliseconds=1))
+
+
+def test_a_tunnel_ends_as_its_member_leaves(members, files):
+    found = members(2)
+    found.connect(hosts=HOSTS, tls=files)
+    work = found.groups[0].start_allreduce(torch.ones(10))
+    began = time.monotonic()
+    found.groups[1].leave()
+    with pytest.raises(RuntimeError):
+        work.wait()
+    assert time.monotonic() - began < SOON_S / 2
+
+
+def test_a_member_of_another_authority_is_told_by_what_tls_says(members, files, tmp_path):
+    others = make_certificates(tmp_path, HOSTS)
+    found = members(2, timeout_s=1.0)
+    told = found.each(
+        lambda g: g.connect(found.store, host=HOSTS[g._rank], tls=[files, others][g._rank])
+    )
+    assert told[1].startswith("no connection by TLS: ")
+    assert "certificate verify failed" in told[1]
+
+
+class Ways:
+    """A tunnel that notes where it leads."""
+
+    def __init__(self):
+        self.led = []
+
+    def lead_to(self, port):
+        self.led.append(port)
+
+
+def test_an_address_of_gloo_that_is_not_understood_is_refused_as_it_is_written():
+    store = TunnelStore(Keys(), Ways(), 0, {})
+    with pytest.raises(RuntimeError, match="TLS can not be used with it"):
+        store.set("0/0", b"")
+    assert not store.check(["0/0"])
+
+
+# to wait and to leave
+
+
+class Work:
+    """An operation that ends after some looks, well or not."""
+
+    def __init__(self, num_looks=0, error=""):
+        self.num_looks, self.error, self.within = num_looks, error, None
+
+    def is_completed(self):
+        self.num_looks -= 1
+        return self.num_looks < 0
+
+    def wait(self, within):
+        self.within = within
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_an_operation_is_done_when_it_ends_well_or_not():
+    moment = timedelta(seconds=0.01)
+    assert is_done(Work(), moment) is True
+    assert is_done(Work(error="reset"), moment) is True
+    assert is_done(Work(num_looks=1, error="goes on"), moment) is False
+
+
+class Clock:
+    """Time that passes by pauses alone."""
+
+    def __init__(self):
+        self.now, self.pauses = 100.0, []
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("num_looks", "within_s", "is_so"),
+    [(0, 0.0, True), (1, 0.0, False), (20, 1.0, True), (10**9, 0.5, False)],
+)
+def test_an_operation_of_a_device_is_looked_at_often_and_for_no_longer_than_told(
+    monkeypatch, num_looks, within_s, is_so
+):
+    monkeypatch.setattr(process_group, "time", clock := Clock())
+    work = Work(num_looks=num_looks)
+    assert is_done_on_device(work, timedelta(seconds=within_s)) is is_so
+    assert len(clock.pauses) == (num_looks if is_so else num_looks - work.num_looks - 1)
+    assert clock.pauses[:3] == [50e-6, 100e-6, 200e-6][: len(clock.pauses)]
+    assert all(pause_s == 1e-3 for pause_s in clock.pauses[5:])
+    if not is_so:
+        assert within_s <= clock.now - 100.0 <= within_s + 1e-3
+
+
+def test_a_group_can_be_cut_and_what_is_under_way_fails_at_once_on_both_sides(members):
+    found = members(2)
+    found.connect()
+    peers = found.groups[1].start_allreduce(torch.ones(10))
+    under_way = found.groups[0].process_group.recv([torch.ones(1)], 1, 9)
+    began = time.monotonic()
+    found.groups[0].cut()
+    for each in (under_way, peers):
+        with pytest.raises(RuntimeError):
+            each.wait()
+    assert time.monotonic() - began < SOON_S / 2
+    assert not found.groups[0].is_left
+
+
+def test_to_leave_twice_or_before_it_is_connected_does_nothing(members):
+    group = members(2).groups[0]
+    group.cut()
+    group.leave()
+    group.leave()
+    assert group.is_left
+    assert group.process_group is None
+
+
+def test_all_of_a_group_are_gathered_by_rank(members):
+    found = members(3)
+    found.connect()
+
+    def gathered(group):
+        out = [torch.zeros(1) for _ in range(3)]
+        group.start_allgather(torch.tensor([float(group._rank)]), out).wait()
+        return [each.item() for each in out]
+
+    assert found.each(gathered) == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_a_groups_operations_are_bounded_by_its_time(members):
+    found = members(2, timeout_s=0.5)
+    found.connect()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        found.groups[0].start_allreduce(torch.ones(10)).wait()
+    assert 0.4 < time.monotonic() - began < SOON_S
+
+
+# on a device
+
+
+class Nccl:
+    """A process group of NCCL as far as it is made here."""
+
+    class Options:
+        pass
+
+    def __init__(self, store, rank, num_workers, options):
+        self.made = (store, rank, num_workers)
+        self.options, self.aborted = options, 0
+
+    def abort(self):
+        self.aborted += 1
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    group = TorchGroup(1, 40, device="cuda", timeout_s=2.5)
+    yield group
+    os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)
+
+
+@pytest.mark.parametrize("tls", [None, "files"])
+def test_a_group_on_a_device_is_one_of_nccl_with_the_time_out_and_waits_that_raise(on_device, tls):
+    store = Keys()
+    on_device.connect(store, host=HOST, tls=tls)
+    made = on_device.process_group
+    assert made.made == (store, 1, 40)
+    assert made.options._timeout == timedelta(seconds=2.5)
+    assert made.options.is_high_priority_stream is True
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert store.waits == [], "NCCL's connections are its own: no proofs"
+
+
+def test_how_nccl_waits_can_be_set_from_outside(on_device, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    on_device.connect(Keys(), host=HOST)
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+
+
+def test_a_group_on_a_device_is_aborted_where_it_is_cut_and_not_where_it_is_left(on_device):
+    on_device.connect(Keys(), host=HOST)
+    made = on_device.process_group
+    on_device.cut()
+    assert made.aborted == 1
+    on_device.leave()
+    assert made.aborted == 1
+    assert on_device.process_group is None

@@ -1,0 +1,456 @@
+"""A shard of the center: settling, membership, copies, and the memory that workers map."""
+
+import dataclasses
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from test_mapped_center import ORDERS, Orderly, open_shard, reach
+from test_messages import push
+
+from raydl.compression import parse_codec
+from raydl.config import OptimizerConfig
+from raydl.errors import ExchangeTimeoutError
+from raydl.exchange.mapped import MappedCell, open_cells
+from raydl.exchange.post import NOTHING, CellAddress, Reply, Settlement, Stamp
+from raydl.exchange.shard import Shard
+from raydl.membership import Membership
+from raydl.optimizers import make_optimizer
+from raydl.rules import Outer, Rule, Sends, Tally
+from raydl.talk import Header
+
+SOON_S = 5.0
+ENDS_ROUND = Settlement(Header(), 1, 1, 0.1, 0)
+
+
+class Add(Rule):
+    """c <- c + message, with a record of what each update was told."""
+
+    sends = Sends.PROGRESS
+    steps_replica = False
+
+    def __init__(self):
+        self.tallies = []
+
+    def update_center_(self, center, total, tally, optimizer):
+        self.tallies.append(tally)
+        center.add_(total)
+
+
+class Weights(Add):
+    """The same, of weights."""
+
+    sends = Sends.WEIGHTS
+
+
+class Settling:
+    """Who settles: what it was asked, and its answer; None: the worker is no member any more."""
+
+    def __init__(self, orders=ORDERS):
+        self.orders, self.settled, self.repeated = orders, [], []
+
+    def settle(self, push):
+        self.settled.append(push)
+        return self.orders
+
+    def repeat(self, push):
+        self.repeated.append(push)
+        return self.orders
+
+
+def shard_of(weights, *, spans=None, rule=None, buffers=(), codec=None, **more):
+    weights = torch.tensor(weights, dtype=torch.float32)
+    shard = Shard(
+        spans or [(0, len(weights))],
+        weights,
+        torch.tensor(buffers, dtype=torch.float32),
+        rule=rule or Add(),
+        make_optimizer=make_optimizer(OptimizerConfig()),
+        is_locked=True,
+        codec=parse_codec(codec) if codec else None,
+        **more,
+    )
+    shard.open(Membership(0, ("w0", "w1")))
+    return shard
+
+
+def lists(state):
+    return [weights.tolist() for weights in state.weights]
+
+
+# messages
+
+
+def test_the_center_learns_how_many_messages_and_samples_an_update_is_of():
+    rule = Add()
+    shard_of([0, 0], rule=rule).exchange(push("w0", 0, [1, 2]))
+    assert rule.tallies == [Tally(2, num_messages=1, num_samples=1.0)]
+
+
+def test_each_span_is_moved_by_its_own_messages_which_are_counted_apart():
+    shard = shard_of([1, 2, 3, 4], spans=[(0, 1), (2, 4)])
+    assert lists(shard.state()) == [[1], [3, 4]]
+    assert shard.exchange(push("w0", 0, [1, 1], span=(2, 4))).weights.tolist() == [4, 5]
+    assert shard.exchange(push("w0", 0, [1], span=(0, 1))).weights.tolist() == [2]
+    assert shard.num_repeated == 0
+    state = shard.state()
+    assert state.spans == [(0, 1), (2, 4)]
+    assert lists(state) == [[2], [4, 5]]
+
+
+def test_an_older_message_than_the_newest_is_a_repeated_one():
+    shard = shard_of([0.0])
+    for sequence, incarnation in [(1, 1), (0, 1), (5, 0), (1, 1)]:
+        shard.exchange(push("w0", sequence, [1.0], incarnation=incarnation))
+    assert lists(shard.state()) == [[1.0]]
+    assert shard.num_repeated == 3
+
+
+def test_what_the_answer_and_a_copy_hold_does_not_move_with_the_center():
+    shard = shard_of([0.0], buffers=[0.0], settles=Settling())
+    reply, state = shard.exchange(push("w0", 0, [1.0])), shard.state()
+    later = dataclasses.replace(push("w0", 1, [1.0], settlement=ENDS_ROUND), buffers=one(4.0))
+    settled = shard.exchange(later)
+    shard.exchange(dataclasses.replace(later, stamp=Stamp("w0", 0, 0, 2)))
+    assert (reply.weights.tolist(), lists(state)) == ([1.0], [[1.0]])
+    assert (state.buffers.tolist(), settled.buffers.tolist()) == ([0.0], [2.0])
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "generation", "reason"),
+    [
+        ("w2", 0, "w2: it is no longer a member (generation 3)"),
+        ("w1", 0, "w1: it entered generation 3, the message is of 0"),
+        ("w0", 3, "w0: it entered generation 0, the message is of 3"),
+    ],
+)
+def test_a_message_that_is_refused_says_why_and_holds_nothing(worker_id, generation, reason):
+    shard = shard_of([0.0], settles=(settling := Settling()))
+    shard.change(Membership(2, ("w0",)))
+    shard.change(Membership(3, ("w0", "w1")))
+    message = push(worker_id, 0, [1.0], generation=generation, settlement=ENDS_ROUND)
+    reply = shard.exchange(message)
+    assert reply.refusal == f"the center refused {reason}"
+    assert (reply.weights.size, reply.buffers.size, reply.orders) == (0, 0, None)
+    assert (reply.weights.dtype, reply.buffers.dtype) == (np.float32, np.float32)
+    assert (shard.num_refused, settling.settled, lists(shard.state())) == (1, [], [[0.0]])
+    shard.exchange(message)
+    assert shard.num_refused == 2
+
+
+# settling
+
+
+def one(value):
+    return np.array([value], np.float32)
+
+
+def test_the_message_that_ends_a_round_is_answered_with_orders_once_the_center_has_moved():
+    shard = shard_of([0.0], buffers=[2.0], settles=(settling := Settling()))
+    message = dataclasses.replace(push("w0", 0, [1.0], settlement=ENDS_ROUND), buffers=one(6.0))
+    reply = shard.exchange(message)
+    assert reply.orders is ORDERS
+    assert reply.buffers.tolist() == [4.0]  # b + (6 - b) / 2
+    assert shard.state().buffers.tolist() == [4.0]
+    assert (settling.settled, settling.repeated) == ([message], [])
+    again = shard.exchange(message)
+    assert again.orders is ORDERS
+    assert again.buffers.tolist() == [4.0]
+    assert (settling.settled, settling.repeated) == ([message], [message])
+
+
+def test_a_message_that_only_settles_moves_nothing_and_counts_once():
+    shard = shard_of([1.0], settles=(settling := Settling()))
+    message = push("w0", 0, [], span=(0, 0), settlement=ENDS_ROUND)
+    for _ in range(2):
+        reply = shard.exchange(message)
+        assert (reply.weights.tolist(), reply.orders) == ([], ORDERS)
+    assert (len(settling.settled), len(settling.repeated)) == (1, 1)
+    assert lists(shard.state()) == [[1.0]]
+
+
+@pytest.mark.parametrize("settles", [None, Settling()])
+def test_a_message_in_the_middle_of_a_round_gets_no_orders(settles):
+    shard = shard_of([0.0], settles=settles)
+    settlement = ENDS_ROUND if settles is None else None  # away from home nothing settles
+    message = dataclasses.replace(push("w0", 0, [1.0], settlement=settlement), buffers=one(9.0))
+    reply = shard.exchange(message)
+    assert (reply.weights.tolist(), reply.buffers.tolist()) == ([1.0], [9.0])
+    assert (reply.orders, reply.refusal) == (None, "")
+
+
+def test_a_worker_that_was_removed_while_its_message_moved_the_center_is_told():
+    """The dispatcher counts this refusal, not the shard."""
+    shard = shard_of([0.0], settles=Settling(orders=None))
+    reply = shard.exchange(push("w0", 0, [1.0], settlement=ENDS_ROUND))
+    assert reply.refusal == "the center refused w0: it is no longer a member (generation 0)"
+    assert reply.orders is None
+    assert (shard.num_refused, lists(shard.state())) == (0, [[1.0]])
+
+
+# membership
+
+
+def test_who_stays_goes_on_and_who_comes_back_counts_its_messages_anew():
+    shard = shard_of([0.0])
+    shard.exchange(push("w0", 0, [1.0]))
+    shard.exchange(push("w1", 0, [1.0]))
+    state = shard.change(Membership(2, ("w0",)))
+    assert (state.spans, lists(state), state.buffers.tolist()) == ([(0, 1)], [[2.0]], [])
+    shard.change(Membership(3, ("w0", "w1")))
+    shard.exchange(push("w0", 0, [1.0]))  # the same message as before
+    assert (shard.num_repeated, lists(shard.state())) == (1, [[2.0]])
+    shard.exchange(push("w1", 0, [1.0], generation=3))  # the first of another stay
+    assert (shard.num_repeated, lists(shard.state())) == (1, [[3.0]])
+
+
+def test_a_shard_that_is_opened_again_lets_all_enter_anew():
+    shard = shard_of([0.0])
+    shard.exchange(push("w0", 0, [1.0]))
+    shard.open(Membership(4, ("w0",)))
+    assert "it entered generation 4" in shard.exchange(push("w0", 1, [1.0])).refusal
+    assert not shard.exchange(push("w0", 0, [1.0], generation=4)).refusal
+    assert lists(shard.state()) == [[2.0]]
+
+
+# shortened messages
+
+
+@pytest.mark.parametrize("rule", [Add, Weights])
+def test_a_shortened_message_that_is_repeated_gets_the_very_answer_again(rule):
+    shard, codec = shard_of([0.0] * 8, rule=rule(), codec="int8"), parse_codec("int8")
+    message = push("w0", 0, codec.encode(torch.arange(8.0)), span=(0, 8))
+    first = shard.exchange(message)
+    before = lists(shard.state())
+    shard.exchange(push("w1", 0, codec.encode(torch.ones(8)), span=(0, 8)))
+    moved = lists(shard.state())
+    assert moved != before
+    assert shard.exchange(message).weights.tolist() == first.weights.tolist()
+    assert lists(shard.state()) == moved
+
+
+@pytest.mark.parametrize("rule", [Add, Weights])
+def test_what_the_worker_decodes_brings_its_mirror_to_the_center(rule):
+    """After the message for progress, before it for weights."""
+    shard, codec = shard_of([3.0] * 8, rule=rule(), codec="int8"), parse_codec("int8")
+    mirror, told = torch.full((8,), 3.0), torch.empty(8)
+    sent = torch.full((8,), 2.0)  # of equal numbers the codec loses nothing
+    for sequence in range(3):
+        before = torch.tensor(shard.state().weights[0])
+        reply = shard.exchange(push("w0", sequence, codec.encode(sent), span=(0, 8)))
+        mirror += codec.decode(torch.tensor(reply.weights), out=told)
+        after = torch.tensor(shard.state().weights[0])
+        expected = after if rule is Add else before
+        torch.testing.assert_close(mirror, expected, rtol=0.02, atol=0.02)
+    if rule is Add:
+        torch.testing.assert_close(after, torch.full((8,), 9.0), rtol=0.02, atol=0.02)
+
+
+def test_a_worker_removed_after_its_shortened_message_was_let_in_is_refused_and_moves_nothing():
+    shard, codec = shard_of([0.0] * 8, codec="int8"), parse_codec("int8")
+    message = push("w0", 0, codec.encode(torch.ones(8)), span=(0, 8))
+    [cell] = shard._cells.values()
+    for letters in ({}, {"w0": dataclasses.replace(cell.letters["w0"], entered=5)}):
+        cell.letters = letters
+        reply = shard.exchange(message)
+        assert reply.refusal == "the center refused w0: it is no longer a member (generation 0)"
+    assert shard.num_refused == 2
+    assert lists(shard.state()) == [[0.0] * 8]
+
+
+def test_letters_of_who_stays_go_on_and_newcomers_begin_with_the_center_of_now():
+    shard, codec = shard_of([0.0] * 8, codec="int8"), parse_codec("int8")
+    shard.exchange(push("w0", 0, codec.encode(torch.ones(8)), span=(0, 8)))
+    [cell] = shard._cells.values()
+    stays = cell.letters["w0"]
+    state = shard.change(Membership(2, ("w0", "w2")))
+    assert cell.letters.keys() == {"w0", "w2"}
+    assert cell.letters["w0"] is stays
+    assert cell.letters["w2"].entered == 2
+    assert cell.letters["w2"].mirror.tolist() == state.weights[0].tolist()
+    shard.open(Membership(2, ("w0", "w2")))
+    assert cell.letters["w0"] is not stays
+
+
+# optimizers
+
+
+def test_what_the_optimizers_of_a_shard_remember_goes_to_another():
+    rule = Outer(1.0, momentum=0.5)
+    spans = [(0, 1), (1, 3)]
+    one_, other = (shard_of([0.0] * 3, spans=spans, rule=rule) for _ in range(2))
+    for shard in (one_, other):
+        for span in spans:
+            shard.exchange(push("w0", 0, [1.0] * (span[1] - span[0]), span=span))
+    one_.exchange(push("w0", 1, [4.0, 4.0], span=(1, 3)))
+    states = one_.optimizer_states()
+    assert list(states) == spans
+    assert [str(state) for state in one_.state().optimizers] == [str(x) for x in states.values()]
+    other.load_optimizers(states)
+    assert str(other.optimizer_states()) == str(states)
+    zero = [0.0, 0.0]
+    before = other.state().weights[1]
+    other.exchange(push("w0", 2, zero, span=(1, 3)))
+    assert (before - other.state().weights[1]).tolist() == pytest.approx([4.5 * 0.5] * 2)
+
+
+# memory that workers map
+
+
+def test_memory_is_where_the_shard_says_and_holds_the_center():
+    cell = MappedCell.create(torch.tensor([1.0, 2.0]), is_locked=True, timeout_s=1.0)
+    cell.let_in({"w0": 3, "w1": 0})
+    addresses = [cell.address_for(worker_id) for worker_id in ("w0", "w1")]
+    assert cell.address_for("w2") is None
+    assert all(address.path.startswith(f"/proc/{os.getpid()}/fd/") for address in addresses)
+    opened = MappedCell.open(addresses[0], 2, is_locked=True, timeout_s=1.0)
+    assert opened.weights.tolist() == [1.0, 2.0]
+    opened.weights.add_(1.0)
+    assert cell.weights.tolist() == [2.0, 3.0]
+    assert [opened.entered(address.slot) for address in addresses] == [3, 0]
+    cell.let_in({"w1": 0, "w2": 4})
+    assert opened.entered(addresses[0].slot) in (None, 4)
+    assert opened.entered(addresses[1].slot) == 0
+    assert opened.entered(cell.address_for("w2").slot) == 4
+    cell.let_in({})
+    assert [opened.entered(address.slot) for address in addresses] == [None, None]
+
+
+def test_memory_of_one_center_is_not_that_of_another_by_its_number():
+    cells = [MappedCell.create(torch.zeros(1), is_locked=True, timeout_s=1.0) for _ in range(2)]
+    for cell in cells:
+        cell.let_in({"w0": 0})
+    one_, other = (cell.address_for("w0") for cell in cells)
+    assert one_.token != other.token
+
+
+def test_memory_that_is_not_what_was_meant_is_closed_again():
+    cell = MappedCell.create(torch.zeros(2), is_locked=True, timeout_s=1.0)
+    cell.let_in({"w0": 0})
+    address, before = cell.address_for("w0"), len(os.listdir("/proc/self/fd"))
+    for size in (1, 3, 2000):
+        assert MappedCell.open(address, size, is_locked=True, timeout_s=1.0) is None
+    wrong = dataclasses.replace(address, token=address.token - 1)
+    assert MappedCell.open(wrong, 2, is_locked=True, timeout_s=1.0) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def two():
+    """The memory as two processes have it."""
+    cell = MappedCell.create(torch.zeros(1), is_locked=True, timeout_s=0.3)
+    cell.let_in({"w0": 0})
+    return cell, MappedCell.open(cell.address_for("w0"), 1, is_locked=True, timeout_s=0.3)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_who_waits_too_long_for_the_lock_is_told_with_its_exchange_and_the_holder(two, other):
+    began = time.monotonic()
+    with two[0].held(0, 0):
+        waiting = []
+
+        def wait():
+            with pytest.raises(ExchangeTimeoutError) as caught, two[other].held(5, 2):
+                pass
+            waiting.append(caught.value)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join(SOON_S)
+    [error] = waiting
+    assert (error.round, error.generation, error.timeout_s) == (5, 2, 0.3)
+    assert error.missing == (f"process {os.getpid()}, which holds the center",)
+    assert 0.3 <= time.monotonic() - began < SOON_S
+    for cell in (*two, *two):  # it is free again for both
+        with cell.held(6, 2):
+            pass
+
+
+def test_the_lock_is_free_again_after_an_error(two):
+    for cell in two:
+        with pytest.raises(ZeroDivisionError), cell.held(0, 0):
+            raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError), cell.read():
+            raise ZeroDivisionError
+    with two[1].held(0, 0):
+        pass
+
+
+def test_who_reads_waits_for_the_lock_a_while_and_then_reads_all_the_same(two):
+    with two[0].held(0, 0):
+        began = time.monotonic()
+        with two[1].read():
+            assert 1.0 <= time.monotonic() - began < SOON_S
+        with pytest.raises(ExchangeTimeoutError), two[1].held(1, 0):
+            pass  # reading did not take the lock from who holds it
+    with two[1].read(), pytest.raises(ExchangeTimeoutError), two[0].held(2, 0):
+        pass  # who reads holds it where it is free
+
+
+def test_without_a_lock_nobody_waits():
+    cell = MappedCell.create(torch.zeros(1), is_locked=False, timeout_s=60.0)
+    with cell.held(0, 0), cell.held(1, 0), cell.read():
+        pass
+
+
+def test_an_exchange_in_the_middle_of_a_round_settles_nothing():
+    post = Orderly()
+    exchange = reach(open_shard(2), post=post)
+    exchange._is_last = False
+    exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header(num_samples=3.0))
+    assert exchange.wait() == (Tally(2, 1, 3.0), Header())
+    exchange.commit()
+    assert post.settled == []
+    assert exchange._desk.num_bytes == 2 * 2 * 4  # of each weight, there and back
+    exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header(num_samples=3.0))
+    assert exchange._desk.num_bytes == 2 * (2 * 2 * 4)
+
+
+class Answers(Orderly):
+    """A post whose orders come with float buffers."""
+
+    def wait(self):
+        return Reply(NOTHING, np.array([7.0], np.float32), self.orders)
+
+
+def test_the_answer_brings_buffers_and_orders_once_it_is_taken():
+    post = Answers()
+    post.orders = dataclasses.replace(ORDERS, version=9)
+    exchange = reach(open_shard(1), post=post)
+    exchange.center = dataclasses.replace(exchange.center, buffers=torch.zeros(1))
+    exchange.begin(torch.ones(1), torch.full((1,), 5.0), Header())
+    exchange.wait()
+    assert (exchange.center.buffers.item(), exchange._desk.version) == (0.0, 0)
+    exchange.commit()
+    assert (exchange.center.buffers.item(), exchange._desk.version) == (7.0, 9)
+    [settled] = post.settled
+    assert settled.buffers.tolist() == [5.0]
+    assert settled.settlement.num_bytes == 8
+    exchange._desk.take_orders(ORDERS)
+    exchange.commit()
+    assert exchange._desk.version == 0, "an answer is taken once"
+    weights = torch.ones(1)
+    assert exchange.as_seen(weights) is weights
+
+
+def test_the_cells_that_a_process_can_map_come_with_the_workers_place():
+    shard = open_shard(2)
+    [(span, address)] = shard.shared_cells("w1").items()
+    gone = CellAddress("/proc/1/fd/999", 1, 2)
+
+    class Posted:
+        def shared_cells(self, stamp):
+            return {(5, 9): gone, span: address}
+
+    found = open_cells(Posted(), Stamp("w1", 1, 0, 0), is_locked=True, timeout_s=0.25)
+    assert list(found) == [span]
+    cell, slot = found[span]
+    assert slot == address.slot
+    assert (cell.weights.numel(), cell.entered(slot)) == (2, 1)
+    held = shard._cells[span].mapped.held(0, 0)
+    with held, pytest.raises(ExchangeTimeoutError) as caught, cell.held(1, 1):
+        pass
+    assert caught.value.timeout_s == 0.25
