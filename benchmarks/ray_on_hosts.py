@@ -90,15 +90,37 @@ def rejoin_ray(
     Raises:
         subprocess.SubprocessError: it did not start.
     """
-    try:
-        hosts.run(host, ["pgrep", "-x", "raylet"], timeout_s=timeout_s)
-    except subprocess.CalledProcessError:
-        ray = str(Path(sys.executable).with_name("ray"))
-        join = [ray, "start", "--address", environment["RAY_ADDRESS"]]
-        words = [*join, *_place(hosts, host, folder)]
-        hosts.run(host, words, env={**environment, "RAY_ADDRESS": ""}, timeout_s=timeout_s)
-        return True
-    return False
+    if has_ray(hosts, host):
+        return False
+    process = join_ray(hosts, host, folder, environment)
+    said, _ = process.communicate(timeout=timeout_s)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, "ray start", said)
+    return True
+
+
+def has_ray(hosts: Hosts, host: int) -> bool:
+    """Return whether the node of a host runs."""
+    return any("/raylet/raylet " in words for words in hosts.processes(host).values())
+
+
+def join_ray(
+    hosts: Hosts, host: int, folder: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    """Begin to start the node of a host anew; return what ends, with 0, once it is up.
+
+    Args:
+        hosts: of the cluster.
+        host: not that of the head.
+        folder: a new one for what the node writes; its path is short.
+        environment: what :func:`start_ray` returned.
+    """
+    ray = str(Path(sys.executable).with_name("ray"))
+    words = [ray, "start", "--address", environment["RAY_ADDRESS"], *_place(hosts, host, folder)]
+    return hosts.popen(
+        host, words, env={**environment, "RAY_ADDRESS": ""}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def _place(hosts: Hosts, host: int, folder: Path) -> list[str]:

@@ -9,17 +9,8 @@ import pytest
 from test_checkpoint import make
 
 from benchmarks.hosts import Hosts, why_not
-from benchmarks.partitions import (
-    LEASE_S,
-    LONGEST_S,
-    METHODS,
-    SHORTEST_S,
-    Watched,
-    cuts_of,
-    falls,
-    partitioned,
-    why_not_once,
-)
+from benchmarks.outside import BACK_S, LEASE_S, UP_S, Run, Watched, falls, why_not_once
+from benchmarks.partitions import DIGITS, LONGEST_S, METHODS, SHORTEST_S, cuts_of, partitioned
 from benchmarks.runs_on_hosts import cluster
 from raydl.checkpoint import CheckpointStore
 from raydl.ledger import Ledger
@@ -207,3 +198,26 @@ def test_partitions_of_either_side_write_nothing_stale(permitted, method):
     cuts = cuts_of(max(len(METHODS), NUMBER), seed=1)[METHODS.index(method) :: len(METHODS)]
     with cluster(2, has_master=True) as made:
         assert_nothing_stale(partitioned(made, method, cuts), len(cuts))
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(permitted):
+    """Its host is away, so that nobody can end it before what it has sent arrives."""
+    watched = Watched()
+    words = (*DIGITS, "--method", "async-easgd", "--period", "4", "--epochs", "1000000")
+    with cluster(2, has_master=True) as made, Run(made, made.folder / "run", *words) as run:
+
+        def until_said(what):
+            run.until(lambda: any(what in line for line in run.said), BACK_S, what, watched)
+
+        run.until_all_train(watched, UP_S)
+        made.hosts.cut(1)
+        until_said("was lost: it did not answer for")
+        run.until(lambda: run.status()["num_workers"] == 1, BACK_S, "one worker", watched)
+        made.hosts.join(1)
+        until_said("refused a late message that a worker had sent that is no member any more")
+        run.stop(watched)
+    assert watched.refused["messages"] >= 1
+    assert watched.stale == []
