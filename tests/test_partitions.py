@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -204,7 +205,7 @@ def test_partitions_of_either_side_write_nothing_stale(permitted, method):
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(permitted):
-    """Its host is away, so that nobody can end it before what it has sent arrives."""
+    """Its host is away, and its node is halted: nobody can end it before what it sends arrives."""
     watched = Watched()
     words = (*DIGITS, "--method", "async-easgd", "--period", "4", "--epochs", "1000000")
     with cluster(2, has_master=True) as made, Run(made, made.folder / "run", *words) as run:
@@ -213,11 +214,14 @@ def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(pe
             run.until(lambda: any(what in line for line in run.said), BACK_S, what, watched)
 
         run.until_all_train(watched, UP_S)
+        (raylet,) = [p for p, said in made.hosts.processes(1).items() if "/raylet/raylet " in said]
         made.hosts.cut(1)
+        os.kill(raylet, signal.SIGSTOP)
         until_said("was lost: it did not answer for")
         run.until(lambda: run.status()["num_workers"] == 1, BACK_S, "one worker", watched)
         made.hosts.join(1)
         until_said("refused a late message that a worker had sent that is no member any more")
+        os.kill(raylet, signal.SIGCONT)
         run.stop(watched)
     assert watched.refused["messages"] >= 1
     assert watched.stale == []
