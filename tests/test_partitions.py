@@ -9,9 +9,10 @@ import sys
 import pytest
 from test_checkpoint import make
 
+from benchmarks import counting
 from benchmarks.hosts import Hosts, why_not
 from benchmarks.outside import BACK_S, LEASE_S, UP_S, Run, Watched, falls, why_not_once
-from benchmarks.partitions import DIGITS, LONGEST_S, METHODS, SHORTEST_S, cuts_of, partitioned
+from benchmarks.partitions import LONGEST_S, METHODS, SHORTEST_S, cuts_of, partitioned
 from benchmarks.runs_on_hosts import cluster
 from raydl.checkpoint import CheckpointStore
 from raydl.ledger import Ledger
@@ -205,23 +206,33 @@ def test_partitions_of_either_side_write_nothing_stale(permitted, method):
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(permitted):
-    """Its host is away, and its node is halted: nobody can end it before what it sends arrives."""
+    """Its host is away, and its node is halted: nobody can end it before what it sends arrives.
+
+    Each sample adds one to a weight of its own, so that a message that counted would be seen.
+    """
     watched = Watched()
-    words = (*DIGITS, "--method", "async-easgd", "--period", "4", "--epochs", "1000000")
-    with cluster(2, has_master=True) as made, Run(made, made.folder / "run", *words) as run:
+    with cluster(2, has_master=True) as made:
+        words = (
+            "--data", counting.write_table(made.folder / "table"), *counting.OPTIONS,
+            "--method", "benchmarks.counting:AllProgressByMessages", "--epochs", "1000000",
+        )  # fmt: skip
+        with Run(made, made.folder / "run", *words) as run:
 
-        def until_said(what):
-            run.until(lambda: any(what in line for line in run.said), BACK_S, what, watched)
+            def until_said(what):
+                run.until(lambda: any(what in line for line in run.said), BACK_S, what, watched)
 
-        run.until_all_train(watched, UP_S)
-        (raylet,) = [p for p, said in made.hosts.processes(1).items() if "/raylet/raylet " in said]
-        made.hosts.cut(1)
-        os.kill(raylet, signal.SIGSTOP)
-        until_said("was lost: it did not answer for")
-        run.until(lambda: run.status()["num_workers"] == 1, BACK_S, "one worker", watched)
-        made.hosts.join(1)
-        until_said("refused a late message that a worker had sent that is no member any more")
-        os.kill(raylet, signal.SIGCONT)
-        run.stop(watched)
+            run.until_all_train(watched, UP_S)
+            node = made.hosts.processes(1).items()
+            (raylet,) = [pid for pid, said in node if "/raylet/raylet " in said]
+            made.hosts.cut(1)
+            os.kill(raylet, signal.SIGSTOP)
+            until_said("was lost: it did not answer for")
+            run.until(lambda: run.status()["num_workers"] == 1, BACK_S, "one worker", watched)
+            made.hosts.join(1)
+            until_said("refused a late message that a worker had sent that is no member any more")
+            os.kill(raylet, signal.SIGCONT)
+            run.stop(watched)
+            checkpoint, _ = CheckpointStore(Storage(str(run.run_dir))).read()
     assert watched.refused["messages"] >= 1
     assert watched.stale == []
+    assert int(checkpoint.center["counts"].sum().round()) == checkpoint.num_samples > 0
