@@ -50,7 +50,7 @@ from benchmarks.hosts import HostsError
 from benchmarks.measure import Figure, Report, Spread, options_of
 from benchmarks.outside import BACK_S, HEAD, UP_S, Run, Watched, falls, why_not_once
 from benchmarks.programs import RunError, end_cleanly, end_of
-from benchmarks.ray_on_hosts import has_ray, join_ray
+from benchmarks.ray_on_hosts import USUAL_PULL_MS, has_ray, join_ray
 from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, cluster
 
 MINUTES, QUICK_MINUTES = 60.0, 4.0
@@ -486,7 +486,7 @@ def weathered(rule: str, *, seed: int, seconds: float, out: Path | None = None) 
         HostsError: this machine does not permit hosts.
         RunError: the run did not come up, or did not come back after the storm.
     """
-    with cluster(NUM_HOSTS, has_master=True) as made:
+    with cluster(NUM_HOSTS, has_master=True, pull_ms=USUAL_PULL_MS) as made:
         ordeal = Ordeal(made, rule, seed=seed, seconds=seconds)
         try:
             return ordeal.go()

@@ -34,7 +34,7 @@ from benchmarks.hosts import HostsError
 from benchmarks.measure import Figure, Report, Spread, options_of
 from benchmarks.outside import BACK_S, HEAD, UP_S, Run, Watched, falls
 from benchmarks.programs import RunError, end_cleanly
-from benchmarks.ray_on_hosts import rejoin_ray
+from benchmarks.ray_on_hosts import USUAL_PULL_MS, rejoin_ray
 from benchmarks.runs_on_hosts import Cluster, cluster
 
 NUMBER, QUICK_NUMBER = 50, 2
@@ -161,7 +161,7 @@ def main() -> None:
     seen: dict[str, Watched] = {}
     try:
         for index, method in enumerate(methods):
-            with cluster(2, has_master=True) as made:
+            with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
                 seen[method] = partitioned(made, method, cuts[index :: len(methods)])
     except (HostsError, RunError) as error:
         sys.exit(str(error))

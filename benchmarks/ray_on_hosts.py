@@ -22,6 +22,8 @@ OBJECT_STORE_BYTES = 100 << 20
 PULL_MS = "600000"
 """How long a node waits for an object before it asks for it once more. By default 10 s: what takes
 a thin link longer is then sent a second time beside the first (Ray's issue 56523)."""
+USUAL_PULL_MS = "10000"
+"""The default, for hosts that are cut off: a question that is lost with one is asked again."""
 _LONGEST_FOLDER = 38
 _COMMON = (
     "--num-cpus", "1", "--object-store-memory", str(OBJECT_STORE_BYTES),

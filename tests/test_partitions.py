@@ -13,6 +13,7 @@ from benchmarks import counting
 from benchmarks.hosts import Hosts, why_not
 from benchmarks.outside import BACK_S, LEASE_S, UP_S, Run, Watched, falls, why_not_once
 from benchmarks.partitions import LONGEST_S, METHODS, SHORTEST_S, cuts_of, partitioned
+from benchmarks.ray_on_hosts import USUAL_PULL_MS
 from benchmarks.runs_on_hosts import cluster
 from raydl.checkpoint import CheckpointStore
 from raydl.ledger import Ledger
@@ -198,7 +199,7 @@ def assert_nothing_stale(watched, num_cuts):
 @pytest.mark.parametrize("method", METHODS)
 def test_partitions_of_either_side_write_nothing_stale(permitted, method):
     cuts = cuts_of(max(len(METHODS), NUMBER), seed=1)[METHODS.index(method) :: len(METHODS)]
-    with cluster(2, has_master=True) as made:
+    with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
         assert_nothing_stale(partitioned(made, method, cuts), len(cuts))
 
 
@@ -211,7 +212,7 @@ def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(pe
     Each sample adds one to a weight of its own, so that a message that counted would be seen.
     """
     watched = Watched()
-    with cluster(2, has_master=True) as made:
+    with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
         words = (
             "--data", counting.write_table(made.folder / "table"), *counting.OPTIONS,
             "--method", "benchmarks.counting:AllProgressByMessages", "--epochs", "1000000",

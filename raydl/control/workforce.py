@@ -294,6 +294,7 @@ class Workforce:
         for worker_id in worker_ids:
             entry = self._entries[worker_id]
             is_silent = self._clock() - entry.heard_at > _SILENT_S
-            is_of_now = entry.report is not None and entry.report.generation == generation
-            waits[worker_id] = entry.report.waiting_s if is_of_now and not is_silent else 0.0
+            report = entry.report
+            is_told = report is not None and report.generation == generation and not is_silent
+            waits[worker_id] = report.waiting_s if report and is_told else 0.0
         return waits
