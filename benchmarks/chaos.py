@@ -20,7 +20,7 @@ to a weight of its own at the center (``counting.py``). These must hold:
 stale           nothing that ``outside.py`` finds, while the run trains and after
 samples         each counts once an epoch: exactly by rounds. By messages each loss, of a strike or
                 of a node that Ray ended, may change what the workers have under way
-alone           no driver ends but by a strike
+alone           no driver ends but by a strike, and after the last one all workers come back
 memory          of a driver that has lived for two minutes and more: after a third of its life it
                 grows by a fifth at most
 left            no process is halted still once the run has ended
@@ -34,37 +34,28 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.hosts import HostsError
 from benchmarks.measure import Figure, Report, Spread, options_of
-from benchmarks.outside import BACK_S, HEAD, UP_S, Run, Watched, falls, why_not_once
-from benchmarks.programs import RunError, end_cleanly, end_of
-from benchmarks.ray_on_hosts import USUAL_PULL_MS, has_ray, join_ray
-from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, cluster
+from benchmarks.outside import BACK_S, HEAD, UP_S, Run, falls, why_not_once
+from benchmarks.programs import RunError, end_cleanly
+from benchmarks.ray_on_hosts import USUAL_PULL_MS
+from benchmarks.runs_on_hosts import Cluster, cluster
+from benchmarks.storm import KINDS, Seen, Storm, is_halted
 
 MINUTES, QUICK_MINUTES = 60.0, 4.0
 RULES = {"sync": "AllProgress", "async": "AllProgressByMessages"}
 NUM_HOSTS = 3
 """That train."""
-KINDS = {"cut": 3, "kill": 3, "halt": 3, "center": 2, "driver": 1, "node": 2, "thin": 1}
-"""How often each is chosen, in proportion."""
 GROWTH = 1.2
 """Of a driver's memory after a third of its life, at most."""
 _GAP_S = 5.0, 20.0
-_CUT_S, _HALT_S, _DOWN_S, _THIN_S = (5.0, 60.0), (2.0, 20.0), (2.0, 20.0), (10.0, 40.0)
-_THIN_MBIT = 1.0, 10.0
-_NODE_EVERY_S, _MEMORY_EVERY_S = 3.0, 1.0
+_MEMORY_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.1
 _TELLS_S = 8.0
 """A run that counts samples so long after a strike has got over it, or did not feel it."""
@@ -74,39 +65,6 @@ _GONE_S = 30.0
 """The longest life of processes whose run has ended."""
 _LIFE_S = 120.0
 """Of a driver whose memory is judged, at least."""
-_REFUSED = re.compile(r"refused (?:a|([\d,]+)) late (\w+?)s? that")
-
-
-@dataclass
-class Seen(Watched):
-    """What was seen of a run in a storm."""
-
-    hits: Counter[str] = field(default_factory=Counter)
-    """Strikes that hit something, by kind."""
-    ended: list[str] = field(default_factory=list)
-    """A sentence for each driver that ended without a strike."""
-    pause_s: float = 0.0
-    """The longest time in which no sample was counted."""
-    paused_by: str = ""
-    """The strikes in it, and just before."""
-    growth: list[float] = field(default_factory=list)
-    """Of each driver that lived for long enough: its most memory after a third, over that then."""
-    num_out: int = 0
-    """Samples that count too often or too rarely, in all."""
-    num_epochs: int = 0
-    num_left: int = 0
-    """Processes that are halted after the end."""
-
-    @property
-    def num_losses(self) -> int:
-        """What may have changed the count of what is under way, by messages."""
-        return self.hits.total() + self.num_rejoined
-
-    def take_refused(self, lines: list[str]) -> None:
-        """Count what a driver has refused that did not live to tell all of it."""
-        told = [match for line in lines if (match := _REFUSED.search(line))]
-        newest = {m[2] + "s": int((m[1] or "1").replace(",", "")) for m in told}
-        self.refused.update(newest)
 
 
 def growth(memory: list[tuple[float, int]]) -> float | None:
@@ -120,167 +78,6 @@ def growth(memory: list[tuple[float, int]]) -> float | None:
     third = memory[0][0] + (memory[-1][0] - memory[0][0]) / 3
     later = [num_bytes for at, num_bytes in memory if at >= third]
     return max(later) / later[0]
-
-
-class Storm:
-    """Strikes hosts at random, and puts right again what lasts for a while.
-
-    Args:
-        made: the hosts.
-        seen: takes what hit.
-        chance: chooses.
-        resume: starts the driver again.
-    """
-
-    def __init__(
-        self, made: Cluster, seen: Seen, chance: random.Random, resume: Callable[[], None]
-    ) -> None:
-        self._made = made
-        self._hosts = made.hosts
-        self._seen = seen
-        self._random = chance
-        self._resume = resume
-        self._due: list[tuple[float, Callable[[], None]]] = []
-        self._cut: set[int] = set()
-        self._down: set[int] = set()
-        self._is_thin = False
-        self._starting: dict[int, subprocess.Popen[str]] = {}
-        self._nodes_at = 0.0
-        self.run: Run
-
-    def strike(self, *, kinds: dict[str, int]) -> str:
-        """Strike once; return what was done, in some words, empty if nothing was there to hit."""
-        (kind,) = self._random.choices(list(kinds), list(kinds.values()))
-        done: str = getattr(self, f"_{kind}_one")()
-        if done:
-            self._seen.hits[kind] += 1
-        return done
-
-    def tick(self) -> None:
-        """End what has lasted long enough, and start nodes that have ended."""
-        now = time.monotonic()
-        due = [action for at, action in self._due if at <= now]
-        self._due = [(at, action) for at, action in self._due if at > now]
-        for action in due:
-            action()
-        if now >= self._nodes_at:
-            self._nodes_at = now + _NODE_EVERY_S
-            self._start_nodes()
-
-    def calm(self) -> None:
-        """End all that lasts."""
-        self._due, due = [], self._due
-        for _, action in due:
-            action()
-
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        self._due.append((time.monotonic() + seconds, action))
-
-    def _between(self, bounds: tuple[float, float]) -> float:
-        """Return a number between two, spread evenly by ratio."""
-        low, high = bounds
-        return float(low * (high / low) ** self._random.random())
-
-    def _actors(self, name: str) -> list[int]:
-        hosts = range(self._hosts.number)
-        found = [self._hosts.processes(host).items() for host in hosts]
-        return [p for items in found for p, words in items if words.startswith(f"ray::{name}")]
-
-    def _signal(self, name: str, number: signal.Signals) -> int | None:
-        """Send a signal to one of the actors of a class; return its process, if there is one."""
-        pids = self._actors(name)
-        if not pids:
-            return None
-        pid = self._random.choice(sorted(pids))
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            return None
-        return pid
-
-    def _kill_one(self) -> str:
-        return "a worker is killed" if self._signal("WorkerActor", signal.SIGKILL) else ""
-
-    def _center_one(self) -> str:
-        return "the center is killed" if self._signal("CenterActor", signal.SIGKILL) else ""
-
-    def _halt_one(self) -> str:
-        pid = self._signal("WorkerActor", signal.SIGSTOP)
-        if pid is None:
-            return ""
-        if self._random.random() < 0.5:
-            return "a worker is halted for good"
-        seconds = self._between(_HALT_S)
-
-        def go_on() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-        self._after(seconds, go_on)
-        return f"a worker is halted for {seconds:.0f} s"
-
-    def _driver_one(self) -> str:
-        if not self._seen.written:  # without a checkpoint there is nothing to go on from
-            return ""
-        self.run.process.kill()
-        self._resume()
-        return "the driver is killed and resumes"
-
-    def _cut_one(self) -> str:
-        host = self._random.randrange(self._hosts.number)
-        if host in self._cut:
-            return ""
-        seconds = self._between(_CUT_S)
-
-        def join() -> None:
-            self._hosts.join(host)
-            self._cut.discard(host)
-
-        self._hosts.cut(host)
-        self._cut.add(host)
-        self._after(seconds, join)
-        return f"host {host} is cut off for {seconds:.0f} s"
-
-    def _node_one(self) -> str:
-        host = self._random.randrange(HEAD + 1, self._hosts.number)
-        if host in self._down or not has_ray(self._hosts, host):
-            return ""
-        seconds = self._between(_DOWN_S)
-        self._down.add(host)
-        for pid in self._hosts.processes(host):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._after(seconds, lambda: self._down.discard(host))
-        return f"all processes of host {host} are killed, its node is back in {seconds:.0f} s"
-
-    def _thin_one(self) -> str:
-        if self._is_thin:
-            return ""
-        mbit, seconds = self._between(_THIN_MBIT), self._between(_THIN_S)
-
-        def widen() -> None:
-            self._hosts.limit(UNLIMITED_MBIT)
-            self._is_thin = False
-
-        self._hosts.limit(mbit)
-        self._is_thin = True
-        self._after(seconds, widen)
-        return f"all links have {mbit:.1f} Mbit/s for {seconds:.0f} s"
-
-    def _start_nodes(self) -> None:
-        """Begin to start the nodes that have ended, where they can reach the head."""
-        if HEAD in self._cut:
-            return
-        for host in range(HEAD + 1, self._hosts.number):
-            starting = self._starting.get(host)
-            if starting is not None and starting.poll() is None:
-                continue
-            if host in self._cut | self._down or has_ray(self._hosts, host):
-                continue
-            folder = Path(tempfile.mkdtemp(prefix="r", dir=self._made.folder))
-            environment = self._made.environment
-            self._starting[host] = join_ray(self._hosts, host, folder, environment)
-            self._seen.num_rejoined += 1
 
 
 class Ordeal:
@@ -325,7 +122,7 @@ class Ordeal:
         """Let the storm come over the run, then let it end; return what was seen.
 
         Raises:
-            RunError: the run did not come up, or did not come back after the storm.
+            RunError: the run did not come up, or did not end.
         """
         self._start("--epochs", "1000000")
         try:
@@ -337,7 +134,8 @@ class Ordeal:
                 if self._random.random() < 0.5:  # else it may be struck before it is back
                     self._look_on(BACK_S, until=lambda: not self._struck)
             self._storm.calm()
-            self._come_back()
+            if not self._look_on(_STORM_OVER_S, until=self._run.all_train()):
+                self.seen.ended.append(f"not all workers were back {_STORM_OVER_S:.0f} s after it")
             self._run.stop(self.seen)
             self._judge_memory()
             samples = self._run.result()["samples"]
@@ -410,16 +208,6 @@ class Ordeal:
         grown = growth(self._memory)
         self.seen.growth += [] if grown is None else [grown]
 
-    def _come_back(self) -> None:
-        """Wait until all workers train again.
-
-        Raises:
-            RunError: they do not.
-        """
-        all_train = self._run.all_train()
-        if not self._look_on(_STORM_OVER_S, until=all_train):
-            raise RunError(f"not all workers came back:\n{end_of(self.log)}")
-
     def _judge_end(self) -> None:
         """Look at all that the run has left."""
         from safetensors.torch import load_file
@@ -441,14 +229,6 @@ class Ordeal:
     def _num_halted(self) -> int:
         hosts = range(self._made.hosts.number)
         return sum(is_halted(pid) for host in hosts for pid in self._made.hosts.processes(host))
-
-
-def is_halted(pid: int) -> bool:
-    """Return whether a process is halted by a signal."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0] == "T"
-    return False
 
 
 def figures_of(rule: str, seen: Seen) -> Iterator[Figure]:
@@ -484,7 +264,7 @@ def weathered(rule: str, *, seed: int, seconds: float, out: Path | None = None) 
 
     Raises:
         HostsError: this machine does not permit hosts.
-        RunError: the run did not come up, or did not come back after the storm.
+        RunError: the run did not come up, or did not end.
     """
     with cluster(NUM_HOSTS, has_master=True, pull_ms=USUAL_PULL_MS) as made:
         ordeal = Ordeal(made, rule, seed=seed, seconds=seconds)

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import chaos
-from benchmarks.chaos import KINDS, RULES, Seen, Storm, growth, weathered
+from benchmarks import storm as storm_module
+from benchmarks.chaos import RULES, growth, weathered
 from benchmarks.counting import MOST_OUT
 from benchmarks.hosts import why_not
 from benchmarks.runs_on_hosts import UNLIMITED_MBIT
+from benchmarks.storm import KINDS, Seen, Storm, is_halted
 
 SECONDS = float(os.environ.get("RAYDL_CHAOS_S", "150"))
 """Of strikes in the slow test, for each method."""
@@ -93,7 +95,7 @@ def sleeper():
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(chaos.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(storm_module.time, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -144,7 +146,7 @@ def test_a_worker_is_halted_for_a_while_or_for_good(clock, sleeper, monkeypatch)
     for _ in range(20):
         done.add(storm.strike(kinds={"halt": 1}).rpartition(" halted for ")[2] == "good")
         os.waitpid(sleeper.pid, os.WUNTRACED)
-        assert chaos.is_halted(sleeper.pid)
+        assert is_halted(sleeper.pid)
         clock.now += 100
         storm.tick()
         os.kill(sleeper.pid, signal.SIGCONT)
@@ -161,7 +163,7 @@ def test_nodes_that_have_ended_start_again_where_they_reach_the_head(clock, monk
         started.append(host)
         return SimpleNamespace(poll=lambda: None)
 
-    monkeypatch.setattr(chaos, "join_ray", join)
+    monkeypatch.setattr(storm_module, "join_ray", join)
     storm._cut.add(0)
     storm.tick()
     assert started == []
