@@ -34,7 +34,7 @@ class Seen(Watched):
     hits: Counter[str] = field(default_factory=Counter)
     """Strikes that hit something, by kind."""
     ended: list[str] = field(default_factory=list)
-    """A sentence for each driver that ended without a strike, and for a run that did not come back."""
+    """A sentence for each driver that ended without a strike, or did not get all workers back."""
     pause_s: float = 0.0
     """The longest time in which no sample was counted."""
     paused_by: str = ""
