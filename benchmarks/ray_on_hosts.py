@@ -25,6 +25,8 @@ a thin link longer is then sent a second time beside the first (Ray's issue 5652
 USUAL_PULL_MS = "10000"
 """The default, for hosts that are cut off: a question that is lost with one is asked again."""
 _LONGEST_FOLDER = 38
+_SAID = "said"
+"""What the start of a node printed, in its folder."""
 _COMMON = (
     "--num-cpus", "1", "--object-store-memory", str(OBJECT_STORE_BYTES),
     "--min-worker-port", "0", "--max-worker-port", "0",
@@ -94,10 +96,9 @@ def rejoin_ray(
     """
     if has_ray(hosts, host):
         return False
-    process = join_ray(hosts, host, folder, environment)
-    said, _ = process.communicate(timeout=timeout_s)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, "ray start", said)
+    code = join_ray(hosts, host, folder, environment).wait(timeout=timeout_s)
+    if code:
+        raise subprocess.CalledProcessError(code, "ray start", (folder / _SAID).read_text())
     return True
 
 
@@ -108,7 +109,7 @@ def has_ray(hosts: Hosts, host: int) -> bool:
 
 def join_ray(
     hosts: Hosts, host: int, folder: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[str]:
+) -> subprocess.Popen[bytes]:
     """Begin to start the node of a host anew; return what ends, with 0, once it is up.
 
     Args:
@@ -119,10 +120,9 @@ def join_ray(
     """
     ray = str(Path(sys.executable).with_name("ray"))
     words = [ray, "start", "--address", environment["RAY_ADDRESS"], *_place(hosts, host, folder)]
-    return hosts.popen(
-        host, words, env={**environment, "RAY_ADDRESS": ""}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    with (folder / _SAID).open("w") as log:
+        environment = {**environment, "RAY_ADDRESS": ""}
+        return hosts.popen(host, words, env=environment, stdout=log, stderr=log)
 
 
 def _place(hosts: Hosts, host: int, folder: Path) -> list[str]:

@@ -81,7 +81,7 @@ class Storm:
         self._cut: set[int] = set()
         self._down: set[int] = set()
         self._is_thin = False
-        self._starting: dict[int, subprocess.Popen[str]] = {}
+        self._starting: dict[int, subprocess.Popen[bytes]] = {}
         self._nodes_at = 0.0
         self.run: Run
 
