@@ -63,13 +63,19 @@ class Watched:
     _seen: set[str] = field(default_factory=set)
 
     def look(self, run_dir: Path) -> None:
-        """Read the manifests that are new."""
-        for path in sorted((run_dir / "checkpoints").glob("round-*/manifest.json")):
+        """Read the manifests that are new, in the order in which they were written.
+
+        Several may have come since the last look, and a later one may be of an earlier round.
+        """
+        found: list[tuple[int, str, dict[str, Any]]] = []
+        for path in (run_dir / "checkpoints").glob("round-*/manifest.json"):
             with contextlib.suppress(OSError, ValueError):  # it is deleted while it is read
                 if path.parent.name not in self._seen:
-                    manifest = json.loads(path.read_text())
-                    self._seen.add(path.parent.name)
-                    self.take(path.parent.name, manifest)
+                    at = path.stat().st_mtime_ns
+                    found.append((at, path.parent.name, json.loads(path.read_text())))
+        for _, name, manifest in sorted(found, key=lambda one: one[:2]):
+            self._seen.add(name)
+            self.take(name, manifest)
 
     def take(self, name: str, manifest: dict[str, Any]) -> None:
         """Note a checkpoint, and whether it belongs after those before it."""

@@ -42,6 +42,24 @@ def test_a_checkpoint_of_an_earlier_generation_or_driver_or_round_is_found_stale
     assert len(watched.stale) == 3
 
 
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_checkpoints_that_came_between_two_looks_are_taken_in_the_order_of_their_writing(
+    tmp_path, is_stale
+):
+    """A center that was lost goes on from an earlier round, in a later generation."""
+    written = [("round-0925", manifest(925, 2)), ("round-0912", manifest(912, 5))]
+    for at, (name, content) in enumerate(reversed(written) if is_stale else written):
+        path = tmp_path / "checkpoints" / name / "manifest.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(content))
+        os.utime(path, (1000 + at, 1000 + at))
+    watched = Watched()
+    watched.look(tmp_path)
+    watched.look(tmp_path)
+    assert len(watched.written) == 2
+    assert bool(watched.stale) == is_stale
+
+
 def test_a_generation_that_falls_is_found():
     assert falls([1, 1, 2, 3]) == []
     assert falls([1, 3, 2]) == ["the curve of generations falls from 3 to 2"]
