@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export OMP_NUM_THREADS ?= 1
 
 BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost link_switched recovery \
-	startup growth accuracy streaming layout partitions
+	startup growth accuracy streaming layout partitions chaos
 BENCH_OPTIONS ?=
 
 .PHONY: train test test-slow soak mutants test-gpu bench lint check clean help

@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _NETWORK = "10.77.0"
@@ -184,6 +185,13 @@ class Hosts:
         ).stdout  # fmt: skip
         return said
 
+    def processes(self, host: int) -> dict[int, str]:
+        """Return the processes of a host: their ids outside of it, and their command lines.
+
+        The host's first process, with which all others end, is not among them.
+        """
+        return self._hosts[host].processes()
+
     def __enter__(self) -> Hosts:
         try:
             self._build()
@@ -277,6 +285,17 @@ class _Namespace:
             f"--pid={here}/pid_for_children", "setpriv", "--pdeathsig", "KILL", *map(str, argv),
         ]  # fmt: skip
 
+    def processes(self) -> dict[int, str]:
+        """Return the ids, as outside, and command lines of all processes here but the first."""
+        here = os.readlink(f"/proc/{self.keeper.pid}/ns/pid_for_children")
+        found = {}
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if os.readlink(f"/proc/{entry}/ns/pid") == here and not _is_first(entry):
+                    words = Path(f"/proc/{entry}/cmdline").read_bytes()
+                    found[int(entry)] = words.replace(b"\0", b" ").decode(errors="replace")
+        return found
+
     def configure(self, tool: str, *lines: str) -> None:
         """Let ``ip`` or ``tc`` carry out lines on the network here."""
         self._do(
@@ -310,6 +329,13 @@ class _Namespace:
         except subprocess.TimeoutExpired:
             self.keeper.kill()  # and with it, by --kill-child, the namespace's first process
             self.keeper.communicate()
+
+
+def _is_first(pid: str) -> bool:
+    """Return whether a process is the first of its namespace."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (ids,) = [line for line in lines if line.startswith("NSpid:")]
+    return ids.split()[-1] == "1"
 
 
 def _check_machine() -> None:

@@ -22,7 +22,11 @@ OBJECT_STORE_BYTES = 100 << 20
 PULL_MS = "600000"
 """How long a node waits for an object before it asks for it once more. By default 10 s: what takes
 a thin link longer is then sent a second time beside the first (Ray's issue 56523)."""
+USUAL_PULL_MS = "10000"
+"""The default, for hosts that are cut off: a question that is lost with one is asked again."""
 _LONGEST_FOLDER = 38
+_SAID = "said"
+"""What the start of a node printed, in its folder."""
 _COMMON = (
     "--num-cpus", "1", "--object-store-memory", str(OBJECT_STORE_BYTES),
     "--min-worker-port", "0", "--max-worker-port", "0",
@@ -90,15 +94,35 @@ def rejoin_ray(
     Raises:
         subprocess.SubprocessError: it did not start.
     """
-    try:
-        hosts.run(host, ["pgrep", "-x", "raylet"], timeout_s=timeout_s)
-    except subprocess.CalledProcessError:
-        ray = str(Path(sys.executable).with_name("ray"))
-        join = [ray, "start", "--address", environment["RAY_ADDRESS"]]
-        words = [*join, *_place(hosts, host, folder)]
-        hosts.run(host, words, env={**environment, "RAY_ADDRESS": ""}, timeout_s=timeout_s)
-        return True
-    return False
+    if has_ray(hosts, host):
+        return False
+    code = join_ray(hosts, host, folder, environment).wait(timeout=timeout_s)
+    if code:
+        raise subprocess.CalledProcessError(code, "ray start", (folder / _SAID).read_text())
+    return True
+
+
+def has_ray(hosts: Hosts, host: int) -> bool:
+    """Return whether the node of a host runs."""
+    return any("/raylet/raylet " in words for words in hosts.processes(host).values())
+
+
+def join_ray(
+    hosts: Hosts, host: int, folder: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Begin to start the node of a host anew; return what ends, with 0, once it is up.
+
+    Args:
+        hosts: of the cluster.
+        host: not that of the head.
+        folder: a new one for what the node writes; its path is short.
+        environment: what :func:`start_ray` returned.
+    """
+    ray = str(Path(sys.executable).with_name("ray"))
+    words = [ray, "start", "--address", environment["RAY_ADDRESS"], *_place(hosts, host, folder)]
+    with (folder / _SAID).open("w") as log:
+        environment = {**environment, "RAY_ADDRESS": ""}
+        return hosts.popen(host, words, env=environment, stdout=log, stderr=log)
 
 
 def _place(hosts: Hosts, host: int, folder: Path) -> list[str]:

@@ -29,7 +29,7 @@ from unittest import mock
 
 from benchmarks.hosts import Hosts
 from benchmarks.programs import LINES_TOLD, ROOT, RunError, end_cleanly, wait_for
-from benchmarks.ray_on_hosts import start_ray
+from benchmarks.ray_on_hosts import PULL_MS, start_ray
 
 UNLIMITED_MBIT = 10_000
 """Of links that do not count: a message of LeNet takes 1.4 ms."""
@@ -126,7 +126,12 @@ class Cluster:
 
 @contextmanager
 def cluster(
-    number: int, *, pause_s: float = 0.0, has_master: bool = False, mtu: int = 1500
+    number: int,
+    *,
+    pause_s: float = 0.0,
+    has_master: bool = False,
+    mtu: int = 1500,
+    pull_ms: str = PULL_MS,
 ) -> Iterator[Cluster]:
     """Yield so many hosts with a Ray node each, which trains one worker; all goes at the end.
 
@@ -135,6 +140,7 @@ def cluster(
         pause_s: of the workers of :func:`pausing_lenet`.
         has_master: one host more, host 0, holds driver and center, and no worker.
         mtu: of the links, see :class:`Hosts`.
+        pull_ms: how long a node waits for an object before it asks for it once more.
 
     Raises:
         HostsError: this machine does not permit hosts.
@@ -150,7 +156,7 @@ def cluster(
             mock.patch.dict(os.environ, variables),
             Hosts(number + has_master, mbit=UNLIMITED_MBIT, mtu=mtu) as hosts,
         ):
-            made = Cluster(hosts, _started(hosts, folder), folder, number)
+            made = Cluster(hosts, _started(hosts, folder, pull_ms), folder, number)
             if has_master:
                 made.run([(sys.executable, "-c", _RESERVE_HEAD)])
             yield made
@@ -179,9 +185,9 @@ def _steady_rate(run_dir: Path) -> float:
     return (curve.samples[last] - curve.samples[0]) / seconds
 
 
-def _started(hosts: Hosts, folder: Path) -> Mapping[str, str]:
+def _started(hosts: Hosts, folder: Path, pull_ms: str) -> Mapping[str, str]:
     try:
-        return start_ray(hosts, folder)
+        return start_ray(hosts, folder, {"RAY_object_manager_pull_timeout_ms": pull_ms})
     except (RuntimeError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "output", None) or error)
         end = "\n".join(said.splitlines()[-LINES_TOLD:])

@@ -169,6 +169,16 @@ def test_forming_a_group_is_given_up_when_it_is_abandoned(crew, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_those_whose_sums_all_come_soon_leave_too_when_the_group_is_abandoned(crew, algorithm):
+    members = crew.call(2)
+    crew.form(members, algorithm)
+    refs = crew.begin_to_sum(members)
+    since = max(get([m.abandon.remote() for m in members]))
+    check_freed(refs, since, problem="failed")
+    crew.check(members, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_those_who_wait_for_a_frozen_peer_are_free_when_the_group_is_abandoned(crew, algorithm):
     *survivors, frozen = members = crew.call(3)
     crew.form(members, algorithm)

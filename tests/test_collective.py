@@ -2,8 +2,10 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.collective import CollectiveGroup, CollectiveWork, GroupAddress
@@ -37,7 +39,10 @@ class Queued:
 def group_on(device, *, is_abandoned=False, timeout_s=1.0):
     group = CollectiveGroup.__new__(CollectiveGroup)  # a real one meets others
     group.address = GroupAddress("run", 7, device, timeout_s)
-    group._abandoned = threading.Event()
+    group.adaptive, group._abandoned = None, threading.Event()
+    group._group = SimpleNamespace(
+        start_allreduce=lambda tensor: Done(), start_allgather=lambda tensor, out: Done()
+    )
     if is_abandoned:
         group._abandoned.set()
     return group
@@ -53,6 +58,16 @@ def test_a_sum_on_a_device_that_was_abandoned_is_not_taken_for_a_sum():
 def test_a_sum_that_is_whole_is_taken(device, is_abandoned):
     """In host memory it fails where it is cut; one that has come before that is whole."""
     CollectiveWork(group_on(device, is_abandoned=is_abandoned), Done(), 3).wait()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_group_that_was_abandoned_begins_no_further_sum(device):
+    """Where all sums come soon, no wait is long enough to see it."""
+    group = group_on(device, is_abandoned=True)
+    with pytest.raises(ExchangeError, match="abandoned"):
+        group.start_allreduce(torch.ones(1), round=3)
+    with pytest.raises(ExchangeError, match="abandoned"):
+        group.start_allgather(torch.ones(1), torch.ones(2, 1), round=3)
 
 
 def test_a_sum_on_a_device_is_looked_for_often():

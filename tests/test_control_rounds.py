@@ -234,6 +234,20 @@ def test_who_was_late_and_comes_with_a_copy_that_knows_more_is_asked_for_it_too(
     assert 7 in next(told for told in stage.step() if told[0] == "form")
 
 
+def test_who_answers_first_in_a_generation_is_not_late_for_the_wait_of_the_one_before():
+    stage = Stage((1, 3)).start("w0", "w1", "w2")
+    for round in range(1, 8):
+        stage.step(*[report(w, round, generation=1, round_s=0.05) for w in ("w0", "w1", "w2")])
+    waiting = [report(w, 7, generation=1, waiting_s=9.0) for w in ("w0", "w1")]
+    assert ("abandon", 1) in stage.step(*waiting, report("w2", 7, generation=1))
+    stage.step(*stage.end("broken", 7, "w0", "w1"), Published((0, 7)))
+    assert ("form", 2, ("w0", "w1"), 7) in stage.step()
+    assert stage.step(report("w1", 8, generation=2)) == []
+    assert stage.state is State.TRAINING
+    late = stage.step(report("w1", 8, generation=2, waiting_s=9.0))
+    assert ("abandon", 2) in late, "w0 keeps it waiting now"
+
+
 def test_a_center_that_never_comes_ends_the_run_with_a_sentence():
     stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
     stage.step(*stage.end("broken", 7, "w0", "w1"))

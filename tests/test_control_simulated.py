@@ -317,6 +317,7 @@ class SimCrew:
             step_s=0.1,
             round_s=POLL_S,
             waiting_s=worker.waiting_s,
+            generation=worker.generation,
         )
 
     def _put(self, round):

@@ -11,11 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-import counting
 import pytest
 from clusters import ClusterRun, actors, expendable, nodes
 from safetensors.torch import load_file
 
+from benchmarks import counting
+from benchmarks.programs import ROOT
 from raydl.checkpoint import CheckpointStore
 from raydl.storage import Storage
 
@@ -86,7 +87,7 @@ def counts_of(folder):
 @pytest.fixture
 def cluster(monkeypatch):
     path = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), path]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), path]))
     with nodes(0, 1, 1, 1) as cluster:
         yield cluster
 
@@ -97,9 +98,9 @@ def test_every_sample_counts_once_an_epoch_whatever_is_done_to_the_machines(
 ):
     rule = "AllProgress" if is_sync else "AllProgressByMessages"
     options = [
-        "--data", counting.write_table(tmp_path / "table"), "--method", f"counting:{rule}",
-        *counting.OPTIONS, "--workers", "2:3", "--elastic.lease-s", "3",
-        "--checkpoint.every-s", "5",
+        "--data", counting.write_table(tmp_path / "table"),
+        "--method", f"benchmarks.counting:{rule}", *counting.OPTIONS,
+        "--workers", "2:3", "--elastic.lease-s", "3", "--checkpoint.every-s", "5",
     ]  # fmt: skip
     cut_off = [{"fault": "partition", "target": "rank 1", "at": "round 60", "for_s": 6}]
     folder = tmp_path / "run"

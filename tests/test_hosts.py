@@ -132,6 +132,20 @@ def test_each_host_has_an_address_a_loopback_and_processes_of_its_own(permitted)
         assert "sleep 98.7" not in hosts.run(1, ["ps", "-A", "-o", "args"], timeout_s=BOUND_S)
 
 
+def test_a_host_names_its_processes_by_their_ids_outside_and_not_the_first(permitted):
+    with Hosts(2, mbit=100) as hosts:
+        assert hosts.processes(1) == {}
+        process = hosts.popen(1, ["sleep", "98.6"])
+        deadline = time.monotonic() + BOUND_S
+        while not (found := [p for p, said in hosts.processes(1).items() if "sleep 98.6" in said]):
+            assert time.monotonic() < deadline
+        assert hosts.processes(0) == {}
+        os.kill(found[0], signal.SIGKILL)
+        process.wait(timeout=BOUND_S)
+        assert hosts.processes(1) == {}
+        assert hosts.run(1, ["echo", "here"], timeout_s=BOUND_S) == "here\n"
+
+
 def test_what_runs_in_a_host_has_the_environment_and_its_failure_is_told(permitted):
     with Hosts(1, mbit=100) as hosts:
         said = hosts.run(0, ["sh", "-c", "echo $HOME $A"], env={"A": "b"}, timeout_s=BOUND_S)

@@ -2,24 +2,18 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 from test_checkpoint import make
 
+from benchmarks import counting
 from benchmarks.hosts import Hosts, why_not
-from benchmarks.partitions import (
-    LEASE_S,
-    LONGEST_S,
-    METHODS,
-    SHORTEST_S,
-    Watched,
-    cuts_of,
-    falls,
-    partitioned,
-    why_not_once,
-)
+from benchmarks.outside import BACK_S, LEASE_S, UP_S, Run, Watched, falls, why_not_once
+from benchmarks.partitions import LONGEST_S, METHODS, SHORTEST_S, cuts_of, partitioned
+from benchmarks.ray_on_hosts import USUAL_PULL_MS
 from benchmarks.runs_on_hosts import cluster
 from raydl.checkpoint import CheckpointStore
 from raydl.ledger import Ledger
@@ -46,6 +40,24 @@ def test_a_checkpoint_of_an_earlier_generation_or_driver_or_round_is_found_stale
     for stale in (manifest(20, 1, 2), manifest(30, 5, 1), manifest(10, 2, 2)):
         watched.take("x", stale)
     assert len(watched.stale) == 3
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_checkpoints_that_came_between_two_looks_are_taken_in_the_order_of_their_writing(
+    tmp_path, is_stale
+):
+    """A center that was lost goes on from an earlier round, in a later generation."""
+    written = [("round-0925", manifest(925, 2)), ("round-0912", manifest(912, 5))]
+    for at, (name, content) in enumerate(reversed(written) if is_stale else written):
+        path = tmp_path / "checkpoints" / name / "manifest.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(content))
+        os.utime(path, (1000 + at, 1000 + at))
+    watched = Watched()
+    watched.look(tmp_path)
+    watched.look(tmp_path)
+    assert len(watched.written) == 2
+    assert bool(watched.stale) == is_stale
 
 
 def test_a_generation_that_falls_is_found():
@@ -205,5 +217,41 @@ def assert_nothing_stale(watched, num_cuts):
 @pytest.mark.parametrize("method", METHODS)
 def test_partitions_of_either_side_write_nothing_stale(permitted, method):
     cuts = cuts_of(max(len(METHODS), NUMBER), seed=1)[METHODS.index(method) :: len(METHODS)]
-    with cluster(2, has_master=True) as made:
+    with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
         assert_nothing_stale(partitioned(made, method, cuts), len(cuts))
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(permitted):
+    """Its host is away, and its node is halted: nobody can end it before what it sends arrives.
+
+    Each sample adds one to a weight of its own, so that a message that counted would be seen.
+    """
+    watched = Watched()
+    with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
+        words = (
+            "--data", counting.write_table(made.folder / "table"), *counting.OPTIONS,
+            "--method", "benchmarks.counting:AllProgressByMessages", "--epochs", "1000000",
+        )  # fmt: skip
+        with Run(made, made.folder / "run", *words) as run:
+
+            def until_said(what):
+                run.until(lambda: any(what in line for line in run.said), BACK_S, what, watched)
+
+            run.until_all_train(watched, UP_S)
+            node = made.hosts.processes(1).items()
+            (raylet,) = [pid for pid, said in node if "/raylet/raylet " in said]
+            made.hosts.cut(1)
+            os.kill(raylet, signal.SIGSTOP)
+            until_said("was lost: it did not answer for")
+            run.until(lambda: run.status()["num_workers"] == 1, BACK_S, "one worker", watched)
+            made.hosts.join(1)
+            until_said("refused a late message that a worker had sent that is no member any more")
+            os.kill(raylet, signal.SIGCONT)
+            run.stop(watched)
+            checkpoint, _ = CheckpointStore(Storage(str(run.run_dir))).read()
+    assert watched.refused["messages"] >= 1
+    assert watched.stale == []
+    assert int(checkpoint.center["counts"].sum().round()) == checkpoint.num_samples > 0

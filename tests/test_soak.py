@@ -9,12 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import counting
 import pytest
 from clusters import ClusterRun, actors, expendable, nodes
 from processes import resident_bytes, stopped_processes
 from safetensors.torch import load_file
 
+from benchmarks import counting
+from benchmarks.programs import ROOT
 from raydl.checkpoint import CheckpointStore
 from raydl.storage import Storage
 
@@ -108,9 +109,9 @@ def test_a_run_in_a_storm_ends_as_a_quiet_one(quiet, tmp_path):
 @pytest.mark.parametrize("rule", ["AllProgress", "AllProgressByMessages"])
 def test_in_a_storm_every_sample_counts_once_an_epoch(rule, tmp_path, monkeypatch):
     """Each sample adds one to a weight of its own: no figure of the run's is trusted."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # of the cluster's processes
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the cluster's processes
     table, folder = counting.write_table(tmp_path / "table"), tmp_path / "run"
-    words = ["--data", table, "--method", f"counting:{rule}", *counting.OPTIONS]
+    words = ["--data", table, "--method", f"benchmarks.counting:{rule}", *counting.OPTIONS]
     words += ["--workers", "2:4", "--elastic.lease-s", "5", "--checkpoint.every-s", "20"]
     with nodes(1, 1, 1, 1) as cluster:
         storm = Storm(cluster)

@@ -37,9 +37,12 @@ class Floor:
                 local_step=local_step,
                 step_s=step_s,
                 waiting_s=waiting_s,
-                **more,
+                **{"generation": self.generation, **more},
             )
         )
+
+    def waiting_s(self, *worker_ids):
+        return self.force.waiting_s(worker_ids, generation=self.generation)
 
     def stay_in_step(self, worker_id, seconds, **report):
         """Let a worker answer twice a second that it is where it was."""
@@ -316,9 +319,9 @@ def test_waiting_is_what_the_newest_answer_says():
     floor = Floor("w0", "w1", "w2")
     floor.report("w0", waiting_s=2.0)
     floor.report("w1")
-    assert floor.force.waiting_s(("w0", "w1", "w2")) == {"w0": 2.0, "w1": 0.0, "w2": 0.0}
+    assert floor.waiting_s("w0", "w1", "w2") == {"w0": 2.0, "w1": 0.0, "w2": 0.0}
     floor.report("w0", local_step=1)
-    assert floor.force.waiting_s(("w0",)) == {"w0": 0.0}
+    assert floor.waiting_s("w0") == {"w0": 0.0}
 
 
 def test_a_silent_worker_counts_as_not_waiting():
@@ -327,10 +330,23 @@ def test_a_silent_worker_counts_as_not_waiting():
     floor.report("w0", waiting_s=2.0)
     floor.report("w1", waiting_s=2.0)
     floor.now += 0.9
-    assert floor.force.waiting_s(("w0", "w1")) == {"w0": 2.0, "w1": 2.0}
+    assert floor.waiting_s("w0", "w1") == {"w0": 2.0, "w1": 2.0}
     floor.report("w1", waiting_s=2.9)
     floor.now += 0.2
-    assert floor.force.waiting_s(("w0", "w1")) == {"w0": 0.0, "w1": 2.9}
+    assert floor.waiting_s("w0", "w1") == {"w0": 0.0, "w1": 2.9}
+
+
+def test_a_wait_in_the_generation_before_is_none_in_this_one():
+    """Else who answers first in a generation seems late: it is at work, and the other waits."""
+    floor = Floor("w0", "w1", "w2")
+    floor.report("w0", waiting_s=2.0)  # for w2, which is left out
+    floor.report("w1", waiting_s=2.0)
+    floor.form("w0", "w1")
+    assert floor.waiting_s("w0", "w1") == {"w0": 0.0, "w1": 0.0}
+    floor.report("w1", round=1)
+    assert floor.waiting_s("w0", "w1") == {"w0": 0.0, "w1": 0.0}
+    floor.report("w0", round=1, waiting_s=0.3)
+    assert floor.waiting_s("w0", "w1") == {"w0": 0.3, "w1": 0.0}
 
 
 def test_the_answer_of_a_worker_that_has_gone_is_of_no_consequence():

@@ -69,7 +69,7 @@ class RoundsController(Controller):
         if not elastic.leave_out_slow or p == 1:
             return False
         late = late_workers(
-            self.workforce.waiting_s(run.at_work),
+            self.workforce.waiting_s(run.at_work, generation=run.membership.generation),
             grace_s=self.pace.grace_s(),
             quorum=min(1.0, max(elastic.quorum, self._config.scaling.min_workers / p)),
         )

@@ -284,11 +284,17 @@ class Workforce:
             return max(self._lease_s, self._first_step_s)
         return max(self._lease_s, _STUCK_STEPS * step_s)
 
-    def waiting_s(self, worker_ids: tuple[str, ...]) -> dict[str, float]:
-        """Return for how long each worker has waited for others; 0: it is at work."""
+    def waiting_s(self, worker_ids: tuple[str, ...], *, generation: int) -> dict[str, float]:
+        """Return for how long each member of a generation has waited for others; 0: it is at work.
+
+        What one last told of the generation before is no wait in this one, which those who have
+        told of this one would seem late by.
+        """
         waits = {}
         for worker_id in worker_ids:
             entry = self._entries[worker_id]
             is_silent = self._clock() - entry.heard_at > _SILENT_S
-            waits[worker_id] = entry.report.waiting_s if entry.report and not is_silent else 0.0
+            report = entry.report
+            is_told = report is not None and report.generation == generation and not is_silent
+            waits[worker_id] = report.waiting_s if report and is_told else 0.0
         return waits

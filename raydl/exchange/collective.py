@@ -359,6 +359,8 @@ class CollectiveGroup:
 
     def _started(self, start: Callable[[], Any], round: int) -> CollectiveWork:
         try:
+            # Where all go on as usual no wait is long enough to see it.
+            self._check_abandoned()
             return CollectiveWork(self, start(), round)
         except RuntimeError as error:
             raise self.explain(error, round=round, waited_s=0.0) from error
