@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
-from counting import AllProgress
 
+from benchmarks.counting import AllProgress
 from raydl.checkpoint import SavedState
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Batches, ImageSet, Normalizer
