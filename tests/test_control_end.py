@@ -293,3 +293,28 @@ def check(crew, controller, recorder, scaling):
     assert recorder.checkpoints or not numbers, "the last state is always written"
     if controller.outcome is Outcome.FINISHED:
         assert recorder.checkpoints[-1].snapshot.round >= crew.last_round - 1
+
+
+def test_scores_that_are_lost_are_told_first_one_by_one_then_every_tenth():
+    stage = Stage(1).start("w0")
+    told = []
+    for number in range(1, 45):
+        before = len(stage.said)
+        stage.step(GaveUp("evaluation", "it was killed"))
+        told += [number] * (len(stage.said) - before)
+    assert told == [*range(1, 21), 30, 40]
+    assert stage.said[-1] == "a score was given up, 40 in a row by now: it was killed"
+    assert "a score was given up: it was killed" in stage.said
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ("checkpoint", "a checkpoint was given up: it was killed"),
+        ("saved state of w0", "w0 starts at the center: it was killed"),
+    ],
+)
+def test_what_will_not_come_is_told_with_its_cause(task, sentence):
+    stage = Stage(1).start("w0")
+    stage.step(GaveUp(task, "it was killed"))
+    assert stage.said[-1] == sentence

@@ -252,6 +252,7 @@ def test_whole_groups_start_and_grow():
     after, why = in_pairs(first, FOUR)
     assert (ids(after), why) == (FOUR, "w2, w3 join")
     assert first.partners_of("w1", 2) == (0, ("w0", "w1"))
+    assert after.partners_of("w1", 2) == (0, ("w0", "w1"))
     assert after.partners_of("w2", 2) == (1, ("w2", "w3"))
 
 
