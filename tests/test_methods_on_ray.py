@@ -69,7 +69,7 @@ def train(actors, config, generation=1):
     if not job.method.is_sync:
         ray.get(center.form.remote(membership), timeout=60)
     address = GroupAddress(uuid.uuid4().hex, generation, "cpu", 20.0)
-    runs = [w.run.remote(membership, address, first, None, shards, ()) for w in workers]
+    runs = [w.run.remote(membership, address, first, shards, (), goes_on=False) for w in workers]
     ends = ray.get(runs, timeout=120)
     assert [end.outcome for end in ends] == [Outcome.FINISHED] * NUM_WORKERS
     last = max(end.round for end in ends)

@@ -133,7 +133,7 @@ def test_a_run_that_failed_says_why(tmp_path):
 
 
 def test_a_run_that_can_not_start_says_why(tmp_path, monkeypatch):
-    def no_room(job, dataset, prepare, untrained):
+    def no_room(job, dataset, prepare, untrained, storage):
         raise ResourceError("this machine holds 1")
 
     monkeypatch.setattr("raydl.trainer._make_crew", no_room)
