@@ -292,13 +292,17 @@ class Slow(raydl.Classification):
         return super().metrics(model, batch)
 
 
+SILENCE_S = 8.0
+"""Longer than an evaluator needs, on a busy machine, until its first batch."""
+
+
 def slowly(folder, seconds, monkeypatch):
-    monkeypatch.setattr(controller, "_SILENCE_S", 3.0)
+    monkeypatch.setattr(controller, "_SILENCE_S", SILENCE_S)
     return raydl.Trainer(
         Slow(seconds),
         "digits",
         training=raydl.TrainingConfig(steps=24),
-        evaluation=raydl.EvaluationConfig(batch_size=30),
+        evaluation=raydl.EvaluationConfig(batch_size=20),  # 18 batches
         scaling=raydl.ScalingConfig(num_workers=1),
         run=raydl.RunConfig(run_dir=str(folder), progress="none"),
     ).fit()
@@ -320,5 +324,5 @@ def test_an_evaluator_that_falls_silent_costs_the_run_its_score_alone(
     result = slowly(tmp_path / "run", 60.0, monkeypatch)
     assert result.metrics["center_accuracy"] is None
     assert (tmp_path / "run/center.safetensors").exists()
-    told = "the evaluator has scored nothing for 3 s: the run ends without a score of its last"
+    told = "the evaluator has scored nothing for 8 s: the run ends without a score of its last"
     assert any(told in line for line in sentences(tmp_path / "run"))
