@@ -108,7 +108,8 @@ class ElasticConfig:
     """How often in one epoch a replica with a loss, weights or gradients that are not finite is
     rolled back to the center; one more ends the run after a checkpoint."""
     max_busy_s: float = 600.0
-    """How long a process is waited for that does not answer but uses its CPU, in seconds."""
+    """How long a process is waited for that does not answer but uses its CPU, or that has not
+    answered since it began, in seconds."""
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "max_busy_s"):

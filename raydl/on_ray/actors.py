@@ -299,6 +299,10 @@ class WorkerActor:
     A third one writes what the worker holds for a checkpoint, beside the training.
     """
 
+    @ray.method(concurrency_group="control")
+    def ping(self) -> None:
+        """Answer, which shows that this process came to run."""
+
     def setup(
         self,
         job: Job,

@@ -113,7 +113,7 @@ def listed(resources: dict[str, float]) -> str:
 
 def awaited(workers: Sequence[ActorHandle], scaling: ScalingConfig) -> str:
     """Return what the workers of this cluster that are not up yet wait for, in one sentence."""
-    num_starting = sum(map(_has_room, workers))
+    num_starting = sum(place_held(worker) is not None for worker in workers)
     num_missing = len(workers) - num_starting
     parts = [f"{num_starting} that {_are(num_starting)} starting"] if num_starting else []
     if num_missing or not workers:
@@ -127,11 +127,16 @@ def _are(number: int) -> str:
     return "is" if number == 1 else "are"
 
 
-def _has_room(worker: ActorHandle) -> bool:
-    """Whether Ray has given a worker its room: its process is there, and imports torch, say."""
+def place_held(worker: ActorHandle) -> Place | None:
+    """Return where Ray has given a worker its room: its process is there, and imports torch, say.
+
+    None: it waits for room, or Ray does not answer.
+    """
     with suppress(*_RAY_FAILS):
-        return bool(state.actor_table(worker._ray_actor_id.hex()).get("Pid"))
-    return False
+        told = state.actor_table(worker._ray_actor_id.hex())
+        if told.get("Pid"):
+            return told["Address"]["NodeID"], told["Pid"]
+    return None
 
 
 def _room_for(num_missing: int, need: Mapping[str, float]) -> str:

@@ -53,10 +53,12 @@ from raydl.on_ray.cluster import (
     has_room_elsewhere,
     kill_process,
     node_here,
+    place_held,
     send_by_value,
     worker_options,
 )
 from raydl.on_ray.liveness import Liveness, Times, times_of
+from raydl.on_ray.starts import Starts
 from raydl.on_ray.states import Handovers, RayState, feed
 from raydl.reports import Outcome, WorkerReport
 from raydl.storage import Storage
@@ -140,6 +142,7 @@ class RayCrew:
         self._places: dict[str, Place] = {}
         self._calls = Calls()
         self._leases = Leases(job.config.elastic.lease_s)
+        self._starts = Starts(job.config.elastic.max_busy_s)
         self._notices = Notices()
         self._avoided: set[str] = set()
         self._liveness = Liveness()
@@ -238,6 +241,8 @@ class RayCrew:
         )
         worker = WorkerActor.options(**options).remote()
         self._workers[worker_id] = worker
+        self._starts.begin(worker_id)
+        self._calls.expect(worker.ping.remote(), worker_id, self._on_alive(worker_id))
         ref = worker.setup.remote(
             self._job,
             worker_id,
@@ -255,6 +260,13 @@ class RayCrew:
             return False
         self._avoided = avoided
         return True
+
+    def _on_alive(self, worker_id: str) -> Handler:
+        def handle(_: None) -> list[Event]:
+            self._starts.end(worker_id)
+            return []
+
+        return handle
 
     def _on_ready(self, worker_id: str, own_state: SavedState | None) -> Handler:
         def handle(told: tuple[Place, bool]) -> list[Event]:
@@ -304,6 +316,7 @@ class RayCrew:
         self._calls.forget(lambda call: call.who == who)
         self._places.pop(who, None)
         self._leases.answer(who)
+        self._starts.end(who)
 
     def close(self) -> None:
         """End the actors at once."""
@@ -331,6 +344,10 @@ class RayCrew:
         self._look_at_the_silent()
         for who in self._leases.expired():
             self._events += self._end_or_wait(who)
+        for who, waited_s in self._starts.look(
+            lambda who: place_held(self._workers[who]) is not None
+        ):
+            self._events += self._give_up_start(who, waited_s)
         events, self._events = self._events, []
         return events
 
@@ -365,6 +382,18 @@ class RayCrew:
         why = self._liveness.why_silent(who, now)
         setting = "elastic.max_busy_s" if is_busy else "elastic.lease_s"
         return self._lose(who, f"it did not answer for {silent_s:.0f} s ({setting}){why}")
+
+    def _is_there(self, worker_id: str) -> bool:
+        """Whether a node holds a worker's process."""
+        return place_held(self._workers[worker_id]) is not None
+
+    def _give_up_start(self, worker_id: str, waited_s: float) -> list[Event]:
+        """End a process that is there and does not come to run."""
+        place = place_held(self._workers[worker_id])
+        if place is not None:  # it may be stopped, and hear no call
+            kill_process(place, home=self._home)
+        reason = f"its process has not answered since it began, {waited_s:.0f} s ago"
+        return self._lose(worker_id, f"{reason} (elastic.max_busy_s)")
 
     def _ask_for_news(self) -> None:
         """Ask everybody for news, unless that was just done."""
