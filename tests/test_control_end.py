@@ -3,10 +3,12 @@
 import pytest
 from test_controller import BOTH, FakeRecorder, Stage, collected, report, scored
 
+from raydl.callbacks import StopAtAccuracy
 from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
     MethodConfig,
+    OptimizerConfig,
     ScalingConfig,
     TrainConfig,
     TrainingConfig,
@@ -51,6 +53,33 @@ def test_a_stop_is_voted_once_and_ends_with_a_checkpoint_without_a_score(is_sync
     assert ("collect", 3, ("w0", "w1")) in told
     stage.step(collected(3))
     assert (stage.state, stage.controller.outcome) == (State.DONE, Outcome.STOPPED)
+
+
+@BOTH
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_a_run_that_a_callback_ends_is_finished_unless_a_signal_came_too(is_sync, is_signalled):
+    stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
+    assert stage.step(Published((0, 2)), scored(2)) == [("vote", "stop")]
+    if is_signalled:
+        stage.controller.request_stop("SIGTERM")
+    stage.step(*stage.end("stopped", 3, "w0", "w1"), Published((0, 3)))
+    controller = stage.controller
+    assert stage.state is State.FINISHING
+    assert controller.outcome is (Outcome.STOPPED if is_signalled else Outcome.FINISHED)
+    name, reason = "training.stop_at_accuracy 0.5", "reached accuracy 0.5000"
+    assert controller.ended_by == ("" if is_signalled else name)
+    assert controller.ended_because == ("" if is_signalled else reason)
+
+
+def test_scores_that_stand_still_cut_the_learning_rate_but_not_after_the_last_round():
+    plateau = OptimizerConfig(schedule="plateau", patience=0, warmup=0.0)
+    stage = Stage(optimizer=plateau).start()
+    stage.step(Published((0, 2)), scored(2))
+    assert stage.step(Published((0, 2, 4)), scored(4)) == [("vote", "num_cuts")]
+    assert "the center stands still at accuracy 0.5000" in stage.said[-1]
+    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    stage.step(scored(9))
+    assert sum("stands still" in said for said in stage.said) == 1
 
 
 def test_a_stop_before_anything_was_trained_ends_at_once():
@@ -139,7 +168,7 @@ def test_the_last_checkpoint_of_a_finished_run_has_what_was_trained(is_sync, end
 @UNSCORED
 def test_a_center_that_is_lost_before_its_score_costs_the_score_alone(unscored):
     told = unscored.step(Lost("center", "its node was lost"))
-    assert [call[0] for call in told if call] == ["rebuild_center"]
+    assert told == [("rebuild_center", "w0")]
     for _ in range(4):
         unscored.now += 100.0
         unscored.step()
@@ -304,7 +333,10 @@ def test_scores_that_are_lost_are_told_first_one_by_one_then_every_tenth():
         told += [number] * (len(stage.said) - before)
     assert told == [*range(1, 21), 30, 40]
     assert stage.said[-1] == "a score was given up, 40 in a row by now: it was killed"
-    assert "a score was given up: it was killed" in stage.said
+    assert stage.said[-22:-20] == [
+        "a score was given up: it was killed",
+        "a score was given up, 2 in a row by now: it was killed",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -342,3 +342,13 @@ def test_no_checkpoint_is_voted_for_while_the_last_one_is_being_written():
     assert stage.step() == []
     stage.recorder.is_writing = False
     assert stage.step() == [("vote", "checkpoint")]
+
+
+def test_one_that_leaves_its_exchange_is_no_pause_while_another_trains():
+    stage = Stage(is_sync=False).start()
+    stage.now = 10.0
+    stage.step(*stage.end("broken", 3, "w0"))
+    stage.now = 20.0
+    stage.step(Changed(), Published((0, 3)))
+    stage.step(report("w1", 9, generation=stage.crew.formed[-1].generation))
+    assert stage.controller.pace.longest_pause_s == 0.0

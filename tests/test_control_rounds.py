@@ -422,3 +422,35 @@ def test_a_late_worker_that_leaves_its_loop_is_a_candidate_again():
     stage.step(*stage.end("broken", 3, "w1"))
     stage.now += 1.5
     assert "w1" in stage.controller.workforce.candidates(0.0).ready
+
+
+def test_a_pause_begins_when_the_first_leaves_its_exchange_and_ends_in_the_next_generation():
+    stage = Stage().start()
+    stage.now = 10.0
+    stage.step(*stage.end("broken", 3, "w0"))
+    stage.now = 14.0
+    stage.step(*stage.end("broken", 3, "w1"), Published((0, 3)))
+    stage.now = 17.0
+    stage.steps(3)
+    assert stage.crew.formed[-1].generation == 2
+    stage.step(report("w0", 4, generation=2))
+    assert stage.controller.pace.longest_pause_s == 7.0
+
+
+def test_exchanges_that_broke_wait_two_seconds_for_news_of_the_cause():
+    stage = Stage().start()
+    stage.now = 100.0
+    stage.step(*stage.end("broken", 3, "w0", "w1"), Published((0, 3)))
+    stage.now = 101.9
+    stage.steps(2)
+    assert stage.state is State.RECOVERING
+    stage.now = 102.1
+    stage.steps(2)
+    assert stage.state is State.TRAINING
+    assert any(said == "w0 left its exchange: a reset" for said in stage.said)
+
+
+def test_a_copy_of_the_very_first_center_is_a_copy_too():
+    stage = Stage().start()
+    stage.step(Lost("center", "the actor died"), *stage.end("broken", 0, "w0", "w1"))
+    assert ("rebuild_center", "w0") in [*stage.crew.told, *stage.steps(2)]

@@ -11,6 +11,7 @@ from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
     MethodConfig,
+    OptimizerConfig,
     ScalingConfig,
     TrainConfig,
     TrainingConfig,
@@ -154,6 +155,7 @@ class Stage:
         name = "sync-easgd" if is_sync else "async-easgd"
         elastic = {"max_restarts": more.pop("max_restarts", 20), **more.pop("elastic", {})}
         callbacks = more.pop("callbacks", ())
+        optimizer = more.pop("optimizer", OptimizerConfig())
         faults, generation = more.pop("faults", FaultPlan()), more.pop("first_generation", 0)
         config = TrainConfig(
             method=MethodConfig(name=more.pop("name", name), group_size=more.pop("group_size", 1)),
@@ -161,6 +163,7 @@ class Stage:
             training=TrainingConfig(epochs=5),
             checkpoint=CheckpointConfig(**{"every_s": None, **more}),
             elastic=ElasticConfig(**elastic),
+            optimizer=optimizer,
         )
         self.is_sync = is_sync
         self.controller = kind_for(is_sync=is_sync)(

@@ -380,6 +380,12 @@ def test_a_center_that_stays_bad_ends_the_run_and_is_not_kept(tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
 
 
+def bad_center(stage, *worker_ids):
+    """Return the ends of workers that were to take in a center that is not finite."""
+    error, generation = NonFiniteCenterError(7), stage.crew.formed[-1].generation
+    return [RunEnded(w, Outcome.BROKEN, 3, generation, str(error), error=error) for w in worker_ids]
+
+
 def test_in_rounds_a_center_that_diverges_is_one_rollback_for_all_workers_that_see_it():
     stage = Stage(elastic={"max_rollbacks": 1}).start()
     for worker_id in ("w0", "w1"):
@@ -387,6 +393,42 @@ def test_in_rounds_a_center_that_diverges_is_one_rollback_for_all_workers_that_s
         stage.step(RunEnded(worker_id, Outcome.BROKEN, -1, 1, str(error), error=error))
     assert stage.controller._known.error is None
     assert sum("all go back to the newest good center" in said for said in stage.said) == 1
+
+
+def test_the_same_center_is_bad_news_once_but_the_next_one_again():
+    stage = Stage(elastic={"max_rollbacks": 1}).start()
+    stage.step(*bad_center(stage, "w0", "w1"))
+    form_again(stage)
+    stage.step(*bad_center(stage, "w0", "w1"))
+    assert stage.controller._why_stop == (
+        "the center diverged for the second time in this epoch, more often than "
+        "elastic.max_rollbacks"
+    )
+
+
+def test_a_replica_that_diverges_with_its_center_does_not_hide_that():
+    stage = Stage().start()
+    stage.step(diverged(stage, "w1"), *bad_center(stage, "w0"))
+    told = [said for said in stage.said if "times in this epoch" in said]
+    assert [said.split("; ")[-1] for said in told] == [
+        "w1 is rolled back to the center (1 of 3 times in this epoch)",
+        "all go back to the newest good center (2 of 3 times in this epoch)",
+    ]
+
+
+@pytest.mark.parametrize("what", ["w1", "the center"])
+def test_with_the_policy_stop_the_first_divergence_stops_the_run(what):
+    stage = Stage(elastic={"on_worker_error": "stop"}).start()
+    stage.step(diverged(stage, "w1") if what == "w1" else bad_center(stage, "w1")[0])
+    assert stage.controller._why_stop == f"{what} diverged"
+
+
+@pytest.mark.parametrize("name", ["center", "w7"])
+def test_an_error_elsewhere_while_the_run_stops_raises_the_first_one(name):
+    stage = Stage().start()
+    stage.step(Failed("w1", OWN))
+    with pytest.raises(ZeroDivisionError):
+        stage.step(Failed(name, ValueError()))
 
 
 def test_an_evaluator_that_fails_while_the_run_stops_costs_no_checkpoint():

@@ -188,7 +188,8 @@ class Situation:
         """
         elastic = self.elastic
         is_of_center = isinstance(error, NonFiniteCenterError)
-        generation = self.run.membership.generation if self.run else 0
+        assert self.run is not None
+        generation = self.run.membership.generation
         if is_of_center and generation == self.bad_center_in:  # in rounds each worker sees it
             return
         self.bad_center_in = generation if is_of_center else self.bad_center_in
