@@ -48,6 +48,8 @@ class Trained:
     """What it wrote: ``result.json`` of raydl, or that of ``peers/loop.py``."""
     points: tuple[Point, ...]
     """Its progress, from its first steps to its last, rising."""
+    folder: Path | None = None
+    """That of a run of raydl, as long as the workplace is there."""
 
 
 @dataclass
@@ -81,16 +83,20 @@ class Workplace:
         )  # fmt: skip
         return str(path)
 
-    def train(self, *words: str) -> Trained:
+    def train(self, *words: str, run_dir: Path | None = None) -> Trained:
         """Run ``raydl train``.
+
+        Args:
+            words: its options.
+            run_dir: the run's folder; None: a new one.
 
         Raises:
             RunError: it failed, or took too long.
         """
-        run_dir = self._new("run")
+        run_dir = run_dir or self._new("run")
         self._run([sys.executable, "-m", "raydl", "train", *words, "--run-dir", str(run_dir)])
         result = json.loads((run_dir / "result.json").read_text())
-        return Trained(result=result, points=_points_of_run(run_dir))
+        return Trained(result=result, points=_points_of_run(run_dir), folder=run_dir)
 
     def plain(self, *words: str, copies: int = 1) -> list[Trained]:
         """Run plain PyTorch in so many processes at once that know nothing of one another.
