@@ -8,7 +8,15 @@ import torch
 from conftest import SHAPE, Ensemble, linear
 from histories import assert_same, config
 
-from raydl.center import SnapshotShelf, as_arrays, as_tensors, first_snapshot
+from raydl.center import (
+    SnapshotShelf,
+    as_arrays,
+    as_tensors,
+    first_snapshot,
+    joined_states,
+    set_lr,
+    split_states,
+)
 from raydl.center_service import CenterService, make_shard
 from raydl.flat import FlatModel
 
@@ -76,3 +84,80 @@ def test_a_copy_of_the_same_generation_that_the_controller_chose_takes_the_place
         other = dataclasses.replace(snapshot(4), generation=generation, num_samples=num_samples)
         shelf.adopt(other)
         assert shelf.get(4).num_samples == kept
+
+
+def test_the_state_of_an_optimizer_splits_by_spans_and_joins_again():
+    state = {
+        "state": {0: {"step": torch.tensor(3.0), "momentum_buffer": torch.arange(5.0)}},
+        "param_groups": [{"lr": 0.1}],
+    }
+    parts = split_states(state, [2, 3])
+    assert [p["state"][0]["momentum_buffer"].tolist() for p in parts] == [[0, 1], [2, 3, 4]]
+    joined = joined_states(parts, [2, 3])
+    assert joined["param_groups"] == state["param_groups"]
+    assert torch.equal(joined["state"][0]["momentum_buffer"], torch.arange(5.0))
+    assert joined["state"][0]["step"] == 3
+
+
+def test_an_optimizer_that_remembers_nothing_yet_splits_and_joins_to_the_same():
+    state = {"state": {}, "param_groups": [{"lr": 0.1}]}
+    parts = split_states(state, [2, 3])
+    assert parts == [state, state]
+    assert joined_states(parts, [2, 3]) == state
+
+
+def test_a_rate_is_each_groups_share_of_it():
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=1.0)
+    optimizer.param_groups[1]["lr_share"] = 0.1
+    set_lr(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
+
+
+def test_a_run_begins_at_round_0_of_no_generation():
+    flat = FlatModel(torch.nn.Linear(3, 2))
+    first = first_snapshot(flat, 60)
+    told = (first.round, first.generation, first.epoch, first.num_samples, first.local_step)
+    assert told == (0, 0, 0, 0, 0)
+    assert (first.seconds, first.is_kept) == (0.0, False)
+    assert np.array_equal(first.weights, flat.weights.numpy())
+
+
+@pytest.mark.parametrize("where", ["weights", "buffers"])
+def test_a_snapshot_is_finite_where_all_of_it_is(where):
+    good = dataclasses.replace(
+        first_snapshot(FlatModel(torch.nn.Linear(3, 2)), 60), buffers=np.ones(4, np.float32)
+    )
+    assert good.is_finite()
+    spoiled = getattr(good, where).copy()
+    spoiled[1] = np.inf
+    assert not dataclasses.replace(good, **{where: spoiled}).is_finite()
+
+
+def test_a_snapshot_that_a_checkpoint_needs_is_needed_too_when_its_equal_replaces_it():
+    for put in (SnapshotShelf.put, SnapshotShelf.adopt):
+        shelf = SnapshotShelf()
+        put(shelf, dataclasses.replace(snapshot(4, is_kept=True), generation=2))
+        put(shelf, dataclasses.replace(snapshot(4), generation=2))
+        assert shelf.get(4).is_kept
+        put(shelf, dataclasses.replace(snapshot(4), generation=3))
+        assert not shelf.get(4).is_kept, "of another generation, which was not asked to keep it"
+
+
+def test_what_an_earlier_generation_made_is_refused_and_counted():
+    shelf = SnapshotShelf()
+    assert shelf.put(dataclasses.replace(snapshot(4), generation=3))
+    assert not shelf.put(dataclasses.replace(snapshot(4), generation=2))
+    shelf.begin(5, 4)
+    assert not shelf.put(dataclasses.replace(snapshot(6), generation=4))
+    assert shelf.num_refused == 2
+    assert shelf.rounds() == (4,)
+    assert shelf.get(4).generation == 3
+
+
+def test_the_changes_of_the_ledger_are_those_of_the_newest_snapshot():
+    shelf = SnapshotShelf()
+    shelf.put(dataclasses.replace(snapshot(4), ledger={}))
+    assert shelf.num_changes() == 0
+    shelf.put(dataclasses.replace(snapshot(5), ledger={"num_changes": 3}))
+    assert shelf.num_changes() == 3

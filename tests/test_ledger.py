@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from raydl.ledger import Ledger, share_round, split_evenly
+from raydl.ledger import Ledger, num_done_by, share_round, split_evenly
 from raydl.schedules.trained import Trained
 
 
@@ -373,3 +373,29 @@ def test_what_was_trained_is_compared_with_the_claims_in_their_order():
     trained.keep_first(0)
     trained.add(epoch, np.arange(10, 12))
     assert trained.num_claimed(claims) == 0
+
+
+def test_each_change_of_claims_counts_once():
+    ledger = Ledger(20)
+    assert ledger.state_dict()["num_changes"] == 0
+    ledger.claim("w0", 4)
+    ledger.claim("w1", 4)
+    ledger.complete("w0")
+    ledger.give_back("w1")
+    ledger.give_back("w1")
+    assert ledger.num_changes == 5
+    assert Ledger.from_state_dict(ledger.state_dict()).num_changes == 5
+    without = {k: v for k, v in ledger.state_dict().items() if k != "num_changes"}
+    assert Ledger.from_state_dict(without).num_changes == 0
+
+
+def test_what_is_done_of_all_open_epochs_counts_as_done():
+    ledger = Ledger(10)
+    for worker_id, count in (("w0", 4), ("w1", 6), ("w2", 3)):
+        ledger.claim(worker_id, count)
+    ledger.complete("w1")
+    ledger.complete("w2")
+    assert len(ledger.state_dict()["open"]) == 2
+    assert num_done_by(ledger.state_dict()) == 9
+    ledger.complete("w0")
+    assert num_done_by(ledger.state_dict()) == 13
