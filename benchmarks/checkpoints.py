@@ -106,20 +106,26 @@ class Cost:
     """Of a checkpoint."""
 
 
-def pause_of(steps: Sequence[Step], windows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def pause_of(
+    steps: Sequence[Step], windows: Sequence[tuple[float, float]]
+) -> tuple[float, float] | None:
     """Return (longest pause of a worker around checkpoints, its usual step), in seconds.
+
+    None: it was gone before the first one.
 
     Args:
         steps: of the worker.
         windows: from the vote to the end of the write, by the clock of the steps.
     """
     gaps = [(b.began_at, b.began_at - a.began_at) for a, b in pairwise(steps)]
+    if len(gaps) < _PERIOD:
+        return None
     rounds = [gaps[i : i + _PERIOD] for i in range(0, len(gaps) - _PERIOD + 1, _PERIOD)]
     usual = median(max(gap for _, gap in round) for round in rounds)
     near = [
         gap for at, gap in gaps if any(begin <= at and at - gap <= end for begin, end in windows)
     ]
-    return max(near) - usual, median(gap for _, gap in gaps)
+    return (max(near) - usual, median(gap for _, gap in gaps)) if near else None
 
 
 def cost_of(
@@ -184,7 +190,8 @@ def _cost(
         (looking.begun[name] - 3.0 + to_monotonic, ended + 1.0 + to_monotonic)
         for name, (ended, _) in whole.items()
     ]
-    pauses = [pause_of(of_worker, windows) for of_worker in steps.values() if len(of_worker) > 9]
+    pauses = [pause for one in steps.values() if (pause := pause_of(one, windows)) is not None]
+    print(f"{len(pauses)} of {len(steps)} processes trained around a checkpoint")
     seconds = sum(ended - looking.begun[name] for name, (ended, _) in whole.items())
     num_bytes = sum(size for _, size in whole.values())
     private = max(x.private for x in after) - max(x.private for x in before)
