@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 from raydl.leases import Leases
 from raydl.on_ray.calls import Calls, in_few_words
 from raydl.on_ray.crew import RayCrew, _Backup
+from raydl.on_ray.starts import Starts
 
 PROCESS = (
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
@@ -52,7 +53,7 @@ class Bare(RayCrew):
 
     def __init__(self):
         self._calls, self._leases = Calls(), Leases(10.0)
-        self._shards, self._places = [], {}
+        self._shards, self._places, self._starts = [], {}, Starts(600.0)
         self._workers = {"w0": Mock()}
         self._collected = {}
         self._backup = _Backup(is_needed=True)

@@ -32,7 +32,11 @@ def test_what_pending_workers_need_and_what_could_come_is_one_sentence():
 @pytest.fixture(autouse=True)
 def places(monkeypatch):
     """Let Ray tell the process of an actor, 0 for one that has no room yet."""
-    monkeypatch.setattr(state, "actor_table", lambda actor_id: {"Pid": int(actor_id, 16)})
+
+    def told_of(actor_id):
+        return {"Pid": int(actor_id, 16), "Address": {"NodeID": "ab12"}}
+
+    monkeypatch.setattr(state, "actor_table", told_of)
 
 
 def workers(*process_ids):
