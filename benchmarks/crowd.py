@@ -33,7 +33,7 @@ from raydl.center import first_snapshot
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
 from raydl.data import DataShape
 from raydl.exchange.collective import CenterStore, CollectiveGroup, GroupAddress
-from raydl.exchange.remote import RayPost
+from raydl.exchange.remote import RayCenterClient
 from raydl.flat import FlatModel
 from raydl.job import Job
 from raydl.membership import Membership
@@ -42,9 +42,9 @@ from raydl.metrics import TimeParts
 from raydl.on_ray.actors import CenterActor
 from raydl.own_loop.terms import ENDLESS, Endless, TheirLoop, endless_training
 from raydl.replica import Replica
-from raydl.schedules import MessageSchedule, Schedule, Site, SyncSchedule
+from raydl.schedules import AsyncStrategy, Strategy, SyncStrategy, WorkerContext
 from raydl.schedules.trained import Trained
-from raydl.talk import Header, Talk
+from raydl.step_plan import Header, StepPlan
 
 _BOUND_S = 120.0
 """The longest wait for an answer of an actor, in seconds."""
@@ -103,7 +103,7 @@ class Party:
             time_parts=self._parts,
         )
         self._replica.flat.release_gradients()
-        self._schedules: dict[str, Schedule] = {}
+        self._schedules: dict[str, Strategy] = {}
         self._num_steps = 0
         self._bare: Any = None
         self._in_steps_s = 0.0
@@ -117,7 +117,7 @@ class Party:
     ) -> None:
         """Join the others, or the center, for a method."""
         membership = members(job.config.scaling.max_workers)
-        site = Site(
+        context = WorkerContext(
             config=job.config, method=job.method, membership=membership, worker_id=worker_id,
             flat=self._replica.flat, time_parts=self._parts, cuts=job.order.cuts, feedback={},
         )  # fmt: skip
@@ -125,10 +125,10 @@ class Party:
             rank = membership.worker_ids.index(worker_id)
             with mock.patch.dict(os.environ, self._environment):
                 group = CollectiveGroup(place, membership.worker_ids, rank, center=center)
-            schedule: Schedule = SyncSchedule(site, group, snapshot, Trained())
+            schedule: Strategy = SyncStrategy(context, group, snapshot, Trained())
         else:
-            post = RayPost([center], timeout_s=place.timeout_s)
-            schedule = MessageSchedule(site, post, snapshot, incarnation=0, local_step=0)
+            client = RayCenterClient([center], timeout_s=place.timeout_s)
+            schedule = AsyncStrategy(context, client, snapshot, incarnation=0, local_step=0)
         self._schedules[job.method.name] = schedule
 
     def enter_bare(self, place: GroupAddress, rank: int, num_workers: int, center: Any) -> None:
@@ -158,14 +158,14 @@ class Party:
             moved_s=(self._in_steps_s - in_steps_s) / count,
         )
 
-    def _exchange_once(self, schedule: Schedule) -> None:
+    def _exchange_once(self, schedule: Strategy) -> None:
         schedule.next_round(self._num_steps)
         schedule.begin_step(0, 0.1)
-        talk = Talk.around(schedule.exchanges, [0], [0], make_header=Header)
+        step_plan = StepPlan.around(schedule.exchanges, [0], [0], make_header=Header)
         [exchange] = schedule.exchanges
         began = time.perf_counter()
         with mock.patch.object(exchange, "wait", self._answered(exchange.wait)):
-            sums = self._replica.step_as_it_is(talk)
+            sums = self._replica.step_as_it_is(step_plan)
         self._in_steps_s += time.perf_counter() - began
         self._num_steps += 1
         schedule.settle(sums or Header(), self._num_steps)

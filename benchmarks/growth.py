@@ -8,8 +8,8 @@ Command:   python -m benchmarks.growth        (--quick: the controller, and two 
   log seconds over log size is 1 on a straight line; it counts from a million on, below which the
   messages that every exchange needs take longer than its vector. Of all workers together, p of them
   take p times as long for one exchange each where memory or cores are the limit.
-- The controller's CPU seconds for one poll, over those with 10 workers, per worker. A crew in
-  memory answers it, so Ray's own work for the answers is not in it.
+- The controller's CPU seconds for one poll, over those with 10 workers, per worker. A worker
+  group in memory answers it, so Ray's own work for the answers is not in it.
 - The memory of workers and center after 10,000 exchanges over that after 1,000.
 - What ``raydl.plan`` predicts of the communication share of runs with 2 and 4 workers on hosts with
   links of 25 and of 250 Mbit/s (``hosts.py``), over what the runs say. A run's own step time goes
@@ -164,7 +164,7 @@ def tell_memory(report: Report, num_parameters: int, first: int, last: int) -> N
 
 
 class MemoryCrew:
-    """A crew without processes: all workers answer every poll, and always go on."""
+    """A worker group without processes: all workers answer every poll, and always go on."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -174,21 +174,21 @@ class MemoryCrew:
 
     def ask(self, worker_id: str, own_state: Any = None) -> None:
         """Let a worker be up at once."""
-        from raydl.crew import WorkerReady
+        from raydl.worker_group import WorkerReady
 
         self._workers.append(worker_id)
         self._events.append(WorkerReady(worker_id, "node"))
 
     def form(self, membership: Any, round: int, own_states: Any) -> None:
         """Let them train, and be known to the center."""
-        from raydl.crew import Changed
+        from raydl.worker_group import Changed
 
         self._events.append(Changed())
 
     def poll(self, timeout_s: float) -> list[Any]:
         """Return a report of each worker, of ten more rounds, and what the center says."""
-        from raydl.crew import Published, Reported
         from raydl.reports import WorkerReport
+        from raydl.worker_group import Published, Reported
 
         self.now += timeout_s
         self._round += 10
@@ -218,7 +218,7 @@ def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
     from raydl.control import State, kind_for
     from raydl.methods import resolve
 
-    crew: Any = MemoryCrew()
+    worker_group: Any = MemoryCrew()
     recorder: Any = NoRecorder()
     config = TrainConfig(
         method=MethodConfig(name=METHODS[0] if is_sync else METHODS[1]),
@@ -226,8 +226,8 @@ def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
         training=TrainingConfig(epochs=5),
     )
     controller = kind_for(is_sync=is_sync)(
-        crew, config, resolve(config), recorder, first_round=0, own_states={},
-        clock=lambda: crew.now,
+        worker_group, config, resolve(config), recorder, first_round=0, own_states={},
+        clock=lambda: worker_group.now,
     )  # fmt: skip
     for _ in range(10):
         controller.step()

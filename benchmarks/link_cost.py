@@ -36,7 +36,7 @@ _TRAIN = (
 _UP_S, _SETTLE_S, _WINDOW_S = 60.0, 1.0, 3.0
 
 
-def talk(address: str) -> None:
+def step_plan(address: str) -> None:
     """Send and receive for ever; an empty address waits for the other."""
     connection = _connect(address) if address else _accept()
     connection.settimeout(None)
@@ -144,10 +144,10 @@ def main(argv: Sequence[str] | None = None) -> Any:
     options = options_of(
         __doc__,
         data={"default": "../shared/data/mnist", "help": "a folder"},
-        talk={"help": argparse.SUPPRESS},
+        step_plan={"help": argparse.SUPPRESS},
     ).parse_args(argv)
-    if options.talk is not None:
-        return talk(options.talk)
+    if options.step_plan is not None:
+        return step_plan(options.step_plan)
     if reason := why_not():
         return reason
     end_cleanly()

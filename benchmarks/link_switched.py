@@ -33,7 +33,7 @@ from benchmarks.thin_link import MBITS, SETTINGS
 from benchmarks.watching import FOLDER, MODEL, num_steps_in
 
 _WARM_STEPS = 1000
-"""Of both workers: then steps are as fast as they get, and a cadence has been chosen."""
+"""Of both workers: then steps are as fast as they get, and a exchange tuning has been chosen."""
 _UP_S = 120.0
 
 

@@ -126,7 +126,7 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
         run.end(within_s=_END_S)
         steps = run.steps()
         counted = json.loads((run.folder / "run" / "result.json").read_text())["samples"]
-    _, pace = _usual(list(steps.values()), killed_at)
+    _, stragglers = _usual(list(steps.values()), killed_at)
     new = [s for s in steps.values() if s[0].began_at > killed_at]
     full_at = min(s[1].began_at for s in new if len(s) > 1)
     survivors = [s for pid, s in steps.items() if pid != victim and s not in new]
@@ -137,8 +137,8 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
         pause_s=mean(longest for longest, _ in pauses),
         pauses_s=pauses_s,
         thrown_samples=thrown,
-        thrown_s=thrown / pace,
-        lost_s=pauses_s + thrown / pace,
+        thrown_s=thrown / stragglers,
+        lost_s=pauses_s + thrown / stragglers,
         full_s=full_at - killed_at,
     )
 
@@ -171,7 +171,7 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
         )
         run.wait_until(is_beyond, "it is further than it was", within_s=_BACK_S)
         after, from_samples = new_steps(), _began_again(run, killed_at)
-    usual_s, pace = _usual(list(before.values()), killed_at)
+    usual_s, stragglers = _usual(list(before.values()), killed_at)
     beyond_at = _beyond_at(after, from_samples, reached)
     assert beyond_at is not None
     pause_s = min(s[0].began_at for s in after.values()) - killed_at
@@ -179,7 +179,7 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
         pause_s=pause_s,
         pauses_s=pause_s,
         thrown_samples=reached - from_samples,
-        thrown_s=(reached - from_samples) / pace,
+        thrown_s=(reached - from_samples) / stragglers,
         lost_s=beyond_at - killed_at - usual_s,
         full_s=max(s[1].began_at for s in after.values()) - killed_at,
     )

@@ -6,12 +6,12 @@ Command:   python -m benchmarks.scale        (--quick: fewer repeats, and withou
 Workers are light: what is measured is what stands around them. With ``--before`` both are measured
 in turns, each in processes of their own, and the second table has the ratios.
 
-- **settling**: CPU time in which the dispatcher settles an exchange, and in which its orders are
+- **settling**: CPU time in which the coordinator settles an exchange, and in which its orders are
   pickled, with 16, 256 and 1,024 workers that exchange in turn; the bytes of these orders, the
-  mean; and the bytes of all orders that the dispatcher keeps, since a message may come twice.
+  mean; and the bytes of all orders that the coordinator keeps, since a message may come twice.
 - **driver**: CPU time of the controller with a real recorder, its event files, its status and its
   terminal, for one second of a run with 256 workers: two answers of each worker, four polls, five
-  records. A crew in memory answers, so Ray is not in it.
+  records. A worker group in memory answers, so Ray is not in it.
 - **driver on Ray**: CPU time of a driver's process, Ray's threads included, with 32 actors that do
   nothing but answer; for each worker, times 256.
 - **regroup**: seconds in which forked processes meet in a store, form a gloo group and sum 16
@@ -65,23 +65,23 @@ def settling(num_workers: int, num_turns: int) -> Found:
     import numpy as np
 
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-    from raydl.dispatcher import Dispatcher
-    from raydl.exchange.post import Push, Settlement, Stamp
+    from raydl.coordinator import Coordinator
+    from raydl.exchange.protocol import Completion, MessageId, Request
     from raydl.ledger import Ledger
     from raydl.membership import Membership
     from raydl.methods import resolve
-    from raydl.talk import Header
+    from raydl.step_plan import Header
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd", period=10),
         scaling=ScalingConfig(num_workers=num_workers),
         training=TrainingConfig(batch_size=64, epochs=1000),
     )
-    dispatcher = Dispatcher(config, resolve(config), Ledger(1_281_167))
+    coordinator = Coordinator(config, resolve(config), Ledger(1_281_167))
     ids = [f"w{rank}" for rank in range(num_workers)]
-    dispatcher.open(Membership(1, tuple(ids)))
+    coordinator.open(Membership(1, tuple(ids)))
     for worker_id in ids:
-        dispatcher.enter(Stamp(worker_id, 1, 0, 0), 0)
+        coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
     nothing, kept = np.empty(0, np.float32), {}
     shuffled, settle_s, pickle_s, num_bytes = random.Random(0), 0.0, 0.0, 0
     for turn in range(1, num_turns + 2):
@@ -89,13 +89,15 @@ def settling(num_workers: int, num_turns: int) -> Found:
             settle_s = pickle_s = 0.0
             num_bytes = 0
         for worker_id in shuffled.sample(ids, num_workers):
-            settlement = Settlement(Header(step_s=0.1), 10 * turn, 640 * turn, 0.1, 80)
-            stamp = Stamp(worker_id, 1, 0, turn)
-            push = Push(stamp, (0, 0), nothing, nothing, num_workers, 640.0, 0.1, settlement)
+            completion = Completion(Header(step_s=0.1), 10 * turn, 640 * turn, 0.1, 80)
+            message_id = MessageId(worker_id, 1, 0, turn)
+            push = Request(
+                message_id, (0, 0), nothing, nothing, num_workers, 640.0, 0.1, completion
+            )
             began = time.process_time()
-            orders = dispatcher.settle(push)
+            assignment = coordinator.settle(push)
             settled = time.process_time()
-            data = pickle.dumps(orders, 5)
+            data = pickle.dumps(assignment, 5)
             pickle_s += time.process_time() - settled
             settle_s += settled - began
             num_bytes += len(data)
@@ -113,7 +115,7 @@ def settling(num_workers: int, num_turns: int) -> Found:
 
 
 class ChurningCrew:
-    """A crew in memory: all workers answer, and at times one is lost.
+    """A worker group in memory: all workers answer, and at times one is lost.
 
     Args:
         is_sync: the others leave their loops then, as in rounds.
@@ -169,7 +171,7 @@ class ChurningCrew:
         self._tell_change()
 
     def _tell_change(self) -> None:
-        from raydl.crew import Changed
+        from raydl.worker_group import Changed
 
         self._events.append(Changed())
 
@@ -187,8 +189,8 @@ class ChurningCrew:
         self._rounds = [self._round]
 
     def _leave(self, outcome: str) -> None:
-        from raydl.crew import RunEnded
         from raydl.reports import Outcome
+        from raydl.worker_group import RunEnded
 
         ended = [w for w in self._members if w in self._inside]
         self._inside -= set(ended)
@@ -199,7 +201,7 @@ class ChurningCrew:
 
     def poll(self, timeout_s: float) -> list[Any]:
         """Return what happened while some seconds have passed."""
-        from raydl.crew import Lost, Published, Reported, WorkerReady
+        from raydl.worker_group import Lost, Published, Reported, WorkerReady
 
         self.now += self._poll_s
         self._num_polls += 1
@@ -279,7 +281,7 @@ class CountingWriter:
 
 
 class Driver:
-    """A controller with its recorder, and a crew without processes.
+    """A controller with its recorder, and a worker group without processes.
 
     Args:
         is_sync: rounds, or messages.
@@ -312,7 +314,7 @@ class Driver:
         from raydl.progress import make_progress
         from raydl.recorder import RunRecorder
         from raydl.run_view import EventLog, RunView
-        from raydl.runs.desk import RunDesk
+        from raydl.runs.control_channel import ControlChannel
         from raydl.storage import Storage
 
         config = TrainConfig(
@@ -322,26 +324,34 @@ class Driver:
             checkpoint=CheckpointConfig(every_s=None),
             elastic=ElasticConfig(max_restarts=10_000),
         )
-        self.crew = ChurningCrew(is_sync=is_sync, parts=dict.fromkeys(TIME_PARTS, 1.0), **more)
+        self.worker_group = ChurningCrew(
+            is_sync=is_sync, parts=dict.fromkeys(TIME_PARTS, 1.0), **more
+        )
         storage = Storage(str(folder or "runs/none"))
         flat = FlatModel(torch.nn.Linear(1, 1))
         start = first_snapshot(flat, 60_000)
-        clock = lambda: self.crew.now  # noqa: E731
+        clock = lambda: self.worker_group.now  # noqa: E731
         log = EventLog(make_progress("plain"), clock=clock)
         self.recorder = RunRecorder(
             config, num_train=60_000, start=start, seconds_before=0.0, writer=writer, progress=log,
             store=mock.Mock(), best=BestCenter(storage, flat), flat=flat, examples=mock.Mock(),
             after_checkpoint=lambda: None,
         )  # fmt: skip
-        crew: Any = self.crew
+        worker_group: Any = self.worker_group
         self.controller = kind_for(is_sync=is_sync)(
-            crew, config, resolve(config), self.recorder, first_round=0, own_states={}, clock=clock
+            worker_group,
+            config,
+            resolve(config),
+            self.recorder,
+            first_round=0,
+            own_states={},
+            clock=clock,
         )
         self.recorder.follow(self.controller)
         view = RunView(config, start, seconds_before=0.0, clock=clock)
         view.follow_recorder(self.recorder, log)
         view.follow(self.controller)
-        self._view, self._desk = view, RunDesk(storage) if folder else None
+        self._view, self._desk = view, ControlChannel(storage) if folder else None
 
     def step(self) -> None:
         """Step as a run does."""
@@ -359,8 +369,10 @@ class Driver:
 @contextlib.contextmanager
 def simulated_clock(driver: Driver) -> Iterator[None]:
     """Let the recorder see the driver's simulated time."""
-    with mock.patch("raydl.recorder.time", mock.Mock(monotonic=lambda: driver.crew.now,
-                                                     time=lambda: driver.crew.now)):  # fmt: skip
+    clock = mock.Mock(
+        monotonic=lambda: driver.worker_group.now, time=lambda: driver.worker_group.now
+    )
+    with mock.patch("raydl.recorder.time", clock):
         yield
 
 
@@ -379,8 +391,8 @@ def driving(num_workers: int, seconds: float) -> Found:
                     poll_s=POLL_S,
                 )  # fmt: skip
                 driver.begin()
-                began, until = time.process_time(), driver.crew.now + seconds
-                while driver.crew.now < until:
+                began, until = time.process_time(), driver.worker_group.now + seconds
+                while driver.worker_group.now < until:
                     driver.step()
                 found[kind] = (time.process_time() - began) / seconds
         finally:
@@ -437,10 +449,10 @@ def _grown_driver(writer: Any, hours: float, **more: Any) -> tuple[float, float]
     with simulated_clock(driver):
         driver.begin()
         levels = Levels(hours)
-        while driver.crew.now < hours * HOUR_S:
+        while driver.worker_group.now < hours * HOUR_S:
             driver.step()
-            levels.look(driver.crew.now / HOUR_S)
-    return levels.grown(), float(driver.crew.num_lost)
+            levels.look(driver.worker_group.now / HOUR_S)
+    return levels.grown(), float(driver.worker_group.num_lost)
 
 
 def _grown_center(num_workers: int, hours: float) -> float:
@@ -449,16 +461,16 @@ def _grown_center(num_workers: int, hours: float) -> float:
     import torch
 
     from raydl.center import first_snapshot
-    from raydl.center_service import CenterService
+    from raydl.center_server import CenterServer
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
     from raydl.data import DataShape
-    from raydl.exchange.post import Push, Settlement, Stamp
+    from raydl.exchange.protocol import Completion, MessageId, Request
     from raydl.flat import FlatModel
     from raydl.job import Job
     from raydl.membership import Membership
     from raydl.methods import resolve
     from raydl.own_loop.terms import Endless, TheirLoop
-    from raydl.talk import Header
+    from raydl.step_plan import Header
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd", period=10),
@@ -467,31 +479,31 @@ def _grown_center(num_workers: int, hours: float) -> float:
     )
     job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
     flat = FlatModel(torch.nn.Linear(10, 1))
-    service = CenterService(job, first_snapshot(flat, 60_000))
+    service = CenterServer(job, first_snapshot(flat, 60_000))
     members = [f"w{i}" for i in range(num_workers)]
     service.open(Membership(1, tuple(members)))
     entered = dict.fromkeys(members, 1)
     trained = dict.fromkeys(members, 0)
     chance, weights, nothing = random.Random(0), np.zeros(11, np.float32), np.empty(0, np.float32)
     for worker_id in members:
-        service.dispatcher.enter(Stamp(worker_id, 1, 0, 0), 0)
+        service.coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
     num_changes, levels = int(hours * HOUR_S / REPLACED_EVERY_S), Levels(hours)
     for number in range(num_changes):
         for worker_id in chance.sample(members, min(num_workers, 16)):
             trained[worker_id] += 1
             step = trained[worker_id]
-            settlement = Settlement(Header(step_s=0.1), 10 * step, 640 * step, 0.1, 80)
-            stamp = Stamp(worker_id, entered[worker_id], 0, step)
+            completion = Completion(Header(step_s=0.1), 10 * step, 640 * step, 0.1, 80)
+            message_id = MessageId(worker_id, entered[worker_id], 0, step)
             service.exchange(
-                Push(stamp, (0, 11), weights, nothing, num_workers, 640.0, 0.1, settlement)
+                Request(message_id, (0, 11), weights, nothing, num_workers, 640.0, 0.1, completion)
             )
         lost, newcomer = chance.randrange(num_workers), f"w{num_workers + number}"
         del entered[members[lost]], trained[members[lost]]
         members[lost], entered[newcomer], trained[newcomer] = newcomer, number + 2, 0
         service.change(Membership(number + 2, tuple(members)), [])
-        service.dispatcher.enter(Stamp(newcomer, number + 2, 0, 0), 0)
-        service.dispatcher.take_records()
-        service.dispatcher.take_due()
+        service.coordinator.enter(MessageId(newcomer, number + 2, 0, 0), 0)
+        service.coordinator.take_records()
+        service.coordinator.take_due()
         levels.look(number / num_changes * hours)
     return levels.grown()
 
@@ -506,15 +518,15 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
     from benchmarks.parts import ray_here
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
     from raydl.control import kind_for
-    from raydl.crew import Changed, Published, WorkerReady
     from raydl.data import DataShape
     from raydl.job import Job
     from raydl.methods import resolve
     from raydl.metrics import TIME_PARTS
-    from raydl.on_ray.crew import RayCrew
+    from raydl.on_ray.worker_group import RayWorkerGroup
     from raydl.own_loop.terms import Endless, TheirLoop
     from raydl.reports import WorkerReport
     from raydl.storage import Storage
+    from raydl.worker_group import Changed, Published, WorkerReady
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd"),
@@ -547,8 +559,8 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
             """Tell what a center tells."""
             return Published((0,))
 
-    class LightCrew(RayCrew):
-        """Polls as a crew does."""
+    class LightCrew(RayWorkerGroup):
+        """Polls as a worker group does."""
 
         def __init__(self, workers: Mapping[str, Any]) -> None:
             actor = ray.remote(num_cpus=0)(Center)
@@ -578,9 +590,9 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
         ray.get([w.report.remote() for w in workers.values()], timeout=_PART_S / 2)
         recorder: Any = CountingWriter()
         recorder.is_writing = False
-        crew: Any = LightCrew(workers)
+        worker_group: Any = LightCrew(workers)
         controller = kind_for(is_sync=False)(
-            crew, config, resolve(config), recorder, first_round=0, own_states={}
+            worker_group, config, resolve(config), recorder, first_round=0, own_states={}
         )
         deadline = time.monotonic() + _RUN_S
         while controller.state.value != "training" and time.monotonic() < deadline:
@@ -655,10 +667,10 @@ def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedel
         before = _num_sockets()
         store.add("up", 1)
         store.wait(["go"], bound)
-        meeting = dist.PrefixStore("group", store)
+        rendezvous = dist.PrefixStore("group", store)
         if rank == 0:  # the center writes it in a run; an earlier raydl has no such key
-            meeting.set("secret", "of this generation")
-        group.connect(meeting, host="127.0.0.1")
+            rendezvous.set("secret", "of this generation")
+        group.connect(rendezvous, host="127.0.0.1")
         tensor = torch.ones(16)
         group.start_allreduce(tensor).wait()
         assert float(tensor[0]) == num_workers

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
         TrainConfig,
         TrainingConfig,
     )
-    from raydl.crew import Evaluated
     from raydl.data import DataShape
     from raydl.errors import RaydlError
     from raydl.on_ray.attach import attach
     from raydl.own_task import LossFromForward, ModelAndLoss
     from raydl.task import Classification, LanguageModel
     from raydl.trainer import Result, Trainer
+    from raydl.worker_group import Evaluated
 
 _HOMES = {
     "Callback": "callbacks",
@@ -45,7 +45,7 @@ _HOMES = {
     "ScalingConfig": "config",
     "TrainConfig": "config",
     "TrainingConfig": "config",
-    "Evaluated": "crew",
+    "Evaluated": "worker_group",
     "RaydlError": "errors",
     "Classification": "task",
     "LanguageModel": "task",

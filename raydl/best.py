@@ -14,11 +14,11 @@ from torch import Tensor
 
 from raydl import tensor_files
 from raydl.callbacks import score_of
-from raydl.crew import Evaluated
 from raydl.errors import CheckpointError
 from raydl.flat import FlatModel
 from raydl.storage import Storage, below
 from raydl.tensor_files import view_of
+from raydl.worker_group import Evaluated
 
 FILE = "best.safetensors"
 

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from raydl.config import TrainingConfig
-from raydl.crew import Evaluated
 from raydl.errors import ConfigError, RaydlError
+from raydl.worker_group import Evaluated
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from raydl.cadence import Cadence
+from raydl.exchange_tuning import ExchangeTuning
 from raydl.flat import FlatModel, is_finite
 from raydl.ledger import Ledger
 from raydl.optimizers import parameters_of
@@ -53,7 +53,7 @@ class Snapshot:
     """State of the :class:`raydl.ledger.Ledger` at this round."""
     num_cuts: int = 0
     """How often the learning rate was cut up to here, for the schedule ``plateau``."""
-    cadence: Cadence | None = None
+    tuning: ExchangeTuning | None = None
     """What the workers chose to exchange by, if they did."""
     untrained: dict[str, np.ndarray] = field(default_factory=dict)
     """What differs from the untrained state that this start of the run began with, by name; see

@@ -18,17 +18,17 @@ import numpy as np
 from torch import Tensor
 
 from raydl.best import BestCenter
-from raydl.cadence import Cadence
 from raydl.center import Snapshot
 from raydl.checkpoint import TRAINED, Checkpoint, CheckpointStore
-from raydl.crew import Collected, Evaluated
 from raydl.errors import CheckpointError, StateLostError, StorageSilentError
+from raydl.exchange_tuning import ExchangeTuning
 from raydl.flat import FlatModel
 from raydl.ledger import Ledger
 from raydl.runs.totals import Totals
 from raydl.silence import GIVE_UP_S, give_up
 from raydl.storage import Storage
 from raydl.tensor_files import view_of
+from raydl.worker_group import Collected, Evaluated
 
 _NOTHING = Totals()
 _ADVICE = "once it can be, the same command with --resume ends the run"
@@ -75,7 +75,7 @@ def checkpoint_of(
             "seconds": snapshot.seconds,
             "optimizer": snapshot.optimizer,
             "num_cuts": snapshot.num_cuts,
-            "cadence": vars(snapshot.cadence) if snapshot.cadence else None,
+            "cadence": vars(snapshot.tuning) if snapshot.tuning else None,
             # Who goes on from here has not trained on what was claimed.
             "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
             "totals": totals.to_state(),
@@ -107,7 +107,7 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
         optimizer=checkpoint.state["optimizer"],
         ledger=checkpoint.state["ledger"],
         num_cuts=checkpoint.state.get("num_cuts", 0),  # earlier ones have none
-        cadence=Cadence(**cadence) if (cadence := checkpoint.state.get("cadence")) else None,
+        tuning=ExchangeTuning(**tuning) if (tuning := checkpoint.state.get("cadence")) else None,
     )
 
 

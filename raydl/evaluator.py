@@ -12,12 +12,12 @@ from torch import nn
 from raydl.callbacks import score_of
 from raydl.center import Snapshot
 from raydl.config import TrainConfig
-from raydl.crew import Evaluated
 from raydl.data import Batch, Batches
 from raydl.examples import example_rows
 from raydl.job import Job, first_model
 from raydl.task import Predicts, Task, evaluate, in_precision, predict
 from raydl.untrained import Untrained
+from raydl.worker_group import Evaluated
 
 
 def score(

@@ -29,7 +29,7 @@ class Method:
     schedule: str
     period: int
     """Local steps between exchanges; where the workers choose, those that they begin with."""
-    finds_cadence: bool
+    finds_tuning: bool
     """The workers choose period, delay and compression by measured times."""
     overlap: bool
     by_speed: bool
@@ -91,7 +91,7 @@ def check(config: TrainConfig, method: Method) -> None:
     _check_optimizer(config, method)
     _check_exchange(config, method)
     _check_replicas(config, method)
-    _check_cadence(config, method)
+    _check_tuning(config, method)
     _check_deterministic(config, method)
 
 
@@ -235,8 +235,8 @@ def _check_replicas(config: TrainConfig, method: Method) -> None:
             )
 
 
-def _check_cadence(config: TrainConfig, method: Method) -> None:
-    if not method.finds_cadence:
+def _check_tuning(config: TrainConfig, method: Method) -> None:
+    if not method.finds_tuning:
         return
     if not method.is_sync or not method.rule.steps_replica:
         raise ConfigError(

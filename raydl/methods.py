@@ -1,6 +1,6 @@
 """The table of named methods: which rule, under which schedule, with which defaults.
 
-A method is a *rule* (what an exchange computes) under a *schedule* (who may talk when),
+A method is a *rule* (what an exchange computes) under a *schedule* (which exchanges happen when),
 with a period and an inner optimizer. Names follow SC17 (arXiv 1708.02983), where they are
 from there.
 """
@@ -232,13 +232,13 @@ def resolve(
     own_optimizer = own_optimizer or own_of(config.optimizer)
     optimizer = _filled_optimizer(row, config.optimizer, own_optimizer)
     method_config = _filled_method(row, config.method, optimizer)
-    finds_cadence = method_config.period == AUTO
+    finds_tuning = method_config.period == AUTO
     method = Method(
         name=row.name,
         rule=row.make_rule(method_config),
         schedule=row.schedule,
-        period=row.period if finds_cadence else int(method_config.period or row.period),
-        finds_cadence=finds_cadence,
+        period=row.period if finds_tuning else int(method_config.period or row.period),
+        finds_tuning=finds_tuning,
         overlap=row.overlap if config.exchange.overlap is None else config.exchange.overlap,
         by_speed=row.by_speed,
         optimizer=optimizer,
@@ -316,7 +316,7 @@ def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
     return dataclasses.replace(
         config,
         method=dataclasses.replace(
-            config.method, period=AUTO if method.finds_cadence else method.period
+            config.method, period=AUTO if method.finds_tuning else method.period
         ),
         optimizer=method.optimizer,
     )

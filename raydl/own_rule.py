@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from raydl.config import MethodConfig
-from raydl.config.learning import WHO_MAY_TALK
+from raydl.config.learning import STRATEGIES
 from raydl.config.own_code import load_own
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.rules import Rule, Sends, Tally
@@ -137,8 +137,8 @@ def _check_settings(rule: Rule, name: str) -> None:
     if not isinstance(sends, Sends):
         problem = f"{name}.sends must be one of raydl.rules.Sends, got {sends!r}"
         raise ConfigError("method.name", problem)
-    if schedule not in WHO_MAY_TALK:
-        raise UnknownNameError(f"method.name {name}.schedule", str(schedule), WHO_MAY_TALK)
+    if schedule not in STRATEGIES:
+        raise UnknownNameError(f"method.name {name}.schedule", str(schedule), STRATEGIES)
     if not isinstance(period, int) or period < 1:
         problem = f"{name}.period must be a whole number from 1 on, got {period!r}"
         raise ConfigError("method.name", problem)

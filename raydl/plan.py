@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from raydl.config import WHO_MAY_TALK
+from raydl.config import STRATEGIES
 from raydl.config.checks import is_positive, require
 from raydl.errors import ConfigError, UnknownNameError
 from raydl.network import Network, choose
@@ -134,7 +134,7 @@ class Plan:
     """
 
     schedule: str
-    """Who may talk when: sync, async, hogwild or round_robin."""
+    """Which exchanges happen when: sync, async, hogwild or round_robin."""
     period: int
     """Local steps from one exchange to the next (tau)."""
     overlaps: bool
@@ -149,8 +149,8 @@ class Plan:
     """Nodes that the center is spread over, for the schedules that are not sync."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in WHO_MAY_TALK:
-            raise UnknownNameError("schedule", self.schedule, WHO_MAY_TALK)
+        if self.schedule not in STRATEGIES:
+            raise UnknownNameError("schedule", self.schedule, STRATEGIES)
         require(is_positive(self.step_s), "step_s", "a positive number of seconds", self.step_s)
         for name in ("period", "num_bytes", "batch_size", "center_shards"):
             require(getattr(self, name) >= 1, name, "1 or more", getattr(self, name))

@@ -11,17 +11,15 @@ from typing import Any
 
 from raydl.bad_samples import BadSamples
 from raydl.best import BestCenter
-from raydl.cadence import Choice
 from raydl.center import Snapshot
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import CheckpointWriter
 from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
-from raydl.crew import Collected, Evaluated
 from raydl.errors import CheckpointError, StorageSilentError
 from raydl.examples import Examples
-from raydl.extent import Extent
+from raydl.exchange_tuning import Choice
 from raydl.flat import FlatModel
 from raydl.membership import Membership
 from raydl.metrics import (
@@ -41,7 +39,9 @@ from raydl.reports import AllreduceReport, Record, WorkerReport
 from raydl.runs.sums import Sum, Sums
 from raydl.runs.totals import Totals, speed_figures
 from raydl.silence import within
+from raydl.stop_condition import StopCondition
 from raydl.storage import Storage
+from raydl.worker_group import Collected, Evaluated
 
 _DRAW_EVERY_S = 20.0
 """Pictures are drawn no more often, and once more at the end."""
@@ -219,7 +219,7 @@ class RunRecorder:
             values["train/loss"] = record.loss
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
-        self._tell_cadence(reports)
+        self._tell_tuning(reports)
         values |= self._left_out_values(reports)
         values |= self._refused_values()
         values |= time_values(self._parts)
@@ -296,12 +296,12 @@ class RunRecorder:
             "exchange/allreduce_s": now.measured_s,
         }
 
-    def _tell_cadence(self, reports: dict[str, WorkerReport]) -> None:
-        """Tell each cadence that the workers chose once."""
+    def _tell_tuning(self, reports: dict[str, WorkerReport]) -> None:
+        """Tell each exchange tuning that the workers chose once."""
         chosen = [r.choice for r in reports.values() if r.choice is not None]
         newest = max(chosen, key=lambda choice: choice.generation, default=self._choice)
-        if newest is not None and (not self._choice or newest.cadence != self._choice.cadence):
-            self.event(f"exchanges go by {newest.cadence}: {newest.reason}")
+        if newest is not None and (not self._choice or newest.tuning != self._choice.tuning):
+            self.event(f"exchanges go by {newest.tuning}: {newest.reason}")
         self._choice = newest
 
     def _left_out_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
@@ -408,7 +408,7 @@ class RunRecorder:
     def _view(self, state: State, workers: Mapping[str, int]) -> ProgressView:
         training, scaling, last = self._config.training, self._config.scaling, self.last
         num_samples, local_step = self._num_samples, last.local_step if last else 0
-        share_done = Extent.of(training, epoch_samples=self._num_train).share_done(
+        share_done = StopCondition.of(training, epoch_samples=self._num_train).share_done(
             num_samples=num_samples, num_steps=local_step, seconds=self.seconds
         )
         return ProgressView(
@@ -435,11 +435,11 @@ class RunRecorder:
         run = self._controller
         return self._before.plus(
             evaluations=self._evaluations,
-            longest_pause_s=run.pace.longest_pause_s if run else 0.0,
+            longest_pause_s=run.stragglers.longest_pause_s if run else 0.0,
             staleness_sum=reached.staleness_sum,
             period_sum=reached.period_sum,
             time_parts=reached.time_parts,
-            faults_fired=run.chaos.fired if run else (),
+            faults_fired=run.planned_faults.fired if run else (),
         )
 
     def figures(self) -> dict[str, Any]:
@@ -458,7 +458,7 @@ class RunRecorder:
             "refused": run.refused if run else {},
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
-            "cadence": vars(self._choice.cadence) if self._choice else None,
+            "cadence": vars(self._choice.tuning) if self._choice else None,
             "last_start": speed_figures(num_samples - start.num_samples, this_s),
         }
 

@@ -1,7 +1,7 @@
 """A replica: a model on one flat buffer, its inner optimizer, and one local step.
 
 The step of every synchronous and asynchronous method is the same; only the transport
-behind :class:`raydl.talk.Exchange` differs.
+behind :class:`raydl.step_plan.Exchange` differs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from raydl.flat import FlatModel, is_finite
 from raydl.metrics import TimeParts
 from raydl.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.rules import Rule, Sends, Tally
-from raydl.talk import Exchange, Header, Partners, Talk
+from raydl.step_plan import Exchange, Header, Partners, StepPlan
 from raydl.task import Task, in_precision
 from raydl.tensor_files import view_of
-from raydl.trust import Trusts
+from raydl.trust import DynamicWeights
 from raydl.untrained import as_tensors
 
-_SILENT = Talk()
+_SILENT = StepPlan()
 _PLAIN = TrainingConfig()
 Arrived = list[tuple[Tally, Header]]
 """What each exchange that was waited for is made of, and its header sums."""
@@ -81,7 +81,7 @@ class Replica:
         self._training = training
         self._needs_all_gradients = needs_all_gradients
         self._who = who
-        self._trusts = Trusts(is_on=has_dynamic_weights)
+        self._dynamic_weights = DynamicWeights(is_on=has_dynamic_weights)
         self._pull = torch.empty_like(self.flat.weights)
         self._sent = torch.empty(0)
         self._num_seen = 0
@@ -97,7 +97,7 @@ class Replica:
         """Workers that share this replica."""
         self._distances = Distances()
 
-    def step(self, batch: Batch, talk: Talk = _SILENT) -> Stepped:
+    def step(self, batch: Batch, step_plan: StepPlan = _SILENT) -> Stepped:
         """Take one local step, with exchanges that begin and take effect around it.
 
         Returns:
@@ -109,9 +109,9 @@ class Replica:
                 step was taken without it; a gradient that was to be sent is forgotten.
             StepError: what was to be sent must not reach the center; it was not sent.
         """
-        return self._step(lambda: self._gradient(batch), talk)
+        return self._step(lambda: self._gradient(batch), step_plan)
 
-    def step_as_it_is(self, talk: Talk = _SILENT) -> Header | None:
+    def step_as_it_is(self, step_plan: StepPlan = _SILENT) -> Header | None:
         """Take one local step along gradients that the optimizer's parameters have already.
 
         Whoever computed them counts each step as one sample. Returns and raises as :meth:`step`.
@@ -121,41 +121,45 @@ class Replica:
             self._num_seen += 1
             return self.flat.weights.new_zeros(()), 1
 
-        return self._step(gradient, talk)[1]
+        return self._step(gradient, step_plan)[1]
 
-    def _step(self, gradient: MakeGradient, talk: Talk) -> Stepped:
+    def _step(self, gradient: MakeGradient, step_plan: StepPlan) -> Stepped:
         if self._rule.sends is Sends.WEIGHTS:
-            loss, arrived = self._step_with_weights(gradient, talk)
+            loss, arrived = self._step_with_weights(gradient, step_plan)
         else:
-            loss, arrived = self._step_then_send(gradient, talk)
-        for exchange in talk.join:
+            loss, arrived = self._step_then_send(gradient, step_plan)
+        for exchange in step_plan.join:
             self._num_sent[exchange.span.start] = self._num_begun[exchange.span.start]
         return loss, arrived[-1][1] if arrived else None
 
-    def _step_with_weights(self, gradient: MakeGradient, talk: Talk) -> tuple[Tensor, Arrived]:
+    def _step_with_weights(
+        self, gradient: MakeGradient, step_plan: StepPlan
+    ) -> tuple[Tensor, Arrived]:
         """Step while the weights of the start of the step are under way."""
         arrived: Arrived = []
         failure: ExchangeError | None = None
         try:
             # Nothing below changes the weights before the join.
-            self.begin(talk)
-            if not talk.overlap:
-                arrived = self._wait(talk)
+            self.begin(step_plan)
+            if not step_plan.overlap:
+                arrived = self._wait(step_plan)
         except ExchangeError as error:
             failure = error
         loss, num_samples = gradient()
-        if talk.overlap and failure is None:
+        if step_plan.overlap and failure is None:
             try:
-                arrived = self._wait(talk)
+                arrived = self._wait(step_plan)
             except ExchangeError as error:
                 failure = error
         if failure is not None:
             self._local_step(num_samples)
             raise failure
-        self._join(talk, arrived, num_samples=num_samples)
+        self._join(step_plan, arrived, num_samples=num_samples)
         return loss, arrived
 
-    def _step_then_send(self, gradient: MakeGradient, talk: Talk) -> tuple[Tensor, Arrived]:
+    def _step_then_send(
+        self, gradient: MakeGradient, step_plan: StepPlan
+    ) -> tuple[Tensor, Arrived]:
         """Step, then send what came of it; the replica follows the center."""
         loss, num_samples = gradient()
         if self._rule.sends is Sends.PROGRESS:
@@ -163,33 +167,33 @@ class Replica:
         else:
             self.num_steps += 1
         try:
-            self.begin(talk)
-            arrived = self._wait(talk)
+            self.begin(step_plan)
+            arrived = self._wait(step_plan)
         except ExchangeError:
             if self._rule.sends is Sends.GRADIENT:
                 self._drop_gradients()
             raise
-        self._follow(talk)
+        self._follow(step_plan)
         return loss, arrived
 
-    def begin(self, talk: Talk) -> None:
+    def begin(self, step_plan: StepPlan) -> None:
         """Send what the rule sends of each span that begins; a later step may join them.
 
         Raises:
             ExchangeError: one can not begin; nothing was changed.
         """
         with self._parts.measure("device_device_parameters"):
-            for exchange in talk.begin:
-                self._send(exchange, talk)
+            for exchange in step_plan.begin:
+                self._send(exchange, step_plan)
 
-    def _send(self, exchange: Exchange, talk: Talk) -> None:
+    def _send(self, exchange: Exchange, step_plan: StepPlan) -> None:
         span = exchange.span
-        header = talk.header if exchange is talk.begin[-1] else Header()
+        header = step_plan.header if exchange is step_plan.begin[-1] else Header()
         num_samples = self._num_seen - self._num_sent.get(span.start, self._num_dropped)
         header = replace(header, num_samples=float(num_samples))
-        if self._rule.sends is not Sends.GRADIENT and exchange not in talk.join:
+        if self._rule.sends is not Sends.GRADIENT and exchange not in step_plan.join:
             self._keep_sent(span)
-        message = self._message(exchange, talk)
+        message = self._message(exchange, step_plan)
         self._check_message(message, exchange, num_samples)
         exchange.begin(message, self.flat.buffers, header)
         if self._rule.sends is Sends.GRADIENT:
@@ -198,16 +202,16 @@ class Replica:
             self._reached_sent[span.start] = tuple(self.flat.num_reached)
         self._num_begun[span.start] = self._num_seen
 
-    def _message(self, exchange: Exchange, talk: Talk) -> Tensor:
+    def _message(self, exchange: Exchange, step_plan: StepPlan) -> Tensor:
         """Return what the rule sends of a span; it stays as it is until the exchange is joined."""
         span = exchange.span
         if self._rule.sends is Sends.GRADIENT:
             return self.flat.gradients[span].clone()
-        weights = self._weights_sent(exchange, talk)
+        weights = self._weights_sent(exchange, step_plan)
         if self._rule.sends is Sends.PROGRESS:
             return torch.sub(exchange.center.weights, weights, out=self._pull[span])
-        if self._trusts.is_on:
-            self._trusts.take(span.start, self._distance_squared(exchange, weights) ** 0.5)
+        if self._dynamic_weights.is_on:
+            self._dynamic_weights.take(span.start, self._distance_squared(exchange, weights) ** 0.5)
         return self._trusted(weights, exchange)
 
     def _check_message(self, message: Tensor, exchange: Exchange, num_samples: int) -> None:
@@ -232,7 +236,7 @@ class Replica:
 
     def _trusted(self, weights: Tensor, exchange: Exchange) -> Tensor:
         """Return weights as they are sent: closer to the center the less they are trusted."""
-        f = self._trusts.distrust_at(exchange.span.start)
+        f = self._dynamic_weights.distrust_at(exchange.span.start)
         return torch.lerp(weights, exchange.center.weights, f) if f else weights
 
     def _keep_sent(self, span: slice) -> None:
@@ -241,15 +245,15 @@ class Replica:
             self._sent = torch.empty_like(self.flat.weights)
         self._sent[span] = self.flat.weights[span]
 
-    def _weights_sent(self, exchange: Exchange, talk: Talk) -> Tensor:
+    def _weights_sent(self, exchange: Exchange, step_plan: StepPlan) -> Tensor:
         """Return the weights at the beginning of an exchange."""
-        is_at_once = exchange in talk.begin and exchange in talk.join
+        is_at_once = exchange in step_plan.begin and exchange in step_plan.join
         return (self.flat.weights if is_at_once else self._sent)[exchange.span]
 
-    def _wait(self, talk: Talk) -> Arrived:
+    def _wait(self, step_plan: StepPlan) -> Arrived:
         """Wait for all that take effect in this step."""
         with self._parts.measure("device_device_parameters"):
-            return [exchange.wait() for exchange in talk.join]
+            return [exchange.wait() for exchange in step_plan.join]
 
     def _gradient(self, batch: Batch) -> tuple[Tensor, int]:
         """Add the gradient at the current weights into the flat buffer.
@@ -320,12 +324,12 @@ class Replica:
         with flat.without_gradients_of(unreached):
             self._optimizer.step()
 
-    def _join(self, talk: Talk, arrived: Arrived, *, num_samples: int) -> None:
+    def _join(self, step_plan: StepPlan, arrived: Arrived, *, num_samples: int) -> None:
         """Update replica and center, both from the values that were sent."""
         with self._parts.measure("replica_update"):
             pulls = [
-                (exchange, self._pull_of(exchange, tally, talk))
-                for exchange, (tally, _) in zip(talk.join, arrived, strict=True)
+                (exchange, self._pull_of(exchange, tally, step_plan))
+                for exchange, (tally, _) in zip(step_plan.join, arrived, strict=True)
             ]
         self._local_step(num_samples)
         with self._parts.measure("replica_update"):
@@ -333,33 +337,33 @@ class Replica:
                 self.flat.weights[exchange.span].sub_(pull)
                 if self._moves is not None:
                     self._moves.append((exchange.span, pull.clone()))
-        self._commit(talk)
+        self._commit(step_plan)
 
-    def _pull_of(self, exchange: Exchange, tally: Tally, talk: Talk) -> Tensor:
+    def _pull_of(self, exchange: Exchange, tally: Tally, step_plan: StepPlan) -> Tensor:
         """Return what the replica subtracts of a span; the harder the less it is trusted."""
         if own := exchange.own_pull():
             self._distances.note(exchange.span, own[1])
             return own[0]
-        weights, center = self._weights_sent(exchange, talk), exchange.center.weights
+        weights, center = self._weights_sent(exchange, step_plan), exchange.center.weights
         seen, pull = exchange.as_seen(self._trusted(weights, exchange)), self._pull[exchange.span]
         sent = None if seen is weights else self._distance_squared(exchange, weights)
         squares = self._rule.measured_pull(seen, center, tally, out=pull)
         self._distances.note(exchange.span, squares if sent is None else sent)
-        f = self._trusts.distrust_at(exchange.span.start)
+        f = self._dynamic_weights.distrust_at(exchange.span.start)
         return pull.add_(weights - center, alpha=f) if f else pull
 
-    def _follow(self, talk: Talk) -> None:
+    def _follow(self, step_plan: StepPlan) -> None:
         """Move the center, and become a copy of it, but for steps since the message."""
-        for exchange in talk.join:
+        for exchange in step_plan.join:
             if self._rule.sends is Sends.PROGRESS:
                 weights = self.flat.weights[exchange.span]
                 self._distances.note(exchange.span, self._distance_squared(exchange, weights))
-        self._commit(talk)
+        self._commit(step_plan)
         with self._parts.measure("replica_update"):
-            for exchange in talk.join:
+            for exchange in step_plan.join:
                 weights = self.flat.weights[exchange.span]
                 before = weights.clone() if self._moves is not None else None
-                if self._rule.sends is Sends.GRADIENT or exchange in talk.begin:
+                if self._rule.sends is Sends.GRADIENT or exchange in step_plan.begin:
                     weights.copy_(exchange.center.weights)
                 else:
                     # x <- c + (x - what was sent): steps since the message stay.
@@ -379,9 +383,9 @@ class Replica:
             self.flat.weights[span].add_(move)
         self._moves = None
 
-    def _commit(self, talk: Talk) -> None:
+    def _commit(self, step_plan: StepPlan) -> None:
         with self._parts.measure("center_update"):
-            for exchange in talk.join:
+            for exchange in step_plan.join:
                 exchange.commit()
 
     def _distance_squared(self, exchange: Exchange, weights: Tensor) -> float:
@@ -417,7 +421,7 @@ class Replica:
         if self._optimizer is not None:
             self._optimizer = self._make_optimizer([self.flat.weights])
         self._distances = Distances()
-        self._trusts = Trusts(is_on=self._trusts.is_on)
+        self._dynamic_weights = DynamicWeights(is_on=self._dynamic_weights.is_on)
 
     def _drop_gradients(self) -> None:
         """Forget gradients that were under way, and the samples behind them."""
@@ -484,7 +488,7 @@ class Replica:
             **copied(self.tensors()),
             "untrained": {name: view_of(a) for name, a in self.flat.untrained.own().items()},
             "distances": self._distances.state(),
-            "trust": self._trusts.state(),
+            "trust": self._dynamic_weights.state(),
             "num_seen": self._num_seen,
             "num_sent": dict(self._num_sent),
         }
@@ -497,6 +501,6 @@ class Replica:
         self.flat.untrained.load(state.get("untrained", {}))  # earlier checkpoints have none
         self._load_optimizer(state, copies=copies)
         self._distances.load(state["distances"])
-        self._trusts.load(state["trust"])
+        self._dynamic_weights.load(state["trust"])
         self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])
         self._num_dropped = self._num_seen

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from raydl.cadence import Choice
 from raydl.data.feed import LeftOut
 from raydl.errors import NonFiniteLossError
-from raydl.talk import Header
+from raydl.exchange_tuning import Choice
+from raydl.step_plan import Header
 
 _RECORD_EVERY_S = 0.2
 _NONE_LEFT_OUT = LeftOut()
@@ -143,7 +143,7 @@ class WorkerReport:
     allreduce: AllreduceReport | None = None
     """How this worker's group sums, where it chooses for itself."""
     choice: Choice | None = None
-    """The cadence that the workers chose."""
+    """The exchange tuning that the workers chose."""
     left_out: LeftOut = _NONE_LEFT_OUT
     """Samples that it could not read."""
     cpu_s: float = 0.0
@@ -153,7 +153,7 @@ class WorkerReport:
 
 
 @dataclass(frozen=True)
-class Standing:
+class TrainingState:
     """Where the run stands at a record."""
 
     round: int
@@ -167,7 +167,7 @@ class Standing:
     trained_s: float
 
 
-class Books:
+class RecordAggregator:
     """Adds up exchanges into records, one every 0.2 s at most.
 
     Args:
@@ -203,7 +203,7 @@ class Books:
         self._num_steps += num_steps
         self._staleness += staleness
 
-    def record(self, standing: Standing, *, at_once: bool = False) -> None:
+    def record(self, training_state: TrainingState, *, at_once: bool = False) -> None:
         """Close a record, unless the last one is too young; ``at_once``: whatever its age.
 
         One without an exchange since the last one repeats that, but for where the run stands.
@@ -211,11 +211,11 @@ class Books:
         if not (at_once or self.is_due):
             return
         if self._num_messages == 0:
-            self._repeat(standing)
+            self._repeat(training_state)
             return
         sums, n = self._sums, self._num_messages
         record = Record(
-            **vars(standing),
+            **vars(training_state),
             loss=sums.loss_sum / sums.loss_samples if sums.loss_samples else math.nan,
             distance=math.sqrt(sums.distance / n),
             exchange_s=sums.waited_s / n,
@@ -226,9 +226,9 @@ class Books:
         self._add(record)
         self._restart()
 
-    def _repeat(self, standing: Standing) -> None:
+    def _repeat(self, training_state: TrainingState) -> None:
         if self._last is not None:
-            self._add(replace(self._last, **vars(standing), at_s=self._clock()))
+            self._add(replace(self._last, **vars(training_state), at_s=self._clock()))
 
     def _add(self, record: Record) -> None:
         self._last = record

@@ -156,7 +156,7 @@ class Rule:
             exchange the replica becomes a copy of the center.
         steps_replica: the replica takes optimizer steps of its own; otherwise the user's
             optimizer lives at the center.
-        schedule: who may talk when, where the user names none: ``sync``, ``async``,
+        schedule: which exchanges happen when, where the user names none: ``sync``, ``async``,
             ``hogwild`` or ``round_robin``.
         period: local steps between exchanges, where the user names none.
     """

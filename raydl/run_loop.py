@@ -1,4 +1,4 @@
-"""Around a run: where it is recorded, the controller's steps, its desk, the signals that end it."""
+"""Steps the controller until the run ends, serves its control channel, and handles signals."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from raydl.control.state import State
 from raydl.metrics import Forgiving, MetricsWriter, Queued, Tee, TensorBoardWriter, Thinned
 from raydl.recorder import RunRecorder
 from raydl.run_view import RunView
-from raydl.runs.desk import RunDesk
+from raydl.runs.control_channel import ControlChannel
 from raydl.runs.driver_epoch import DriverEpoch
 from raydl.runs.folder import RunFolder
 from raydl.storage import Storage
 
 
 @contextmanager
-def open_desk(storage: Storage, view: RunView) -> Iterator[RunDesk]:
-    """Open a run's desk, and close it with how the run ended, whichever way that was."""
-    desk = RunDesk(storage)
-    desk.tell(view.status(), at_once=True)
+def open_control_channel(storage: Storage, view: RunView) -> Iterator[ControlChannel]:
+    """Open a run's control channel, and close it with how the run ended, whichever way that was."""
+    control_channel = ControlChannel(storage)
+    control_channel.tell(view.status(), at_once=True)
     try:
-        yield desk
+        yield control_channel
     except BaseException as error:
-        desk.close(view.end(error))
+        control_channel.close(view.end(error))
         raise
-    desk.close(view.end())
+    control_channel.close(view.end())
 
 
 def run_to_end(
     controller: Controller,
     recorder: RunRecorder,
-    desk: RunDesk,
+    control_channel: ControlChannel,
     view: RunView,
     *,
     config: TrainConfig,
     epoch: DriverEpoch,
 ) -> None:
-    """Step the controller until the run is done; between two steps, see to the desk.
+    """Step the controller until the run is done; between two steps, see to the control channel.
 
     Raises:
         SupersededError: another driver has taken the run over.
@@ -53,14 +53,14 @@ def run_to_end(
         while not controller.step():
             epoch.raise_if_over()
             controller.note_refused("store", {"checkpoints": recorder.checkpoints.num_late})
-            desk.tell(view.status)
-            for request in desk.take_requests():
+            control_channel.tell(view.status)
+            for request in control_channel.take_requests():
                 ok, sentence = remove(controller, request.worker_id, config=config)
-                desk.answer(request, sentence, ok=ok)
-            trouble = desk.take_trouble()
+                control_channel.answer(request, sentence, ok=ok)
+            trouble = control_channel.take_trouble()
             if trouble:
                 recorder.event(trouble)
-    desk.tell(view.status, at_once=True)
+    control_channel.tell(view.status, at_once=True)
 
 
 def remove(controller: Controller, worker_id: str, *, config: TrainConfig) -> tuple[bool, str]:

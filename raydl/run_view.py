@@ -1,4 +1,4 @@
-"""How a run stands, gathered for its desk from the controller and the recorder."""
+"""How a run stands, gathered for its control channel from the controller and the recorder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raydl.center import Snapshot
 from raydl.config import TrainConfig
 from raydl.control import Controller
 from raydl.control.state import State
-from raydl.control.workforce import Phase, WorkerEntry
+from raydl.control.worker_registry import Phase, WorkerEntry
 from raydl.errors import RaydlError
 from raydl.progress import Progress, ProgressView, Silent
 from raydl.recorder import RunRecorder
@@ -117,7 +117,7 @@ class RunView:
         return self._status(
             State.FINISHING.value if is_done else controller.state.value,
             num_workers=controller.num_workers,
-            workers=tuple(worker_status(e, now) for e in controller.workforce.entries()),
+            workers=tuple(worker_status(e, now) for e in controller.worker_registry.entries()),
         )
 
     def end(self, error: BaseException | None = None) -> RunStatus:

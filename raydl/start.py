@@ -14,10 +14,10 @@ from raydl.checkpoint_writer import snapshot_of
 from raydl.config import TrainConfig
 from raydl.data.order import Order
 from raydl.errors import CheckpointError, ConfigError
-from raydl.extent import Extent
 from raydl.flat import FlatModel
 from raydl.runs.folder import RunFolder
 from raydl.runs.totals import Totals
+from raydl.stop_condition import StopCondition
 from raydl.storage import below
 
 
@@ -135,8 +135,8 @@ def _refuse_other_order(order: Order, num_before: int, name_before: str | None) 
 
 def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> bool:
     """Whether by these settings there is nothing left to train."""
-    extent = Extent.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
-    is_reached = extent.is_reached(
+    stop_condition = StopCondition.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
+    is_reached = stop_condition.is_reached(
         num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
     )
     return is_reached or ended_by in [callback.name for callback in callbacks_of(config.training)]

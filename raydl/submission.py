@@ -68,14 +68,14 @@ class Plan:
 
 
 def plan_run(
-    words: Sequence[str], config: TrainConfig, *, stamp: str, python: str = "python"
+    words: Sequence[str], config: TrainConfig, *, message_id: str, python: str = "python"
 ) -> Plan:
     """Return the plan of a run that can be found again: by its name, in a place that stays.
 
     Args:
         words: the options of ``raydl train``.
         config: what they mean.
-        stamp: names the run where they do not.
+        message_id: names the run where they do not.
         python: the Python of the cluster.
 
     Raises:
@@ -89,7 +89,7 @@ def plan_run(
             "run.storage_path",
             f"must be an absolute path or a URI: no later job finds {run.storage_path} again",
         )
-    name = _ascii(f"{config.method.name}-{config.model}-{stamp}")
+    name = _ascii(f"{config.method.name}-{config.model}-{message_id}")
     if run.run_dir is not None:
         name = PurePosixPath(run.run_dir).name
         check_name("the last part of run.run_dir", name)

@@ -26,17 +26,15 @@ from raydl.config import (
 )
 from raydl.config.tls import check_device
 from raydl.control import State, kind_for
-from raydl.crew import Crew
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
 from raydl.errors import ConfigError, DataError
 from raydl.evaluator import Evaluator
 from raydl.examples import Examples
-from raydl.extent import notes_on_period
 from raydl.faults import FaultPlan
 from raydl.flat import FlatModel
 from raydl.generators import callers_generators_kept
 from raydl.job import Job
-from raydl.local_crew import LocalCrew
+from raydl.local_worker_group import LocalWorkerGroup
 from raydl.method import Method
 from raydl.methods import filled_in, resolve
 from raydl.optimizers import OwnOptimizer, as_config
@@ -47,16 +45,18 @@ from raydl.recorder import RunRecorder
 from raydl.redaction import redact, redact_values
 from raydl.reports import Outcome
 from raydl.rules import Rule
-from raydl.run_loop import make_writer, open_desk, run_to_end
+from raydl.run_loop import make_writer, open_control_channel, run_to_end
 from raydl.run_view import EventLog, RunView
-from raydl.runs.desk import RunDesk
+from raydl.runs.control_channel import ControlChannel
 from raydl.runs.folder import RunFolder
 from raydl.silence import entered_within, within
 from raydl.start import Start
+from raydl.stop_condition import notes_on_period
 from raydl.storage import Storage, below
 from raydl.task import Task, checked_task, task_on
 from raydl.texts import config_as_markdown
 from raydl.trial import Trial, try_model
+from raydl.worker_group import WorkerGroup
 
 _Settings = TypeVar("_Settings")
 
@@ -185,17 +185,19 @@ class Trainer:
                 config, start.snapshot, seconds_before=start.seconds,
                 center_accuracy=start.before.center_accuracy,
             )  # fmt: skip
-            with open_desk(start.folder.storage, view) as desk:
+            with open_control_channel(start.folder.storage, view) as control_channel:
                 examples = Examples(dataset.test)
                 if start.is_trained:
                     evaluator = _make_evaluator(job, dataset, prepare, flat)
                     result = self._end(evaluator, flat, start, job, view, examples)
                 else:
-                    crew = _make_crew(job, dataset, prepare, flat, folder.storage)
+                    worker_group = _make_worker_group(job, dataset, prepare, flat, folder.storage)
                     try:
-                        result = self._run(crew, job, flat, start, desk, view, examples)
+                        result = self._run(
+                            worker_group, job, flat, start, control_channel, view, examples
+                        )
                     finally:
-                        crew.close()
+                        worker_group.close()
         for callback in self.callbacks:
             callback.ended(result.metrics)
         return result
@@ -220,19 +222,19 @@ class Trainer:
 
     def _run(
         self,
-        crew: Crew,
+        worker_group: WorkerGroup,
         job: Job,
         flat: FlatModel,
         start: Start,
-        desk: RunDesk,
+        control_channel: ControlChannel,
         view: RunView,
         examples: Examples,
     ) -> Result:
         config, snapshot = self.config, start.snapshot
-        crew.open(snapshot)
+        worker_group.open(snapshot)
         with self._recorded(job, flat, start, view, examples) as recorder:
             controller = kind_for(is_sync=job.method.is_sync)(
-                crew,
+                worker_group,
                 config,
                 job.method,
                 recorder,
@@ -244,7 +246,9 @@ class Trainer:
                 callbacks=(*callbacks_of(config.training), *self.callbacks),
             )
             recorder.follow(controller)
-            run_to_end(controller, recorder, desk, view, config=config, epoch=start.folder.epoch)
+            run_to_end(
+                controller, recorder, control_channel, view, config=config, epoch=start.folder.epoch
+            )
             if controller.outcome is Outcome.FINISHED:
                 recorder.checkpoints.finish()
         assert controller.state is State.DONE
@@ -373,22 +377,22 @@ def _check_batch_size(config: TrainConfig, dataset: Dataset) -> None:
         )
 
 
-def _make_crew(
+def _make_worker_group(
     job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel, storage: Storage
-) -> Crew:
+) -> WorkerGroup:
     scaling, untrained = job.config.scaling, first.untrained.arrays()
     if scaling.max_workers == 0:
-        return LocalCrew(job, dataset, prepare, untrained)
+        return LocalWorkerGroup(job, dataset, prepare, untrained)
     if job.method.is_sync and scaling.max_workers > 1:
         check_device(job.config.exchange_device, os.environ)
     ray_session.prepare()
     from raydl.on_ray.cluster import check_room  # imports Ray, as the next does
-    from raydl.on_ray.crew import RayCrew
+    from raydl.on_ray.worker_group import RayWorkerGroup
 
     is_ours = ray_session.connect()
     if is_ours:
         check_room(scaling)
-    return RayCrew(job, dataset, prepare, untrained, storage)
+    return RayWorkerGroup(job, dataset, prepare, untrained, storage)
 
 
 def _make_evaluator(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -> Evaluator:

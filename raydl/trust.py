@@ -24,7 +24,7 @@ _GRACE, _LIMIT = math.log(2), math.log(8)
 _REMEMBERED, _NEEDED = 8, 4
 
 
-class Trust:
+class DistanceTrend:
     """Follows one replica's distance to one span of the center."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Trust:
         self._logs = deque(state["logs"], maxlen=_REMEMBERED)
 
 
-class Trusts:
+class DynamicWeights:
     """How far one replica is trusted at each span of the center, by the span's start.
 
     Args:
@@ -64,12 +64,14 @@ class Trusts:
 
     def __init__(self, *, is_on: bool) -> None:
         self.is_on = is_on
-        self._trusts: dict[int, Trust] = {}
+        self._dynamic_weights: dict[int, DistanceTrend] = {}
         self._distrust: dict[int, float] = {}
 
     def take(self, start: int, distance: float) -> None:
         """Take in the distance to a span at an exchange."""
-        self._distrust[start] = self._trusts.setdefault(start, Trust()).distrust(distance)
+        self._distrust[start] = self._dynamic_weights.setdefault(start, DistanceTrend()).distrust(
+            distance
+        )
 
     def distrust_at(self, start: int) -> float:
         """Return f at a span's newest exchange, 0 (trusted) to 1."""
@@ -77,10 +79,10 @@ class Trusts:
 
     def state(self) -> list[list[Any]]:
         """Return what was seen at each span."""
-        return [[start, trust.state_dict()] for start, trust in self._trusts.items()]
+        return [[start, trust.state_dict()] for start, trust in self._dynamic_weights.items()]
 
     def load(self, state: list[list[Any]]) -> None:
         """Take over what :meth:`state` returned, where that matters."""
         for start, seen in state if self.is_on else ():
-            self._trusts[start] = Trust()
-            self._trusts[start].load_state_dict(seen)
+            self._dynamic_weights[start] = DistanceTrend()
+            self._dynamic_weights[start].load_state_dict(seen)

@@ -27,7 +27,7 @@ from raydl.errors import (
     StateLostError,
 )
 from raydl.exchange.inner import GradientGroup
-from raydl.exchange.post import Post
+from raydl.exchange.protocol import CenterClient
 from raydl.exchange.sync import Group
 from raydl.generators import generators_state, load_generators, seed_generators
 from raydl.job import BeforeStep, Job, first_model
@@ -38,9 +38,9 @@ from raydl.optimizers import lr_at, make_optimizer
 from raydl.replica import Replica, Stepped
 from raydl.reports import Losses, Outcome, Record, WorkerReport
 from raydl.rules import Sends
-from raydl.schedules import MessageSchedule, Round, Schedule, Site, SyncSchedule, plan_talks
+from raydl.schedules import AsyncStrategy, Round, Strategy, SyncStrategy, WorkerContext, plan_round
 from raydl.schedules.trained import Trained
-from raydl.talk import Header, Talk
+from raydl.step_plan import Header, StepPlan
 from raydl.tensor_files import TensorFile
 from raydl.untrained import Untrained
 
@@ -107,7 +107,7 @@ class Worker:
         self._kept: dict[int, dict[str, Any]] = {}
         self._held: dict[int, TensorFile] = {}
         self._copies = Copies()
-        self._schedule: Schedule | None = None
+        self._schedule: Strategy | None = None
         self._feedback: dict[Span, ErrorFeedback] = {}
         self._first_untrained = untrained or {}
         self._untrained_then = self._first_untrained  # with the newest generation's snapshot
@@ -118,7 +118,7 @@ class Worker:
     def join(
         self,
         membership: Membership,
-        road: Group | Post,
+        transport: Group | CenterClient,
         snapshot: Snapshot,
         own_state: dict[str, Any] | None = None,
         partners: Group | None = None,
@@ -140,7 +140,7 @@ class Worker:
                 self._go_on_from(snapshot, self._schedule)
                 with self._lock:
                     self._records += self._schedule.take_records()
-            site = Site(
+            context = WorkerContext(
                 config=self._job.config,
                 method=self._method,
                 membership=membership,
@@ -150,7 +150,7 @@ class Worker:
                 cuts=self._job.order.cuts,
                 feedback=self._feedback,
             )
-            schedule = self._make_schedule(site, road, snapshot)
+            schedule = self._make_schedule(context, transport, snapshot)
             self._untrained_then = {**self._first_untrained, **snapshot.untrained}
             with self._lock:
                 self._generation, self._schedule = membership.generation, schedule
@@ -158,18 +158,18 @@ class Worker:
                 now = membership.generation  # votes for generations that it was not in are void
                 self._early_votes = {g: v for g, v in self._early_votes.items() if g > now}
             self._seconds_at = (snapshot.seconds, time.monotonic())
-            self._join_partners(partners, site)
+            self._join_partners(partners, context)
 
-    def _join_partners(self, group: Group | None, site: Site) -> None:
+    def _join_partners(self, group: Group | None, context: WorkerContext) -> None:
         """Share the replica of the group's first worker."""
         self.replica.partners = None
         if group is None:
             return
-        weights, layers = site.flat.weights, site.flat.layer_sizes
+        weights, layers = context.flat.weights, context.flat.layer_sizes
         partners = GradientGroup(
-            group, weights.numel(), len(layers), dtype=weights.dtype, device=site.center_device()
+            group, weights.numel(), len(layers), dtype=weights.dtype, device=context.center_device()
         )
-        is_first = site.rank % self._job.config.method.group_size == 0
+        is_first = context.rank % self._job.config.method.group_size == 0
         try:
             is_other = self.replica.copy_first_(partners, is_first=is_first)
         except ExchangeError:
@@ -179,15 +179,17 @@ class Worker:
             self._trained.keep_first(0)
         self.replica.partners = partners
 
-    def _make_schedule(self, site: Site, road: Any, snapshot: Snapshot) -> Schedule:
+    def _make_schedule(
+        self, context: WorkerContext, transport: Any, snapshot: Snapshot
+    ) -> Strategy:
         if self._method.is_sync:
-            return SyncSchedule(site, road, snapshot, self._trained)
+            return SyncStrategy(context, transport, snapshot, self._trained)
         if self._method.rule.sends is not Sends.WEIGHTS:
             # The center went on while this worker was away; it measures its progress from
             # where the center is now.
             self._become(snapshot)
-        return MessageSchedule(
-            site, road, snapshot, incarnation=self._incarnation, local_step=self.local_step
+        return AsyncStrategy(
+            context, transport, snapshot, incarnation=self._incarnation, local_step=self.local_step
         )
 
     def _start_from(self, snapshot: Snapshot, own_state: dict[str, Any] | None) -> None:
@@ -197,14 +199,14 @@ class Worker:
         if not own_state:  # or one that was spoiled, of which nothing is kept
             seed_generators(self._job.config.training.seed, self.worker_id)
         else:
-            by = snapshot.cadence or self._job.config.exchange
+            by = snapshot.tuning or self._job.config.exchange
             self._load_state(own_state, by.compression)
             is_old = own_state.get("round", snapshot.round) != snapshot.round
             has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
             if (is_old or has_open) and self._method.rule.sends is not Sends.WEIGHTS:
                 self._become(snapshot)  # it follows the center, which has gone on
 
-    def _go_on_from(self, snapshot: Snapshot, before: Schedule) -> None:
+    def _go_on_from(self, snapshot: Snapshot, before: Strategy) -> None:
         """Go on after another generation, which may have ended with a failed exchange."""
         if self._is_spoiled:
             self._start_over(snapshot)
@@ -237,7 +239,7 @@ class Worker:
         """
         schedule = self._schedule
         assert schedule is not None, "join comes first"
-        schedule.find_cadence()  # should it fail, there is nothing of this round to undo
+        schedule.find_tuning()  # should it fail, there is nothing of this round to undo
         if self._method.is_sync and len(schedule.exchanges) > 1:  # they arrive one by one
             self.replica.keep()
         try:
@@ -260,7 +262,7 @@ class Worker:
             self._publish_center(schedule, is_kept=keep is not None)
         return decision.outcome
 
-    def _publish_center(self, schedule: Schedule, *, is_kept: bool) -> None:
+    def _publish_center(self, schedule: Strategy, *, is_kept: bool) -> None:
         with self.parts.measure("host_device_parameters"):
             snapshot = schedule.snapshot(is_kept=is_kept, local_step=self.local_step)
         if not snapshot.is_finite():
@@ -268,7 +270,7 @@ class Worker:
             raise NonFiniteCenterError(snapshot.round)
         self._publish(snapshot)
 
-    def _roll_back(self, schedule: Schedule) -> None:
+    def _roll_back(self, schedule: Strategy) -> None:
         """Let a replica that has diverged start over at the center.
 
         Raises:
@@ -291,7 +293,7 @@ class Worker:
         self._losses = Losses(self.worker_id)
         self._feedback.clear()
 
-    def _exchange_once(self, schedule: Schedule) -> Header:
+    def _exchange_once(self, schedule: Strategy) -> Header:
         """Take a round's local steps; return the header sums of its last exchange."""
         began, waited_s = time.perf_counter(), self._waited()
         round = schedule.next_round(self.local_step)
@@ -309,34 +311,34 @@ class Worker:
         """Return the seconds that this worker waited for exchanges so far."""
         return self.parts.as_dict()["device_device_parameters"]
 
-    def _take_steps(self, schedule: Schedule, round: Round) -> Header:
+    def _take_steps(self, schedule: Strategy, round: Round) -> Header:
         sums = Header()
         if not round.num_steps:  # the center has no work for this worker
             return sums
-        plan = plan_talks(round.num_steps, fragments=len(schedule.exchanges), delay=round.delay)
+        plan = plan_round(round.num_steps, fragments=len(schedule.exchanges), delay=round.delay)
         steps = round.steps()
         self._feed.expect(steps, round.ahead)
         for step, (epoch, positions) in enumerate(steps):
             self._notice_step(schedule)
             self._begin_step(schedule, step)
-            talk = self._talk(schedule, *plan[step])
-            loss, arrived = self._step(talk, epoch, positions)
+            step_plan = self._step_plan(schedule, *plan[step])
+            loss, arrived = self._step(step_plan, epoch, positions)
             sums = arrived or sums
             self._losses.add(self.local_step - 1, self._feed.num_in_batch, loss)
         return sums
 
-    def _step(self, talk: Talk, epoch: int, positions: np.ndarray) -> Stepped:
+    def _step(self, step_plan: StepPlan, epoch: int, positions: np.ndarray) -> Stepped:
         """Take one local step, and count it even if its exchange fails."""
         batch = self._feed.batch(epoch, positions)
         num_steps = self.replica.num_steps
         try:
-            return self.replica.step(batch, talk)
+            return self.replica.step(batch, step_plan)
         finally:
             if self.replica.num_steps > num_steps:
                 self._trained.add(epoch, positions)
                 self.local_step += 1
 
-    def _notice_step(self, schedule: Schedule) -> None:
+    def _notice_step(self, schedule: Strategy) -> None:
         if self._before_step is not None:
             rank, num_workers = schedule.place
             self._before_step(
@@ -348,8 +350,8 @@ class Worker:
                 seconds=self._elapsed_s(),
             )
 
-    def _talk(self, schedule: Schedule, begin: list[int], join: list[int]) -> Talk:
-        return Talk.around(
+    def _step_plan(self, schedule: Strategy, begin: list[int], join: list[int]) -> StepPlan:
+        return StepPlan.around(
             schedule.exchanges,
             begin,
             join,
@@ -357,14 +359,14 @@ class Worker:
             overlap=self._method.overlap,
         )
 
-    def _begin_step(self, schedule: Schedule, step: int) -> None:
+    def _begin_step(self, schedule: Strategy, step: int) -> None:
         """Set the learning rate for a step of this round, counted from 0."""
         share_done = schedule.share_done(step, self.local_step)
         lr = lr_at(self._method.optimizer, share_done, num_cuts=schedule.num_cuts)
         self.replica.set_lr(lr)
         schedule.begin_step(step, lr)
 
-    def _make_header(self, schedule: Schedule) -> Header:
+    def _make_header(self, schedule: Strategy) -> Header:
         return Header(
             **self._losses.take(),
             distance=self.replica.distance_squared,

@@ -16,13 +16,13 @@ from disks import mounted
 
 from raydl import ray_session
 from raydl.center import Snapshot, first_snapshot
-from raydl.center_service import CenterService, make_shard
+from raydl.center_server import CenterServer, make_shard
 from raydl.checkpoint import SavedState
 from raydl.config import TrainConfig
+from raydl.coordinator import Due
 from raydl.data import Batches, ImageSet, Normalizer, Samples
 from raydl.data.samples import as_they_are
-from raydl.dispatcher import Due
-from raydl.exchange.local import LocalGroup, LocalPost
+from raydl.exchange.local import LocalCenterClient, LocalGroup
 from raydl.flat import FlatModel
 from raydl.job import Job
 from raydl.membership import Membership
@@ -144,12 +144,12 @@ class Ensemble:
         def partners(rank: int) -> Any:
             return shared[rank // size].member(rank % size) if size > 1 else None
 
-        post = None if self.job.method.is_sync else self._open_center(snapshot, membership)
+        client = None if self.job.method.is_sync else self._open_center(snapshot, membership)
 
         def join(rank: int, worker: Worker) -> None:
             own = (states or {}).get(worker.worker_id)
             own = own.load() if isinstance(own, SavedState) else own
-            worker.join(membership, post or group.member(rank), snapshot, own, partners(rank))
+            worker.join(membership, client or group.member(rank), snapshot, own, partners(rank))
 
         if size == 1:  # in the order of the ranks, which decides who gets which samples
             for rank, worker in enumerate(self.workers):
@@ -159,8 +159,8 @@ class Ensemble:
             list(pool.map(join, range(self.num_workers), self.workers))
         return self
 
-    def _open_center(self, snapshot: Snapshot, membership: Membership) -> LocalPost:
-        self.service = CenterService(self.job, snapshot, has_neighbours=self.has_neighbours)
+    def _open_center(self, snapshot: Snapshot, membership: Membership) -> LocalCenterClient:
+        self.service = CenterServer(self.job, snapshot, has_neighbours=self.has_neighbours)
         num_shards = self.job.config.exchange.center_shards
         self.others = [
             make_shard(self.job, snapshot, i, None, has_neighbours=self.has_neighbours)
@@ -169,7 +169,7 @@ class Ensemble:
         self.service.open(membership)
         for shard in self.others:
             shard.open(membership)
-        return LocalPost([self.service, *self.others], self.service.dispatcher)
+        return LocalCenterClient([self.service, *self.others], self.service.coordinator)
 
     def now(self) -> Any:
         """Return the center's weights between two rounds."""

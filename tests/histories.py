@@ -55,7 +55,7 @@ class Watched(Batches):
         return self.images.fetch(rows)
 
 
-class Road:
+class Transport:
     """A group one of whose sums does not reach this member, though it does the others.
 
     It is named by its round, and its number there; the roll call, one number for each worker, is
@@ -97,7 +97,7 @@ class LostSum:
 class Part:
     """What a worker does in one generation."""
 
-    road: Any
+    transport: Any
     partners: Any
     first_round: int
     dies: Place | None = None
@@ -105,7 +105,7 @@ class Part:
     now: Place = (-1, 0)
 
     def leave(self):
-        self.road.close()
+        self.transport.close()
         if self.partners is not None:
             self.partners.close()
 
@@ -202,10 +202,10 @@ class History:
         first = self.snapshot.round
         for rank, worker_id in enumerate(members):
             miss = missed.get(worker_id)
-            road = Road(group.member(rank), miss and (first + miss[0], miss[1]))
+            transport = Transport(group.member(rank), miss and (first + miss[0], miss[1]))
             partners = shared[rank // size].member(rank % size) if size > 1 else None
             self.parts[worker_id] = Part(
-                road, partners, first, lost.get(worker_id), late.get(worker_id)
+                transport, partners, first, lost.get(worker_id), late.get(worker_id)
             )
             if worker_id not in self.workers:
                 self.watched[worker_id] = Watched(self.images)
@@ -234,7 +234,7 @@ class History:
         try:
             own = states.get(worker_id)
             own = own.load() if isinstance(own, SavedState) else own
-            worker.join(membership, part.road, self.snapshot, own, part.partners)
+            worker.join(membership, part.transport, self.snapshot, own, part.partners)
             while outcome is Outcome.GO_ON and (rounds is None or num_done < rounds):
                 outcome = worker.run_round()
                 self._complete(worker_id)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
-from raydl.exchange.local import LocalGroup, LocalPost
+from raydl.exchange.local import LocalCenterClient, LocalGroup
 from raydl.own_loop.attached import Attached
-from raydl.own_loop.door import Door
-from raydl.own_loop.room import Room
+from raydl.own_loop.rendezvous_client import RendezvousClient
+from raydl.own_loop.rendezvous_server import RendezvousServer
 from raydl.own_loop.terms import endless_training, job_of, terms_of
 
 TIMEOUT_S = 30.0
@@ -31,7 +31,7 @@ def settings(
     )
 
 
-class ThreadPost(LocalPost):
+class ThreadPost(LocalCenterClient):
     """A post that can be left, which does nothing."""
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class Threads:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.room: Room | None = None
+        self.server: RendezvousServer | None = None
         self.groups: dict[int, LocalGroup] = {}
         self._lock = threading.Lock()
 
@@ -54,26 +54,26 @@ class Threads:
         job = job_of(self.config, model, optimizer, None)
         terms = terms_of(job, model)
 
-        def find() -> Room:
+        def find() -> RendezvousServer:
             with self._lock:
-                self.room = self.room or Room("run", job, terms)
-            return self.room
+                self.server = self.server or RendezvousServer("run", job, terms)
+            return self.server
 
-        door = Door(
+        rendezvous = RendezvousClient(
             "run",
             find,
-            self.make_road,
+            self.make_transport,
             terms=terms,
             lease_s=self.config.elastic.lease_s,
             in_rounds=job.method.is_sync,
             wish=worker_id,
         )
-        return Attached(model, optimizer, job=job, door=door)
+        return Attached(model, optimizer, job=job, rendezvous=rendezvous)
 
-    def make_road(self, worker_id: str, membership: Any, abandoned: threading.Event) -> Any:
-        service = self.room and self.room._service
+    def make_transport(self, worker_id: str, membership: Any, abandoned: threading.Event) -> Any:
+        service = self.server and self.server._service
         if service is not None:
-            return ThreadPost([service], service.dispatcher)
+            return ThreadPost([service], service.coordinator)
         with self._lock:
             group = self.groups.setdefault(
                 membership.generation,

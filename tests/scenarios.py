@@ -34,6 +34,6 @@ def loss_of(ensemble, weights, images):
         return float(ensemble.job.task.loss(ensemble.flat.model, batch))
 
 
-def spans_of(orders):
+def spans_of(assignment):
     """Return the positions that orders let a worker claim."""
-    return [span for claim in orders.claims for span in claim.spans]
+    return [span for claim in assignment.claims for span in claim.spans]

@@ -82,7 +82,7 @@ class Member:
         return time.monotonic() - start
 
 
-class Crew:
+class WorkerGroup:
     """The members of one group after another; those that were not lost serve again."""
 
     def __init__(self, store):
@@ -148,69 +148,75 @@ def check_freed(refs, since, *, problem):
 
 
 @pytest.fixture(scope="module")
-def crew(cluster):
+def worker_group(cluster):
     store = StoreActor.remote()
-    crew = Crew(store)
-    yield crew
-    for pid in crew.frozen_pids:
+    worker_group = WorkerGroup(store)
+    yield worker_group
+    for pid in worker_group.frozen_pids:
         os.kill(pid, signal.SIGKILL)
-    for actor in (store, *crew.members):
+    for actor in (store, *worker_group.members):
         ray.kill(actor)
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
-def test_forming_a_group_is_given_up_when_it_is_abandoned(crew, algorithm):
-    members = crew.call(2)
-    refs = crew.begin_to_form(members, algorithm, num_workers=3)
+def test_forming_a_group_is_given_up_when_it_is_abandoned(worker_group, algorithm):
+    members = worker_group.call(2)
+    refs = worker_group.begin_to_form(members, algorithm, num_workers=3)
     until(lambda: all(is_forming for is_forming, _ in states(members)))
     since = max(get([m.abandon.remote() for m in members]))
     check_freed(refs, since, problem="abandoned")
-    crew.check(members, algorithm)
+    worker_group.check(members, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_those_whose_sums_all_come_soon_leave_too_when_the_group_is_abandoned(crew, algorithm):
-    members = crew.call(2)
-    crew.form(members, algorithm)
-    refs = crew.begin_to_sum(members)
+def test_those_whose_sums_all_come_soon_leave_too_when_the_group_is_abandoned(
+    worker_group, algorithm
+):
+    members = worker_group.call(2)
+    worker_group.form(members, algorithm)
+    refs = worker_group.begin_to_sum(members)
     since = max(get([m.abandon.remote() for m in members]))
     check_freed(refs, since, problem="failed")
-    crew.check(members, algorithm)
+    worker_group.check(members, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_those_who_wait_for_a_frozen_peer_are_free_when_the_group_is_abandoned(crew, algorithm):
-    *survivors, frozen = members = crew.call(3)
-    crew.form(members, algorithm)
-    refs = crew.begin_to_sum(members)
-    crew.lose(frozen, signal.SIGSTOP)
+def test_those_who_wait_for_a_frozen_peer_are_free_when_the_group_is_abandoned(
+    worker_group, algorithm
+):
+    *survivors, frozen = members = worker_group.call(3)
+    worker_group.form(members, algorithm)
+    refs = worker_group.begin_to_sum(members)
+    worker_group.lose(frozen, signal.SIGSTOP)
     # A sum may still have been on its way: they wait once no more is counted.
     before = None
     while before != (before := states(survivors)):
         pass
     since = max(get([m.abandon.remote() for m in survivors]))
     check_freed(refs[:2], since, problem="failed")  # or by the other, who left a little earlier
-    crew.check(survivors, algorithm)
+    worker_group.check(survivors, algorithm)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "num_workers"),
     [("library", 3), ("library", 4), ("ring", 4), ("recursive-doubling", 3)],
 )
-def test_a_killed_peer_frees_all_others_one_by_the_other(crew, algorithm, num_workers):
-    *survivors, lost = members = crew.call(num_workers)
-    crew.form(members, algorithm)
-    refs = crew.begin_to_sum(members)
-    since = crew.lose(lost, signal.SIGKILL)
+def test_a_killed_peer_frees_all_others_one_by_the_other(worker_group, algorithm, num_workers):
+    *survivors, lost = members = worker_group.call(num_workers)
+    worker_group.form(members, algorithm)
+    refs = worker_group.begin_to_sum(members)
+    since = worker_group.lose(lost, signal.SIGKILL)
     check_freed(refs[:-1], since, problem="failed")
-    crew.check(survivors, algorithm)
+    worker_group.check(survivors, algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
-def test_a_member_leaves_a_sum_under_way_at_once_and_its_peer_fails_at_once(crew, algorithm):
-    leaving, other = members = crew.call(2)
-    crew.form(members, algorithm)
+def test_a_member_leaves_a_sum_under_way_at_once_and_its_peer_fails_at_once(
+    worker_group, algorithm
+):
+    leaving, other = members = worker_group.call(2)
+    worker_group.form(members, algorithm)
     assert get(leaving.leave_a_sum.remote()) < SOON_S
     since = time.time()
     check_freed([other.sum_until_it_fails.remote()], since, problem="failed")
-    crew.check(members, algorithm)
+    worker_group.check(members, algorithm)

@@ -342,7 +342,7 @@ def test_all_ranks_measure_the_same_network(groups, nodes):
         assert seconds > 0.0 if p > 1 else seconds == 0.0
 
 
-def test_a_slow_line_sets_the_measured_pace():
+def test_a_slow_line_sets_the_measured_stragglers():
     class Slow(QueueLink):
         def send(self, tensor, to):
             is_across = self.rank // 2 != to // 2

@@ -117,7 +117,7 @@ def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(c
         assert loss < 0.5 * untrained
 
 
-def test_the_loss_of_the_meeting_point_is_told_in_one_sentence(cluster):
+def test_the_loss_of_the_rendezvous_point_is_told_in_one_sentence(cluster):
     actor = Own.remote(0)
     loop = actor.train.remote("lost", MethodConfig(name="async-easgd"), 1)
     until([actor], lambda steps, *_: steps > 10)

@@ -18,15 +18,15 @@ from raydl.callbacks import Listeners, Patience, StopAtAccuracy, score_of
 from raydl.checkpoint import CheckpointStore
 from raydl.config import CheckpointConfig, MethodConfig, OptimizerConfig, TrainingConfig
 from raydl.control import State
-from raydl.crew import Evaluated, Lost, Published
 from raydl.errors import ConfigError, RaydlError
-from raydl.local_crew import LocalCrew
+from raydl.local_worker_group import LocalWorkerGroup
 from raydl.reports import Outcome
-from raydl.runs.desk import read_status
+from raydl.runs.control_channel import read_status
 from raydl.scoring import score_run
 from raydl.storage import Storage
 from raydl.task import Classification
 from raydl.trainer import Trainer
+from raydl.worker_group import Evaluated, Lost, Published
 
 
 def accuracy(value, round=1, **more):
@@ -346,7 +346,7 @@ class Broken(Notes):
 
 def test_an_exception_in_a_callback_ends_the_run_with_its_own_traceback(tmp_path, monkeypatch):
     closed = []
-    monkeypatch.setattr(LocalCrew, "close", lambda self: closed.append(True))
+    monkeypatch.setattr(LocalWorkerGroup, "close", lambda self: closed.append(True))
     broken = Broken()
     with pytest.raises(ZeroDivisionError, match="own line") as caught:
         trainer(tmp_path / "run", callbacks=[broken], epochs=50).fit()

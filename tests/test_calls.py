@@ -6,10 +6,10 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
-from raydl.leases import Leases
+from raydl.heartbeats import Heartbeats
 from raydl.on_ray.calls import Calls, in_few_words
-from raydl.on_ray.crew import RayCrew, _Backup
 from raydl.on_ray.starts import Starts
+from raydl.on_ray.worker_group import RayWorkerGroup, _Backup
 
 PROCESS = (
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
@@ -48,11 +48,11 @@ def test_of_anything_else_the_first_line_is_told(error, words):
     assert in_few_words(error) == words
 
 
-class Bare(RayCrew):
-    """A crew whose center has no process."""
+class Bare(RayWorkerGroup):
+    """A worker group whose center has no process."""
 
     def __init__(self):
-        self._calls, self._leases = Calls(), Leases(10.0)
+        self._calls, self._heartbeats = Calls(), Heartbeats(10.0)
         self._shards, self._places, self._starts = [], {}, Starts(600.0)
         self._workers = {"w0": Mock()}
         self._collected = {}
@@ -74,43 +74,45 @@ def center_of(round):
 
 
 @pytest.fixture
-def crew(monkeypatch):
-    """A crew that has just begun; references are the objects themselves."""
-    monkeypatch.setattr("raydl.on_ray.crew.ray.put", lambda value: value)
-    crew = Bare()
-    crew.open(center_of(7))
-    return crew
+def worker_group(monkeypatch):
+    """A worker group that has just begun; references are the objects themselves."""
+    monkeypatch.setattr("raydl.on_ray.worker_group.ray.put", lambda value: value)
+    worker_group = Bare()
+    worker_group.open(center_of(7))
+    return worker_group
 
 
-def test_a_center_that_is_lost_before_its_first_backup_keeps_the_optimizer_it_began_with(crew):
-    assert crew.rebuild_center("w0") == "its optimizer is as it was after 7 exchanges"
-    assert crew.started_with[-1] == "of 7"
+def test_a_center_that_is_lost_before_its_first_backup_keeps_the_optimizer_it_began_with(
+    worker_group,
+):
+    assert worker_group.rebuild_center("w0") == "its optimizer is as it was after 7 exchanges"
+    assert worker_group.started_with[-1] == "of 7"
 
 
-def test_the_optimizer_of_a_newer_checkpoint_is_kept_and_that_of_an_older_one_is_not(crew):
-    crew.hand_over_checkpoint(center_of(20))
-    crew.rebuild_center("w0")
-    crew._backup.keep("of 30", 30, 0.0, now=0.0)
-    crew.hand_over_checkpoint(center_of(25))
-    crew.rebuild_center("w0")
-    assert crew.started_with[-2:] == ["of 20", "of 30"]
+def test_the_optimizer_of_a_newer_checkpoint_is_kept_and_that_of_an_older_one_is_not(worker_group):
+    worker_group.hand_over_checkpoint(center_of(20))
+    worker_group.rebuild_center("w0")
+    worker_group._backup.keep("of 30", 30, 0.0, now=0.0)
+    worker_group.hand_over_checkpoint(center_of(25))
+    worker_group.rebuild_center("w0")
+    assert worker_group.started_with[-2:] == ["of 20", "of 30"]
 
 
-def test_a_center_that_goes_back_to_its_checkpoint_takes_no_later_optimizer_with_it(crew):
-    crew.hand_over_checkpoint(center_of(20))
-    crew._backup.keep("of 30", 30, 0.0, now=0.0)
-    crew.rebuild_center(None)
-    crew.rebuild_center("w0")
-    assert crew.started_with[-1] == "of 20"
+def test_a_center_that_goes_back_to_its_checkpoint_takes_no_later_optimizer_with_it(worker_group):
+    worker_group.hand_over_checkpoint(center_of(20))
+    worker_group._backup.keep("of 30", 30, 0.0, now=0.0)
+    worker_group.rebuild_center(None)
+    worker_group.rebuild_center("w0")
+    assert worker_group.started_with[-1] == "of 20"
 
 
-def test_the_score_of_a_center_that_was_made_again_does_not_come(crew):
-    crew._calls.expect("score", "evaluator", list, task="evaluation")
-    crew._calls.expect("state", "w0", list, task="state of w0")
-    crew.rebuild_center(None)
-    assert crew._calls.take("score") is None
-    assert crew._calls.take("state") is not None
-    assert crew._calls.take("opened").who == "center"
+def test_the_score_of_a_center_that_was_made_again_does_not_come(worker_group):
+    worker_group._calls.expect("score", "evaluator", list, task="evaluation")
+    worker_group._calls.expect("state", "w0", list, task="state of w0")
+    worker_group.rebuild_center(None)
+    assert worker_group._calls.take("score") is None
+    assert worker_group._calls.take("state") is not None
+    assert worker_group._calls.take("opened").who == "center"
 
 
 # many answers

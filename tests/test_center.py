@@ -17,7 +17,7 @@ from raydl.center import (
     set_lr,
     split_states,
 )
-from raydl.center_service import CenterService, make_shard
+from raydl.center_server import CenterServer, make_shard
 from raydl.flat import FlatModel
 
 
@@ -57,7 +57,7 @@ def test_a_center_from_a_workers_copy_has_the_optimizer_of_the_one_before(method
     copy = ensemble.workers[0].center()
     assert copy.optimizer == {}, "a worker knows the center's weights alone"
     snapshot = dataclasses.replace(copy, optimizer=before)
-    again = CenterService(ensemble.job, snapshot)
+    again = CenterServer(ensemble.job, snapshot)
     others = [make_shard(ensemble.job, snapshot, i, None) for i in range(1, shards)]
     after = again.optimizer_state([shard.optimizer_states() for shard in others])
     assert_same(after, before)

@@ -21,10 +21,10 @@ from raydl import tensor_files
 from raydl.checkpoint import Checkpoint, CheckpointStore, SavedState, pack, unpack
 from raydl.config import CheckpointConfig, MethodConfig, TrainConfig, TrainingConfig
 from raydl.control import State
-from raydl.crew import Draining, HandedIn, Lost, Published, StatesLost, WorkerReady
 from raydl.errors import CheckpointError, StateLostError
 from raydl.storage import Storage, Sum
 from raydl.tensor_files import TensorFile, view_of
+from raydl.worker_group import Draining, HandedIn, Lost, Published, StatesLost, WorkerReady
 
 # the bytes
 
@@ -286,10 +286,10 @@ def test_a_worker_that_leaves_stays_until_its_state_is_written():
 
 def test_who_is_asked_for_with_a_state_of_a_checkpoint_is_told_so():
     stage = Stage(own_states={"w4": {"a": 1}, "w2": {"b": 2}, "w7": {}}, first_round=3)
-    assert stage.crew.asked_with == {"w4": {"a": 1}, "w2": {"b": 2}}
+    assert stage.worker_group.asked_with == {"w4": {"a": 1}, "w2": {"b": 2}}
     stage.step(WorkerReady("w4", "node"), WorkerReady("w2", "node"))
     assert stage.state is State.TRAINING
-    assert stage.crew.own_states == {"w4": {"a": 1}, "w2": {"b": 2}}
+    assert stage.worker_group.own_states == {"w4": {"a": 1}, "w2": {"b": 2}}
 
 
 # whole runs

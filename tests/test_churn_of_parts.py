@@ -10,9 +10,9 @@ from histories import AllProgress, History, assert_same, config, counting
 
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
-from raydl.crew import Collected
 from raydl.rules import Elastic
 from raydl.storage import Storage
+from raydl.worker_group import Collected
 
 # a round in several fragments
 

@@ -14,14 +14,14 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_desk import halt_the_clock
+from test_control_channel import halt_the_clock
 
 from raydl import cli, ray_session
 from raydl.metrics import TAGS, tag_of
 from raydl.metrics.tags import OWN_METRIC
 from raydl.models import MODELS, LeNet
-from raydl.runs import desk as run_desk
-from raydl.runs.desk import RunDesk, RunStatus, WorkerStatus
+from raydl.runs import control_channel as run_control_channel
+from raydl.runs.control_channel import ControlChannel, RunStatus, WorkerStatus
 from raydl.storage import Storage
 
 LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]
@@ -178,7 +178,7 @@ STATUS = RunStatus(
 
 
 def run_that_ended(folder, state="finished"):
-    RunDesk(Storage(str(folder))).close(dataclasses.replace(STATUS, state=state))
+    ControlChannel(Storage(str(folder))).close(dataclasses.replace(STATUS, state=state))
 
 
 def test_status_is_read_at_a_glance(tmp_path, capsys):
@@ -207,7 +207,7 @@ def test_no_text_of_a_file_commands_the_terminal(tmp_path, capsys):
     status = dataclasses.replace(
         STATUS, state=f"failed: {HOSTILE}", workers=(worker,), events=(HOSTILE,)
     )
-    RunDesk(Storage(str(tmp_path))).close(status)
+    ControlChannel(Storage(str(tmp_path))).close(status)
     assert cli.main(["status", str(tmp_path)]) == 0
     folder = tmp_path / "pictures"
     for number in range(4):
@@ -228,7 +228,9 @@ def write_picture(path):
 
 def test_status_before_any_worker_is_three_lines(tmp_path, capsys):
     bare = dataclasses.replace(STATUS, center_accuracy=None, workers=(), events=())
-    RunDesk(Storage(str(tmp_path))).close(dataclasses.replace(bare, state="failed: no workers"))
+    ControlChannel(Storage(str(tmp_path))).close(
+        dataclasses.replace(bare, state="failed: no workers")
+    )
     assert cli.main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 3
@@ -237,10 +239,10 @@ def test_status_before_any_worker_is_three_lines(tmp_path, capsys):
 
 
 def test_status_of_a_silent_driver_begins_with_that(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run_desk, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(run_control_channel, "LOOK_AGAIN_S", 0.01)
     halt_the_clock(monkeypatch)
     values = dataclasses.asdict(STATUS) | {"driver": "process 12 on node-a, 0a1b2c3d"}
-    now = run_desk.time.time()
+    now = run_control_channel.time.time()
     values |= {"told_at": now - 37, "checkpoint_at": now - 62}
     (tmp_path / "status.json").write_text(json.dumps(values))
     assert cli.main(["status", str(tmp_path)]) == 0
@@ -261,16 +263,16 @@ def test_status_as_json_holds_all_that_is_known(tmp_path, capsys):
 
 
 def test_remove_prints_what_the_driver_says(tmp_path, capsys):
-    desk = RunDesk(Storage(str(tmp_path)), clock=itertools.count().__next__)
+    control_channel = ControlChannel(Storage(str(tmp_path)), clock=itertools.count().__next__)
     is_over = threading.Event()
 
     def drive():
         while not is_over.wait(0.005):
-            desk.tell(STATUS)
-            for request in desk.take_requests():
+            control_channel.tell(STATUS)
+            for request in control_channel.take_requests():
                 is_known = request.worker_id != "w0"
                 sentence = "leaves after this round" if is_known else "is needed"
-                desk.answer(request, f"{request.worker_id} {sentence}", ok=is_known)
+                control_channel.answer(request, f"{request.worker_id} {sentence}", ok=is_known)
 
     thread = threading.Thread(target=drive)
     thread.start()
@@ -283,7 +285,7 @@ def test_remove_prints_what_the_driver_says(tmp_path, capsys):
     assert unknown == f"{tmp_path} has no worker 'w5'; it has w0, w1, w2"
     is_over.set()
     thread.join()
-    desk.close(STATUS)
+    control_channel.close(STATUS)
 
 
 @pytest.mark.parametrize("command", [["status"], ["remove", "w0"]])

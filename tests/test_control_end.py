@@ -14,10 +14,10 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.control import State, kind_for
-from raydl.crew import Draining, GaveUp, Lost, Published, Scoring
 from raydl.errors import RaydlError
 from raydl.methods import resolve
 from raydl.reports import Outcome
+from raydl.worker_group import Draining, GaveUp, Lost, Published, Scoring
 
 LEASE_S = 3.0
 SIZES = [1, 2, (1, 4), (2, 5), 4]
@@ -241,7 +241,7 @@ def test_the_center_lost_while_the_last_states_are_collected_is_rebuilt(finishin
 
 @AT_THE_END
 def test_what_comes_late_does_not_move_the_end(finishing):
-    finishing.controller.workforce.left_loop("w1", 11)  # a copy that nobody waits for
+    finishing.controller.worker_registry.left_loop("w1", 11)  # a copy that nobody waits for
     assert finishing.step(Published((0, 9)), report("w1", 9)) == []
     finishing.step(collected(9))
     assert finishing.state is State.DONE
@@ -277,8 +277,8 @@ def run(
     kind, seed, *, last_round, stop_at=None, max_restarts=10_000, wild_s=60.0, num_workers=None,
     storm_at=None,
 ):  # fmt: skip
-    """Run to the end, among faults for a minute; return (crew, controller)."""
-    crew, is_sync = kind(seed, last_round=last_round, wild_s=wild_s), kind.is_sync
+    """Run to the end, among faults for a minute; return (worker group, controller)."""
+    worker_group, is_sync = kind(seed, last_round=last_round, wild_s=wild_s), kind.is_sync
     recorder = FakeRecorder()
     config = TrainConfig(
         method=MethodConfig(name="sync-easgd" if is_sync else "async-easgd"),
@@ -290,38 +290,40 @@ def run(
         elastic=ElasticConfig(lease_s=LEASE_S, max_restarts=max_restarts),
     )
     controller = kind_for(is_sync=is_sync)(
-        crew,
+        worker_group,
         config,
         resolve(config),
         recorder,
         first_round=FIRST,
         own_states={},
-        clock=lambda: crew.now,
+        clock=lambda: worker_group.now,
     )
     for _ in range(8000):
-        if storm_at is not None and crew.now >= storm_at:
-            crew.lose_most()
+        if storm_at is not None and worker_group.now >= storm_at:
+            worker_group.lose_most()
             storm_at = None
-        if stop_at is not None and crew.now >= stop_at:
+        if stop_at is not None and worker_group.now >= stop_at:
             controller.request_stop("SIGTERM")
         if controller.step():
             break
-    check(crew, controller, recorder, config.scaling)
-    return crew, controller
+    check(worker_group, controller, recorder, config.scaling)
+    return worker_group, controller
 
 
-def check(crew, controller, recorder, scaling):
+def check(worker_group, controller, recorder, scaling):
     trail = "\n".join(recorder.events[-25:])
-    assert controller.state is State.DONE, f"{controller.state} at {crew.now} s:\n{trail}"
-    numbers = [membership.generation for membership in crew.memberships]
+    assert controller.state is State.DONE, f"{controller.state} at {worker_group.now} s:\n{trail}"
+    numbers = [membership.generation for membership in worker_group.memberships]
     assert numbers == list(range(1, len(numbers) + 1))
     told = [e for e in recorder.events if e.startswith("generation ")]
     assert len(told) == len(numbers) == controller.num_generations
-    low = scaling.min_workers if crew.is_sync else 0  # by messages the lost are counted out first
-    assert all(low <= m.num_workers <= scaling.max_workers for m in crew.memberships)
+    low = (
+        scaling.min_workers if worker_group.is_sync else 0
+    )  # by messages the lost are counted out first
+    assert all(low <= m.num_workers <= scaling.max_workers for m in worker_group.memberships)
     assert recorder.checkpoints or not numbers, "the last state is always written"
     if controller.outcome is Outcome.FINISHED:
-        assert recorder.checkpoints[-1].snapshot.round >= crew.last_round - 1
+        assert recorder.checkpoints[-1].snapshot.round >= worker_group.last_round - 1
 
 
 def test_scores_that_are_lost_are_told_first_one_by_one_then_every_tenth():

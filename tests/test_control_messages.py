@@ -7,7 +7,8 @@ from test_controller import Stage, collected, report, scored, snapshot
 
 from raydl.callbacks import StopAtAccuracy
 from raydl.control import State
-from raydl.crew import (
+from raydl.reports import Outcome
+from raydl.worker_group import (
     Changed,
     Collected,
     Draining,
@@ -19,7 +20,6 @@ from raydl.crew import (
     TookOver,
     WorkerReady,
 )
-from raydl.reports import Outcome
 
 DIED = "the actor died"
 
@@ -64,7 +64,7 @@ def test_several_may_be_lost_at_once_and_all_of_them():
     stage.step(Published((6,)))
     assert stage.state is State.WAITING
     stage.step(WorkerReady("w2"), WorkerReady("w3"))
-    assert stage.crew.formed[-1].worker_ids == ("w2", "w3")
+    assert stage.worker_group.formed[-1].worker_ids == ("w2", "w3")
 
 
 def test_who_leaves_does_so_after_an_exchange_and_its_replacement_gets_its_state():
@@ -78,7 +78,7 @@ def test_who_leaves_does_so_after_an_exchange_and_its_replacement_gets_its_state
     assert stage.step(HandedIn("w0", state)) == [("hand_over", "w2", state), ("end", "w0")]
     told = stage.step(TookOver("w2"))
     assert told == [("forget", state), ("change", 3, ("w1", "w2"))]
-    assert stage.crew.own_states == {"w2": state}
+    assert stage.worker_group.own_states == {"w2": state}
 
 
 @pytest.mark.parametrize("outcome", ["regroup", "finished", "broken"])
@@ -124,8 +124,8 @@ def test_without_anybody_who_trains_it_is_a_pause(are_lost):
     stage.steps(3)
     newest = stage.controller.generation
     stage.now = 61.0
-    stage.step(*[report(w, 3, generation=newest) for w in stage.crew.formed[-1].worker_ids])
-    assert stage.controller.pace.longest_pause_s == (51.0 if are_lost else 41.0)
+    stage.step(*[report(w, 3, generation=newest) for w in stage.worker_group.formed[-1].worker_ids])
+    assert stage.controller.stragglers.longest_pause_s == (51.0 if are_lost else 41.0)
 
 
 def test_a_leaver_whose_run_is_over_is_not_waited_for_at_the_end():
@@ -133,7 +133,7 @@ def test_a_leaver_whose_run_is_over_is_not_waited_for_at_the_end():
     stage.step(*stage.end("finished", 20, "w0"))
     stage.step(Changed(), HandedIn("w0", {}))
     stage.steps(2)
-    assert "w0" not in stage.controller.workforce
+    assert "w0" not in stage.controller.worker_registry
     stage.step(*stage.end("finished", 22, "w1", "w2", generation=1), Published((22,)), scored(22))
     assert stage.step(report("w1", 22), report("w2", 22)) == [("collect", 22, ("w1", "w2"))]
     stage.step(collected(22))
@@ -159,9 +159,9 @@ def test_what_a_lost_worker_had_claimed_is_trained_before_the_run_ends():
     stage.step(Lost("w1", DIED))
     stage.step(Changed(), Published((41,), is_complete=False), scored(41))
     stage.steps(2)
-    assert stage.crew.told == [] or stage.state is State.TRAINING
-    assert stage.crew.formed[-1].worker_ids == ("w0",)
-    assert stage.crew.formed[-1].generation == 3
+    assert stage.worker_group.told == [] or stage.state is State.TRAINING
+    assert stage.worker_group.formed[-1].worker_ids == ("w0",)
+    assert stage.worker_group.formed[-1].generation == 3
     assert stage.controller.outcome is None
     stage.step(Changed(), *stage.end("finished", 43, "w0"), Published((43,)))
     assert stage.controller.outcome is Outcome.FINISHED
@@ -206,7 +206,7 @@ def test_the_center_may_be_lost_while_all_are_about_to_leave(is_changing):
     stage = stage_of(2).after(Lost("w1", DIED))
     assert stage.state is State.REGROUPING
     stage.steps(1) if is_changing else stage.steps(0)
-    assert ("abandon", stage.crew.formed[-1].generation) in stage.step(Lost("center", DIED))
+    assert ("abandon", stage.worker_group.formed[-1].generation) in stage.step(Lost("center", DIED))
     told = stage.step(*stage.end("broken", 6, "w0", generation=1))
     assert ("rebuild_center", "w0") in told
     stage.step(Published((6,)))
@@ -243,7 +243,7 @@ def test_a_worker_that_left_its_exchange_by_itself_joins_again():
 def test_a_broken_end_is_not_forgotten_when_another_worker_is_lost():
     stage = stage_of((1, 3), "w0", "w1", "w2")
     stage.step(*stage.end("broken", 7, "w1"), Lost("w2", DIED))
-    assert stage.crew.formed[-1].worker_ids == ("w0", "w1")
+    assert stage.worker_group.formed[-1].worker_ids == ("w0", "w1")
     stage.now += 2.5
     assert stage.step(Changed()) == [("change", 3, ("w0",))]
     assert stage.step(Changed()) == [("change", 4, ("w0", "w1"))]
@@ -264,12 +264,12 @@ def test_a_score_of_a_lost_center_ends_no_run_and_keeps_no_later_one_back(is_lat
     stage.step(Lost("center", DIED))
     assert ("rebuild_center", "w0") in stage.step(*stage.end("broken", 50, "w0", "w1"))
     if is_late:
-        assert ("evaluate", 50) in stage.after(Published((50,))).crew.told
+        assert ("evaluate", 50) in stage.after(Published((50,))).worker_group.told
     stage.step(scored(100))
     assert stage.recorder.scores == []
     stage.step(Published((50,)))
     stage.step(Changed(), Published((50, 60)), Evaluated(50, 5, 50, 1.0, {"accuracy": 0.1}))
-    assert stage.crew.told[0] == ("evaluate", 60)
+    assert stage.worker_group.told[0] == ("evaluate", 60)
     assert [score.round for score in stage.recorder.scores] == [50]
     assert not stage.controller.ended_because
     assert "stop" not in str(stage.said)
@@ -350,5 +350,5 @@ def test_one_that_leaves_its_exchange_is_no_pause_while_another_trains():
     stage.step(*stage.end("broken", 3, "w0"))
     stage.now = 20.0
     stage.step(Changed(), Published((0, 3)))
-    stage.step(report("w1", 9, generation=stage.crew.formed[-1].generation))
-    assert stage.controller.pace.longest_pause_s == 0.0
+    stage.step(report("w1", 9, generation=stage.worker_group.formed[-1].generation))
+    assert stage.controller.stragglers.longest_pause_s == 0.0

@@ -6,10 +6,10 @@ import pytest
 from test_controller import Stage, collected, report, scored
 
 from raydl.control import State
-from raydl.control.workforce import Phase
-from raydl.crew import Draining, GaveUp, HandedIn, Lost, Published, TookOver, WorkerReady
+from raydl.control.worker_registry import Phase
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
 from raydl.reports import Outcome
+from raydl.worker_group import Draining, GaveUp, HandedIn, Lost, Published, TookOver, WorkerReady
 
 DIED = "the actor died"
 
@@ -70,8 +70,8 @@ def test_who_leaves_hands_in_its_state_and_the_replacement_gets_it(leaver):
     assert stage.step() == [], "nobody waits for it in an exchange"
     told = stage.step(TookOver("w2"))
     assert told == [("forget", state), ("form", 2, (other, "w2"), 7), ("end", leaver)]
-    assert stage.crew.own_states == {"w2": state}
-    assert leaver not in stage.controller.workforce
+    assert stage.worker_group.own_states == {"w2": state}
+    assert leaver not in stage.controller.worker_registry
 
 
 def test_a_state_that_will_not_come_is_not_waited_for():
@@ -79,7 +79,7 @@ def test_a_state_that_will_not_come_is_not_waited_for():
     stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
     told = stage.step(GaveUp("state of w1", "it died"))
     assert told == [("form", 2, ("w0", "w2"), 7), ("end", "w1")]
-    assert stage.crew.own_states == {}
+    assert stage.worker_group.own_states == {}
     assert "the replica of w1 is not handed over: it died" in stage.said
 
 
@@ -95,7 +95,7 @@ def test_a_replica_that_can_not_be_taken_over_costs_no_more_than_itself():
     stage = handing_over()
     told = stage.step(GaveUp("handover to w2", "it is damaged"))
     assert told == [("forget", {"mine": 1}), ("form", 2, ("w0", "w2"), 7), ("end", "w1")]
-    assert stage.crew.own_states == {}
+    assert stage.worker_group.own_states == {}
     assert "w2 starts at the center: it is damaged" in stage.said
 
 
@@ -103,7 +103,7 @@ def test_who_is_lost_with_a_replica_that_it_took_over_does_not_leave_it_to_the_n
     stage = handing_over()
     assert stage.step(Lost("w2", DIED))[:2] == [("forget", {"mine": 1}), ("ask", "w3")]
     assert ("form", 2, ("w0", "w3"), 7) in stage.step(WorkerReady("w3"))
-    assert stage.crew.own_states == {}
+    assert stage.worker_group.own_states == {}
 
 
 @pytest.mark.parametrize("part", ["hand in", "take over"])
@@ -116,7 +116,7 @@ def test_a_handover_that_takes_minutes_is_not_waited_for(part):
     assert stage.step() == []
     stage.now += 2.0
     assert ("form", 2, ("w0", "w2"), 7) in stage.steps(2)
-    assert stage.crew.own_states == {}
+    assert stage.worker_group.own_states == {}
     assert any("it took longer than 120 s" in said for said in stage.said)
     late = TookOver("w2") if part == "take over" else HandedIn("w1", {"mine": 1})
     assert stage.step(late) == ([] if part == "take over" else [("forget", {"mine": 1})])
@@ -127,7 +127,7 @@ def test_a_replica_that_nobody_needs_is_not_handed_in():
     assert stage.controller.remove("w1")[0]
     assert stage.step() == [("vote", "regroup")]
     stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
-    assert stage.crew.told == [("evaluate", 7)]
+    assert stage.worker_group.told == [("evaluate", 7)]
     assert stage.step() == [("form", 2, ("w0",), 7), ("end", "w1")]
 
 
@@ -135,7 +135,7 @@ def test_the_others_train_on_while_a_late_newcomer_takes_a_replica_over():
     stage = Stage((1, 2)).start().after(Draining("w1"))
     stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
     stage.step(HandedIn("w1", {"mine": 1}))
-    assert stage.crew.formed[-1].worker_ids == ("w0",), "w2 is not up yet"
+    assert stage.worker_group.formed[-1].worker_ids == ("w0",), "w2 is not up yet"
     assert stage.step(WorkerReady("w2")) == [("hand_over", "w2", {"mine": 1})]
     assert stage.step() == []
     assert stage.step(TookOver("w2")) == [("vote", "regroup")]
@@ -283,8 +283,8 @@ def test_who_does_not_come_out_of_a_broken_exchange_is_left_out_and_comes_back()
     stage.now += 61.0  # few rounds are known
     stage.step(Published((5,)))
     stage.step()
-    assert stage.crew.formed[-1].worker_ids == ("w0",)
-    assert stage.crew.formed[-1].absent == ("w1",)
+    assert stage.worker_group.formed[-1].worker_ids == ("w0",)
+    assert stage.worker_group.formed[-1].absent == ("w1",)
     stage.step(*stage.end("broken", 4, "w1", generation=1))
     assert stage.state is State.TRAINING, "an end of another generation"
     stage.now += 1.5
@@ -296,8 +296,8 @@ def test_who_does_not_come_out_of_a_broken_exchange_is_left_out_and_comes_back()
 
 def test_what_is_left_to_train_waits_for_the_one_that_has_it():
     stage = Stage((1, 2)).start()
-    stage.controller.workforce.leave_out(("w1",))
-    stage.controller.workforce["w1"].num_late = 3
+    stage.controller.worker_registry.leave_out(("w1",))
+    stage.controller.worker_registry["w1"].num_late = 3
     stage.step()
     stage.step(*stage.end("regroup", 5, "w0", "w1"), Published((5,)))
     stage.step()  # w0 alone
@@ -358,7 +358,7 @@ def test_between_generations_a_lost_center_is_rebuilt_from_the_furthest_copy(sta
     stage.step(Published((7,)), WorkerReady("w2"), HandedIn("w1", {}))
     stage.step(TookOver("w2"))
     stage.step()
-    assert stage.crew.formed[-1].worker_ids == ("w0", "w2")
+    assert stage.worker_group.formed[-1].worker_ids == ("w0", "w2")
 
 
 def test_ends_before_the_news_of_the_lost_center_do_not_lose_what_workers_have():
@@ -366,7 +366,7 @@ def test_ends_before_the_news_of_the_lost_center_do_not_lose_what_workers_have()
     stage.step(*stage.end("regroup", 40, "w0", "w1"), Published((40,)))
     stage.step(HandedIn("w1", {}))
     stage.step(TookOver("w2"))
-    assert stage.crew.formed[-1].worker_ids == ("w0", "w2")
+    assert stage.worker_group.formed[-1].worker_ids == ("w0", "w2")
     assert stage.step(*stage.end("broken", -1, "w0", "w2")) == [("abandon", 2)]
     assert stage.step() == []
     assert stage.step(Lost("center", DIED)) == [("rebuild_center", "w0")]
@@ -417,11 +417,11 @@ def test_a_stop_that_was_voted_in_a_generation_that_breaks_is_not_lost():
 
 def test_a_late_worker_that_leaves_its_loop_is_a_candidate_again():
     stage = Stage((1, 2)).start()
-    stage.controller.workforce.leave_out(("w1",))
-    assert stage.controller.workforce["w1"].phase is Phase.LEFT_OUT
+    stage.controller.worker_registry.leave_out(("w1",))
+    assert stage.controller.worker_registry["w1"].phase is Phase.LEFT_OUT
     stage.step(*stage.end("broken", 3, "w1"))
     stage.now += 1.5
-    assert "w1" in stage.controller.workforce.candidates(0.0).ready
+    assert "w1" in stage.controller.worker_registry.candidates(0.0).ready
 
 
 def test_a_pause_begins_when_the_first_leaves_its_exchange_and_ends_in_the_next_generation():
@@ -432,9 +432,9 @@ def test_a_pause_begins_when_the_first_leaves_its_exchange_and_ends_in_the_next_
     stage.step(*stage.end("broken", 3, "w1"), Published((0, 3)))
     stage.now = 17.0
     stage.steps(3)
-    assert stage.crew.formed[-1].generation == 2
+    assert stage.worker_group.formed[-1].generation == 2
     stage.step(report("w0", 4, generation=2))
-    assert stage.controller.pace.longest_pause_s == 7.0
+    assert stage.controller.stragglers.longest_pause_s == 7.0
 
 
 def test_exchanges_that_broke_wait_two_seconds_for_news_of_the_cause():
@@ -453,4 +453,4 @@ def test_exchanges_that_broke_wait_two_seconds_for_news_of_the_cause():
 def test_a_copy_of_the_very_first_center_is_a_copy_too():
     stage = Stage().start()
     stage.step(Lost("center", "the actor died"), *stage.end("broken", 0, "w0", "w1"))
-    assert ("rebuild_center", "w0") in [*stage.crew.told, *stage.steps(2)]
+    assert ("rebuild_center", "w0") in [*stage.worker_group.told, *stage.steps(2)]

@@ -1,7 +1,8 @@
-"""The controller against a simulated crew in which anything may go wrong at any time.
+"""The controller against a simulated worker group in which anything may go wrong at any time.
 
-The simulation obeys the protocol of :class:`raydl.crew.Crew` and knows nothing of tensors: a
-worker is a round, the center a few numbers. Whatever goes wrong for a while, the run ends.
+The simulation obeys the protocol of :class:`raydl.worker_group.WorkerGroup` and knows nothing of
+tensors: a worker is a round, the center a few numbers. Whatever goes wrong for a while, the run
+ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import pytest
 from test_control_end import FIRST, LEASE_S, run
 from test_controller import record, snapshot
 
-from raydl.crew import (
+from raydl.errors import ProcessLostError
+from raydl.reports import Outcome, WorkerReport
+from raydl.worker_group import (
     Collected,
     Draining,
     Evaluated,
@@ -26,8 +29,6 @@ from raydl.crew import (
     TookOver,
     WorkerReady,
 )
-from raydl.errors import ProcessLostError
-from raydl.reports import Outcome, WorkerReport
 
 POLL_S = 0.25
 
@@ -397,8 +398,8 @@ class SimRounds(SimCrew):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_goes_wrong_for_a_minute_rounds_are_trained_to_the_end(seed):
-    crew, controller = run(SimRounds, seed, last_round=400)
-    assert crew.num_faults > 10
+    worker_group, controller = run(SimRounds, seed, last_round=400)
+    assert worker_group.num_faults > 10
     assert controller.outcome is Outcome.FINISHED
 
 

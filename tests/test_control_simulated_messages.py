@@ -1,4 +1,4 @@
-"""The controller of methods with messages against a simulated crew; see the other simulation."""
+"""The controller of methods with messages against a simulated group; see the other simulation."""
 
 import random
 
@@ -7,8 +7,8 @@ from test_control_end import run
 from test_control_simulated import SimCrew
 from test_controller import record
 
-from raydl.crew import Changed, Published
 from raydl.reports import Outcome
+from raydl.worker_group import Changed, Published
 
 
 class SimMessages(SimCrew):
@@ -132,8 +132,8 @@ class SimMessages(SimCrew):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_goes_wrong_for_a_minute_the_run_is_trained_to_the_end(seed):
-    crew, controller = run(SimMessages, seed, last_round=1500)
-    assert crew.num_faults > 10
+    worker_group, controller = run(SimMessages, seed, last_round=1500)
+    assert worker_group.num_faults > 10
     assert controller.outcome is Outcome.FINISHED
 
 

@@ -1,4 +1,4 @@
-"""The controller, stepped with a fake crew: how a run starts, waits, is scored and ends.
+"""The controller, stepped with a fake worker group: how a run starts, waits, is scored and ends.
 
 ``test_control_rounds``, ``test_control_messages`` and ``test_control_simulated`` use the stage.
 """
@@ -17,7 +17,12 @@ from raydl.config import (
     TrainingConfig,
 )
 from raydl.control import State, kind_for
-from raydl.crew import (
+from raydl.errors import ProcessLostError, RaydlError, ResourceError
+from raydl.faults import FaultPlan
+from raydl.faults.plan import Fault
+from raydl.methods import resolve
+from raydl.reports import Outcome, Record, WorkerReport
+from raydl.worker_group import (
     Changed,
     Collected,
     Draining,
@@ -30,11 +35,6 @@ from raydl.crew import (
     RunEnded,
     WorkerReady,
 )
-from raydl.errors import ProcessLostError, RaydlError, ResourceError
-from raydl.faults import FaultPlan
-from raydl.faults.plan import Fault
-from raydl.methods import resolve
-from raydl.reports import Outcome, Record, WorkerReport
 
 BOTH = pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
 
@@ -89,7 +89,7 @@ def scored(round):
     return Evaluated(round, 5, round, 1.0, {"accuracy": 0.5})
 
 
-class FakeCrew:
+class FakeWorkerGroup:
     """Hands out what the test says, and writes down what it is told."""
 
     def __init__(self):
@@ -151,7 +151,7 @@ class Stage:
     """A controller with fakes around it and a clock that the test turns."""
 
     def __init__(self, num_workers=2, *, is_sync=True, first_round=0, own_states=(), **more):
-        self.crew, self.recorder, self.now = FakeCrew(), FakeRecorder(), 0.0
+        self.worker_group, self.recorder, self.now = FakeWorkerGroup(), FakeRecorder(), 0.0
         name = "sync-easgd" if is_sync else "async-easgd"
         elastic = {"max_restarts": more.pop("max_restarts", 20), **more.pop("elastic", {})}
         callbacks = more.pop("callbacks", ())
@@ -167,7 +167,7 @@ class Stage:
         )
         self.is_sync = is_sync
         self.controller = kind_for(is_sync=is_sync)(
-            self.crew,
+            self.worker_group,
             config,
             resolve(config),
             self.recorder,
@@ -178,14 +178,14 @@ class Stage:
             callbacks=callbacks,
             clock=lambda: self.now,
         )
-        self.crew.events.append(Published((first_round,)))
+        self.worker_group.events.append(Published((first_round,)))
 
     def step(self, *events):
-        """Step with these events; return what the crew was told meanwhile."""
-        self.crew.events += events
-        self.crew.told.clear()
+        """Step with these events; return what the worker group was told meanwhile."""
+        self.worker_group.events += events
+        self.worker_group.told.clear()
         self.controller.step()
-        return list(self.crew.told)
+        return list(self.worker_group.told)
 
     def steps(self, count):
         return [told for _ in range(count) for told in self.step()]
@@ -198,7 +198,7 @@ class Stage:
             self.now += 6.0
             self.step()
         assert self.state is State.TRAINING
-        assert self.crew.formed[-1].worker_ids == worker_ids
+        assert self.worker_group.formed[-1].worker_ids == worker_ids
         return self if self.is_sync else self.after(Changed())
 
     def after(self, *events):
@@ -207,7 +207,7 @@ class Stage:
 
     def end(self, outcome, round, *worker_ids, generation=None):
         """Return the ends of loops, of the newest generation."""
-        number = generation or self.crew.formed[-1].generation
+        number = generation or self.worker_group.formed[-1].generation
         return [RunEnded(w, Outcome(outcome), round, number, "a reset") for w in worker_ids]
 
     @property
@@ -224,7 +224,7 @@ class Stage:
 
 def test_workers_are_asked_for_and_train_when_all_are_ready_in_the_order_of_their_numbers():
     stage = Stage()
-    assert stage.crew.told == [("ask", "w0"), ("ask", "w1")]
+    assert stage.worker_group.told == [("ask", "w0"), ("ask", "w1")]
     assert stage.step(WorkerReady("w1")) == []
     assert stage.step(WorkerReady("w0")) == [("form", 1, ("w0", "w1"), 0)]
     assert stage.said == ["1 of 2 workers are ready", "generation 1: w0, w1 start"]
@@ -233,7 +233,7 @@ def test_workers_are_asked_for_and_train_when_all_are_ready_in_the_order_of_thei
 def test_what_is_to_be_done_in_a_new_state_is_done_without_a_wait():
     stage = Stage().start()
     stage.steps(2)
-    assert [timeout == 0 for timeout in stage.crew.timeouts[-2:]] == [True, False]
+    assert [timeout == 0 for timeout in stage.worker_group.timeouts[-2:]] == [True, False]
 
 
 def test_a_resumed_run_numbers_its_memberships_on():
@@ -245,7 +245,7 @@ def test_a_resumed_run_numbers_its_memberships_on():
 
 def test_workers_start_while_the_center_does_and_train_once_it_is_up():
     stage = Stage()
-    stage.crew.events.clear()
+    stage.worker_group.events.clear()
     stage.step(WorkerReady("w0"), WorkerReady("w1"))
     stage.now += 100.0
     assert stage.step() == []
@@ -254,7 +254,7 @@ def test_workers_start_while_the_center_does_and_train_once_it_is_up():
 
 def test_a_center_that_does_not_start_ends_the_run_with_a_sentence():
     stage = Stage()
-    stage.crew.events.clear()
+    stage.worker_group.events.clear()
     stage.step(WorkerReady("w0"), WorkerReady("w1"))
     stage.now += 301.0
     with pytest.raises(RaydlError, match=r"^the center did not start within 300 s; the same"):
@@ -273,7 +273,7 @@ def test_resumed_groups_are_the_groups_of_the_checkpoint_and_get_their_states():
     stage = Stage(4, group_size=2, own_states=states)
     told = stage.step(*[WorkerReady(f"w{i}", "b" if i else "a") for i in range(4)])
     assert told == [("form", 1, ("w0", "w3", "w2", "w1"), 0)]
-    assert stage.crew.own_states == states
+    assert stage.worker_group.own_states == states
 
 
 def test_waiting_is_bounded_and_says_what_for():
@@ -359,7 +359,7 @@ def test_a_fault_of_the_center_fires_once(is_sync):
     assert ("inflict", plan.faults[0]) in stage.step(news)
     assert stage.said[-1] == "fault 1: kill center at round 3"
     assert all(told[0] != "inflict" for told in [*stage.step(news), *stage.steps(3)])
-    assert stage.controller.chaos.fired == ["fault 1: kill center at round 3"]
+    assert stage.controller.planned_faults.fired == ["fault 1: kill center at round 3"]
 
 
 def test_a_fault_of_a_worker_is_told_with_its_name_where_the_plan_left_it_open():
@@ -367,7 +367,7 @@ def test_a_fault_of_a_worker_is_told_with_its_name_where_the_plan_left_it_open()
     stage = Stage(faults=plan).start()
     stage.step(Published((0,), faults=((0, "w0"), (1, "w1"))))
     told = ["fault 1: kill rank 0 at round 3 (w0)", "fault 2: stop w1 at step 9"]
-    assert stage.said[-2:] == stage.controller.chaos.fired == told
+    assert stage.said[-2:] == stage.controller.planned_faults.fired == told
 
 
 # what comes late

@@ -20,7 +20,7 @@ from raydl.exchange.local import LocalGroup
 from raydl.exchange.sync import SyncExchange
 from raydl.optimizers import make_optimizer
 from raydl.rules import Elastic, Sends
-from raydl.talk import Header
+from raydl.step_plan import Header
 
 BETA = 0.5
 

@@ -275,20 +275,20 @@ def test_a_call_that_comes_to_a_process_waits_and_so_does_its_answer():
     assert clock.now == 10.0
 
 
-def test_what_a_road_is_asked_for_and_what_comes_of_it_later_are_held_back():
-    class Delivery:
+def test_what_a_transport_is_asked_for_and_what_comes_of_it_later_are_held_back():
+    class PendingResponse:
         def wait(self):
             return clock.now
 
     clock = Clock()
     partition = Partition(clock=clock, sleep=clock.sleep)
-    road = Held(SimpleNamespace(push=Delivery, size=3), partition.hold)
-    assert road.size == 3
-    delivery = road.push()
+    transport = Held(SimpleNamespace(request=PendingResponse, size=3), partition.hold)
+    assert transport.size == 3
+    delivery = transport.request()
     partition.cut(5.0)
     assert delivery.wait() == 5.0
     partition.cut(1.0)
-    road.push()
+    transport.request()
     assert clock.now == 6.0
 
 

@@ -9,7 +9,7 @@ from test_controller import Stage
 
 from raydl.center import SnapshotShelf
 from raydl.control.refusals import Refusals
-from raydl.crew import Lost, Published, Refused
+from raydl.worker_group import Lost, Published, Refused
 
 
 def made(round, generation, *, value=0.0, is_kept=False):
@@ -94,9 +94,9 @@ def test_what_the_center_held_before_a_generation_began_is_no_news_of_it():
     stage.step(*ended(stage, 1, w0=6, w1=6), published(0, 6, 7, generation=1))
     assert ("form", 2, ("w0", "w1"), 6) in stage.step()
     stage.step(published(0, 6, 7, generation=1))  # asked before, answered after
-    assert stage.controller._keeper.published == (0, 6)
+    assert stage.controller._center_manager.published == (0, 6)
     stage.step(published(0, 6, 8, generation=2))
-    assert stage.controller._keeper.published == (0, 6, 8)
+    assert stage.controller._center_manager.published == (0, 6, 8)
 
 
 def ended(stage, generation, **rounds):

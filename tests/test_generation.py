@@ -3,9 +3,9 @@
 import pytest
 
 from raydl.control.generation import Generation
-from raydl.crew import RunEnded
 from raydl.membership import Membership
 from raydl.reports import Outcome, WorkerReport
+from raydl.worker_group import RunEnded
 
 THREE = ("w0", "w1", "w2")
 

@@ -11,7 +11,6 @@ from histories import History, assert_same, config
 import raydl
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
-from raydl.crew import Collected
 from raydl.generators import (
     callers_generators_kept,
     generators_state,
@@ -22,6 +21,7 @@ from raydl.generators import (
 from raydl.scoring import score_run
 from raydl.storage import Storage
 from raydl.task import Classification, build_model
+from raydl.worker_group import Collected
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ import time
 import pytest
 from test_controller import Stage
 
-from raydl.crew import Busy
-from raydl.leases import Leases
+from raydl.heartbeats import Heartbeats
 from raydl.on_ray.cluster import kill_process
 from raydl.on_ray.liveness import Liveness, Times, times_of
+from raydl.worker_group import Busy
 
 
 def looked(*times, at=(1.0, 2.0)):
@@ -65,12 +65,12 @@ def test_a_process_is_looked_at_once_a_second_and_forgotten_once_it_answers():
 
 def test_those_that_owe_an_answer_for_long_are_looked_at_before_their_lease_ends():
     now = 0.0
-    leases = Leases(10.0, clock=lambda: now)
-    leases.ask("w1")
+    heartbeats = Heartbeats(10.0, clock=lambda: now)
+    heartbeats.ask("w1")
     now = 2.0
-    leases.ask("w2")
+    heartbeats.ask("w2")
     now = 2.6
-    assert leases.silent(2.5) == ["w1"]
+    assert heartbeats.silent(2.5) == ["w1"]
 
 
 def test_the_kernel_tells_busy_from_stopped():

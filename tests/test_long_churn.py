@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from conftest import Ensemble
 from test_message_workers import job as message_job
-from test_messages import push
+from test_messages import request
 
 from benchmarks.scale import CountingWriter, Driver, simulated_clock
-from raydl.crew import Changed, Draining, HandedIn
-from raydl.exchange.post import Settlement, Stamp
+from raydl.exchange.protocol import Completion, MessageId
 from raydl.membership import Membership
 from raydl.metrics.worker_curves import MOST, WorkerCurves
 from raydl.on_ray import cluster
 from raydl.runs.sums import Sum, Sums
-from raydl.talk import Header
+from raydl.step_plan import Header
+from raydl.worker_group import Changed, Draining, HandedIn
 
 HOURS, POLL_S = 24, 20.0
 _NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.CodeType, types.FrameType)
@@ -62,7 +62,7 @@ def churn(request):
 
     def count():  # what fills up to a bound of its own in some hours is apart
         recorder = driver.recorder
-        return num_held(driver, driver.crew, writer, recorder._sums, recorder._stack)
+        return num_held(driver, driver.worker_group, writer, recorder._sums, recorder._stack)
 
     with contextlib.redirect_stdout(io.StringIO()):
         driver = Driver(
@@ -75,7 +75,7 @@ def churn(request):
                 driver.step()
                 if poll % 20 == 0:
                     windows.look(poll * POLL_S / 3600, count)
-    return windows, writer.names, driver.crew.num_lost
+    return windows, writer.names, driver.worker_group.num_lost
 
 
 def test_in_a_day_of_replacements_the_driver_holds_no_more_and_curves_stay_few(churn):
@@ -96,16 +96,16 @@ def test_in_a_day_of_replacements_the_center_holds_no_more():
     entered, sequences = dict.fromkeys(members, 1), dict.fromkeys(members, 0)
     size = ensemble.flat.num_parameters
     for worker_id in members:
-        service.dispatcher.enter(Stamp(worker_id, 1, 0, 0), 0)
+        service.coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
     num_changes = HOURS * 120
     for number in range(num_changes):
         for worker_id in members:
             sequences[worker_id] += 1
             at = sequences[worker_id]
-            settlement = Settlement(Header(step_s=0.1), 2 * at, 6 * at, 0.1, 80)
-            message = push(
+            completion = Completion(Header(step_s=0.1), 2 * at, 6 * at, 0.1, 80)
+            message = request(
                 worker_id, at, np.zeros(size), generation=entered[worker_id],
-                settlement=settlement,
+                completion=completion,
             )  # fmt: skip
             assert not service.exchange(message).refusal
         lost, newcomer, generation = members.pop(0), f"w{4 + number}", number + 2
@@ -113,9 +113,9 @@ def test_in_a_day_of_replacements_the_center_holds_no_more():
         members.append(newcomer)
         entered[newcomer], sequences[newcomer] = generation, 0
         service.change(Membership(generation, tuple(members)), [])
-        service.dispatcher.enter(Stamp(newcomer, generation, 0, 0), 0)
-        service.dispatcher.take_due()
-        service.dispatcher.take_records()
+        service.coordinator.enter(MessageId(newcomer, generation, 0, 0), 0)
+        service.coordinator.take_due()
+        service.coordinator.take_records()
         if number % 20 == 0:
             windows.look(24 * number / num_changes, lambda: num_held(service))
     assert windows.is_flat(), f"{windows.early} objects became {windows.late}"
@@ -172,14 +172,14 @@ class Legacies:
 
         workers = [f"w{i}" for i in range(num_workers)]
         self.stage = Stage((1, num_workers), is_sync=False).start(*workers)
-        self.staff = self.stage.controller._staff
+        self.worker_pool = self.stage.controller._worker_pool
 
 
 def test_replicas_are_kept_for_those_who_come_and_for_no_others():
     legacies = Legacies(4)
-    staff, stage = legacies.staff, legacies.stage
+    worker_pool, stage = legacies.worker_pool, legacies.stage
     for worker_id in ("w0", "w1"):  # fewer are wanted: nobody takes their places
-        staff.remove(worker_id)
+        worker_pool.remove(worker_id)
         told = stage.step(*stage.end("left", 5, worker_id, generation=1), Changed())
         assert ("end", worker_id) in told
         assert ("hand_in", worker_id) not in told
@@ -187,10 +187,10 @@ def test_replicas_are_kept_for_those_who_come_and_for_no_others():
     ended = stage.end("left", 6, "w2", generation=1)
     assert ("hand_in", "w2") in stage.step(*ended, Changed())
     stage.step(HandedIn("w2", {"replica": "w2"}))
-    assert staff._legacies == [{"replica": "w2"}]
-    staff.remove("w4")  # who would have taken it
-    staff.take_in("w3", {"replica": "w3"})
-    assert ("forget", {"replica": "w3"}) in stage.crew.told
+    assert worker_pool._legacies == [{"replica": "w2"}]
+    worker_pool.remove("w4")  # who would have taken it
+    worker_pool.take_in("w3", {"replica": "w3"})
+    assert ("forget", {"replica": "w3"}) in stage.worker_group.told
 
 
 def test_who_was_told_of_a_notice_is_forgotten_when_it_is_gone(monkeypatch):

@@ -14,9 +14,9 @@ from test_controller import Stage, scored
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import OptimizerConfig
 from raydl.control.plateau import Plateau
-from raydl.crew import Collected, Lost, Published, WorkerReady
 from raydl.optimizers import lr_at
 from raydl.rules import lr_factor
+from raydl.worker_group import Collected, Lost, Published, WorkerReady
 
 SHARES = [i / 20 for i in range(20)]
 
@@ -126,11 +126,11 @@ def test_all_ranks_cut_after_the_same_round_though_they_hear_of_it_in_different_
     assert lrs[max(lrs)] == pytest.approx(0.01)
 
 
-def test_by_messages_the_orders_tell_how_often_to_cut():
+def test_by_messages_the_assignment_tell_how_often_to_cut():
     ensemble = plateau_of("async-easgd")
     ensemble.run(1)
     for _ in range(2):  # told again it is still one cut
-        ensemble.service.dispatcher.vote(1, num_cuts=1)
+        ensemble.service.coordinator.vote(1, num_cuts=1)
     ensemble.run(2)
     assert [w._schedule.num_cuts for w in ensemble.workers] == [1, 1]
     assert ensemble.workers[0].center().num_cuts == 1

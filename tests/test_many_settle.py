@@ -8,10 +8,10 @@ import sys
 from collections import Counter
 
 import pytest
-from test_messages import enter, make_dispatcher, settle
+from test_messages import enter, make_coordinator, settle
 
-from raydl.dispatcher import COPIES
-from raydl.exchange.post import Stamp
+from raydl.coordinator import COPIES
+from raydl.exchange.protocol import MessageId
 from raydl.ledger import Ledger, num_done_by
 from raydl.membership import Membership
 from raydl.reports import Outcome
@@ -27,11 +27,11 @@ class Crowd:
         self.workers = tuple(f"w{i}" for i in range(num_workers))
         num_samples = 1000 * num_workers
         ledger = Ledger(num_samples, cuts=cuts) if cuts else Ledger(num_samples)
-        self.dispatcher = make_dispatcher(method, workers=self.workers, ledger=ledger, epochs=99)
+        self.coordinator = make_coordinator(method, workers=self.workers, ledger=ledger, epochs=99)
         self.local_steps, self.newest = Counter(), {}
         self.random = random.Random(0)
         for worker_id in self.workers:
-            enter(self.dispatcher, worker_id)
+            enter(self.coordinator, worker_id)
 
     def turn(self):
         """Let each settle once; yield (worker, its orders)."""
@@ -41,7 +41,7 @@ class Crowd:
     def settle(self, worker_id):
         self.local_steps[worker_id] += 2
         return settle(
-            self.dispatcher, worker_id, local_step=self.local_steps[worker_id],
+            self.coordinator, worker_id, local_step=self.local_steps[worker_id],
             step_s=self.random.uniform(0.1, 0.2),
         )  # fmt: skip
 
@@ -82,11 +82,11 @@ def test_settling_takes_as_many_lines_of_code_with_many_workers_as_with_few(meth
     assert many < 1.5 * few, f"{few:.0f} lines with {FEW} workers, {many:.0f} with {MANY}"
 
 
-def test_orders_are_no_longer_where_more_workers_train():
+def test_assignment_are_no_longer_where_more_workers_train():
     def mean_bytes(num_workers):
         crowd = Crowd(num_workers)
         list(crowd.turn())
-        sizes = [len(pickle.dumps(orders)) for _, orders in crowd.turn()]
+        sizes = [len(pickle.dumps(assignment)) for _, assignment in crowd.turn()]
         return sum(sizes) / len(sizes)
 
     few, many = mean_bytes(FEW), mean_bytes(MANY)
@@ -99,17 +99,17 @@ def test_what_the_center_holds_for_each_worker_is_as_large_with_many_as_with_few
     def mean_bytes(num_workers):
         crowd = Crowd(num_workers)
         list(crowd.turn())
-        roster = crowd.dispatcher._roster
-        return sum(len(pickle.dumps(roster[w].answered)) for w in roster) / num_workers
+        members = crowd.coordinator._members
+        return sum(len(pickle.dumps(members[w].answered)) for w in members) / num_workers
 
     assert mean_bytes(MANY) < 1.5 * mean_bytes(FEW)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 16, 31])
-def test_up_to_31_workers_are_told_the_ledger_with_all_orders(num_workers):
+def test_up_to_31_workers_are_told_the_ledger_with_all_assignment(num_workers):
     crowd = Crowd(num_workers)
-    for _, orders in crowd.turn():
-        assert num_done_by(orders.ledger) == orders.num_done
+    for _, assignment in crowd.turn():
+        assert num_done_by(assignment.ledger) == assignment.num_done
 
 
 @pytest.mark.parametrize("num_workers", [32, 100, MANY, 512])
@@ -117,21 +117,21 @@ def test_somebody_was_always_told_the_ledger_of_a_sixteenth_of_an_exchange_each_
     crowd = Crowd(num_workers)
     list(crowd.turn())
     told = {}
-    for worker_id, orders in crowd.turn():
-        if orders.ledger is not None:
-            told[worker_id] = orders.version
-        newest = max(told.values(), default=crowd.dispatcher.version - num_workers // COPIES)
-        assert crowd.dispatcher.version - newest <= num_workers // COPIES
+    for worker_id, assignment in crowd.turn():
+        if assignment.ledger is not None:
+            told[worker_id] = assignment.version
+        newest = max(told.values(), default=crowd.coordinator.version - num_workers // COPIES)
+        assert crowd.coordinator.version - newest <= num_workers // COPIES
     assert len(told) <= COPIES + 1
 
 
 def test_a_ledger_that_is_told_has_all_that_is_not_done_as_free():
     crowd = Crowd(MANY)
-    for _, orders in crowd.turn():
-        if orders.ledger is not None:
-            ledger = Ledger.from_state_dict(orders.ledger)
-            assert ledger.num_done_ever == orders.num_done
-            assert ledger.num_free == ledger.num_samples - orders.num_done
+    for _, assignment in crowd.turn():
+        if assignment.ledger is not None:
+            ledger = Ledger.from_state_dict(assignment.ledger)
+            assert ledger.num_done_ever == assignment.num_done
+            assert ledger.num_free == ledger.num_samples - assignment.num_done
 
 
 @pytest.mark.parametrize(
@@ -139,22 +139,22 @@ def test_a_ledger_that_is_told_has_all_that_is_not_done_as_free():
 )
 def test_all_that_leave_are_told_the_ledger_as_it_is(vote, outcome):
     crowd = Crowd(MANY)
-    crowd.dispatcher.vote(1, **{vote: 1.0})
-    for _, orders in crowd.turn():
-        assert orders.outcome is outcome
-        assert num_done_by(orders.ledger) == orders.num_done
+    crowd.coordinator.vote(1, **{vote: 1.0})
+    for _, assignment in crowd.turn():
+        assert assignment.outcome is outcome
+        assert num_done_by(assignment.ledger) == assignment.num_done
 
 
 def test_one_that_is_dismissed_is_told_the_ledger():
     crowd = Crowd(MANY)
-    crowd.dispatcher.dismiss("w7")
-    orders = crowd.settle("w7")
-    assert (orders.outcome, orders.ledger is None) == (Outcome.LEFT, False)
+    crowd.coordinator.dismiss("w7")
+    assignment = crowd.settle("w7")
+    assert (assignment.outcome, assignment.ledger is None) == (Outcome.LEFT, False)
 
 
 def test_ranks_are_those_of_the_newest_membership():
     crowd = Crowd(3)
-    crowd.dispatcher.change(Membership(2, ("w1", "w9", "w2")))
-    crowd.dispatcher.enter(Stamp("w9", 2, 0, 0), 0)
-    orders = {w: crowd.settle(w).rank for w in ("w1", "w2")}
-    assert orders == {"w1": 0, "w2": 2}
+    crowd.coordinator.change(Membership(2, ("w1", "w9", "w2")))
+    crowd.coordinator.enter(MessageId("w9", 2, 0, 0), 0)
+    assignment = {w: crowd.settle(w).rank for w in ("w1", "w2")}
+    assert assignment == {"w1": 0, "w2": 2}

@@ -17,15 +17,15 @@ from raydl.blocks import BLOCK
 from raydl.config import ExchangeConfig, ScalingConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.exchange.mapped import MappedCell, MappedExchange, can_be_shared
-from raydl.exchange.messages import Desk
-from raydl.exchange.post import NOTHING, CellAddress, Orders, Push, Reply, Stamp
+from raydl.exchange.messages import ClientSession
+from raydl.exchange.protocol import NOTHING, Assignment, CellAddress, MessageId, Request, Response
 from raydl.exchange.shard import Shard
 from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.optimizers import make_optimizer
 from raydl.reports import Outcome
 from raydl.rules import Elastic, Rule, Tally
-from raydl.talk import Header
+from raydl.step_plan import Header
 from raydl.untrained import UntrainedState
 
 
@@ -38,15 +38,15 @@ class Orderly:
         self.settled = []
         self.refusal = refusal
 
-    def push(self, shard, push):
-        self.settled.append(push)
+    def request(self, shard, request):
+        self.settled.append(request)
         return self
 
     def wait(self):
-        return Reply(NOTHING, NOTHING, ORDERS, self.refusal)
+        return Response(NOTHING, NOTHING, ASSIGNMENT, self.refusal)
 
 
-ORDERS = Orders(Outcome.GO_ON, [], [], 2, 0, 0, 0.0, 0)
+ASSIGNMENT = Assignment(Outcome.GO_ON, [], [], 2, 0, 0, 0.0, 0)
 
 
 def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0", "w1")):
@@ -63,21 +63,21 @@ def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0",
     return shard
 
 
-def reach(shard, worker_id="w0", *, post=None, rule=None, is_locked=True, timeout_s=5.0):
+def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, timeout_s=5.0):
     """Return a worker's exchange with a center of its node, as another process would have it."""
     [(span, address)] = shard.shared_cells(worker_id).items()
     cell = MappedCell.open(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
-    desk = Desk(worker_id, 1, 0, UntrainedState("", {}), ledger={}, ledger_round=0)
-    desk.take_orders(ORDERS)
+    session = ClientSession(worker_id, 1, 0, UntrainedState("", {}), ledger={}, ledger_round=0)
+    session.take_assignment(ASSIGNMENT)
     return MappedExchange(
         cell,
         address.slot,
         span=slice(*span),
         buffers=torch.zeros(0),
         rule=rule or Elastic(0.5),
-        post=post or Orderly(),
+        client=client or Orderly(),
         is_last=True,
-        desk=desk,
+        session=session,
     )
 
 
@@ -97,8 +97,8 @@ def values_of(shard):
 
 
 def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
-    shard, post = open_shard(2), Orderly()
-    exchange = reach(shard, post=post)
+    shard, client = open_shard(2), Orderly()
+    exchange = reach(shard, client=client)
     replica = torch.tensor([4.0, 8.0])  # alpha 1/4
     exchange.begin(replica, torch.zeros(0), Header(num_samples=3.0))
     assert values_of(shard).tolist() == [1, 2]  # at once
@@ -108,7 +108,7 @@ def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
     assert squares == pytest.approx(80)
     tally, _ = exchange.wait()
     assert tally == Tally(2, 1, 3.0)
-    [settled] = post.settled
+    [settled] = client.settled
     assert (settled.span, settled.weights.size, settled.num_samples) == ((0, 0), 0, 3.0)
 
 
@@ -238,8 +238,8 @@ def test_workers_beyond_the_places_there_are_send_messages():
     assert len({next(iter(shard.shared_cells(w).values())).slot for w in mapped}) == len(mapped)
 
 
-def test_a_settlement_that_is_refused_is_told():
-    exchange = reach(open_shard(2), post=Orderly(refusal="the center refused w0"))
+def test_a_completion_that_is_refused_is_told():
+    exchange = reach(open_shard(2), client=Orderly(refusal="the center refused w0"))
     exchange.begin(torch.ones(2), torch.zeros(0), Header())
     with pytest.raises(ExchangeError, match="the center refused w0"):
         exchange.wait()
@@ -319,8 +319,8 @@ def test_the_wait_for_a_worker_that_stopped_halfway_ends():
         own = reach(shard, timeout_s=0.3)
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):
             own.begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
-        message = Push(
-            Stamp("w0", 1, 0, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
+        message = Request(
+            MessageId("w0", 1, 0, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
             2, 1.0, 0.1,
         )  # fmt: skip
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}"):
@@ -348,8 +348,10 @@ def test_of_updates_by_memory_and_by_message_at_once_none_is_lost(tmp_path):
             stack.enter_context(child(lambda w=w: hammer(shard, w, 300, path))) for w in workers
         ]
         for number in range(100):  # as a worker of another node does
-            push = Push(Stamp("w2", 1, 0, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1)
-            replica = replica - (replica - shard.exchange(push).weights) / 4
+            request = Request(
+                MessageId("w2", 1, 0, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1
+            )
+            replica = replica - (replica - shard.exchange(request).weights) / 4
         assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}
     before = sum(np.load(f"{path}-{w}-before.npy").astype(np.float64) for w in workers) + 3.0
     after = sum(np.load(f"{path}-{w}-after.npy").astype(np.float64) for w in workers)

@@ -10,7 +10,7 @@ from conftest import Ensemble, tiny_images
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.errors import ExchangeError
 from raydl.exchange import remote
-from raydl.exchange.post import Stamp
+from raydl.exchange.protocol import MessageId
 from raydl.ledger import Ledger
 from raydl.membership import Membership
 from raydl.reports import Outcome
@@ -40,13 +40,13 @@ class Open:
         )
         self.workers = {w.worker_id: w for w in self.ensemble.workers}
         self.membership = Membership(1, tuple(self.workers)[:num_first])
-        self.post = self.ensemble._open_center(self.ensemble.first, self.membership)
+        self.client = self.ensemble._open_center(self.ensemble.first, self.membership)
         for worker_id in self.membership.worker_ids:
-            self.workers[worker_id].join(self.membership, self.post, self.ensemble.first)
+            self.workers[worker_id].join(self.membership, self.client, self.ensemble.first)
 
     @property
-    def dispatcher(self):
-        return self.ensemble.service.dispatcher
+    def coordinator(self):
+        return self.ensemble.service.coordinator
 
     def change(self, *worker_ids):
         before = self.membership.worker_ids
@@ -55,7 +55,7 @@ class Open:
         snapshot = self.ensemble.service.change(self.membership, states)
         for worker_id in worker_ids:
             if worker_id not in before:
-                self.workers[worker_id].join(self.membership, self.post, snapshot)
+                self.workers[worker_id].join(self.membership, self.client, snapshot)
         return snapshot
 
     def run(self, worker_id):
@@ -87,21 +87,21 @@ def test_workers_come_and_go_while_the_others_train(
     staying = pool.submit(run.run, "w0")
     lost = pool.submit(run.run, "w2")
     dismissed = pool.submit(run.run, "w1")
-    wait_for(lambda: run.dispatcher.version > 20)
+    wait_for(lambda: run.coordinator.version > 20)
     run.change("w0", "w1")
     with pytest.raises(ExchangeError, match="the center refused w2"):
         lost.result(timeout=60)
     run.change("w0", "w1", "w3")
     joined = pool.submit(run.run, "w3")
-    run.dispatcher.dismiss("w1")
+    run.coordinator.dismiss("w1")
     assert dismissed.result(timeout=60) is Outcome.LEFT
     run.change("w0", "w3")
     assert staying.result(timeout=60) is Outcome.FINISHED
     assert joined.result(timeout=60) is Outcome.FINISHED
-    assert run.dispatcher.is_complete()
-    state = run.dispatcher.state()
+    assert run.coordinator.is_complete()
+    state = run.coordinator.state()
     assert (state["num_samples"], state["generation"]) == (60 * 96, 4)
-    assert [due.is_kept for due in run.dispatcher.take_due()][-1]
+    assert [due.is_kept for due in run.coordinator.take_due()][-1]
     assert np.isfinite(run.ensemble.center().weights).all()
 
 
@@ -140,7 +140,7 @@ def test_a_worker_that_sends_progress_holds_the_center_as_its_message_left_it():
     copy = run.workers["w0"]._schedule.snapshot(is_kept=False, local_step=6)
     assert np.array_equal(copy.weights, center.weights)
     assert np.array_equal(copy.buffers, center.buffers)
-    assert (copy.round, copy.num_samples) == (run.dispatcher.version, center.num_samples)
+    assert (copy.round, copy.num_samples) == (run.coordinator.version, center.num_samples)
     assert (copy.epoch, copy.local_step, copy.optimizer) == (center.epoch, 6, {})
 
 
@@ -151,7 +151,7 @@ def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
         run.workers["w0"].run_round()
     copy = run.workers["w0"]._schedule.snapshot(is_kept=True, local_step=6)
     assert np.array_equal(copy.weights, before.weights)
-    assert copy.num_samples == run.dispatcher.state()["num_samples"]
+    assert copy.num_samples == run.coordinator.state()["num_samples"]
     assert copy.is_kept
 
 
@@ -163,11 +163,11 @@ def test_a_center_made_again_from_a_worker_trains_what_was_claimed():
     ledger = Ledger.from_state_dict(copy.ledger)
     assert ledger.num_free == 96 - copy.num_samples, "what was claimed, too"
     again = Open(job("async-easgd", epochs=1), num_workers=2, num_first=0)
-    again.post = again.ensemble._open_center(copy, Membership(5, ("w1",)))
-    assert again.dispatcher.version == copy.round
-    again.workers["w1"].join(Membership(5, ("w1",)), again.post, copy)
+    again.client = again.ensemble._open_center(copy, Membership(5, ("w1",)))
+    assert again.coordinator.version == copy.round
+    again.workers["w1"].join(Membership(5, ("w1",)), again.client, copy)
     assert again.run("w1") is Outcome.FINISHED
-    assert again.dispatcher.state()["num_samples"] == 96
+    assert again.coordinator.state()["num_samples"] == 96
 
 
 def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
@@ -181,8 +181,8 @@ def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
         return [], refs
 
     monkeypatch.setattr(remote.ray, "wait", wait)
-    stamp = Stamp("w0", 4, 0, 12)
-    delivery = remote.RayDelivery(lambda: "ref", 1, stamp, 60.0, abandoned)
+    message_id = MessageId("w0", 4, 0, 12)
+    delivery = remote.RayPendingResponse(lambda: "ref", 1, message_id, 60.0, abandoned)
     with pytest.raises(ExchangeError, match="center shard 1 did not answer; it was abandoned: "):
         delivery.wait()
     assert len(looks) == 3

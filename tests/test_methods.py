@@ -14,7 +14,7 @@ from raydl.methods import METHODS
 from raydl.reports import Outcome
 from raydl.rules import Elastic
 from raydl.trainer import Trainer
-from raydl.trust import Trust, Trusts
+from raydl.trust import DistanceTrend, DynamicWeights
 
 ELASTIC = [
     name
@@ -204,9 +204,9 @@ def test_round_robin_goes_strictly_in_rank_order():
     service, seen = ensemble.service, []
     exchange = service.home.exchange
 
-    def watched(push):
-        seen.append(push.stamp.worker_id)
-        return exchange(push)
+    def watched(request):
+        seen.append(request.message_id.worker_id)
+        return exchange(request)
 
     service.home.exchange = watched
     ensemble.run()
@@ -342,26 +342,30 @@ def test_a_replica_that_comes_back_from_far_away_hardly_moves_the_center(method,
 
 
 def test_spans_are_trusted_by_their_own_distances_and_always_without_dynamic_weights():
-    trusts = Trusts(is_on=True)
+    dynamic_weights = DynamicWeights(is_on=True)
     for _ in range(5):
-        trusts.take(0, 2.0)
-        trusts.take(8, 2.0)
-    trusts.take(8, 100.0)
-    assert (trusts.distrust_at(0), trusts.distrust_at(8), trusts.distrust_at(16)) == (0, 1, 0)
-    again, never = Trusts(is_on=True), Trusts(is_on=False)
+        dynamic_weights.take(0, 2.0)
+        dynamic_weights.take(8, 2.0)
+    dynamic_weights.take(8, 100.0)
+    assert (
+        dynamic_weights.distrust_at(0),
+        dynamic_weights.distrust_at(8),
+        dynamic_weights.distrust_at(16),
+    ) == (0, 1, 0)
+    again, never = DynamicWeights(is_on=True), DynamicWeights(is_on=False)
     for other in (again, never):
-        other.load(trusts.state())
+        other.load(dynamic_weights.state())
     again.take(0, 100.0)
     assert again.distrust_at(0) == 1
     assert never.state() == []
 
 
 def test_trust_follows_the_trend_of_the_distance():
-    trust = Trust()
+    trust = DistanceTrend()
     assert [trust.distrust(d) for d in (0.1, 1.0, 2.0, 2.0)] == [0, 0, 0, 0]  # a run begins
     assert trust.distrust(2.0) == 0
     assert trust.distrust(100.0) == 1
-    again = Trust()
+    again = DistanceTrend()
     again.load_state_dict(trust.state_dict())
     assert 0 < again.distrust(5.0) < 1
 
@@ -415,7 +419,7 @@ def test_shortened_messages_are_shorter(method):
         ensemble.run()
         records = ensemble.workers[0].report().records
         if not ensemble.job.method.is_sync:
-            records = ensemble.service.dispatcher.take_records()
+            records = ensemble.service.coordinator.take_records()
         num_bytes[codec] = records[-1].exchange_bytes
     assert num_bytes["bf16"] < 0.55 * num_bytes["none"]
     assert num_bytes["int8"] < 0.30 * num_bytes["none"]

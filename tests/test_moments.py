@@ -9,8 +9,8 @@ from test_recorder import Memory, Store, make, record_at, report_of
 
 import raydl
 from raydl.control.curves import Curves
-from raydl.crew import Evaluated
 from raydl.report.facts import read_run
+from raydl.worker_group import Evaluated
 
 
 class Heard:

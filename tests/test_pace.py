@@ -6,94 +6,94 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydl.pace import Pace, late_workers
+from raydl.stragglers import StragglerDetector, late_workers
 
 FIRST_PAUSE_S = 0.5
 
 
-def pace_of(*rounds, pauses=()):
-    pace = Pace()
+def stragglers_of(*rounds, pauses=()):
+    stragglers = StragglerDetector()
     for number, seconds in enumerate(rounds):
-        pace.note_round(number, seconds)
+        stragglers.note_round(number, seconds)
     for seconds in pauses:
-        pace.pause(100.0, number)
-        pace.resume(100.0 + seconds, number + 1)
-    return pace
+        stragglers.pause(100.0, number)
+        stragglers.resume(100.0 + seconds, number + 1)
+    return stragglers
 
 
 def test_a_round_that_several_workers_tell_of_counts_once():
-    pace = pace_of(1.0, 1.0, 1.0, 1.0)
+    stragglers = stragglers_of(1.0, 1.0, 1.0, 1.0)
     for _ in range(3):
-        pace.note_round(3, 9.0)
-    assert pace.grace_s() == math.inf
-    pace.note_round(4, 1.0)
-    assert pace.grace_s() == 1.0 + 2 * FIRST_PAUSE_S
+        stragglers.note_round(3, 9.0)
+    assert stragglers.grace_s() == math.inf
+    stragglers.note_round(4, 1.0)
+    assert stragglers.grace_s() == 1.0 + 2 * FIRST_PAUSE_S
 
 
 def test_a_pause_lasts_from_the_first_who_stops_to_the_first_who_goes_on():
-    pace = Pace()
+    stragglers = StragglerDetector()
     for now in (5.0, 5.4):
-        pace.pause(now, 3)
+        stragglers.pause(now, 3)
     for now in (6.0, 6.5):
-        pace.resume(now, 4)
-    assert pace.longest_pause_s == 1.0
+        stragglers.resume(now, 4)
+    assert stragglers.longest_pause_s == 1.0
 
 
 def test_who_still_reports_from_the_generation_that_paused_ends_no_pause():
-    pace = Pace()
-    pace.pause(5.0, 3)
-    pace.resume(5.2, 3)
-    pace.resume(8.0, 4)
-    assert pace.longest_pause_s == 3.0
+    stragglers = StragglerDetector()
+    stragglers.pause(5.0, 3)
+    stragglers.resume(5.2, 3)
+    stragglers.resume(8.0, 4)
+    assert stragglers.longest_pause_s == 3.0
 
 
 def test_a_generation_that_breaks_before_its_first_report_ends_no_pause():
-    pace = Pace()
-    pace.pause(5.0, 3)
-    pace.pause(6.0, 4)
-    pace.resume(6.1, 4)
-    assert pace.longest_pause_s == 0.0
-    pace.resume(66.0, 5)
-    assert pace.longest_pause_s == 61.0
+    stragglers = StragglerDetector()
+    stragglers.pause(5.0, 3)
+    stragglers.pause(6.0, 4)
+    stragglers.resume(6.1, 4)
+    assert stragglers.longest_pause_s == 0.0
+    stragglers.resume(66.0, 5)
+    assert stragglers.longest_pause_s == 61.0
 
 
 def test_a_wait_for_workers_is_a_pause_but_no_measure_of_what_forming_costs():
-    pace = pace_of(1.0, 1.0, 1.0, 1.0, 1.0)
-    before = pace.grace_s()
-    pace.pause(5.0, 1)
-    pace.wait_for_workers()
-    pace.resume(305.0, 2)
-    assert pace.longest_pause_s == 300.0
-    assert pace.grace_s() == before
+    stragglers = stragglers_of(1.0, 1.0, 1.0, 1.0, 1.0)
+    before = stragglers.grace_s()
+    stragglers.pause(5.0, 1)
+    stragglers.wait_for_workers()
+    stragglers.resume(305.0, 2)
+    assert stragglers.longest_pause_s == 300.0
+    assert stragglers.grace_s() == before
 
 
 def test_while_rounds_are_few_everybody_is_waited_for():
-    assert pace_of().grace_s() == math.inf
-    assert pace_of(1.0, 1.0, 1.0, 1.0, pauses=[2.0]).grace_s() == math.inf
-    assert pace_of(1.0, 1.0, 1.0, 1.0, 1.0).grace_s() == 1.0 + 2 * FIRST_PAUSE_S
+    assert stragglers_of().grace_s() == math.inf
+    assert stragglers_of(1.0, 1.0, 1.0, 1.0, pauses=[2.0]).grace_s() == math.inf
+    assert stragglers_of(1.0, 1.0, 1.0, 1.0, 1.0).grace_s() == 1.0 + 2 * FIRST_PAUSE_S
 
 
 def test_the_grace_is_the_median_and_six_spreads_and_two_pauses():
     """Rounds of 1 to 5 s: the median is 3, the median distance from it is 1."""
-    before = pace_of(1, 2, 3, 4, 5).grace_s()
+    before = stragglers_of(1, 2, 3, 4, 5).grace_s()
     assert before == pytest.approx(3 + 6 * 1.4826 + 2 * FIRST_PAUSE_S)
-    assert pace_of(5, 3, 1, 2, 4, pauses=[7]).grace_s() == pytest.approx(3 + 6 * 1.4826 + 14)
+    assert stragglers_of(5, 3, 1, 2, 4, pauses=[7]).grace_s() == pytest.approx(3 + 6 * 1.4826 + 14)
 
 
 def test_one_outlier_does_not_move_the_grace():
     rounds = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0]
-    usual = pace_of(*rounds).grace_s()
-    assert pace_of(*rounds, 1000.0).grace_s() == pytest.approx(usual, abs=0.31)
+    usual = stragglers_of(*rounds).grace_s()
+    assert stragglers_of(*rounds, 1000.0).grace_s() == pytest.approx(usual, abs=0.31)
     assert usual < 2 + 2 * FIRST_PAUSE_S
 
 
 def test_one_long_pause_among_others_does_not_move_it_either():
-    assert pace_of(*[1.0] * 5, pauses=[2, 500, 2]).grace_s() == 5.0
+    assert stragglers_of(*[1.0] * 5, pauses=[2, 500, 2]).grace_s() == 5.0
 
 
 def test_only_the_newest_rounds_and_pauses_count():
-    pace = pace_of(*[50.0] * 101, *[1.0] * 101, pauses=[30.0] * 5 + [2.0] * 5)
-    assert pace.grace_s() == 5.0
+    stragglers = stragglers_of(*[50.0] * 101, *[1.0] * 101, pauses=[30.0] * 5 + [2.0] * 5)
+    assert stragglers.grace_s() == 5.0
 
 
 @given(
@@ -103,7 +103,7 @@ def test_only_the_newest_rounds_and_pauses_count():
 )
 def test_no_round_however_long_brings_the_grace_out_of_the_usual(rounds, outlier, pauses):
     """The median lies among the usual rounds; the spread is at most their range."""
-    grace_s = pace_of(*rounds, outlier, pauses=pauses).grace_s()
+    grace_s = stragglers_of(*rounds, outlier, pauses=pauses).grace_s()
     pause_s = max(pauses, default=FIRST_PAUSE_S)
     most = max(rounds) + 6 * 1.4826 * (max(rounds) - min(rounds)) + 2 * pause_s
     assert min(rounds) <= grace_s <= most + 1e-6

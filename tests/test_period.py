@@ -9,8 +9,8 @@ from histories import AllProgress, History, config, counting
 import raydl
 from raydl.comparison.figures import COLUMNS, Run, make_rows
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-from raydl.extent import notes_on_period
 from raydl.reports import Outcome
+from raydl.stop_condition import notes_on_period
 
 
 @pytest.mark.parametrize("method", ["diloco", "sync-easgd", "sync-sgd", "local-sgd"])
@@ -33,10 +33,10 @@ def test_by_messages_too(method):
     ensemble = Ensemble(
         config(method, period=30, epochs=20), num_workers=2, images=tiny_images(25)
     ).join()
-    assert ensemble.workers[0]._schedule._orders.num_steps == 30
+    assert ensemble.workers[0]._schedule._assignment.num_steps == 30
     assert ensemble.run() == [Outcome.FINISHED] * 2
-    assert ensemble.service.dispatcher.state()["num_samples"] == 20 * 25
-    records = ensemble.service.dispatcher.take_records()
+    assert ensemble.service.coordinator.state()["num_samples"] == 20 * 25
+    records = ensemble.service.coordinator.take_records()
     assert records[0].period == 30
 
 

@@ -23,20 +23,23 @@ ROWS = [
         "versions",
     },
     {
-        "rules", "flat", "untrained", "membership", "pace", "ledger", "extent", "compression",
-        "optimizers", "trust", "network", "cadence", "stopwatch", "blocks",
+        "rules", "flat", "untrained", "membership", "stragglers", "ledger", "stop_condition",
+        "compression", "optimizers", "trust", "network", "exchange_tuning", "stopwatch", "blocks",
     },
     {
         "method", "methods", "own_rule", "models", "task", "own_task", "data", "metrics",
         "progress", "storage", "silence", "tensor_files",
-        "center", "copies", "distances", "replica", "talk", "checkpoint", "runs", "examples",
-        "faults", "generators", "leases", "plan",
+        "center", "copies", "distances", "replica", "step_plan", "checkpoint", "runs", "examples",
+        "faults", "generators", "heartbeats", "plan",
     },
     {
-        "exchange", "reports", "schedules", "dispatcher", "job", "worker", "center_service",
+        "exchange", "reports", "schedules", "coordinator", "job", "worker", "center_server",
         "own_loop",
     },
-    {"crew", "callbacks", "evaluator", "local_crew", "submission", "on_ray", "node_providers"},
+    {
+        "worker_group", "callbacks", "evaluator", "local_worker_group", "submission", "on_ray",
+        "node_providers",
+    },
     {"control", "bad_samples", "best", "checkpoint_writer", "recorder", "run_view"},
     {
         "start", "run_loop", "trial", "trainer", "scoring", "check", "comparison", "report", "cli",

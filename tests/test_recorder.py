@@ -10,15 +10,14 @@ import pytest
 from conftest import SHAPE, linear, tiny_images
 
 from raydl.best import BestCenter
-from raydl.cadence import Cadence, Choice
 from raydl.center import first_snapshot
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import CheckpointConfig, TrainConfig, TrainingConfig
 from raydl.control import State
-from raydl.crew import Collected, Evaluated
 from raydl.data.feed import LeftOut
 from raydl.errors import CheckpointError
 from raydl.examples import Examples
+from raydl.exchange_tuning import Choice, ExchangeTuning
 from raydl.flat import FlatModel
 from raydl.membership import Membership
 from raydl.metrics import TAGS, TimeParts, tag_of
@@ -26,6 +25,7 @@ from raydl.recorder import RunRecorder
 from raydl.reports import AllreduceReport, Record, WorkerReport
 from raydl.runs.totals import Totals
 from raydl.storage import Storage
+from raydl.worker_group import Collected, Evaluated
 
 NOTHING = Totals()
 
@@ -237,12 +237,12 @@ def test_samples_that_are_left_out_are_told_of_less_and_less_often():
     recorder.close()
 
 
-def test_a_chosen_cadence_is_told_once():
+def test_a_chosen_tuning_is_told_once():
     recorder, _ = make(Store())
     told = []
     recorder._progress.event = told.append
-    first = Choice(1, Cadence(10, 9, "none"), "the link is thin")
-    second = Choice(2, Cadence(20, 9, "int8", fragments=2), "the link is thinner")
+    first = Choice(1, ExchangeTuning(10, 9, "none"), "the link is thin")
+    second = Choice(2, ExchangeTuning(20, 9, "int8", fragments=2), "the link is thinner")
     again = dataclasses.replace(second, generation=3, reason="the workers before chose it")
     for step, choice in enumerate([None, first, first, second, second, again, None], 1):
         report = report_of("w0", local_step=step, choice=choice)
@@ -263,14 +263,14 @@ def test_a_record_becomes_one_point_of_every_curve():
         SimpleNamespace(
             refused={"snapshots": 1, "messages": 2},
             generation=1,
-            pace=SimpleNamespace(longest_pause_s=0.0),
-            chaos=SimpleNamespace(fired=()),
+            stragglers=SimpleNamespace(longest_pause_s=0.0),
+            planned_faults=SimpleNamespace(fired=()),
         )
     )
     recorder.event("generation 1: w0 starts")
     parts = {**TimeParts().as_dict(), "forward_backward": 3.0, "device_device_parameters": 1.0}
     allreduce = AllreduceReport(1, "ring", 1000, 0.001, 0.002)
-    choice = Choice(1, Cadence(20, 19, "int8"), "a thin link")
+    choice = Choice(1, ExchangeTuning(20, 19, "int8"), "a thin link")
     report = report_of(
         "w0", local_step=2, parts=parts, allreduce=allreduce, choice=choice, left_out=1
     )

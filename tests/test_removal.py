@@ -2,7 +2,7 @@
 
 from test_controller import BOTH, Stage
 
-from raydl.crew import WorkerReady
+from raydl.worker_group import WorkerReady
 
 
 def test_who_is_not_there_can_not_be_removed_and_it_is_said_who_is():
@@ -26,14 +26,14 @@ def test_with_the_fewest_that_may_train_another_one_takes_its_place():
     assert stage.controller.remove("w1")[1] == (
         "w1 leaves after its next exchange; another one takes its place, for fewer may not train"
     )
-    assert stage.crew.told[-1] == ("ask", "w3")
+    assert stage.worker_group.told[-1] == ("ask", "w3")
 
 
 def test_who_does_not_train_yet_is_ended_at_once():
     stage = Stage((1, 3)).start("w0")
-    stage.crew.told.clear()
+    stage.worker_group.told.clear()
     assert stage.controller.remove("w2") == (True, "w2 is ended; it did not train")
-    assert stage.crew.told == [("end", "w2")]
+    assert stage.worker_group.told == [("end", "w2")]
     stage.step(WorkerReady("w1"))
     assert stage.controller.remove("w2") == (
         False,

@@ -17,7 +17,7 @@ from raydl.metrics import TimeParts
 from raydl.optimizers import make_optimizer
 from raydl.replica import Replica
 from raydl.rules import Elastic, MeanGradient, Outer
-from raydl.talk import Talk
+from raydl.step_plan import StepPlan
 from raydl.task import Classification
 
 
@@ -126,14 +126,14 @@ class BrokenExchange:
 def test_a_failed_exchange_leaves_every_tensor_as_a_step_without_it_does(rule, overlap):
     batch = batches(tiny_images()).batch(np.arange(4))
     states = []
-    for talks in (True, False):
+    for step_plans in (True, False):
         replica, _ = make_replica(rule, OptimizerConfig(lr=0.1, momentum=0.9))
         replica.step(batch)
         replica.flat.gradients.zero_()
         broken = (BrokenExchange(),)
-        if talks:
+        if step_plans:
             with pytest.raises(ExchangeError):
-                replica.step(batch, Talk(begin=broken, join=broken, overlap=overlap))
+                replica.step(batch, StepPlan(begin=broken, join=broken, overlap=overlap))
         elif rule.steps_replica:  # otherwise the gradient was all there was to the step
             replica.step(batch)
         states.append(replica.state_dict())

@@ -17,7 +17,7 @@ from raydl.metrics import TimeParts
 from raydl.optimizers import make_optimizer
 from raydl.replica import Replica
 from raydl.rules import Elastic, MeanGradient, Outer, Tally
-from raydl.talk import Header, Talk
+from raydl.step_plan import Header, StepPlan
 from raydl.task import Classification
 
 BETA = 0.5
@@ -72,7 +72,7 @@ def replica_of(rule, *, lr=1e-30, has_dynamic_weights=False, training=None):
 
 
 def both(*exchanges, **more):
-    return Talk(begin=exchanges, join=exchanges, **more)
+    return StepPlan(begin=exchanges, join=exchanges, **more)
 
 
 def batch_of(num_samples=8):
@@ -153,11 +153,11 @@ def test_who_follows_the_center_becomes_it_and_can_undo_that(rule):
 
 def test_progress_that_takes_effect_later_keeps_the_steps_since():
     replica, exchange = replica_of(Outer(), lr=0.1), Still()
-    replica.step(batch_of(), Talk(begin=(exchange,)))
+    replica.step(batch_of(), StepPlan(begin=(exchange,)))
     sent = replica.flat.weights.clone()
     torch.testing.assert_close(exchange.sent[0], -sent)
     exchange.center.weights.fill_(2.0)
-    replica.step(batch_of(), Talk(join=(exchange,)))
+    replica.step(batch_of(), StepPlan(join=(exchange,)))
     plain = replica_of(Outer(), lr=0.1)
     plain.step(batch_of())
     plain.step(batch_of())

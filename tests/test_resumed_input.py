@@ -10,12 +10,12 @@ from raydl.center import first_snapshot
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import checkpoint_of
 from raydl.config import RunConfig, TrainConfig
-from raydl.crew import Collected
 from raydl.data.order import InBlocks, Shuffled
 from raydl.errors import ConfigError
 from raydl.flat import FlatModel
 from raydl.runs.folder import RunFolder
 from raydl.start import Start
+from raydl.worker_group import Collected
 
 BEGAN = InBlocks([5, 5, 5, 5, 3], 0, block_samples=8)
 

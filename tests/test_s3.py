@@ -24,7 +24,7 @@ from raydl.checkpoint import CheckpointStore
 from raydl.data import load
 from raydl.errors import CheckpointError, RaydlError
 from raydl.runs import hold
-from raydl.runs.desk import RunDesk, request_removal
+from raydl.runs.control_channel import ControlChannel, request_removal
 from raydl.runs.status import RunStatus, WorkerStatus
 from raydl.storage import Storage
 
@@ -210,13 +210,13 @@ def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
     uri = "s3://kept/runs/asked-for"
     worker = WorkerStatus("w0", "training", "a", 9, 3, 0.01, 0.0, 1.0)
     status = RunStatus("training", 1, 1, "1", 3, 0.5, 90, 1.0, None, (worker,), ())
-    desk, ended = RunDesk(Storage(uri), clock=time.monotonic), threading.Event()
+    control_channel, ended = ControlChannel(Storage(uri), clock=time.monotonic), threading.Event()
 
     def drive():
         while not ended.wait(0.02):
-            desk.tell(status)
-            for request in desk.take_requests():
-                desk.answer(request, f"{request.worker_id} leaves", ok=True)
+            control_channel.tell(status)
+            for request in control_channel.take_requests():
+                control_channel.answer(request, f"{request.worker_id} leaves", ok=True)
 
     driver = threading.Thread(target=drive)
     driver.start()
@@ -228,7 +228,7 @@ def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
     finally:
         ended.set()
         driver.join(timeout=10)
-        desk.close(status)
+        control_channel.close(status)
 
 
 class Cut(Storage):

@@ -7,72 +7,72 @@ import pytest
 from conftest import Ensemble, linear, tiny_images
 from histories import config
 from scenarios import spans_of
-from test_messages import enter, make_dispatcher, settle
+from test_messages import enter, make_coordinator, settle
 
+from raydl.coordinator import Due
 from raydl.data import ImageSet
-from raydl.dispatcher import Due
-from raydl.exchange.post import Stamp
+from raydl.exchange.protocol import MessageId
 from raydl.membership import Membership
 from raydl.reports import Outcome
 from raydl.task import Classification
 
-# the dispatcher: batches of 5, two steps a round
+# the coordinator: batches of 5, two steps a round
 
 
 def test_what_was_trained_after_the_message_counts_with_the_next_one():
-    dispatcher = make_dispatcher()
-    enter(dispatcher, "w0")
-    first = settle(dispatcher, "w0", num_trained=5)  # the message has the first step alone
+    coordinator = make_coordinator()
+    enter(coordinator, "w0")
+    first = settle(coordinator, "w0", num_trained=5)  # the message has the first step alone
     assert first.num_done == 5
-    assert settle(dispatcher, "w0", num_trained=15).num_done == 15
+    assert settle(coordinator, "w0", num_trained=15).num_done == 15
 
 
 def test_what_a_lost_worker_had_not_sent_is_claimed_again():
-    dispatcher = make_dispatcher()
-    enter(dispatcher, "w0")
-    enter(dispatcher, "w1")
-    settle(dispatcher, "w0", num_trained=5)
-    dispatcher.change(Membership(2, ("w1",)))
-    assert spans_of(settle(dispatcher, "w1")) == [(5, 10), (20, 25)]
+    coordinator = make_coordinator()
+    enter(coordinator, "w0")
+    enter(coordinator, "w1")
+    settle(coordinator, "w0", num_trained=5)
+    coordinator.change(Membership(2, ("w1",)))
+    assert spans_of(settle(coordinator, "w1")) == [(5, 10), (20, 25)]
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-diloco", "async-sgd"])
 def test_a_worker_that_has_finished_has_taken_all_its_steps(method):
-    dispatcher = make_dispatcher(method, num_samples=20, epochs=1)
-    enter(dispatcher, "w0")
-    enter(dispatcher, "w1")
+    coordinator = make_coordinator(method, num_samples=20, epochs=1)
+    enter(coordinator, "w0")
+    enter(coordinator, "w1")
     for worker_id in ("w0", "w1"):
-        assert settle(dispatcher, worker_id, num_trained=5).outcome is Outcome.FINISHED
-    assert not dispatcher.is_complete()
+        assert settle(coordinator, worker_id, num_trained=5).outcome is Outcome.FINISHED
+    assert not coordinator.is_complete()
     for worker_id in ("w0", "w1"):
-        dispatcher.leave(Stamp(worker_id, 1, 0, 9))
-    assert dispatcher.is_complete()
-    assert dispatcher.take_records()[-1].num_samples == 20
+        coordinator.leave(MessageId(worker_id, 1, 0, 9))
+    assert coordinator.is_complete()
+    assert coordinator.take_records()[-1].num_samples == 20
 
 
 def test_a_finished_worker_that_is_lost_before_it_has_left_leaves_its_last_steps_to_others():
-    dispatcher = make_dispatcher(num_samples=20, epochs=1)
-    enter(dispatcher, "w0")
-    enter(dispatcher, "w1")
-    settle(dispatcher, "w0", num_trained=5)
-    dispatcher.change(Membership(2, ("w1",)))
-    assert spans_of(settle(dispatcher, "w1")) == [(5, 10)]
+    coordinator = make_coordinator(num_samples=20, epochs=1)
+    enter(coordinator, "w0")
+    enter(coordinator, "w1")
+    settle(coordinator, "w0", num_trained=5)
+    coordinator.change(Membership(2, ("w1",)))
+    assert spans_of(settle(coordinator, "w1")) == [(5, 10)]
 
 
 def test_a_checkpoint_counts_what_the_kept_states_have_trained():
     """A worker keeps its state when its round is over; it may have begun another one by then."""
-    dispatcher = make_dispatcher()
-    enter(dispatcher, "w0")
-    dispatcher.change(Membership(1, ("w0",)))
-    settle(dispatcher, "w0", num_trained=5)
-    dispatcher.vote(1, checkpoint=1.0)
-    kept = settle(dispatcher, "w0", num_trained=15)
+    coordinator = make_coordinator()
+    enter(coordinator, "w0")
+    coordinator.change(Membership(1, ("w0",)))
+    settle(coordinator, "w0", num_trained=5)
+    coordinator.vote(1, checkpoint=1.0)
+    kept = settle(coordinator, "w0", num_trained=15)
     assert kept.keep is not None
-    assert dispatcher.take_due() == [Due(kept.keep, True)]
-    assert dispatcher.state()["num_samples"] == 15
-    assert dispatcher.state(is_kept=True)["num_samples"] == 20  # not what it claimed since
-    settle(dispatcher, "w0", num_trained=25)
-    assert dispatcher.state(is_kept=True)["num_samples"] == 25
+    assert coordinator.take_due() == [Due(kept.keep, True)]
+    assert coordinator.state()["num_samples"] == 15
+    assert coordinator.state(is_kept=True)["num_samples"] == 20  # not what it claimed since
+    settle(coordinator, "w0", num_trained=25)
+    assert coordinator.state(is_kept=True)["num_samples"] == 25
 
 
 # Replicas that send weights go on from their own; all others become copies of the center.
@@ -81,51 +81,51 @@ SENT_OR_OWN = [("async-easgd", True), ("async-diloco", False), ("async-sgd", Fal
 
 @pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
 def test_a_checkpoint_counts_unsent_steps_only_where_the_replica_goes_on_with_them(method, goes_on):
-    dispatcher = make_dispatcher(method)
-    enter(dispatcher, "w0")
-    dispatcher.change(Membership(1, ("w0",)))
-    dispatcher.vote(1, checkpoint=1.0)
-    assert settle(dispatcher, "w0", num_trained=5).keep is not None
-    assert dispatcher.state(is_kept=True)["num_samples"] == (10 if goes_on else 5)
+    coordinator = make_coordinator(method)
+    enter(coordinator, "w0")
+    coordinator.change(Membership(1, ("w0",)))
+    coordinator.vote(1, checkpoint=1.0)
+    assert settle(coordinator, "w0", num_trained=5).keep is not None
+    assert coordinator.state(is_kept=True)["num_samples"] == (10 if goes_on else 5)
 
 
 @pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
 @pytest.mark.parametrize("vote", ["stop", "regroup"])
 def test_unsent_steps_of_a_leaving_worker_count_where_its_replica_goes_on(method, goes_on, vote):
-    dispatcher = make_dispatcher(method)
-    enter(dispatcher, "w0")
-    dispatcher.change(Membership(1, ("w0",)))
-    dispatcher.vote(1, **{vote: 1.0})
-    assert settle(dispatcher, "w0", num_trained=5).outcome is not Outcome.GO_ON
-    dispatcher.leave(Stamp("w0", 1, 0, 9))
-    assert dispatcher.state()["num_samples"] == (10 if goes_on else 5)
-    assert dispatcher.take_records()[-1].num_samples == (10 if goes_on else 5)
+    coordinator = make_coordinator(method)
+    enter(coordinator, "w0")
+    coordinator.change(Membership(1, ("w0",)))
+    coordinator.vote(1, **{vote: 1.0})
+    assert settle(coordinator, "w0", num_trained=5).outcome is not Outcome.GO_ON
+    coordinator.leave(MessageId("w0", 1, 0, 9))
+    assert coordinator.state()["num_samples"] == (10 if goes_on else 5)
+    assert coordinator.take_records()[-1].num_samples == (10 if goes_on else 5)
 
 
 def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
-    dispatcher = make_dispatcher(num_samples=20)
-    enter(dispatcher, "w0")
-    enter(dispatcher, "w1")
-    settle(dispatcher, "w1")
-    dispatcher.dismiss("w0")
-    assert settle(dispatcher, "w0", num_trained=5).outcome is Outcome.LEFT
-    assert dispatcher.take_due() == []
-    dispatcher.leave(Stamp("w0", 1, 0, 9))  # the first epoch is complete with its last step
-    assert dispatcher.take_due() == [Due(dispatcher.version, False)]
+    coordinator = make_coordinator(num_samples=20)
+    enter(coordinator, "w0")
+    enter(coordinator, "w1")
+    settle(coordinator, "w1")
+    coordinator.dismiss("w0")
+    assert settle(coordinator, "w0", num_trained=5).outcome is Outcome.LEFT
+    assert coordinator.take_due() == []
+    coordinator.leave(MessageId("w0", 1, 0, 9))  # the first epoch is complete with its last step
+    assert coordinator.take_due() == [Due(coordinator.version, False)]
 
 
 def test_a_vote_for_a_checkpoint_is_no_staleness():
     now = [0.0]
-    dispatcher = make_dispatcher(now=now)
-    enter(dispatcher, "w0")
-    enter(dispatcher, "w1")
+    coordinator = make_coordinator(now=now)
+    enter(coordinator, "w0")
+    enter(coordinator, "w1")
     for _ in range(3):
         for worker_id in ("w0", "w1"):
-            settle(dispatcher, worker_id)
-            dispatcher.vote(1, checkpoint=1.0)
+            settle(coordinator, worker_id)
+            coordinator.vote(1, checkpoint=1.0)
     now[0] = 1.0
-    settle(dispatcher, "w0")
-    (record,) = dispatcher.take_records()
+    settle(coordinator, "w0")
+    (record,) = coordinator.take_records()
     assert record.staleness == 6 / 7  # each but the first one behind one other exchange
 
 
@@ -158,7 +158,7 @@ class Noted(Classification):
 def test_a_snapshot_counts_no_sample_that_came_after_a_span_of_it_was_copied():
     ensemble = Ensemble(config("async-sgd", epochs=9), num_workers=1).join()
     ensemble.run(1)
-    before = ensemble.service.dispatcher.state()
+    before = ensemble.service.coordinator.state()
 
     def others():
         ensemble.run(1)
@@ -196,8 +196,8 @@ def test_no_sample_counts_that_nobody_has_trained(method, exchange, dies_at):
         shard.change(membership)
     ensemble.service.change(membership, [s.state() for s in ensemble.others])
     run_to_end(stays)
-    assert ensemble.service.dispatcher.is_complete()
-    assert ensemble.service.dispatcher.state()["num_samples"] == 80
+    assert ensemble.service.coordinator.is_complete()
+    assert ensemble.service.coordinator.state()["num_samples"] == 80
     assert min(task.trained[n] for n in range(40)) >= 2
     # What it had trained and not sent is trained again: at most a round and its delay.
     assert sum(task.trained.values()) <= 80 + 2 * (3 + 1)

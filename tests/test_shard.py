@@ -8,22 +8,22 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_mapped_center import ORDERS, Orderly, open_shard, reach
-from test_messages import push
+from test_mapped_center import ASSIGNMENT, Orderly, open_shard, reach
+from test_messages import request
 
 from raydl.compression import parse_codec
 from raydl.config import OptimizerConfig
 from raydl.errors import ExchangeTimeoutError
 from raydl.exchange.mapped import MappedCell, open_cells
-from raydl.exchange.post import NOTHING, CellAddress, Reply, Settlement, Stamp
+from raydl.exchange.protocol import NOTHING, CellAddress, Completion, MessageId, Response
 from raydl.exchange.shard import Shard
 from raydl.membership import Membership
 from raydl.optimizers import make_optimizer
 from raydl.rules import Outer, Rule, Sends, Tally
-from raydl.talk import Header
+from raydl.step_plan import Header
 
 SOON_S = 5.0
-ENDS_ROUND = Settlement(Header(), 1, 1, 0.1, 0)
+ENDS_ROUND = Completion(Header(), 1, 1, 0.1, 0)
 
 
 class Add(Rule):
@@ -49,16 +49,16 @@ class Weights(Add):
 class Settling:
     """Who settles: what it was asked, and its answer; None: the worker is no member any more."""
 
-    def __init__(self, orders=ORDERS):
-        self.orders, self.settled, self.repeated = orders, [], []
+    def __init__(self, assignment=ASSIGNMENT):
+        self.assignment, self.settled, self.repeated = assignment, [], []
 
-    def settle(self, push):
-        self.settled.append(push)
-        return self.orders
+    def settle(self, request):
+        self.settled.append(request)
+        return self.assignment
 
-    def repeat(self, push):
-        self.repeated.append(push)
-        return self.orders
+    def repeat(self, request):
+        self.repeated.append(request)
+        return self.assignment
 
 
 def shard_of(weights, *, spans=None, rule=None, buffers=(), codec=None, **more):
@@ -86,15 +86,15 @@ def lists(state):
 
 def test_the_center_learns_how_many_messages_and_samples_an_update_is_of():
     rule = Add()
-    shard_of([0, 0], rule=rule).exchange(push("w0", 0, [1, 2]))
+    shard_of([0, 0], rule=rule).exchange(request("w0", 0, [1, 2]))
     assert rule.tallies == [Tally(2, num_messages=1, num_samples=1.0)]
 
 
 def test_each_span_is_moved_by_its_own_messages_which_are_counted_apart():
     shard = shard_of([1, 2, 3, 4], spans=[(0, 1), (2, 4)])
     assert lists(shard.state()) == [[1], [3, 4]]
-    assert shard.exchange(push("w0", 0, [1, 1], span=(2, 4))).weights.tolist() == [4, 5]
-    assert shard.exchange(push("w0", 0, [1], span=(0, 1))).weights.tolist() == [2]
+    assert shard.exchange(request("w0", 0, [1, 1], span=(2, 4))).weights.tolist() == [4, 5]
+    assert shard.exchange(request("w0", 0, [1], span=(0, 1))).weights.tolist() == [2]
     assert shard.num_repeated == 0
     state = shard.state()
     assert state.spans == [(0, 1), (2, 4)]
@@ -104,18 +104,18 @@ def test_each_span_is_moved_by_its_own_messages_which_are_counted_apart():
 def test_an_older_message_than_the_newest_is_a_repeated_one():
     shard = shard_of([0.0])
     for sequence, incarnation in [(1, 1), (0, 1), (5, 0), (1, 1)]:
-        shard.exchange(push("w0", sequence, [1.0], incarnation=incarnation))
+        shard.exchange(request("w0", sequence, [1.0], incarnation=incarnation))
     assert lists(shard.state()) == [[1.0]]
     assert shard.num_repeated == 3
 
 
 def test_what_the_answer_and_a_copy_hold_does_not_move_with_the_center():
     shard = shard_of([0.0], buffers=[0.0], settles=Settling())
-    reply, state = shard.exchange(push("w0", 0, [1.0])), shard.state()
-    later = dataclasses.replace(push("w0", 1, [1.0], settlement=ENDS_ROUND), buffers=one(4.0))
+    response, state = shard.exchange(request("w0", 0, [1.0])), shard.state()
+    later = dataclasses.replace(request("w0", 1, [1.0], completion=ENDS_ROUND), buffers=one(4.0))
     settled = shard.exchange(later)
-    shard.exchange(dataclasses.replace(later, stamp=Stamp("w0", 0, 0, 2)))
-    assert (reply.weights.tolist(), lists(state)) == ([1.0], [[1.0]])
+    shard.exchange(dataclasses.replace(later, message_id=MessageId("w0", 0, 0, 2)))
+    assert (response.weights.tolist(), lists(state)) == ([1.0], [[1.0]])
     assert (state.buffers.tolist(), settled.buffers.tolist()) == ([0.0], [2.0])
 
 
@@ -131,11 +131,11 @@ def test_a_message_that_is_refused_says_why_and_holds_nothing(worker_id, generat
     shard = shard_of([0.0], settles=(settling := Settling()))
     shard.change(Membership(2, ("w0",)))
     shard.change(Membership(3, ("w0", "w1")))
-    message = push(worker_id, 0, [1.0], generation=generation, settlement=ENDS_ROUND)
-    reply = shard.exchange(message)
-    assert reply.refusal == f"the center refused {reason}"
-    assert (reply.weights.size, reply.buffers.size, reply.orders) == (0, 0, None)
-    assert (reply.weights.dtype, reply.buffers.dtype) == (np.float32, np.float32)
+    message = request(worker_id, 0, [1.0], generation=generation, completion=ENDS_ROUND)
+    response = shard.exchange(message)
+    assert response.refusal == f"the center refused {reason}"
+    assert (response.weights.size, response.buffers.size, response.assignment) == (0, 0, None)
+    assert (response.weights.dtype, response.buffers.dtype) == (np.float32, np.float32)
     assert (shard.num_refused, settling.settled, lists(shard.state())) == (1, [], [[0.0]])
     shard.exchange(message)
     assert shard.num_refused == 2
@@ -148,46 +148,46 @@ def one(value):
     return np.array([value], np.float32)
 
 
-def test_the_message_that_ends_a_round_is_answered_with_orders_once_the_center_has_moved():
+def test_the_message_that_ends_a_round_is_answered_with_assignment_once_the_center_has_moved():
     shard = shard_of([0.0], buffers=[2.0], settles=(settling := Settling()))
-    message = dataclasses.replace(push("w0", 0, [1.0], settlement=ENDS_ROUND), buffers=one(6.0))
-    reply = shard.exchange(message)
-    assert reply.orders is ORDERS
-    assert reply.buffers.tolist() == [4.0]  # b + (6 - b) / 2
+    message = dataclasses.replace(request("w0", 0, [1.0], completion=ENDS_ROUND), buffers=one(6.0))
+    response = shard.exchange(message)
+    assert response.assignment is ASSIGNMENT
+    assert response.buffers.tolist() == [4.0]  # b + (6 - b) / 2
     assert shard.state().buffers.tolist() == [4.0]
     assert (settling.settled, settling.repeated) == ([message], [])
     again = shard.exchange(message)
-    assert again.orders is ORDERS
+    assert again.assignment is ASSIGNMENT
     assert again.buffers.tolist() == [4.0]
     assert (settling.settled, settling.repeated) == ([message], [message])
 
 
 def test_a_message_that_only_settles_moves_nothing_and_counts_once():
     shard = shard_of([1.0], settles=(settling := Settling()))
-    message = push("w0", 0, [], span=(0, 0), settlement=ENDS_ROUND)
+    message = request("w0", 0, [], span=(0, 0), completion=ENDS_ROUND)
     for _ in range(2):
-        reply = shard.exchange(message)
-        assert (reply.weights.tolist(), reply.orders) == ([], ORDERS)
+        response = shard.exchange(message)
+        assert (response.weights.tolist(), response.assignment) == ([], ASSIGNMENT)
     assert (len(settling.settled), len(settling.repeated)) == (1, 1)
     assert lists(shard.state()) == [[1.0]]
 
 
 @pytest.mark.parametrize("settles", [None, Settling()])
-def test_a_message_in_the_middle_of_a_round_gets_no_orders(settles):
+def test_a_message_in_the_middle_of_a_round_gets_no_assignment(settles):
     shard = shard_of([0.0], settles=settles)
-    settlement = ENDS_ROUND if settles is None else None  # away from home nothing settles
-    message = dataclasses.replace(push("w0", 0, [1.0], settlement=settlement), buffers=one(9.0))
-    reply = shard.exchange(message)
-    assert (reply.weights.tolist(), reply.buffers.tolist()) == ([1.0], [9.0])
-    assert (reply.orders, reply.refusal) == (None, "")
+    completion = ENDS_ROUND if settles is None else None  # away from home nothing settles
+    message = dataclasses.replace(request("w0", 0, [1.0], completion=completion), buffers=one(9.0))
+    response = shard.exchange(message)
+    assert (response.weights.tolist(), response.buffers.tolist()) == ([1.0], [9.0])
+    assert (response.assignment, response.refusal) == (None, "")
 
 
 def test_a_worker_that_was_removed_while_its_message_moved_the_center_is_told():
-    """The dispatcher counts this refusal, not the shard."""
-    shard = shard_of([0.0], settles=Settling(orders=None))
-    reply = shard.exchange(push("w0", 0, [1.0], settlement=ENDS_ROUND))
-    assert reply.refusal == "the center refused w0: it is no longer a member (generation 0)"
-    assert reply.orders is None
+    """The coordinator counts this refusal, not the shard."""
+    shard = shard_of([0.0], settles=Settling(assignment=None))
+    response = shard.exchange(request("w0", 0, [1.0], completion=ENDS_ROUND))
+    assert response.refusal == "the center refused w0: it is no longer a member (generation 0)"
+    assert response.assignment is None
     assert (shard.num_refused, lists(shard.state())) == (0, [[1.0]])
 
 
@@ -196,23 +196,23 @@ def test_a_worker_that_was_removed_while_its_message_moved_the_center_is_told():
 
 def test_who_stays_goes_on_and_who_comes_back_counts_its_messages_anew():
     shard = shard_of([0.0])
-    shard.exchange(push("w0", 0, [1.0]))
-    shard.exchange(push("w1", 0, [1.0]))
+    shard.exchange(request("w0", 0, [1.0]))
+    shard.exchange(request("w1", 0, [1.0]))
     state = shard.change(Membership(2, ("w0",)))
     assert (state.spans, lists(state), state.buffers.tolist()) == ([(0, 1)], [[2.0]], [])
     shard.change(Membership(3, ("w0", "w1")))
-    shard.exchange(push("w0", 0, [1.0]))  # the same message as before
+    shard.exchange(request("w0", 0, [1.0]))  # the same message as before
     assert (shard.num_repeated, lists(shard.state())) == (1, [[2.0]])
-    shard.exchange(push("w1", 0, [1.0], generation=3))  # the first of another stay
+    shard.exchange(request("w1", 0, [1.0], generation=3))  # the first of another stay
     assert (shard.num_repeated, lists(shard.state())) == (1, [[3.0]])
 
 
 def test_a_shard_that_is_opened_again_lets_all_enter_anew():
     shard = shard_of([0.0])
-    shard.exchange(push("w0", 0, [1.0]))
+    shard.exchange(request("w0", 0, [1.0]))
     shard.open(Membership(4, ("w0",)))
-    assert "it entered generation 4" in shard.exchange(push("w0", 1, [1.0])).refusal
-    assert not shard.exchange(push("w0", 0, [1.0], generation=4)).refusal
+    assert "it entered generation 4" in shard.exchange(request("w0", 1, [1.0])).refusal
+    assert not shard.exchange(request("w0", 0, [1.0], generation=4)).refusal
     assert lists(shard.state()) == [[2.0]]
 
 
@@ -222,10 +222,10 @@ def test_a_shard_that_is_opened_again_lets_all_enter_anew():
 @pytest.mark.parametrize("rule", [Add, Weights])
 def test_a_shortened_message_that_is_repeated_gets_the_very_answer_again(rule):
     shard, codec = shard_of([0.0] * 8, rule=rule(), codec="int8"), parse_codec("int8")
-    message = push("w0", 0, codec.encode(torch.arange(8.0)), span=(0, 8))
+    message = request("w0", 0, codec.encode(torch.arange(8.0)), span=(0, 8))
     first = shard.exchange(message)
     before = lists(shard.state())
-    shard.exchange(push("w1", 0, codec.encode(torch.ones(8)), span=(0, 8)))
+    shard.exchange(request("w1", 0, codec.encode(torch.ones(8)), span=(0, 8)))
     moved = lists(shard.state())
     assert moved != before
     assert shard.exchange(message).weights.tolist() == first.weights.tolist()
@@ -240,8 +240,8 @@ def test_what_the_worker_decodes_brings_its_mirror_to_the_center(rule):
     sent = torch.full((8,), 2.0)  # of equal numbers the codec loses nothing
     for sequence in range(3):
         before = torch.tensor(shard.state().weights[0])
-        reply = shard.exchange(push("w0", sequence, codec.encode(sent), span=(0, 8)))
-        mirror += codec.decode(torch.tensor(reply.weights), out=told)
+        response = shard.exchange(request("w0", sequence, codec.encode(sent), span=(0, 8)))
+        mirror += codec.decode(torch.tensor(response.weights), out=told)
         after = torch.tensor(shard.state().weights[0])
         expected = after if rule is Add else before
         torch.testing.assert_close(mirror, expected, rtol=0.02, atol=0.02)
@@ -251,19 +251,19 @@ def test_what_the_worker_decodes_brings_its_mirror_to_the_center(rule):
 
 def test_a_worker_removed_after_its_shortened_message_was_let_in_is_refused_and_moves_nothing():
     shard, codec = shard_of([0.0] * 8, codec="int8"), parse_codec("int8")
-    message = push("w0", 0, codec.encode(torch.ones(8)), span=(0, 8))
+    message = request("w0", 0, codec.encode(torch.ones(8)), span=(0, 8))
     [cell] = shard._cells.values()
     for letters in ({}, {"w0": dataclasses.replace(cell.letters["w0"], entered=5)}):
         cell.letters = letters
-        reply = shard.exchange(message)
-        assert reply.refusal == "the center refused w0: it is no longer a member (generation 0)"
+        response = shard.exchange(message)
+        assert response.refusal == "the center refused w0: it is no longer a member (generation 0)"
     assert shard.num_refused == 2
     assert lists(shard.state()) == [[0.0] * 8]
 
 
 def test_letters_of_who_stays_go_on_and_newcomers_begin_with_the_center_of_now():
     shard, codec = shard_of([0.0] * 8, codec="int8"), parse_codec("int8")
-    shard.exchange(push("w0", 0, codec.encode(torch.ones(8)), span=(0, 8)))
+    shard.exchange(request("w0", 0, codec.encode(torch.ones(8)), span=(0, 8)))
     [cell] = shard._cells.values()
     stays = cell.letters["w0"]
     state = shard.change(Membership(2, ("w0", "w2")))
@@ -284,8 +284,8 @@ def test_what_the_optimizers_of_a_shard_remember_goes_to_another():
     one_, other = (shard_of([0.0] * 3, spans=spans, rule=rule) for _ in range(2))
     for shard in (one_, other):
         for span in spans:
-            shard.exchange(push("w0", 0, [1.0] * (span[1] - span[0]), span=span))
-    one_.exchange(push("w0", 1, [4.0, 4.0], span=(1, 3)))
+            shard.exchange(request("w0", 0, [1.0] * (span[1] - span[0]), span=span))
+    one_.exchange(request("w0", 1, [4.0, 4.0], span=(1, 3)))
     states = one_.optimizer_states()
     assert list(states) == spans
     assert [str(state) for state in one_.state().optimizers] == [str(x) for x in states.values()]
@@ -293,7 +293,7 @@ def test_what_the_optimizers_of_a_shard_remember_goes_to_another():
     assert str(other.optimizer_states()) == str(states)
     zero = [0.0, 0.0]
     before = other.state().weights[1]
-    other.exchange(push("w0", 2, zero, span=(1, 3)))
+    other.exchange(request("w0", 2, zero, span=(1, 3)))
     assert (before - other.state().weights[1]).tolist() == pytest.approx([4.5 * 0.5] * 2)
 
 
@@ -397,41 +397,41 @@ def test_without_a_lock_nobody_waits():
 
 
 def test_an_exchange_in_the_middle_of_a_round_settles_nothing():
-    post = Orderly()
-    exchange = reach(open_shard(2), post=post)
+    client = Orderly()
+    exchange = reach(open_shard(2), client=client)
     exchange._is_last = False
     exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header(num_samples=3.0))
     assert exchange.wait() == (Tally(2, 1, 3.0), Header())
     exchange.commit()
-    assert post.settled == []
-    assert exchange._desk.num_bytes == 2 * 2 * 4  # of each weight, there and back
+    assert client.settled == []
+    assert exchange._session.num_bytes == 2 * 2 * 4  # of each weight, there and back
     exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header(num_samples=3.0))
-    assert exchange._desk.num_bytes == 2 * (2 * 2 * 4)
+    assert exchange._session.num_bytes == 2 * (2 * 2 * 4)
 
 
 class Answers(Orderly):
     """A post whose orders come with float buffers."""
 
     def wait(self):
-        return Reply(NOTHING, np.array([7.0], np.float32), self.orders)
+        return Response(NOTHING, np.array([7.0], np.float32), self.assignment)
 
 
-def test_the_answer_brings_buffers_and_orders_once_it_is_taken():
-    post = Answers()
-    post.orders = dataclasses.replace(ORDERS, version=9)
-    exchange = reach(open_shard(1), post=post)
+def test_the_answer_brings_buffers_and_assignment_once_it_is_taken():
+    client = Answers()
+    client.assignment = dataclasses.replace(ASSIGNMENT, version=9)
+    exchange = reach(open_shard(1), client=client)
     exchange.center = dataclasses.replace(exchange.center, buffers=torch.zeros(1))
     exchange.begin(torch.ones(1), torch.full((1,), 5.0), Header())
     exchange.wait()
-    assert (exchange.center.buffers.item(), exchange._desk.version) == (0.0, 0)
+    assert (exchange.center.buffers.item(), exchange._session.version) == (0.0, 0)
     exchange.commit()
-    assert (exchange.center.buffers.item(), exchange._desk.version) == (7.0, 9)
-    [settled] = post.settled
+    assert (exchange.center.buffers.item(), exchange._session.version) == (7.0, 9)
+    [settled] = client.settled
     assert settled.buffers.tolist() == [5.0]
-    assert settled.settlement.num_bytes == 8
-    exchange._desk.take_orders(ORDERS)
+    assert settled.completion.num_bytes == 8
+    exchange._session.take_assignment(ASSIGNMENT)
     exchange.commit()
-    assert exchange._desk.version == 0, "an answer is taken once"
+    assert exchange._session.version == 0, "an answer is taken once"
     weights = torch.ones(1)
     assert exchange.as_seen(weights) is weights
 
@@ -442,10 +442,10 @@ def test_the_cells_that_a_process_can_map_come_with_the_workers_place():
     gone = CellAddress("/proc/1/fd/999", 1, 2)
 
     class Posted:
-        def shared_cells(self, stamp):
+        def shared_cells(self, message_id):
             return {(5, 9): gone, span: address}
 
-    found = open_cells(Posted(), Stamp("w1", 1, 0, 0), is_locked=True, timeout_s=0.25)
+    found = open_cells(Posted(), MessageId("w1", 1, 0, 0), is_locked=True, timeout_s=0.25)
     assert list(found) == [span]
     cell, slot = found[span]
     assert slot == address.slot

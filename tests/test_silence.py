@@ -25,12 +25,12 @@ from raydl.best import BestCenter
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import CheckpointWriter
 from raydl.control import State
-from raydl.crew import GaveUp, Published
 from raydl.errors import WORTH_RETRYING, StorageSilentError
 from raydl.metrics import Queued, queued
 from raydl.runs.totals import Totals
 from raydl.silence import SilenceTeller, within
 from raydl.storage import Storage, is_answer
+from raydl.worker_group import GaveUp, Published
 
 BOUND_S = 20
 

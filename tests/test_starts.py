@@ -11,13 +11,13 @@ from clusters import BOUND_S
 from processes import stopped_processes
 
 from raydl.config import ElasticConfig, ScalingConfig
-from raydl.crew import Lost
-from raydl.leases import Leases
+from raydl.heartbeats import Heartbeats
 from raydl.on_ray.calls import Calls
 from raydl.on_ray.cluster import Notices, node_here
-from raydl.on_ray.crew import RayCrew
 from raydl.on_ray.liveness import Liveness
 from raydl.on_ray.starts import Starts
+from raydl.on_ray.worker_group import RayWorkerGroup
+from raydl.worker_group import Lost
 
 
 class Watch:
@@ -81,15 +81,15 @@ class Halted:
         pass
 
 
-class OneWorker(RayCrew):
-    """A crew that has no center, and takes up what is asked for as it does in a run."""
+class OneWorker(RayWorkerGroup):
+    """A worker group that has no center, and takes up what is asked for as it does in a run."""
 
     def __init__(self, patience_s):
         self._job = SimpleNamespace(config=SimpleNamespace(
             scaling=ScalingConfig(num_workers=1), elastic=ElasticConfig(max_busy_s=patience_s)
         ))  # fmt: skip
         self._home, self._asked_at = node_here(), time.monotonic() + 1e6
-        self._calls, self._leases, self._liveness = Calls(), Leases(10.0), Liveness()
+        self._calls, self._heartbeats, self._liveness = Calls(), Heartbeats(10.0), Liveness()
         self._starts, self._notices = Starts(patience_s), Notices()
         self._avoided, self._told_busy = set(), set()
         self._workers, self._places, self._events, self._late = {}, {}, [], []
@@ -98,13 +98,13 @@ class OneWorker(RayCrew):
 
 @pytest.mark.cluster
 def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster, monkeypatch):
-    monkeypatch.setattr("raydl.on_ray.crew.WorkerActor", Halted)
-    before, crew = stopped_processes(), OneWorker(patience_s=1.0)
-    crew.ask("w0")
+    monkeypatch.setattr("raydl.on_ray.worker_group.WorkerActor", Halted)
+    before, worker_group = stopped_processes(), OneWorker(patience_s=1.0)
+    worker_group.ask("w0")
     deadline, events = time.monotonic() + BOUND_S, []
     while not events:
         assert time.monotonic() < deadline
-        events = crew.poll(0.25)
+        events = worker_group.poll(0.25)
     (lost,) = events
     assert lost.name == "w0"
     assert lost.reason.startswith("its process has not answered since it began, ")

@@ -1,4 +1,4 @@
-"""What a run tells through its desk, from its first second to its end."""
+"""What a run tells through its control channel, from its first second to its end."""
 
 import json
 import math
@@ -14,15 +14,15 @@ import pytest
 from raydl.center import Snapshot
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.control.state import State
-from raydl.control.workforce import Phase, WorkerEntry
+from raydl.control.worker_registry import Phase, WorkerEntry
 from raydl.errors import ConfigError, RaydlError, ResourceError, SupersededError
 from raydl.metrics import TIME_PARTS
 from raydl.progress import Silent
 from raydl.reports import Outcome, WorkerReport
-from raydl.run_loop import open_desk, remove, run_to_end
+from raydl.run_loop import open_control_channel, remove, run_to_end
 from raydl.run_view import EventLog, RunView, how_it_ended, worker_status
-from raydl.runs import desk as run_desk
-from raydl.runs.desk import Request, read_status, request_removal
+from raydl.runs import control_channel as run_control_channel
+from raydl.runs.control_channel import Request, read_status, request_removal
 from raydl.runs.status import WorkerStatus
 from raydl.storage import Storage
 from raydl.task import Classification
@@ -90,7 +90,7 @@ class Person(threading.Thread):
 
 
 def test_while_it_trains_its_one_worker_is_seen_and_can_not_be_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_desk, "EVERY_S", 0.05)
+    monkeypatch.setattr(run_control_channel, "EVERY_S", 0.05)
     person = Person(str(tmp_path / "a"))
     follow = RunView.follow
 
@@ -136,7 +136,7 @@ def test_a_run_that_can_not_start_says_why(tmp_path, monkeypatch):
     def no_room(job, dataset, prepare, untrained, storage):
         raise ResourceError("this machine holds 1")
 
-    monkeypatch.setattr("raydl.trainer._make_crew", no_room)
+    monkeypatch.setattr("raydl.trainer._make_worker_group", no_room)
     with pytest.raises(ResourceError):
         trainer(tmp_path / "a").fit()
     assert read_status(str(tmp_path / "a")).state == "failed: this machine holds 1"
@@ -196,10 +196,10 @@ def recorder(accuracy):
 
 
 def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):
-    workforce = SimpleNamespace(entries=lambda: list(entries))
+    worker_registry = SimpleNamespace(entries=lambda: list(entries))
     return SimpleNamespace(
         state=state, outcome=outcome, stop_reason=stop_reason, ended_because="",
-        generation=5, num_workers=2, workforce=workforce,
+        generation=5, num_workers=2, worker_registry=worker_registry,
     )  # fmt: skip
 
 
@@ -328,7 +328,7 @@ def test_the_newest_eight_events_are_kept_with_their_time():
     assert shown.sentences == [f"event {n}" for n in range(10)]
 
 
-# the loop and the desk
+# the loop and the control channel
 
 
 class FakeController:
@@ -337,7 +337,7 @@ class FakeController:
     def __init__(self, state=State.TRAINING):
         self.state, self.removed, self.num_steps = state, [], 0
         self.num_workers, self.generation, self.stop_reason = 1, 1, ""
-        self.outcome, self.workforce = None, SimpleNamespace(entries=list)
+        self.outcome, self.worker_registry = None, SimpleNamespace(entries=list)
 
     def step(self):
         self.num_steps += 1
@@ -400,14 +400,14 @@ def test_a_driver_whose_run_another_one_has_taken_over_ends_at_the_next_step():
 
 
 def test_between_two_steps_requests_are_answered_and_trouble_is_told():
-    stage, desk, told = FakeController(), FakeDesk(), Shown()
+    stage, control_channel, told = FakeController(), FakeDesk(), Shown()
     told.checkpoints = SimpleNamespace(num_late=2)
-    run_to_end(stage, told, desk, view(), config=TrainConfig(), epoch=Epoch())
+    run_to_end(stage, told, control_channel, view(), config=TrainConfig(), epoch=Epoch())
     assert stage.removed == ["w1"]
     assert stage.refused == {"checkpoints": 2}
-    assert desk.answers == [("r1", "w1 leaves", True)]
+    assert control_channel.answers == [("r1", "w1 leaves", True)]
     assert told.sentences == ["the folder failed"]
-    assert desk.told == ["training"] * 4
+    assert control_channel.told == ["training"] * 4
 
 
 @pytest.mark.parametrize("state", [State.FINISHING, State.DONE])
@@ -418,10 +418,10 @@ def test_a_run_that_is_ending_removes_nobody(state):
     assert stage.removed == []
 
 
-def test_a_desk_is_closed_in_every_way_out(tmp_path):
+def test_a_control_channel_is_closed_in_every_way_out(tmp_path):
     for number, error in enumerate([RaydlError("one"), KeyboardInterrupt(), None]):
         storage = Storage(str(tmp_path / str(number)))
-        with suppress(RaydlError, KeyboardInterrupt), open_desk(storage, view()):
+        with suppress(RaydlError, KeyboardInterrupt), open_control_channel(storage, view()):
             if error:
                 raise error
     states = [read_status(str(tmp_path / str(n))).state.split()[0] for n in range(3)]

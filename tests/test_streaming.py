@@ -16,7 +16,6 @@ from PIL import Image
 
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import InputConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.crew import Collected
 from raydl.data import Batches, Dataset, load
 from raydl.data.feed import Feed
 from raydl.data.order import InBlocks
@@ -29,6 +28,7 @@ from raydl.metrics import TimeParts
 from raydl.reports import Losses
 from raydl.schedules import Round
 from raydl.task import Classification, evaluate
+from raydl.worker_group import Collected
 
 STREAMED = InputConfig(stream="always", shuffle_samples=8)
 

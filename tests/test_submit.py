@@ -20,7 +20,7 @@ from raydl.submission import (
 
 
 def plan_of(*words):
-    return plan_run(words, cli.parse_train(words), stamp="20261121-150000")
+    return plan_run(words, cli.parse_train(words), message_id="20261121-150000")
 
 
 def error_of(capsys, *arguments):

@@ -16,7 +16,6 @@ import raydl
 from raydl.checkpoint import CheckpointStore
 from raydl.checkpoint_writer import checkpoint_of, snapshot_of
 from raydl.config import MethodConfig
-from raydl.crew import Collected
 from raydl.data import Batches, Normalizer, load
 from raydl.errors import ConfigError, ShapeError
 from raydl.evaluator import Evaluator
@@ -24,6 +23,7 @@ from raydl.flat import FlatModel
 from raydl.storage import Storage
 from raydl.task import Classification, evaluate
 from raydl.untrained import BufferNews, _weighted_sum
+from raydl.worker_group import Collected
 
 METHODS = ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"]
 

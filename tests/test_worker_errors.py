@@ -17,7 +17,6 @@ import raydl
 from raydl.checkpoint import CheckpointStore
 from raydl.config import ElasticConfig
 from raydl.control import State
-from raydl.crew import Changed, Failed, GaveUp, Lost, Published, RunEnded, WorkerReady
 from raydl.errors import (
     ConfigError,
     InfrastructureError,
@@ -28,6 +27,7 @@ from raydl.membership import Membership
 from raydl.reports import Outcome
 from raydl.rules import Outer
 from raydl.storage import Storage
+from raydl.worker_group import Changed, Failed, GaveUp, Lost, Published, RunEnded, WorkerReady
 
 FAILED = InfrastructureError("w1", "OSError: [Errno 5] Input/output error")
 OWN = ZeroDivisionError("my own mistake")
@@ -150,9 +150,10 @@ def test_the_center_is_asked_once_more_before_the_last_checkpoint():
     """Its newest snapshot may be as old as an epoch; it makes one as the last worker goes."""
     stage = Stage(1, is_sync=False).start("w0")
     stage.step(Failed("w0", OWN), *stage.end("broken", 7, "w0"))
-    assert ("change", 2, ()) in [*stage.crew.told, *stage.steps(1)] or stage.crew.formed[-1] == (
-        Membership(2, ())
-    )
+    assert ("change", 2, ()) in [
+        *stage.worker_group.told,
+        *stage.steps(1),
+    ] or stage.worker_group.formed[-1] == (Membership(2, ()))
     assert stage.step(Changed(), Published((0,))) == []
     told = [*stage.step(Published((0, 7))), *stage.steps(3)]
     assert ("collect", 7, ()) in told
@@ -206,7 +207,7 @@ def test_a_worker_that_raised_and_dies_before_it_tells_how_far_it_was_holds_noth
 
 def diverged(stage, worker_id, round=3):
     error = NonFiniteLossError(worker_id, 57, math.nan)
-    generation = stage.crew.formed[-1].generation
+    generation = stage.worker_group.formed[-1].generation
     return RunEnded(worker_id, Outcome.BROKEN, round, generation, str(error), error=error)
 
 
@@ -382,7 +383,7 @@ def test_a_center_that_stays_bad_ends_the_run_and_is_not_kept(tmp_path):
 
 def bad_center(stage, *worker_ids):
     """Return the ends of workers that were to take in a center that is not finite."""
-    error, generation = NonFiniteCenterError(7), stage.crew.formed[-1].generation
+    error, generation = NonFiniteCenterError(7), stage.worker_group.formed[-1].generation
     return [RunEnded(w, Outcome.BROKEN, 3, generation, str(error), error=error) for w in worker_ids]
 
 
@@ -443,7 +444,7 @@ def test_by_messages_a_center_that_diverges_is_started_again_from_what_was_good(
     stage.step(Failed("center", NonFiniteCenterError(40)))
     assert stage.state is State.RECOVERING
     stage.step(*stage.end("broken", 39 if has_copy else -1, "w0", "w1"))
-    told = [*stage.crew.told, *stage.steps(2)]
+    told = [*stage.worker_group.told, *stage.steps(2)]
     assert ("rebuild_center", "w0" if has_copy else None) in told
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raydl.control.workforce import Phase, Workforce
+from raydl.control.worker_registry import Phase, WorkerRegistry
 from raydl.membership import Membership
 from raydl.reports import WorkerReport
 
@@ -14,7 +14,7 @@ class Floor:
 
     def __init__(self, *worker_ids, training=True):
         self.now = 1000.0
-        self.force = Workforce(lease_s=10.0, first_step_s=60.0, clock=lambda: self.now)
+        self.force = WorkerRegistry(lease_s=10.0, first_step_s=60.0, clock=lambda: self.now)
         self.generation = 0
         for worker_id in worker_ids:
             self.force.add(worker_id)
@@ -133,7 +133,7 @@ def test_who_leaves_could_train_no_more_and_the_cause_is_known():
     assert floor.candidates().causes == {"w1": "drains"}
 
 
-def test_standing_by_is_only_for_those_who_train():
+def test_training_state_by_is_only_for_those_who_train():
     floor = Floor("w0", "w1")
     floor.force.send_away("w0", "was removed")
     floor.force.leave_out(("w1",))

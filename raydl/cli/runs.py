@@ -17,7 +17,7 @@ from raydl.texts import clock_text
 
 if TYPE_CHECKING:
     from raydl.errors import UntrustedCodeError
-    from raydl.runs.desk import RunStatus
+    from raydl.runs.control_channel import RunStatus
 
 _ANSWER_S = 120.0
 """The longest wait for a person's answer, in seconds."""
@@ -88,7 +88,7 @@ class _StatusOptions:
 def status(arguments: Sequence[str]) -> int:
     """Show how a run stands, from any machine that sees its folder."""
     options = parse(_StatusOptions, arguments, prog="raydl status", description=status.__doc__)
-    from raydl.runs.desk import read_status
+    from raydl.runs.control_channel import read_status
 
     seen = read_status(options.run)
     if options.json:
@@ -143,7 +143,7 @@ class _RemoveOptions:
 def remove(arguments: Sequence[str]) -> int:
     """Take one worker out of a run by name; with MIN:MAX workers the others train on."""
     options = parse(_RemoveOptions, arguments, prog="raydl remove", description=remove.__doc__)
-    from raydl.runs.desk import request_removal
+    from raydl.runs.control_channel import request_removal
 
     say(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
     return 0

@@ -117,8 +117,8 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
         submission.check_what_travels(config, here=Path.cwd())
     else:
         _check_size(options.working_dir)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return submission.plan_run(words, config, stamp=stamp, python=options.python)
+    message_id = time.strftime("%Y%m%d-%H%M%S")
+    return submission.plan_run(words, config, message_id=message_id, python=options.python)
 
 
 def _check(config: TrainConfig) -> None:

@@ -26,7 +26,7 @@ from raydl.config.input import ON_BAD_SAMPLE, STREAMS, InputConfig
 from raydl.config.learning import (
     AUTO,
     SCHEDULES,
-    WHO_MAY_TALK,
+    STRATEGIES,
     MethodConfig,
     OptimizerConfig,
     TrainingConfig,
@@ -39,8 +39,8 @@ __all__ = [
     "AUTO",
     "ON_BAD_SAMPLE",
     "SCHEDULES",
+    "STRATEGIES",
     "STREAMS",
-    "WHO_MAY_TALK",
     "CheckpointConfig",
     "ElasticConfig",
     "EvaluationConfig",

@@ -19,7 +19,7 @@ PRECISIONS = ("float32", "bf16")
 AUTO = "auto"
 """The period that the workers choose by themselves."""
 
-WHO_MAY_TALK = ("sync", "async", "hogwild", "round_robin")
+STRATEGIES = ("sync", "async", "hogwild", "round_robin")
 """The schedules of exchanges: all at once; one at a time; no lock; in rank order."""
 
 
@@ -40,7 +40,7 @@ class MethodConfig:
     dynamic_weights: bool = field(default=False, metadata={"flag": "dynamic-weights"})
     """A replica that is suddenly far from the center is pulled hard and pulls little."""
     schedule: str | None = None
-    """Who may talk when, for a rule of your own: sync, async, hogwild or round_robin."""
+    """Which exchanges happen when, for a rule of your own: sync, async, hogwild or round_robin."""
     outer_lr: float | None = None
     """Rate of the outer step, for local-sgd and the DiLoCo family; unset: the method's own."""
     outer_momentum: float | None = None
@@ -55,8 +55,8 @@ class MethodConfig:
             is_long = self.period is None or self.period >= 1
             require(is_long, "method.period", "1 or more", self.period)
         require(self.group_size >= 1, "method.group_size", "1 or more", self.group_size)
-        if self.schedule is not None and self.schedule not in WHO_MAY_TALK:
-            raise UnknownNameError("method.schedule", self.schedule, WHO_MAY_TALK)
+        if self.schedule is not None and self.schedule not in STRATEGIES:
+            raise UnknownNameError("method.schedule", self.schedule, STRATEGIES)
         require(
             self.outer_lr is None or is_positive(self.outer_lr),
             "method.outer_lr",

@@ -18,23 +18,23 @@ from typing import Any
 
 from raydl.callbacks import Callback, Listeners
 from raydl.config import TrainConfig
-from raydl.control.chaos import Chaos
+from raydl.control.center_manager import CenterManager
 from raydl.control.curves import Curves
 from raydl.control.generation import Generation
-from raydl.control.keeper import CenterKeeper
+from raydl.control.planned_faults import PlannedFaults
 from raydl.control.plateau import Plateau
 from raydl.control.situation import Situation
-from raydl.control.staff import Staff
 from raydl.control.state import Recorder, State
-from raydl.control.workforce import Copy, Workforce
-from raydl.crew import Crew
+from raydl.control.worker_pool import WorkerPool
+from raydl.control.worker_registry import Copy, WorkerRegistry
 from raydl.errors import StalledError
 from raydl.faults import FaultPlan
 from raydl.membership import Membership
 from raydl.method import Method
-from raydl.pace import Pace
 from raydl.reports import Outcome
 from raydl.rules import Sends
+from raydl.stragglers import StragglerDetector
+from raydl.worker_group import WorkerGroup
 
 _POLL_S = 0.25
 _SILENCE_S = 300.0
@@ -51,7 +51,7 @@ class Controller:
     """Brings a run from its first snapshot to its end.
 
     Args:
-        crew: the processes; the center is up, or starts.
+        worker_group: the processes; the center is up, or starts.
         config: the run's settings.
         method: the run's method.
         recorder: where results go.
@@ -66,7 +66,7 @@ class Controller:
 
     def __init__(
         self,
-        crew: Crew,
+        worker_group: WorkerGroup,
         config: TrainConfig,
         method: Method,
         recorder: Recorder,
@@ -91,7 +91,7 @@ class Controller:
         """The callback that ended the run; see :class:`raydl.callbacks.Listeners`."""
         self.ended_because = ""
         """What it said."""
-        self.workforce = Workforce(
+        self.worker_registry = WorkerRegistry(
             lease_s=config.elastic.lease_s,
             first_step_s=config.exchange.timeout_s,
             max_busy_s=config.elastic.max_busy_s,
@@ -99,31 +99,33 @@ class Controller:
         )
         self._said = self._stop_said = ""
         self._recorder = recorder
-        self._crew = crew
+        self._worker_group = worker_group
         self._config = config
         self._method = method
         self._clock = clock
-        self._staff = Staff(
-            crew,
+        self._worker_pool = WorkerPool(
+            worker_group,
             config,
-            self.workforce,
+            self.worker_registry,
             own_states=own_states,
             takes_over=method.rule.sends is Sends.WEIGHTS,
             say=self._say,
             clock=clock,
         )
-        self._keeper = CenterKeeper(crew, config, first_round=first_round, clock=clock)
+        self._center_manager = CenterManager(
+            worker_group, config, first_round=first_round, clock=clock
+        )
         self._curves = Curves(recorder, clock)
-        self.pace = Pace()
-        self.chaos = Chaos(crew, faults, clock)
+        self.stragglers = StragglerDetector()
+        self.planned_faults = PlannedFaults(worker_group, faults, clock)
         self._first_round = self._round = first_round
         self._known = Situation(
-            workforce=self.workforce,
-            staff=self._staff,
-            keeper=self._keeper,
+            worker_registry=self.worker_registry,
+            worker_pool=self._worker_pool,
+            center_manager=self._center_manager,
             curves=self._curves,
-            pace=self.pace,
-            chaos=self.chaos,
+            stragglers=self.stragglers,
+            planned_faults=self.planned_faults,
             plateau=Plateau(config.optimizer, num_cuts=first_cuts),
             listeners=Listeners(callbacks),
             recorder=recorder,
@@ -168,7 +170,7 @@ class Controller:
 
     def remove(self, worker_id: str) -> tuple[bool, str]:
         """Let a worker leave; return (whether it will, a sentence)."""
-        return self._staff.remove(worker_id)
+        return self._worker_pool.remove(worker_id)
 
     def step(self) -> bool:
         """Poll, decide and act once; return whether the run is done.
@@ -177,11 +179,11 @@ class Controller:
             RaydlError: what ends the run; a user's own exception comes as it is.
         """
         timeout_s, self._has_moved = 0.0 if self._has_moved else _POLL_S, False
-        for event in self._crew.poll(timeout_s):
+        for event in self._worker_group.poll(timeout_s):
             self._known.take(event)
         if self.outcome is not Outcome.STOPPED and self._known.error is None:
-            self._keeper.evaluate_newest()
-        for worker_id in self._staff.lose_stuck():
+            self._center_manager.evaluate_newest()
+        for worker_id in self._worker_pool.lose_stuck():
             self._known.expect_nothing_from(worker_id)
         act = {
             State.WAITING: self._wait,
@@ -193,7 +195,7 @@ class Controller:
         if act:
             act()
         self._part_with_leavers()
-        self._recorder.show(self.state, self.workforce.counts())
+        self._recorder.show(self.state, self.worker_registry.counts())
         if self.state is State.DONE and self._known.error is not None:
             raise self._known.error
         return self.state is State.DONE
@@ -202,7 +204,7 @@ class Controller:
         self.state, self._has_moved = state, True
         self._state_since = self._clock()
         if state is State.FINISHING:
-            self._staff.stop_hiring()
+            self._worker_pool.stop_hiring()
 
     @property
     def _in_state_s(self) -> float:
@@ -218,12 +220,14 @@ class Controller:
         """Let those go who have left, and whose copy and state nobody needs any more."""
         if self.state is State.FINISHING:
             return
-        run, keeper = self._run, self._keeper
+        run, center_manager = self._run, self._center_manager
         if not self._waits_for_files:
-            keeper.wrote()
-        is_settled = self.state is State.WAITING and keeper.is_collected(self._round)
+            center_manager.wrote()
+        is_settled = self.state is State.WAITING and center_manager.is_collected(self._round)
         needed = set(run.ended) if run and not is_settled else set()
-        for worker_id in self._staff.part_with_leavers(needed | keeper.giving | keeper.writing):
+        for worker_id in self._worker_pool.part_with_leavers(
+            needed | center_manager.giving | center_manager.writing
+        ):
             self._known.expect_nothing_from(worker_id)
 
     # what follows from it
@@ -236,16 +240,18 @@ class Controller:
         if not self._has_center(run):
             return
         waited_s = self._in_state_s
-        if self._is_idle and self._staff.are_all_absent():
+        if self._is_idle and self._worker_pool.are_all_absent():
             self._say("what is left to train is with workers that were left out")
             return
-        membership, reason = self._staff.decide(run.membership if run else None, waited_s=waited_s)
+        membership, reason = self._worker_pool.decide(
+            run.membership if run else None, waited_s=waited_s
+        )
         if membership is None:
-            self.pace.wait_for_workers()
+            self.stragglers.wait_for_workers()
             if run:
-                self._keeper.collect(run, self._round)  # it may be a long wait
-            self._say(self._staff.waiting(reason, waited_s, has_trained=run is not None))
-        elif not self._staff.awaits_legacy(membership.worker_ids):
+                self._center_manager.collect(run, self._round)  # it may be a long wait
+            self._say(self._worker_pool.waiting(reason, waited_s, has_trained=run is not None))
+        elif not self._worker_pool.awaits_legacy(membership.worker_ids):
             self._form(membership, reason)
 
     def _stop_while_waiting(self) -> None:
@@ -285,11 +291,11 @@ class Controller:
         if self._run and membership == self._run.membership:
             reason = "the same go on"
         membership = self._number(membership, reason)
-        states = self._staff.states_for(membership.worker_ids)
-        self._crew.form(membership, self._round, states)
+        states = self._worker_pool.states_for(membership.worker_ids)
+        self._worker_group.form(membership, self._round, states)
         self._known.run = Generation(membership, self._round)
-        self.workforce.formed(membership)
-        self._keeper.formed(membership.generation, self._round)
+        self.worker_registry.formed(membership)
+        self._center_manager.formed(membership.generation, self._round)
         self._stop_voted = self._is_idle = False  # votes end with their generation
         self._cuts_voted = self._first_cuts
         self._enter(State.TRAINING)
@@ -297,23 +303,23 @@ class Controller:
     def _train(self) -> None:
         run = self._run
         assert run is not None
-        if not self._keeper.is_lost:
+        if not self._center_manager.is_lost:
             self._vote_and_inflict(run)
         self._train_on(run)
         if self.state is State.TRAINING and not run.ended and self._center_knows_all:
-            self._keeper.keep_checkpoints(run, is_writing=self._recorder.is_writing)
+            self._center_manager.keep_checkpoints(run, is_writing=self._recorder.is_writing)
 
     def _vote_and_inflict(self, run: Generation) -> None:
-        for sentence in self.chaos.inflict(self._curves.last):
+        for sentence in self.planned_faults.inflict(self._curves.last):
             self._say(sentence)
         if self._why_stop and not self._stop_voted:
             self._stop_voted = True
             self._say_stop()
-            self._crew.vote(run.membership.generation, stop=1.0)
+            self._worker_group.vote(run.membership.generation, stop=1.0)
         num_cuts = self._known.plateau.num_cuts
         if num_cuts > self._cuts_voted:
             self._cuts_voted = num_cuts
-            self._crew.vote(run.membership.generation, num_cuts=num_cuts)
+            self._worker_group.vote(run.membership.generation, num_cuts=num_cuts)
 
     @property
     def _center_knows_all(self) -> bool:
@@ -330,8 +336,8 @@ class Controller:
 
     def _abandon(self, run: Generation) -> None:
         """Free all who wait in an exchange that will not complete."""
-        self.pace.pause(self._clock(), run.membership.generation)
-        self._crew.abandon(run.membership.generation)
+        self.stragglers.pause(self._clock(), run.membership.generation)
+        self._worker_group.abandon(run.membership.generation)
         self._enter(State.RECOVERING)
 
     def _recover(self) -> None:
@@ -349,7 +355,7 @@ class Controller:
         raise NotImplementedError
 
     def _leave_out(self, run: Generation, worker_ids: tuple[str, ...]) -> None:
-        self.workforce.leave_out(worker_ids)
+        self.worker_registry.leave_out(worker_ids)
         for worker_id in worker_ids:
             run.lose(worker_id)
 
@@ -359,7 +365,7 @@ class Controller:
             return
         outcome = run.outcome()
         is_stop = outcome is Outcome.STOPPED
-        if is_stop or (outcome is Outcome.FINISHED and self._keeper.is_complete):
+        if is_stop or (outcome is Outcome.FINISHED and self._center_manager.is_complete):
             self.outcome = self._outcome_of_stop() if is_stop else outcome
             self._enter(State.FINISHING)
             return
@@ -371,7 +377,7 @@ class Controller:
 
     def _is_explained(self, run: Generation) -> bool:
         """Whether it is known why an exchange did not complete."""
-        is_of_center = self._keeper.is_lost or self._keeper.is_new
+        is_of_center = self._center_manager.is_lost or self._center_manager.is_new
         is_of_worker = bool(run.lost) or run.has_diverged or self._known.error is not None
         return is_of_center or is_of_worker
 
@@ -379,7 +385,7 @@ class Controller:
         """Let what breaks again and again, for no cause that is known, end the run some time."""
         end = next(e for e in run.ended.values() if e.outcome is Outcome.BROKEN)
         self._say(f"{end.worker_id} left its exchange: {end.problem}")
-        self._staff.count_loss(end.worker_id, end.problem)
+        self._worker_pool.count_loss(end.worker_id, end.problem)
 
     def _has_center(self, run: Generation | None) -> bool:
         """Whether the center holds the round that all go on from; if not, see to it.
@@ -387,26 +393,26 @@ class Controller:
         Raises:
             RaydlError: for too long it has not come to it.
         """
-        return self._keeper.note_that_it_is_here(self._sees_to_center(run))
+        return self._center_manager.note_that_it_is_here(self._sees_to_center(run))
 
     def _sees_to_center(self, run: Generation | None) -> bool:
-        copy = self.workforce.freshest_copy(since=self._first_round)
-        if self._keeper.is_lost:
-            self._say(self._keeper.rebuild(copy))
-        if not self._keeper.published:  # it is on its way
+        copy = self.worker_registry.freshest_copy(since=self._first_round)
+        if self._center_manager.is_lost:
+            self._say(self._center_manager.rebuild(copy))
+        if not self._center_manager.published:  # it is on its way
             return False
         round = self._round_to_go_on_from(run, copy)
         if round is None:
             return False
-        if copy is not None and copy.round == round and not self._keeper.holds(copy):
-            self._keeper.publish(copy)
+        if copy is not None and copy.round == round and not self._center_manager.holds(copy):
+            self._center_manager.publish(copy)
             return False
-        if round not in self._keeper.published:
+        if round not in self._center_manager.published:
             return False
         if round < self._round:
             self._say(f"no worker has the center of round {self._round}: it goes on from {round}")
         self._round = round
-        self._keeper.go_on()
+        self._center_manager.go_on()
         return True
 
     def _round_to_go_on_from(self, run: Generation | None, copy: Copy | None) -> int | None:
@@ -416,11 +422,15 @@ class Controller:
     def _finish(self) -> None:
         run = self._run
         assert run is not None
-        if not self._keeper.is_collected(self._round):
+        if not self._center_manager.is_collected(self._round):
             self._collect_last(run)
             return
-        if self._keeper.is_lost:  # for the score alone, which is no condition
-            self._say(self._keeper.rebuild(self.workforce.freshest_copy(since=self._first_round)))
+        if self._center_manager.is_lost:  # for the score alone, which is no condition
+            self._say(
+                self._center_manager.rebuild(
+                    self.worker_registry.freshest_copy(since=self._first_round)
+                )
+            )
         is_told = run.is_told() and not self._waits_for_files
         if not is_told and self._silent_s <= _SILENCE_S:
             return
@@ -432,12 +442,12 @@ class Controller:
         self._enter(State.DONE)
 
     def _collect_last(self, run: Generation) -> None:
-        is_held = self._round in self._keeper.published and not self._keeper.is_lost
+        is_held = self._round in self._center_manager.published and not self._center_manager.is_lost
         if not is_held and not self._has_center(run):
             return
         if self.outcome is Outcome.FINISHED:
             self._known.finished_at = self._round
-        self._keeper.collect(run, self._round)
+        self._center_manager.collect(run, self._round)
         if self._silent_s > _SILENCE_S:
             raise self._known.error or StalledError(
                 f"the last states of the workers did not come: nothing was heard of them for "
@@ -454,12 +464,12 @@ class Controller:
     def lacks_score(self) -> bool:
         """Whether the run is finished, and its last center has no score."""
         is_finished = self.outcome is Outcome.FINISHED
-        return is_finished and not self._keeper.is_scored(self._round)
+        return is_finished and not self._center_manager.is_scored(self._round)
 
     @property
     def _silent_s(self) -> float:
         """Seconds since something was heard of what the end waits for."""
-        return self._clock() - max(self._state_since, self._keeper.heard_at)
+        return self._clock() - max(self._state_since, self._center_manager.heard_at)
 
     def _why_no_score(self) -> str:
         """Return why the last center will have no score; empty: it may come yet."""
@@ -467,7 +477,7 @@ class Controller:
             return self.stop_reason
         if self._known.error is not None:
             return self._known.why_error
-        if self._keeper.num_lost_scores >= _MAX_LOST_SCORES:
+        if self._center_manager.num_lost_scores >= _MAX_LOST_SCORES:
             return f"the score was given up {_MAX_LOST_SCORES} times"
         if self._silent_s > _SILENCE_S:
             return f"the evaluator has scored nothing for {_SILENCE_S:.0f} s"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from raydl.crew import RunEnded
 from raydl.membership import Membership
 from raydl.reports import Outcome, WorkerReport
+from raydl.worker_group import RunEnded
 
 
 @dataclass

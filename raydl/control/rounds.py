@@ -5,15 +5,15 @@ from __future__ import annotations
 from raydl.control.controller import Controller
 from raydl.control.generation import Generation
 from raydl.control.state import State
-from raydl.control.workforce import Copy
+from raydl.control.worker_registry import Copy
 from raydl.membership import Membership
-from raydl.pace import late_workers
+from raydl.stragglers import late_workers
 
 _ANSWER_S = 0.75
 """The least time that a survivor has to come out of an abandoned exchange, in seconds."""
 
 
-class RoundsController(Controller):
+class SyncController(Controller):
     """Lets all leave at the same round when someone joins or leaves.
 
     A vote rides on the exchange, so nobody waits for it. When a worker is lost in an exchange
@@ -30,28 +30,28 @@ class RoundsController(Controller):
             self._regroup_if_wanted(run)
 
     def _regroup_if_wanted(self, run: Generation) -> None:
-        if self._keeper.is_lost:
+        if self._center_manager.is_lost:
             # Training goes on: workers hold the center, and meet where it was when they formed.
-            self._keeper.rebuild(None)
+            self._center_manager.rebuild(None)
             self._say("the center is started again, and takes in the workers' copy")
-        if not self._keeper.published:  # a new center is on its way: nobody could meet now
+        if not self._center_manager.published:  # a new center is on its way: nobody could meet now
             return
-        membership, reason = self._staff.decide(run.membership)
+        membership, reason = self._worker_pool.decide(run.membership)
         if membership == run.membership:
-            if not self._keeper.is_new:
+            if not self._center_manager.is_new:
                 return
             reason = "the center is back"
-        elif not self._keeper.is_new and self._waits_for_newcomer(run, membership):
+        elif not self._center_manager.is_new and self._waits_for_newcomer(run, membership):
             return
         self._say(f"{reason}: regrouping after this round")
-        self._crew.vote(run.membership.generation, regroup=1.0)
+        self._worker_group.vote(run.membership.generation, regroup=1.0)
         self._enter(State.REGROUPING)
 
     def _waits_for_newcomer(self, run: Generation, membership: Membership | None) -> bool:
         """Whether nobody leaves, somebody joins, and its replica is on its way."""
         if membership is None or not set(run.membership.worker_ids) < set(membership.worker_ids):
             return False
-        return self._staff.awaits_legacy(membership.worker_ids)
+        return self._worker_pool.awaits_legacy(membership.worker_ids)
 
     def _regroup(self) -> None:
         run = self._run
@@ -69,8 +69,8 @@ class RoundsController(Controller):
         if not elastic.leave_out_slow or p == 1:
             return False
         late = late_workers(
-            self.workforce.waiting_s(run.at_work, generation=run.membership.generation),
-            grace_s=self.pace.grace_s(),
+            self.worker_registry.waiting_s(run.at_work, generation=run.membership.generation),
+            grace_s=self.stragglers.grace_s(),
             quorum=min(1.0, max(elastic.quorum, self._config.scaling.min_workers / p)),
         )
         if late:
@@ -79,11 +79,11 @@ class RoundsController(Controller):
         return bool(late)
 
     def _answer_s(self) -> float:
-        return max(_ANSWER_S, min(self.pace.grace_s(), self._config.exchange.timeout_s))
+        return max(_ANSWER_S, min(self.stragglers.grace_s(), self._config.exchange.timeout_s))
 
     def _round_to_go_on_from(self, run: Generation | None, copy: Copy | None) -> int | None:
         # Workers that are there may be behind, if others have gone that the center knew; and one
         # that was left out may have a round that the others trained anew, without it.
-        is_of_now = copy is not None and copy.generation >= self._keeper.newest_generation
+        is_of_now = copy is not None and copy.generation >= self._center_manager.newest_generation
         at = copy.round if copy and is_of_now else -1
-        return at if at >= self._round else max(at, self._keeper.newest)
+        return at if at >= self._round else max(at, self._center_manager.newest)

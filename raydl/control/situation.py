@@ -8,17 +8,21 @@ from dataclasses import dataclass, field
 
 from raydl.callbacks import Listeners
 from raydl.config import ElasticConfig
-from raydl.control.chaos import Chaos
+from raydl.control.center_manager import CenterManager
 from raydl.control.curves import Curves
 from raydl.control.generation import Generation
-from raydl.control.keeper import CenterKeeper
+from raydl.control.planned_faults import PlannedFaults
 from raydl.control.plateau import Plateau
 from raydl.control.refusals import Refusals
-from raydl.control.staff import Staff
 from raydl.control.state import Recorder
 from raydl.control.worker_errors import ordinal
-from raydl.control.workforce import Copy, Workforce
-from raydl.crew import (
+from raydl.control.worker_pool import WorkerPool
+from raydl.control.worker_registry import Copy, WorkerRegistry
+from raydl.errors import InfrastructureError, NonFiniteCenterError, NonFiniteError
+from raydl.machine_failures import in_one_line
+from raydl.reports import Outcome, Record, WorkerReport
+from raydl.stragglers import StragglerDetector
+from raydl.worker_group import (
     Busy,
     Changed,
     Collected,
@@ -38,10 +42,6 @@ from raydl.crew import (
     TookOver,
     WorkerReady,
 )
-from raydl.errors import InfrastructureError, NonFiniteCenterError, NonFiniteError
-from raydl.machine_failures import in_one_line
-from raydl.pace import Pace
-from raydl.reports import Outcome, Record, WorkerReport
 
 _TOLD_SCORES = 20
 
@@ -50,12 +50,12 @@ _TOLD_SCORES = 20
 class Situation:
     """All that events change."""
 
-    workforce: Workforce
-    staff: Staff
-    keeper: CenterKeeper
+    worker_registry: WorkerRegistry
+    worker_pool: WorkerPool
+    center_manager: CenterManager
     curves: Curves
-    pace: Pace
-    chaos: Chaos
+    stragglers: StragglerDetector
+    planned_faults: PlannedFaults
     plateau: Plateau
     listeners: Listeners
     recorder: Recorder
@@ -96,11 +96,11 @@ class Situation:
             RaydlError: what ends the run; a user's own exception comes as it is.
         """
         match event:
-            case WorkerReady(worker_id, node) if worker_id in self.workforce:
-                self.workforce.came_up(worker_id, node)
-                self.staff.hand_over()
-            case Draining(worker_id) if worker_id in self.workforce:
-                self.staff.send_away(worker_id, "drains")
+            case WorkerReady(worker_id, node) if worker_id in self.worker_registry:
+                self.worker_registry.came_up(worker_id, node)
+                self.worker_pool.hand_over()
+            case Draining(worker_id) if worker_id in self.worker_registry:
+                self.worker_pool.send_away(worker_id, "drains")
             case Published():
                 self._take_published(event)
             case Refused(process, num_messages):
@@ -112,9 +112,9 @@ class Situation:
             case Changed():
                 self.is_changing, self.num_news = False, 0
             case HandedIn(worker_id, state):
-                self.staff.take_in(worker_id, state)
+                self.worker_pool.take_in(worker_id, state)
             case TookOver(worker_id):
-                self.staff.took_over(worker_id)
+                self.worker_pool.took_over(worker_id)
             case GaveUp(task, reason):
                 self._take_failure_of(task, reason)
             case Failed(name, error):
@@ -127,16 +127,16 @@ class Situation:
                     f"hold the interpreter lock, or a large state is on its way; it is waited for, "
                     f"{self.elastic.max_busy_s:g} s at most (elastic.max_busy_s)"
                 )
-            case Evaluated() if self.keeper.take_score(event):
+            case Evaluated() if self.center_manager.take_score(event):
                 self._take_score(event)
             case Scoring(num_samples):
-                self.keeper.take_progress(num_samples)
+                self.center_manager.take_progress(num_samples)
             case Collected():
-                self.keeper.take_collected(event)
+                self.center_manager.take_collected(event)
                 is_last = event.snapshot.round == self.finished_at
                 self.recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
             case StatesLost(round, reason):
-                self.keeper.lost_states(round)
+                self.center_manager.lost_states(round)
                 self.say(f"a checkpoint was given up: {reason}")
 
     def _take_error(self, name: str, error: Exception) -> None:
@@ -151,15 +151,15 @@ class Situation:
             return
         if name == "center" and isinstance(error, NonFiniteError) and self.run is not None:
             self._take_divergence(name, error)
-            self.keeper.is_lost = self.error is None  # it starts again, from what was good
+            self.center_manager.is_lost = self.error is None  # it starts again, from what was good
             return
         why = f"{name} raised {in_one_line(error)}"
-        if name in self.workforce:
-            why = self.staff.take_error(name, error)
+        if name in self.worker_registry:
+            why = self.worker_pool.take_error(name, error)
             if not why:
                 self.expect_nothing_from(name)
                 return
-        is_in_loop = name in self.workforce and self.staff.is_hiring
+        is_in_loop = name in self.worker_registry and self.worker_pool.is_hiring
         if self.run is None or not (is_in_loop or name == "evaluator"):
             raise error
         self.error, self.why_error, self.failed = error, why, {name}
@@ -170,15 +170,19 @@ class Situation:
         assert self.error is not None
         if name == "evaluator":
             return
-        if name in self.failed or name not in self.workforce or not self.staff.is_hiring:
+        if (
+            name in self.failed
+            or name not in self.worker_registry
+            or not self.worker_pool.is_hiring
+        ):
             raise self.error  # the last checkpoint itself fails
         self.failed.add(name)
         self._end_failed(name, error)
 
     def _end_failed(self, name: str, error: Exception) -> None:
         """End the process of a worker whose machine failed: its state is of no use any more."""
-        if isinstance(error, InfrastructureError) and name in self.workforce:
-            self.staff.end(name)
+        if isinstance(error, InfrastructureError) and name in self.worker_registry:
+            self.worker_pool.end(name)
             self.expect_nothing_from(name)
 
     def _take_divergence(self, name: str, error: NonFiniteError) -> None:
@@ -215,7 +219,7 @@ class Situation:
     def _take_score(self, evaluated: Evaluated) -> None:
         self.recorder.evaluated(evaluated)
         self.listeners.take(evaluated.without_center())
-        if not self.staff.is_hiring:  # no round is left in which to learn more slowly
+        if not self.worker_pool.is_hiring:  # no round is left in which to learn more slowly
             return
         sentence = self.plateau.take(evaluated.metrics)
         if sentence:
@@ -223,9 +227,9 @@ class Situation:
 
     def _take_published(self, published: Published) -> None:
         self.num_news += 1
-        self.keeper.take_published(published)
+        self.center_manager.take_published(published)
         for number, worker_id in published.faults:
-            self.say(self.chaos.note(number, worker_id))
+            self.say(self.planned_faults.note(number, worker_id))
         self.note_refused(published.process, published.refused)
         self._take_records(published.records, f"center {published.process}", published.told_s)
 
@@ -235,25 +239,25 @@ class Situation:
             self.say(sentence)
 
     def _take_report(self, report: WorkerReport) -> None:
-        self.workforce.take_report(report)
+        self.worker_registry.take_report(report)
         run = self.run
         if run is None or not run.is_present(report.worker_id):
             return
         run.reports[report.worker_id] = report
-        self.pace.note_round(report.round, report.round_s)
-        self.pace.resume(self.clock(), report.generation)
+        self.stragglers.note_round(report.round, report.round_s)
+        self.stragglers.resume(self.clock(), report.generation)
         if report.worker_id == run.membership.worker_ids[0]:
             self._take_records(report.records, report.worker_id, report.told_s)
 
     def _take_records(self, records: tuple[Record, ...], sender: str, told_s: float) -> None:
         run = self.run
         if run and self.curves.take(records, run.reports, sender=sender, told_s=told_s):
-            self.staff.saw_progress()
-            self.keeper.times.saw_epoch(self.curves.epoch)
+            self.worker_pool.saw_progress()
+            self.center_manager.times.saw_epoch(self.curves.epoch)
 
     def _take_end_of(self, end: RunEnded) -> None:
         run = self.run
-        if end.worker_id not in self.workforce:
+        if end.worker_id not in self.worker_registry:
             return
         if run and run.is_present(end.worker_id):
             if not run.take_end(end, self.clock()):
@@ -262,46 +266,46 @@ class Situation:
                 self._take_divergence(end.worker_id, end.error)
             is_pause = end.outcome in (Outcome.REGROUP, Outcome.BROKEN)
             if is_pause and self.is_sync:
-                self.pace.pause(self.clock(), run.membership.generation)
+                self.stragglers.pause(self.clock(), run.membership.generation)
             self._note_if_nobody_trains(run)
         age = end.round, end.num_changes, end.copy_generation, end.ledger_round
         copy = Copy(end.worker_id, *age) if end.round >= 0 else None
-        self.workforce.left_loop(end.worker_id, copy)
+        self.worker_registry.left_loop(end.worker_id, copy)
 
     def _note_if_nobody_trains(self, run: Generation) -> None:
         """Begin a pause where nobody is at work; by messages one alone trains on."""
         if not run.at_work:
-            self.pace.pause(self.clock(), run.membership.generation)
+            self.stragglers.pause(self.clock(), run.membership.generation)
 
     def _take_loss(self, name: str, reason: str) -> None:
-        if name in self.workforce:
-            self.staff.lose(name, reason)
+        if name in self.worker_registry:
+            self.worker_pool.lose(name, reason)
         elif name == "center" or name.startswith("shard"):
             self.say(f"{name} was lost: {reason}")
-            self.staff.count_loss(name, reason)
-            self.keeper.is_lost = True
+            self.worker_pool.count_loss(name, reason)
+            self.center_manager.is_lost = True
         self.expect_nothing_from(name)
 
     def expect_nothing_from(self, name: str) -> None:
         """Go on without what a process was asked for that has gone."""
-        self.keeper.lost(name)
+        self.center_manager.lost(name)
         if self.run and self.run.is_present(name):
             self.run.lose(name)
             self._note_if_nobody_trains(self.run)
 
     def _take_failure_of(self, task: str, reason: str) -> None:
-        self.keeper.gave_up(task)
+        self.center_manager.gave_up(task)
         if task == "checkpoint":
             self.say(f"a checkpoint was given up: {reason}")
         elif task == "evaluation":
-            self.keeper.num_lost_scores += 1
-            self._tell_lost_score(self.keeper.num_lost_scores, reason)
+            self.center_manager.num_lost_scores += 1
+            self._tell_lost_score(self.center_manager.num_lost_scores, reason)
         elif task.startswith("saved state of"):
             self.say(f"{task.removeprefix('saved state of ')} starts at the center: {reason}")
         elif task.startswith("state of"):
-            self.staff.take_in(task.removeprefix("state of "), None, reason)
+            self.worker_pool.take_in(task.removeprefix("state of "), None, reason)
         elif task.startswith("handover to"):
-            self.staff.took_nothing_over(task.removeprefix("handover to "), reason)
+            self.worker_pool.took_nothing_over(task.removeprefix("handover to "), reason)
 
     def _tell_lost_score(self, number: int, reason: str) -> None:
         """Tell each of the first scores that are lost in a row, then every tenth."""

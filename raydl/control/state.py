@@ -6,9 +6,9 @@ import enum
 from collections.abc import Mapping
 from typing import Protocol
 
-from raydl.crew import Collected, Evaluated
 from raydl.membership import Membership
 from raydl.reports import Record, WorkerReport
+from raydl.worker_group import Collected, Evaluated
 
 
 class State(enum.Enum):

@@ -19,7 +19,7 @@ from raydl.center import Center
 from raydl.compression import ErrorFeedback
 from raydl.exchange.sync import HEADER_SIZE, Group, Work, packed_header, settled
 from raydl.rules import Sends, Tally
-from raydl.talk import Header
+from raydl.step_plan import Header
 
 
 class GatheredExchange:

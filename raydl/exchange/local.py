@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp
+from raydl.exchange.protocol import Assignment, CellAddress, MessageId, Request, Response
 from raydl.ledger import Span
 from raydl.reports import AllreduceReport
 
@@ -140,82 +140,82 @@ class TakesMessages(Protocol):
         """Return the spans whose memory a member may map."""
         ...
 
-    def exchange(self, push: Push) -> Reply:
+    def exchange(self, request: Request) -> Response:
         """Take a message, and answer with the center."""
         ...
 
 
-class Dispatches(Protocol):
-    """Who gives orders; see :class:`raydl.dispatcher.Dispatcher`."""
+class Coordinates(Protocol):
+    """Who gives orders; see :class:`raydl.coordinator.Coordinator`."""
 
-    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders of a worker."""
         ...
 
-    def take_turn(self, stamp: Stamp) -> None:
+    def take_turn(self, message_id: MessageId) -> None:
         """Wait for a worker's turn."""
         ...
 
-    def end_turn(self, stamp: Stamp) -> None:
+    def end_turn(self, message_id: MessageId) -> None:
         """End a worker's turn."""
         ...
 
-    def leave(self, stamp: Stamp) -> None:
+    def leave(self, message_id: MessageId) -> None:
         """Let a worker leave."""
         ...
 
 
-class LocalPost:
+class LocalCenterClient:
     """Messages to shards in this process: each is taken at once, in the sender's thread.
 
     Args:
         shards: of the center, the home shard first.
-        dispatcher: gives orders.
+        coordinator: gives orders.
     """
 
-    def __init__(self, shards: Sequence[TakesMessages], dispatcher: Dispatches) -> None:
+    def __init__(self, shards: Sequence[TakesMessages], coordinator: Coordinates) -> None:
         self._shards = shards
-        self._dispatcher = dispatcher
+        self._coordinator = coordinator
 
     @property
     def num_shards(self) -> int:
         """Shards of the center."""
         return len(self._shards)
 
-    def push(self, shard: int, push: Push) -> LocalDelivery:
+    def request(self, shard: int, request: Request) -> LocalPendingResponse:
         """Let the shard take the message, and keep the answer."""
-        return LocalDelivery(self._shards[shard].exchange(push))
+        return LocalPendingResponse(self._shards[shard].exchange(request))
 
-    def shared_cells(self, stamp: Stamp) -> dict[Span, CellAddress]:
+    def shared_cells(self, message_id: MessageId) -> dict[Span, CellAddress]:
         """Return what the shards let a worker map."""
         shared: dict[Span, CellAddress] = {}
         for shard in self._shards:
-            shared |= shard.shared_cells(stamp.worker_id)
+            shared |= shard.shared_cells(message_id.worker_id)
         return shared
 
-    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders."""
-        return self._dispatcher.enter(stamp, local_step)
+        return self._coordinator.enter(message_id, local_step)
 
-    def take_turn(self, stamp: Stamp) -> None:
+    def take_turn(self, message_id: MessageId) -> None:
         """Wait until it is this worker's turn."""
-        self._dispatcher.take_turn(stamp)
+        self._coordinator.take_turn(message_id)
 
-    def end_turn(self, stamp: Stamp) -> None:
+    def end_turn(self, message_id: MessageId) -> None:
         """Let the next in rank order begin."""
-        self._dispatcher.end_turn(stamp)
+        self._coordinator.end_turn(message_id)
 
-    def leave(self, stamp: Stamp) -> None:
+    def leave(self, message_id: MessageId) -> None:
         """Leave the generation."""
-        self._dispatcher.leave(stamp)
+        self._coordinator.leave(message_id)
 
 
-class LocalDelivery:
+class LocalPendingResponse:
     """A message that has arrived."""
 
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
+    def __init__(self, response: Response) -> None:
+        self._response = response
 
-    def wait(self) -> Reply:
+    def wait(self) -> Response:
         """Return the answer."""
-        return self._reply
+        return self._response

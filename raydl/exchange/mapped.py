@@ -31,21 +31,21 @@ from raydl.center import Mirror
 from raydl.compression import parse_codec
 from raydl.config import TrainConfig
 from raydl.errors import ExchangeTimeoutError
-from raydl.exchange.messages import Desk
-from raydl.exchange.post import (
+from raydl.exchange.messages import ClientSession
+from raydl.exchange.protocol import (
     HOME,
     NOTHING,
     CellAddress,
-    Delivery,
-    Post,
-    Reply,
-    Stamp,
+    CenterClient,
+    MessageId,
+    PendingResponse,
+    Response,
     refusal_of,
 )
 from raydl.ledger import Span
 from raydl.method import Method
 from raydl.rules import Rule, Sends, Tally
-from raydl.talk import Header
+from raydl.step_plan import Header
 
 _PAGE = 4096
 _TOKEN, _HOLDER, _SLOTS = 0, 1, 2
@@ -235,9 +235,9 @@ class MappedExchange:
         span: which of the flat parameters it is.
         buffers: this worker's copy of the center's float buffers; moved in place.
         rule: moves replica and center.
-        post: reaches the center for what else there is to say.
+        client: reaches the center for what else there is to say.
         is_last: whether a round ends with this exchange.
-        desk: knows what the worker must tell.
+        session: knows what the worker must tell.
     """
 
     def __init__(
@@ -248,23 +248,23 @@ class MappedExchange:
         span: slice,
         buffers: Tensor,
         rule: Rule,
-        post: Post,
+        client: CenterClient,
         is_last: bool,
-        desk: Desk,
+        session: ClientSession,
     ) -> None:
         self.span = span
         self.center = Mirror(cell.weights, buffers)
         self._cell = cell
         self._slot = slot
         self._rule = rule
-        self._post = post
+        self._client = client
         self._is_last = is_last
-        self._desk = desk
+        self._session = session
         self._pull = torch.empty_like(cell.weights)
         self._distance_squared = 0.0
         self._tally = Tally(1, 1, 0.0)
-        self._settling: Delivery | None = None
-        self._reply: Reply | None = None
+        self._settling: PendingResponse | None = None
+        self._response: Response | None = None
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
         """Move the center, then send what settles the round.
@@ -274,20 +274,20 @@ class MappedExchange:
                 center has not moved.
         """
         assert self._settling is None, "an exchange is under way"
-        desk = self._desk
-        self._tally = Tally(desk.num_workers, 1, header.num_samples)
-        with self._cell.held(desk.version, desk.generation):
+        session = self._session
+        self._tally = Tally(session.num_workers, 1, header.num_samples)
+        with self._cell.held(session.version, session.generation):
             self._check_in()
             self._move(weights.detach())
-        desk.num_bytes += 2 * self._pull.nbytes
+        session.num_bytes += 2 * self._pull.nbytes
         if self._is_last:  # never before the center has moved: a settled sample counts
-            message = desk.message(header, (0, 0), NOTHING, settled=buffers)
-            self._settling = self._post.push(HOME, message)
+            message = session.message(header, (0, 0), NOTHING, settled=buffers)
+            self._settling = self._client.request(HOME, message)
 
     def _check_in(self) -> None:
         """Raise an ExchangeError if this worker is not the member that it was."""
-        desk, entered = self._desk, self._cell.entered(self._slot)
-        desk.raise_if(refusal_of(desk.next_stamp(), entered, desk.generation))
+        session, entered = self._session, self._cell.entered(self._slot)
+        session.raise_if(refusal_of(session.next_message_id(), entered, session.generation))
 
     def _move(self, weights: Tensor) -> None:
         self._distance_squared = self._rule.meet_(
@@ -309,22 +309,22 @@ class MappedExchange:
             ExchangeError: they did not come, or the worker was removed. The center has moved.
         """
         settling, self._settling = self._settling, None
-        self._reply = settling.wait() if settling else None
-        if self._reply:
-            self._desk.raise_if(self._reply.refusal)
+        self._response = settling.wait() if settling else None
+        if self._response:
+            self._session.raise_if(self._response.refusal)
         return self._tally, Header()
 
     def commit(self) -> None:
         """Take note of the orders; the center itself has moved."""
-        if self._reply and self._reply.orders:
-            if self._reply.buffers.size and self.center.buffers.numel():
-                np.copyto(self.center.buffers.numpy(), self._reply.buffers)
-            self._desk.take_orders(self._reply.orders)
-        self._reply = None
+        if self._response and self._response.assignment:
+            if self._response.buffers.size and self.center.buffers.numel():
+                np.copyto(self.center.buffers.numpy(), self._response.buffers)
+            self._session.take_assignment(self._response.assignment)
+        self._response = None
 
 
 def open_cells(
-    post: Post, stamp: Stamp, *, is_locked: bool, timeout_s: float
+    client: CenterClient, message_id: MessageId, *, is_locked: bool, timeout_s: float
 ) -> dict[Span, tuple[MappedCell, int]]:
     """Return the spans of the center that this process can map, each with the worker's slot.
 
@@ -332,7 +332,7 @@ def open_cells(
         ExchangeError: the center did not answer.
     """
     found = {}
-    for span, address in post.shared_cells(stamp).items():
+    for span, address in client.shared_cells(message_id).items():
         size = span[1] - span[0]
         cell = MappedCell.open(address, size, is_locked=is_locked, timeout_s=timeout_s)
         if cell is not None:

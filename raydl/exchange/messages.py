@@ -13,21 +13,21 @@ from torch import Tensor
 from raydl.center import Mirror
 from raydl.compression import ErrorFeedback
 from raydl.errors import ExchangeError
-from raydl.exchange.post import (
+from raydl.exchange.protocol import (
     HOME,
     NOTHING,
-    Delivery,
-    Orders,
-    Post,
-    Push,
-    Reply,
-    Settlement,
-    Stamp,
+    Assignment,
+    CenterClient,
+    Completion,
+    MessageId,
+    PendingResponse,
+    Request,
+    Response,
 )
 from raydl.exchange.staging import Staging
 from raydl.ledger import Span
 from raydl.rules import Sends, Tally
-from raydl.talk import Header
+from raydl.step_plan import Header
 from raydl.untrained import BufferNews, UntrainedState
 
 
@@ -40,44 +40,44 @@ class MessageExchange:
     and gradients are sent as they are; what is left out of them is added to the next message.
 
     Args:
-        post: reaches the center.
+        client: reaches the center.
         mirror: the fragment of the center as this worker last saw it; moved in place.
         span: which of the flat parameters it is.
         shards: (shard, span) of every part of it.
         sends: what the rule sends.
         is_last: whether a round ends with this exchange.
-        desk: numbers the messages and knows what the worker must tell.
+        session: numbers the messages and knows what the worker must tell.
         feedback: the codec of each part, with what it left out so far.
     """
 
     def __init__(
         self,
-        post: Post,
+        client: CenterClient,
         mirror: Mirror,
         *,
         span: slice,
         shards: Sequence[tuple[int, Span]],
         sends: Sends,
         is_last: bool,
-        desk: Desk,
+        session: ClientSession,
         feedback: Callable[[Span], ErrorFeedback],
     ) -> None:
         self.center = mirror
         self.span = span
-        self._post = post
+        self._client = client
         self._shards = list(shards)
         if is_last and HOME not in [shard for shard, _ in shards]:
             self._shards.append((HOME, (0, 0)))
         self._sends = sends
         self._is_last = is_last
-        self._desk = desk
+        self._session = session
         self._feedback = {part: feedback(part) for _, part in shards}
         self._staging = {part: Staging() for _, part in shards}
         self._staging_of_buffers = Staging()
         self._is_plain = all(f.codec.name == "none" for f in self._feedback.values())
         self._seen = torch.empty_like(mirror.weights[: 0 if self._is_plain else None])
-        self._flying: list[tuple[Span, Delivery]] = []
-        self._replies: list[tuple[Span, Reply]] = []
+        self._flying: list[tuple[Span, PendingResponse]] = []
+        self._replies: list[tuple[Span, Response]] = []
         self._tally = Tally(1, 1, 0.0)
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
@@ -87,17 +87,17 @@ class MessageExchange:
             ExchangeError: the turn did not come, or somebody was removed; nothing was sent.
         """
         assert not self._flying, "an exchange is under way"
-        desk = self._desk
-        if desk.takes_turn:
-            desk.takes_turn = False
-            self._post.take_turn(desk.next_stamp())
-        self._tally = Tally(desk.num_workers, 1, header.num_samples)
+        session = self._session
+        if session.takes_turn:
+            session.takes_turn = False
+            self._client.take_turn(session.next_message_id())
+        self._tally = Tally(session.num_workers, 1, header.num_samples)
         for shard, part in self._shards:
             is_home = self._is_last and shard == HOME
             values = self._encoded(weights.detach(), part)
-            desk.num_bytes += values.nbytes
-            message = desk.message(header, part, values, settled=buffers if is_home else None)
-            self._flying.append((part, self._post.push(shard, message)))
+            session.num_bytes += values.nbytes
+            message = session.message(header, part, values, settled=buffers if is_home else None)
+            self._flying.append((part, self._client.request(shard, message)))
 
     def _at(self, part: Span) -> slice:
         """Return where a part of the flat parameters lies within this fragment."""
@@ -132,8 +132,8 @@ class MessageExchange:
         """
         flying, self._flying = self._flying, []
         self._replies = [(part, delivery.wait()) for part, delivery in flying]
-        for _, reply in self._replies:
-            self._desk.raise_if(reply.refusal)
+        for _, response in self._replies:
+            self._session.raise_if(response.refusal)
         if self._sends is Sends.WEIGHTS:
             self._take()
         return self._tally, Header()
@@ -145,19 +145,19 @@ class MessageExchange:
             if not self._is_plain:
                 for feedback in self._feedback.values():
                     feedback.commit()
-        for _, reply in self._replies:
-            if reply.orders is not None:
-                self._desk.take_orders(reply.orders)
+        for _, response in self._replies:
+            if response.assignment is not None:
+                self._session.take_assignment(response.assignment)
         self._replies = []
 
     def _take(self) -> None:
         """Bring the mirror up to the replies."""
-        for part, reply in self._replies:
-            self._desk.num_bytes += reply.weights.nbytes
+        for part, response in self._replies:
+            self._session.num_bytes += response.weights.nbytes
             if part[0] < part[1]:
-                self._take_part(part, reply.weights)
-            if reply.buffers.size and self.center.buffers.numel():
-                self._staging_of_buffers.put_(self.center.buffers, reply.buffers)
+                self._take_part(part, response.weights)
+            if response.buffers.size and self.center.buffers.numel():
+                self._staging_of_buffers.put_(self.center.buffers, response.buffers)
 
     def _take_part(self, part: Span, values: np.ndarray) -> None:
         mirror = self.center.weights[self._at(part)]
@@ -169,7 +169,7 @@ class MessageExchange:
         mirror.add_(self._feedback[part].codec.decode(message, out=change))
 
 
-class Desk:
+class ClientSession:
     """What a worker of a method with messages knows of the center's orders.
 
     Args:
@@ -200,7 +200,7 @@ class Desk:
         """Bytes sent and received since the last settlement."""
         self.takes_turn = False
         """The next exchange waits for this worker's turn before it sends anything."""
-        self.orders: Orders | None = None
+        self.assignment: Assignment | None = None
         self.ledger = ledger
         """The newest that it was told."""
         self.ledger_round = ledger_round
@@ -213,21 +213,21 @@ class Desk:
     @property
     def num_workers(self) -> int:
         """Workers that train, by the newest orders."""
-        assert self.orders is not None
-        return self.orders.num_workers
+        assert self.assignment is not None
+        return self.assignment.num_workers
 
     @property
     def version(self) -> int:
         """Exchanges settled, by the newest orders."""
-        return self.orders.version if self.orders else 0
+        return self.assignment.version if self.assignment else 0
 
-    def next_stamp(self) -> Stamp:
+    def next_message_id(self) -> MessageId:
         """Return the stamp of the next message."""
-        return Stamp(self._worker_id, self.generation, self._incarnation, next(self._numbers))
+        return MessageId(self._worker_id, self.generation, self._incarnation, next(self._numbers))
 
     def message(
         self, header: Header, span: Span, weights: np.ndarray, *, settled: Tensor | None
-    ) -> Push:
+    ) -> Request:
         """Return a message to a shard.
 
         Args:
@@ -236,30 +236,30 @@ class Desk:
             weights: what is sent of them.
             settled: the float buffers, in the message that ends the round; None in any other.
         """
-        return Push(
-            stamp=self.next_stamp(),
+        return Request(
+            message_id=self.next_message_id(),
             span=span,
             weights=weights,
             buffers=NOTHING if settled is None else settled.detach().cpu().numpy(),
             num_workers=self.num_workers,
             num_samples=header.num_samples,
             lr=self.lr,
-            settlement=None if settled is None else self._settlement(header),
+            completion=None if settled is None else self._completion(header),
         )
 
-    def _settlement(self, header: Header) -> Settlement:
+    def _completion(self, header: Header) -> Completion:
         """Return what ends the round."""
         num_bytes, self.num_bytes = self.num_bytes, 0
         news = self._news.take()
-        return Settlement(header, self.local_step, self.num_trained, self.lr, num_bytes, news)
+        return Completion(header, self.local_step, self.num_trained, self.lr, num_bytes, news)
 
     def raise_if(self, refusal: str) -> None:
         """Raise an ExchangeError if the center refused; an empty text says that it did not."""
         if refusal:
             raise ExchangeError(self.version, self.generation, refusal)
 
-    def take_orders(self, orders: Orders) -> None:
+    def take_assignment(self, assignment: Assignment) -> None:
         """Note what to do next."""
-        self.orders = orders
-        if orders.ledger is not None:
-            self.ledger, self.ledger_round = orders.ledger, orders.version
+        self.assignment = assignment
+        if assignment.ledger is not None:
+            self.ledger, self.ledger_round = assignment.ledger, assignment.version

@@ -18,7 +18,7 @@ from ray.exceptions import (
 )
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError, RaydlError
-from raydl.exchange.post import HOME, CellAddress, Orders, Push, Reply, Stamp
+from raydl.exchange.protocol import HOME, Assignment, CellAddress, MessageId, Request, Response
 from raydl.ledger import Span
 
 _AGAIN_S = 0.2
@@ -26,10 +26,10 @@ _AGAIN_S = 0.2
 _LOOK_EVERY_S = 0.1
 """How often a wait looks whether it was abandoned, in seconds."""
 _TURN_GRACE_S = 10.0
-"""How much longer than the dispatcher's own bound a call for a turn may take, in seconds."""
+"""How much longer than the coordinator's own bound a call for a turn may take, in seconds."""
 
 
-class RayPost:
+class RayCenterClient:
     """How one worker reaches the center of a generation.
 
     Args:
@@ -49,57 +49,59 @@ class RayPost:
         self._shards = list(shards)
         self._timeout_s = timeout_s
         self._abandoned = abandoned or threading.Event()
-        self._turn_end: RayDelivery | None = None
+        self._turn_end: RayPendingResponse | None = None
 
     @property
     def num_shards(self) -> int:
         """Shards of the center."""
         return len(self._shards)
 
-    def push(self, shard: int, push: Push) -> RayDelivery:
+    def request(self, shard: int, request: Request) -> RayPendingResponse:
         """Send a copy of the message: Ray has taken it when this returns.
 
         The message itself must stay as it is until the answer has come, for it may have to
         be sent again.
         """
-        send = functools.partial(self._shards[shard].exchange.remote, push)
-        return self._delivery(send, shard, push.stamp, self._timeout_s)
+        send = functools.partial(self._shards[shard].exchange.remote, request)
+        return self._delivery(send, shard, request.message_id, self._timeout_s)
 
     def _delivery(
-        self, send: Callable[[], Any], shard: int, stamp: Stamp, timeout_s: float
-    ) -> RayDelivery:
-        return RayDelivery(send, shard, stamp, timeout_s, self._abandoned)
+        self, send: Callable[[], Any], shard: int, message_id: MessageId, timeout_s: float
+    ) -> RayPendingResponse:
+        return RayPendingResponse(send, shard, message_id, timeout_s, self._abandoned)
 
-    def shared_cells(self, stamp: Stamp) -> dict[Span, CellAddress]:
+    def shared_cells(self, message_id: MessageId) -> dict[Span, CellAddress]:
         """Return what the shards of this node let its workers map."""
         node = ray.get_runtime_context().get_node_id()
         asked = [
-            functools.partial(shard.shared_cells.remote, stamp.worker_id, node)
+            functools.partial(shard.shared_cells.remote, message_id.worker_id, node)
             for shard in self._shards
         ]
-        flying = [self._delivery(ask, i, stamp, self._timeout_s) for i, ask in enumerate(asked)]
+        flying = [
+            self._delivery(ask, i, message_id, self._timeout_s) for i, ask in enumerate(asked)
+        ]
         found: dict[Span, CellAddress] = {}
         for delivery in flying:
             found |= delivery.wait_for_any()
         return found
 
-    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders."""
-        send = functools.partial(self._shards[HOME].enter.remote, stamp, local_step)
-        delivery = self._delivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S)
-        orders: Orders = delivery.wait_for_any()
-        return orders
+        send = functools.partial(self._shards[HOME].enter.remote, message_id, local_step)
+        delivery = self._delivery(send, HOME, message_id, self._timeout_s + _TURN_GRACE_S)
+        assignment: Assignment = delivery.wait_for_any()
+        return assignment
 
-    def take_turn(self, stamp: Stamp) -> None:
+    def take_turn(self, message_id: MessageId) -> None:
         """Wait until it is this worker's turn."""
         self._finish_turn()
-        send = functools.partial(self._shards[HOME].take_turn.remote, stamp)
-        self._delivery(send, HOME, stamp, self._timeout_s + _TURN_GRACE_S).wait_for_any()
+        send = functools.partial(self._shards[HOME].take_turn.remote, message_id)
+        self._delivery(send, HOME, message_id, self._timeout_s + _TURN_GRACE_S).wait_for_any()
 
-    def end_turn(self, stamp: Stamp) -> None:
+    def end_turn(self, message_id: MessageId) -> None:
         """Let the next in rank order begin."""
-        send = functools.partial(self._shards[HOME].end_turn.remote, stamp)
-        self._turn_end = self._delivery(send, HOME, stamp, self._timeout_s)
+        send = functools.partial(self._shards[HOME].end_turn.remote, message_id)
+        self._turn_end = self._delivery(send, HOME, message_id, self._timeout_s)
 
     def _finish_turn(self) -> None:
         """Make sure that the end of the last turn has arrived, which no one waited for."""
@@ -107,23 +109,23 @@ class RayPost:
             self._turn_end.wait_for_any()
             self._turn_end = None
 
-    def leave(self, stamp: Stamp) -> None:
+    def leave(self, message_id: MessageId) -> None:
         """Leave the generation."""
         self._finish_turn()
-        send = functools.partial(self._shards[HOME].leave.remote, stamp)
-        self._delivery(send, HOME, stamp, self._timeout_s).wait_for_any()
+        send = functools.partial(self._shards[HOME].leave.remote, message_id)
+        self._delivery(send, HOME, message_id, self._timeout_s).wait_for_any()
 
     def close(self) -> None:
         """Do nothing: there is no connection of our own."""
 
 
-class RayDelivery:
+class RayPendingResponse:
     """A call under way.
 
     Args:
         send: makes the call, and the same one again.
         shard: which shard it goes to.
-        stamp: of the message.
+        message_id: of the message.
         timeout_s: the longest wait for the answer, in seconds.
         abandoned: ends the wait soon once it is set.
     """
@@ -132,30 +134,30 @@ class RayDelivery:
         self,
         send: Callable[[], Any],
         shard: int,
-        stamp: Stamp,
+        message_id: MessageId,
         timeout_s: float,
         abandoned: threading.Event | None = None,
     ) -> None:
         self._send = send
         self._ref = send()
         self._shard = shard
-        self._stamp = stamp
+        self._message_id = message_id
         self._timeout_s = timeout_s
         self._abandoned = abandoned or threading.Event()
 
-    def wait(self) -> Reply:
+    def wait(self) -> Response:
         """Wait for the answer.
 
         Raises:
             ExchangeTimeoutError: it did not come in time.
             ExchangeError: the shard is gone, or was abandoned.
         """
-        reply: Reply = self.wait_for_any()
-        return reply
+        response: Response = self.wait_for_any()
+        return response
 
     def wait_for_any(self) -> Any:
         """Wait for whatever the call returns; see :meth:`wait`."""
-        number, generation = self._stamp.sequence, self._stamp.generation
+        number, generation = self._message_id.sequence, self._message_id.generation
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -200,9 +202,9 @@ class RayDelivery:
                 f"center shard {self._shard} did not answer; it was abandoned: the run goes on "
                 f"with another center"
             )
-            raise ExchangeError(self._stamp.sequence, self._stamp.generation, reason)
+            raise ExchangeError(self._message_id.sequence, self._message_id.generation, reason)
 
     def _timeout(self) -> ExchangeTimeoutError:
-        number, generation = self._stamp.sequence, self._stamp.generation
+        number, generation = self._message_id.sequence, self._message_id.generation
         who = [f"center shard {self._shard}"]
         return ExchangeTimeoutError(number, generation, self._timeout_s, who)

@@ -20,23 +20,30 @@ from torch import Tensor
 from raydl.center import Center, MakeOptimizer
 from raydl.compression import Codec
 from raydl.exchange.mapped import MappedCell
-from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp, refusal_of
+from raydl.exchange.protocol import (
+    Assignment,
+    CellAddress,
+    MessageId,
+    Request,
+    Response,
+    refusal_of,
+)
 from raydl.ledger import Span
 from raydl.membership import Membership
 from raydl.rules import Rule, Sends, Tally, mix_buffers_
 
 
 class Settles(Protocol):
-    """Who ends a worker's round and gives it orders: the dispatcher, at the home shard."""
+    """Who ends a worker's round and gives it orders: the coordinator, at the home shard."""
 
-    def settle(self, push: Push) -> Orders | None:
+    def settle(self, request: Request) -> Assignment | None:
         """Count the round's samples as done, and return what the worker does next.
 
         None: it is no member any more.
         """
         ...
 
-    def repeat(self, push: Push) -> Orders:
+    def repeat(self, request: Request) -> Assignment:
         """Return what a message that came before was answered with."""
         ...
 
@@ -66,13 +73,17 @@ class _Cell:
     letters: dict[str, _Letters] = field(default_factory=dict)
     """By worker, with a codec."""
 
-    def held(self, stamp: Stamp) -> contextlib.AbstractContextManager[Any]:
+    def held(self, message_id: MessageId) -> contextlib.AbstractContextManager[Any]:
         """Hold the lock for a message.
 
         Raises:
             ExchangeTimeoutError: a worker that maps the memory held it for too long.
         """
-        return self.mapped.held(stamp.sequence, stamp.generation) if self.mapped else self.lock
+        return (
+            self.mapped.held(message_id.sequence, message_id.generation)
+            if self.mapped
+            else self.lock
+        )
 
     def read(self) -> contextlib.AbstractContextManager[Any]:
         """Hold the lock for a copy."""
@@ -165,7 +176,7 @@ class Shard:
             # two updates at one place one may be lost.
             lock = threading.Lock() if is_locked else contextlib.nullcontext()
             self._cells[(start, stop)] = _Cell(center, lock, mapped)
-        self._books_lock = threading.Lock()
+        self._aggregator_lock = threading.Lock()
         self._newest: dict[str, dict[Span, tuple[int, int]]] = {}
         self._generation = 0
         self._entered: dict[str, int] = {}
@@ -176,7 +187,7 @@ class Shard:
 
     def open(self, membership: Membership) -> None:
         """Take messages of these workers from now on, who all enter with this generation."""
-        with self._books_lock:
+        with self._aggregator_lock:
             self._entered = {}
         for cell in self._cells.values():
             cell.letters = {}
@@ -189,7 +200,7 @@ class Shard:
             What newcomers start from: with a codec the very copies that their letters begin
             with, so that both sides hold the same bits, whatever comes in between.
         """
-        with self._books_lock:
+        with self._aggregator_lock:
             before, self._generation = self._entered, membership.generation
             self._entered = members = {
                 worker_id: before.get(worker_id, membership.generation)
@@ -206,110 +217,110 @@ class Shard:
         found = {s: c.mapped.address_for(worker_id) for s, c in self._cells.items() if c.mapped}
         return {span: address for span, address in found.items() if address}
 
-    def exchange(self, push: Push) -> Reply:
+    def exchange(self, request: Request) -> Response:
         """Apply a message, once, and answer with the center.
 
         A repeated message is answered with the center as it is now; one of a worker that is
         no member, or has entered anew since, is refused. Both leave the center as it was.
         """
-        with self._books_lock:
-            if self._refusal(push):
-                return self._refuse(push)
-            is_new = self._is_new(push)
-        is_empty = push.span[0] == push.span[1]  # it only settles
-        weights = push.weights if is_empty else self._move(push, is_new=is_new)
+        with self._aggregator_lock:
+            if self._refusal(request):
+                return self._refuse(request)
+            is_new = self._is_new(request)
+        is_empty = request.span[0] == request.span[1]  # it only settles
+        weights = request.weights if is_empty else self._move(request, is_new=is_new)
         if weights is None:
-            with self._books_lock:
-                return self._refuse(push)
-        if push.settlement is None or self._settles is None:
-            return Reply(weights, push.buffers)
-        with self._books_lock:
-            buffers = self._mix_buffers(push) if is_new else _copied(self._buffers)
+            with self._aggregator_lock:
+                return self._refuse(request)
+        if request.completion is None or self._settles is None:
+            return Response(weights, request.buffers)
+        with self._aggregator_lock:
+            buffers = self._mix_buffers(request) if is_new else _copied(self._buffers)
         # The worker may have been removed since the check above. Its message has moved the
         # center then, while its samples are trained by others: as if it were one message more.
         # To hold the membership for the time of a message would let changes wait for any
         # message that is stuck.
-        orders = self._settles.settle(push) if is_new else self._settles.repeat(push)
-        if orders is None:
-            with self._books_lock:
-                return self._refused(push)  # the call that settles it has counted it
-        return Reply(weights, buffers, orders)
+        assignment = self._settles.settle(request) if is_new else self._settles.repeat(request)
+        if assignment is None:
+            with self._aggregator_lock:
+                return self._refused(request)  # the call that settles it has counted it
+        return Response(weights, buffers, assignment)
 
-    def _refusal(self, push: Push) -> str:
-        entered = self._entered.get(push.stamp.worker_id)
-        return refusal_of(push.stamp, entered, self._generation)
+    def _refusal(self, request: Request) -> str:
+        entered = self._entered.get(request.message_id.worker_id)
+        return refusal_of(request.message_id, entered, self._generation)
 
-    def _refuse(self, push: Push) -> Reply:
+    def _refuse(self, request: Request) -> Response:
         """Count a message that is not taken, and answer it. Needs the books' lock."""
         self.num_refused += 1
-        return self._refused(push)
+        return self._refused(request)
 
-    def _refused(self, push: Push) -> Reply:
+    def _refused(self, request: Request) -> Response:
         """Return the answer to a message that is not taken. Needs the books' lock."""
         nothing = np.empty(0, np.float32)
-        reason = self._refusal(push) or refusal_of(push.stamp, None, self._generation)
-        return Reply(nothing, nothing, refusal=reason)
+        reason = self._refusal(request) or refusal_of(request.message_id, None, self._generation)
+        return Response(nothing, nothing, refusal=reason)
 
-    def _is_new(self, push: Push) -> bool:
+    def _is_new(self, request: Request) -> bool:
         """Note the message; return whether it has not come before. Needs the books' lock."""
-        newest = self._newest[push.stamp.worker_id]
-        number = (push.stamp.incarnation, push.stamp.sequence)
-        if number <= newest.get(push.span, (-1, -1)):
+        newest = self._newest[request.message_id.worker_id]
+        number = (request.message_id.incarnation, request.message_id.sequence)
+        if number <= newest.get(request.span, (-1, -1)):
             self.num_repeated += 1
             return False
-        newest[push.span] = number
+        newest[request.span] = number
         return True
 
-    def _move(self, push: Push, *, is_new: bool) -> np.ndarray | None:
+    def _move(self, request: Request, *, is_new: bool) -> np.ndarray | None:
         """Move a span by a message, and return a copy of it for the answer.
 
         None: with a codec, if the worker was removed meanwhile.
         """
-        cell = self._cells[push.span]
-        with cell.held(push.stamp):
+        cell = self._cells[request.span]
+        with cell.held(request.message_id):
             if self._codec:
-                return self._move_shortened(cell, self._codec, push, is_new=is_new)
+                return self._move_shortened(cell, self._codec, request, is_new=is_new)
             is_before = self._rule.sends is Sends.WEIGHTS
             before = _copied(cell.center.weights) if is_before else None
             if is_new:
-                with cell.copied(push.weights) as total:
-                    self._apply(cell.center, total, push)
+                with cell.copied(request.weights) as total:
+                    self._apply(cell.center, total, request)
             return _copied(cell.center.weights) if before is None else before
 
-    def _apply(self, center: Center, total: Tensor, push: Push) -> None:
-        center.set_lr(push.lr)
-        center.apply_(total, center.buffers, _tally(push))
+    def _apply(self, center: Center, total: Tensor, request: Request) -> None:
+        center.set_lr(request.lr)
+        center.apply_(total, center.buffers, _tally(request))
 
     def _move_shortened(
-        self, cell: _Cell, codec: Codec, push: Push, *, is_new: bool
+        self, cell: _Cell, codec: Codec, request: Request, *, is_new: bool
     ) -> np.ndarray | None:
         """Move a span by an encoded message, and return the encoded answer.
 
         Both sides use only what both can decode: the worker's pull is the difference between
         its weights as they are seen here and the mirror as it will be there.
         """
-        letters, center = cell.letters.get(push.stamp.worker_id), cell.center
-        if letters is None or letters.entered != push.stamp.generation:
+        letters, center = cell.letters.get(request.message_id.worker_id), cell.center
+        if letters is None or letters.entered != request.message_id.generation:
             return None  # removed since the message was let in; others may have its name by now
         if not is_new and letters.answer is not None:
             return letters.answer
         total = torch.empty_like(center.weights)
-        codec.decode(torch.tensor(push.weights), out=total)
+        codec.decode(torch.tensor(request.weights), out=total)
         if self._rule.sends is Sends.WEIGHTS:
             total.add_(letters.mirror)
             letters.answer = _catch_up(letters.mirror, center.weights, codec)
             # As if the center were where the worker believes it: c + (x - mirror).
             total.sub_(letters.mirror).add_(center.weights)
-            self._apply(center, total, push)
+            self._apply(center, total, request)
         else:
-            self._apply(center, total, push)
+            self._apply(center, total, request)
             letters.answer = _catch_up(letters.mirror, center.weights, codec)
         return letters.answer
 
-    def _mix_buffers(self, push: Push) -> np.ndarray:
+    def _mix_buffers(self, request: Request) -> np.ndarray:
         """Move the float buffers towards a worker's, by its share of the workers."""
-        if push.buffers.size:
-            mix_buffers_(self._buffers, torch.tensor(push.buffers), _tally(push))
+        if request.buffers.size:
+            mix_buffers_(self._buffers, torch.tensor(request.buffers), _tally(request))
         return _copied(self._buffers)
 
     def state(self) -> ShardState:
@@ -326,7 +337,7 @@ class Shard:
                 if self._codec and members is not None:
                     cell.write_to(members, copy)
             weights.append(copy.numpy())
-        with self._books_lock:
+        with self._aggregator_lock:
             buffers = _copied(self._buffers)
         return ShardState(list(self._cells), weights, optimizers, buffers)
 
@@ -352,8 +363,8 @@ def _catch_up(mirror: Tensor, center: Tensor, codec: Codec) -> np.ndarray:
     return _copied(message)
 
 
-def _tally(push: Push) -> Tally:
-    return Tally(push.num_workers, num_messages=1, num_samples=push.num_samples)
+def _tally(request: Request) -> Tally:
+    return Tally(request.num_workers, num_messages=1, num_samples=request.num_samples)
 
 
 def _copied(values: Tensor) -> np.ndarray:

@@ -6,7 +6,7 @@ the sum has arrived whole.
 
 SC17's three steps of co-design are settings of it. EASGD1: staged through host memory,
 nothing overlapped; EASGD2: resident on the device; EASGD3: overlapped with the gradient
-(``Talk.overlap``). All three compute the same.
+(``StepPlan.overlap``). All three compute the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raydl.exchange.staging import host_like
 from raydl.metrics import TimeParts
 from raydl.reports import AllreduceReport
 from raydl.rules import Tally
-from raydl.talk import Exchange, Header
+from raydl.step_plan import Exchange, Header
 
 HEADER_SIZE = len(dataclasses.fields(Header))
 """Numbers of a header in a message."""

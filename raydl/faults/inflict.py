@@ -133,12 +133,12 @@ class Held:
         hold: waits.
     """
 
-    def __init__(self, road: Any, hold: Callable[[], None]) -> None:
-        self._road = road
+    def __init__(self, transport: Any, hold: Callable[[], None]) -> None:
+        self._transport = transport
         self._hold = hold
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._road, name)
+        found = getattr(self._transport, name)
         if not callable(found):
             return found
 

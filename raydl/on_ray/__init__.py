@@ -1,1 +1,1 @@
-"""The crew as Ray actors: what is started where, called, watched, and given up."""
+"""The worker group as Ray actors: what is started where, called, watched, and given up."""

@@ -17,16 +17,15 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from raydl.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
-from raydl.center_service import CenterService, OptimizerStates, make_shard
+from raydl.center_server import CenterServer, OptimizerStates, make_shard
 from raydl.checkpoint import SavedPlace, SavedState, unpack
-from raydl.crew import Evaluated, Published, Refused, RunEnded
+from raydl.coordinator import Due
 from raydl.data import Batches, Prepare, Samples
-from raydl.dispatcher import Due
 from raydl.errors import ExchangeError, NonFiniteError
 from raydl.evaluator import Evaluator
 from raydl.exchange.collective import CollectiveGroup, GroupAddress
-from raydl.exchange.post import HOME, CellAddress, Orders, Push, Reply, Stamp
-from raydl.exchange.remote import RayPost
+from raydl.exchange.protocol import HOME, Assignment, CellAddress, MessageId, Request, Response
+from raydl.exchange.remote import RayCenterClient
 from raydl.exchange.shard import ShardState
 from raydl.exchange.store import StoreServer
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts, inflict_here
@@ -41,6 +40,7 @@ from raydl.reports import Outcome, WorkerReport
 from raydl.storage import Storage, Sum
 from raydl.tensor_files import TensorFile
 from raydl.worker import LAST, Worker
+from raydl.worker_group import Evaluated, Published, Refused, RunEnded
 
 _ANNOUNCE_S = 5.0
 _A_BYTE = 1
@@ -58,7 +58,7 @@ class CenterActor:
     def __init__(self) -> None:
         self._shelf = SnapshotShelf()
         self._store = StoreServer()
-        self._service: CenterService | None = None
+        self._service: CenterServer | None = None
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
         self._process = uuid.uuid4().hex
@@ -84,7 +84,7 @@ class CenterActor:
         self._shelf.put(snapshot)
         self._others = others
         if not job.method.is_sync:
-            self._service = CenterService(job, snapshot, has_neighbours=True)
+            self._service = CenterServer(job, snapshot, has_neighbours=True)
         # Not always the node that was asked for: of one that it can not use Ray makes another.
         return node_here(), os.getpid()
 
@@ -126,15 +126,15 @@ class CenterActor:
                 newest_generation=self._shelf.newest().generation,
                 refused={"snapshots": self._shelf.num_refused},
             )
-        for due in self._service.dispatcher.take_due():
+        for due in self._service.coordinator.take_due():
             # No put: the center's own snapshot is never late, whoever joins while it is made.
             self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
-        dispatcher = self._service.dispatcher
+        coordinator = self._service.coordinator
         return Published(
             self._shelf.rounds(),
-            dispatcher.take_records(),
+            coordinator.take_records(),
             faults,
-            dispatcher.is_complete(),
+            coordinator.is_complete(),
             told_s=time.monotonic(),
             process=self._process,
             refused={"messages": self._service.num_refused},
@@ -148,7 +148,7 @@ class CenterActor:
 
     def optimizer_state(self) -> tuple[tuple[int, float], dict[str, Any]]:
         """Return ((exchanges settled, CPU seconds of the copy), what the optimizer remembers)."""
-        began, version = time.thread_time(), self._at_home.dispatcher.version
+        began, version = time.thread_time(), self._at_home.coordinator.version
         others = ray.get([s.optimizer_states.remote() for s in self._others], timeout=START_S)
         state = self._at_home.optimizer_state(others)
         return (version, time.thread_time() - began), state
@@ -184,7 +184,7 @@ class CenterActor:
         states = ray.get(opened, timeout=START_S)
         service = self._at_home
         service.open(membership)
-        due = Due(service.dispatcher.version, is_kept=False)
+        due = Due(service.coordinator.version, is_kept=False)
         return membership.generation, service.snapshot(due, lambda: states)
 
     def change(self, membership: Membership) -> tuple[int, Snapshot]:
@@ -199,38 +199,38 @@ class CenterActor:
 
     def dismiss(self, worker_id: str) -> None:
         """Let one worker leave after its next exchange."""
-        self._at_home.dispatcher.dismiss(worker_id)
+        self._at_home.coordinator.dismiss(worker_id)
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return what a worker of a node may map of the home shard."""
         return self._at_home.shared_cells(worker_id) if node == node_here() else {}
 
-    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders of a worker."""
-        return self._at_home.dispatcher.enter(stamp, local_step)
+        return self._at_home.coordinator.enter(message_id, local_step)
 
-    def exchange(self, push: Push) -> Reply:
+    def exchange(self, request: Request) -> Response:
         """Take a message."""
-        return self._at_home.exchange(push)
+        return self._at_home.exchange(request)
 
-    def take_turn(self, stamp: Stamp) -> None:
+    def take_turn(self, message_id: MessageId) -> None:
         """Wait for a worker's turn."""
-        self._at_home.dispatcher.take_turn(stamp)
+        self._at_home.coordinator.take_turn(message_id)
 
-    def end_turn(self, stamp: Stamp) -> None:
+    def end_turn(self, message_id: MessageId) -> None:
         """End a worker's turn."""
-        self._at_home.dispatcher.end_turn(stamp)
+        self._at_home.coordinator.end_turn(message_id)
 
-    def leave(self, stamp: Stamp) -> None:
+    def leave(self, message_id: MessageId) -> None:
         """Let a worker leave."""
-        self._at_home.dispatcher.leave(stamp)
+        self._at_home.coordinator.leave(message_id)
 
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
-        self._at_home.dispatcher.vote(generation, **votes)
+        self._at_home.coordinator.vote(generation, **votes)
 
     @property
-    def _at_home(self) -> CenterService:
+    def _at_home(self) -> CenterServer:
         assert self._service is not None, "sync methods send no messages"
         return self._service
 
@@ -283,9 +283,9 @@ class ShardActor:
         """Return what a worker of a node may map."""
         return self._shard.shared_cells(worker_id) if node == node_here() else {}
 
-    def exchange(self, push: Push) -> Reply:
+    def exchange(self, request: Request) -> Response:
         """Take a message."""
-        return self._shard.exchange(push)
+        return self._shard.exchange(request)
 
     def state(self) -> ShardState:
         """Return a copy of what is here."""
@@ -465,14 +465,14 @@ class WorkerActor:
         return self._ended(Outcome.BROKEN, generation)
 
     def _train(self, membership: Membership, address: GroupAddress, snapshot: Snapshot) -> Outcome:
-        roads: list[Any] = []
+        transports: list[Any] = []
         try:
-            roads.append(self._make_road(membership, address))
+            transports.append(self._make_transport(membership, address))
             partners = self._make_partners(membership, address)
-            roads += [partners] if partners else []
+            transports += [partners] if partners else []
             own_state, self._own_state = self._own_state, None
             self._worker.join(
-                membership, self._held(roads[0]), snapshot, own_state, self._held(partners)
+                membership, self._held(transports[0]), snapshot, own_state, self._held(partners)
             )
             del own_state  # it may be as large as the replica
             self._prepare_copy()
@@ -484,8 +484,8 @@ class WorkerActor:
         finally:
             # At once: peers notice by it that a member has left a broken exchange.
             self._partition.hold()
-            for road in roads:
-                road.close()
+            for transport in transports:
+                transport.close()
 
     def _prepare_copy(self) -> None:
         """Make memory ready for the first checkpoint, beside the training.
@@ -500,10 +500,10 @@ class WorkerActor:
         prepare = self._worker.prepare_copy()
         threading.Thread(target=prepare, name="copy-of-state", daemon=True).start()
 
-    def _held(self, road: Any) -> Any:
+    def _held(self, transport: Any) -> Any:
         """Return a road that this process's partitions hold back; without faults as it is."""
-        has_faults = self._job.faults.faults and road is not None
-        return Held(road, self._partition.hold) if has_faults else road
+        has_faults = self._job.faults.faults and transport is not None
+        return Held(transport, self._partition.hold) if has_faults else transport
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int) -> None:
@@ -513,11 +513,13 @@ class WorkerActor:
             if self._generation <= generation:
                 self._abandoned.set()
 
-    def _make_road(
+    def _make_transport(
         self, membership: Membership, address: GroupAddress
-    ) -> CollectiveGroup | RayPost:
+    ) -> CollectiveGroup | RayCenterClient:
         if not self._job.method.is_sync:
-            return RayPost(self._shards, timeout_s=address.timeout_s, abandoned=self._abandoned)
+            return RayCenterClient(
+                self._shards, timeout_s=address.timeout_s, abandoned=self._abandoned
+            )
         rank = membership.worker_ids.index(self._worker.worker_id)
         algorithm = self._job.config.exchange.allreduce
         return CollectiveGroup(

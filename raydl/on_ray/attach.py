@@ -27,17 +27,17 @@ from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingCon
 from raydl.config.tls import check_device
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.exchange.collective import CollectiveGroup, GroupAddress
-from raydl.exchange.post import CellAddress, Orders, Push, Reply, Stamp
-from raydl.exchange.remote import RayPost
+from raydl.exchange.protocol import Assignment, CellAddress, MessageId, Request, Response
+from raydl.exchange.remote import RayCenterClient
 from raydl.exchange.store import StoreServer
 from raydl.job import Job
 from raydl.ledger import Span
 from raydl.membership import Membership
 from raydl.on_ray.cluster import START_S, node_here, send_by_value
 from raydl.own_loop.attached import Attached
-from raydl.own_loop.door import Door
-from raydl.own_loop.meeting import Age, Call, Word
-from raydl.own_loop.room import Room
+from raydl.own_loop.rendezvous import Age, Invitation, Signal
+from raydl.own_loop.rendezvous_client import RendezvousClient
+from raydl.own_loop.rendezvous_server import RendezvousServer
 from raydl.own_loop.terms import endless_training, job_of, terms_of
 from raydl.own_rule import as_method
 from raydl.rules import Rule
@@ -108,17 +108,17 @@ def attach(
     if job.method.is_sync and config.scaling.max_workers > 1:
         check_device(config.exchange_device, os.environ)
     send_by_value(type(job.method.rule))
-    roads = Roads(name, job, terms_of(job, model))
-    door = Door(
+    transports = Transports(name, job, terms_of(job, model))
+    rendezvous = RendezvousClient(
         name,
-        roads.find,
-        roads.make,
-        terms=roads.terms,
+        transports.find,
+        transports.make,
+        terms=transports.terms,
         lease_s=config.elastic.lease_s,
         in_rounds=job.method.is_sync,
         wish=worker_id,
     )
-    return Attached(model, optimizer, job=job, door=door)
+    return Attached(model, optimizer, job=job, rendezvous=rendezvous)
 
 
 def _is_on_gpu(model: Any) -> bool:
@@ -152,7 +152,7 @@ def _train_context() -> Any:
         return None
 
 
-class Roads:
+class Transports:
     """How a worker reaches the meeting point, and from there the others.
 
     Args:
@@ -168,14 +168,14 @@ class Roads:
         self._actor: ActorHandle = None
         self._run_id = ""
 
-    def find(self) -> RayPoint:
+    def find(self) -> RayRendezvousBackend:
         """Return the meeting point; make it, if this worker is the first.
 
         Raises:
             AttachError: it did not start.
         """
         most = self._job.config.scaling.max_workers
-        self._actor = MeetingActor.options(
+        self._actor = RendezvousActor.options(
             name=f"raydl.attach {ray.get_runtime_context().get_job_id()} {self._name}",
             namespace="raydl",
             get_if_exists=True,
@@ -184,7 +184,7 @@ class Roads:
             max_concurrency=3 * most + 8,
             resources={"node:__internal_head__": 0.001},
         ).remote(self._name, self._job, self.terms)
-        point = RayPoint(self._name, self._actor)
+        point = RayRendezvousBackend(self._name, self._actor)
         self._run_id = point.call("run_id", timeout_s=START_S)
         return point
 
@@ -197,7 +197,7 @@ class Roads:
         config = self._job.config
         timeout_s = config.exchange.timeout_s
         if not self._job.method.is_sync:
-            return RayPost([self._actor], timeout_s=timeout_s, abandoned=abandoned)
+            return RayCenterClient([self._actor], timeout_s=timeout_s, abandoned=abandoned)
         address = GroupAddress(
             self._run_id, membership.generation, config.exchange_device, timeout_s
         )
@@ -211,8 +211,10 @@ class Roads:
         )
 
 
-class RayPoint:
-    """The meeting point as calls of its actor; see :class:`raydl.own_loop.door.MeetingPoint`.
+class RayRendezvousBackend:
+    """The rendezvous as calls of its actor.
+
+    See :class:`raydl.own_loop.rendezvous_client.RendezvousBackend`.
 
     Args:
         name: of the run.
@@ -256,15 +258,15 @@ class RayPoint:
         worker_id: str = self.call("register", wish, terms)
         return worker_id
 
-    def ask(self, worker_id: str, generation: int, age: Age) -> Call | None:
-        """Return the generation that a worker at the door is called into; None: ask again."""
-        call: Call | None = self.call("ask", worker_id, generation, age)
+    def ask(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
+        """Return the generation that a worker waiting to join is called into; None: ask again."""
+        call: Invitation | None = self.call("ask", worker_id, generation, age)
         return call
 
-    def hear(self, worker_id: str, generation: int) -> Word:
+    def hear(self, worker_id: str, generation: int) -> Signal:
         """Note that a worker is there; return what it should do."""
-        word: Word = self.call("hear", worker_id, generation)
-        return word
+        signal: Signal = self.call("hear", worker_id, generation)
+        return signal
 
     def leave(self, worker_id: str, generation: int) -> bool:
         """Let a worker go; return whether its copy of the center should stay."""
@@ -279,7 +281,7 @@ class RayPoint:
         untrained: Untrained = self.call("first_untrained")
         return untrained
 
-    def fetch(self, worker_id: str, call: Call) -> Snapshot | None:
+    def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
         """Return what a worker that was called starts from; None: it is not here yet."""
         snapshot: Snapshot | None = self.call("fetch", worker_id, call)
         return snapshot
@@ -291,7 +293,7 @@ class RayPoint:
 
 
 @ray.remote(num_cpus=0)
-class MeetingActor:
+class RendezvousActor:
     """Where the workers of one run meet: the room, and the keys of their groups.
 
     For methods that exchange by messages it is the center, too.
@@ -299,14 +301,14 @@ class MeetingActor:
 
     def __init__(self, name: str, job: Job, terms: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
-        self._room = Room(name, job, terms, has_neighbours=True)
+        self._server = RendezvousServer(name, job, terms, has_neighbours=True)
         self._store = StoreServer()
         self._run_id = uuid.uuid4().hex[:8]
         end = functools.partial(ray.kill, ray.get_runtime_context().current_actor)
         threading.Thread(target=self._end_when_quiet, args=(end,), daemon=True).start()
 
     def _end_when_quiet(self, end: Any) -> None:
-        while (quiet_s := self._room.quiet_s()) < _LINGER_S:
+        while (quiet_s := self._server.quiet_s()) < _LINGER_S:
             time.sleep(min(1.0, _LINGER_S - quiet_s))
         end()
 
@@ -326,58 +328,58 @@ class MeetingActor:
 
     def register(self, wish: str | None, terms: Mapping[str, Any]) -> str:
         """Name a worker."""
-        return self._room.register(wish, terms)
+        return self._server.register(wish, terms)
 
-    def ask(self, worker_id: str, generation: int, age: Age) -> Call | None:
-        """Call a worker that stands at the door."""
-        return self._room.ask(worker_id, generation, age)
+    def ask(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
+        """Call a worker that waits to join."""
+        return self._server.ask(worker_id, generation, age)
 
-    def hear(self, worker_id: str, generation: int) -> Word:
+    def hear(self, worker_id: str, generation: int) -> Signal:
         """Note that a worker is there."""
-        return self._room.hear(worker_id, generation)
+        return self._server.hear(worker_id, generation)
 
     def go(self, worker_id: str, generation: int) -> bool:
         """Let a worker go."""
-        return self._room.leave(worker_id, generation)
+        return self._server.leave(worker_id, generation)
 
     def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
         """Take in the center."""
-        self._room.put(generation, snapshot, untrained)
+        self._server.put(generation, snapshot, untrained)
 
     def first_untrained(self) -> Untrained:
         """Return the untrained state that all workers begin with."""
-        return self._room.first_untrained()
+        return self._server.first_untrained()
 
-    def fetch(self, worker_id: str, call: Call) -> Snapshot | None:
+    def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
         """Return the center."""
-        return self._room.fetch(worker_id, call)
+        return self._server.fetch(worker_id, call)
 
     def center(self) -> Snapshot | None:
         """Return the center as it is now."""
-        return self._room.center()
+        return self._server.center()
 
     # the home shard, for methods that exchange by messages
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
         """Return what a worker of a node may map of the center."""
-        return self._room.service.shared_cells(worker_id) if node == node_here() else {}
+        return self._server.service.shared_cells(worker_id) if node == node_here() else {}
 
-    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders of a worker."""
-        return self._room.service.dispatcher.enter(stamp, local_step)
+        return self._server.service.coordinator.enter(message_id, local_step)
 
-    def exchange(self, push: Push) -> Reply:
+    def exchange(self, request: Request) -> Response:
         """Take a message."""
-        return self._room.service.exchange(push)
+        return self._server.service.exchange(request)
 
-    def take_turn(self, stamp: Stamp) -> None:
+    def take_turn(self, message_id: MessageId) -> None:
         """Wait for a worker's turn."""
-        self._room.service.dispatcher.take_turn(stamp)
+        self._server.service.coordinator.take_turn(message_id)
 
-    def end_turn(self, stamp: Stamp) -> None:
+    def end_turn(self, message_id: MessageId) -> None:
         """End a worker's turn."""
-        self._room.service.dispatcher.end_turn(stamp)
+        self._server.service.coordinator.end_turn(message_id)
 
-    def leave(self, stamp: Stamp) -> None:
+    def leave(self, message_id: MessageId) -> None:
         """Let a worker's messages end."""
-        self._room.service.dispatcher.leave(stamp)
+        self._server.service.coordinator.leave(message_id)

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from raydl.crew import Event
 from raydl.errors import RaydlError
+from raydl.worker_group import Event
 
 Handler = Callable[[Any], "list[Event]"]
 

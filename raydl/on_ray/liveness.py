@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raydl.leases import has_computed
+from raydl.heartbeats import has_computed
 
 _LOOK_EVERY_S = 1.0
 _STALE_S = 5.0

@@ -1,8 +1,8 @@
 """What a user's own loop holds: a replica that exchanges with the others when it is due.
 
-The arithmetic is :class:`raydl.replica.Replica`'s, who may talk when the schedules say; as in
-``raydl.worker``, but for who calls whom. An exchange that is due begins at the end of the step
-before, so that it is on its way while the user's code computes the gradient.
+The arithmetic is :class:`raydl.replica.Replica`'s, and the strategies say which exchanges happen
+when, as in ``raydl.worker``; but here the user's loop calls. An exchange that is due begins at the
+end of the step before, so that it is on its way while the user's code computes the gradient.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from raydl.job import Job
 from raydl.metrics import TimeParts
 from raydl.optimizers import parameters_of
 from raydl.own_loop.claims import claim, release
-from raydl.own_loop.door import Door, Entry
-from raydl.own_loop.meeting import Age, Word
+from raydl.own_loop.rendezvous import Age, Signal
+from raydl.own_loop.rendezvous_client import Entry, RendezvousClient
 from raydl.own_loop.terms import ENDLESS
 from raydl.replica import Replica
 from raydl.reports import Outcome
 from raydl.rules import Sends
-from raydl.schedules import MessageSchedule, Schedule, Site, SyncSchedule, plan_talks
+from raydl.schedules import AsyncStrategy, Strategy, SyncStrategy, WorkerContext, plan_round
 from raydl.schedules.trained import Trained
-from raydl.talk import Header, Talk
+from raydl.step_plan import Header, StepPlan
 from raydl.untrained import Untrained, as_tensors
 
 _MOST_SKIPPED = 50
@@ -50,12 +50,14 @@ class Attached:
         model: on its device; its parameters become views of one tensor.
         optimizer: over its parameters.
         job: what all workers do; the job has no end, and its samples are steps.
-        door: the way to the others.
+        rendezvous: the way to the others.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, *, job: Job, door: Door) -> None:
-        claim(model, self, door.name)
-        self._job, self._door, self._optimizer = job, door, optimizer
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, *, job: Job, rendezvous: RendezvousClient
+    ) -> None:
+        claim(model, self, rendezvous.name)
+        self._job, self._rendezvous, self._optimizer = job, rendezvous, optimizer
         self._method = job.method
         self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
         flat = FlatModel(model, name=job.task.name)
@@ -76,7 +78,7 @@ class Attached:
         self._generation = 0
         self._loaded: Snapshot | None = None
         self._loaded_untrained: Mapping[str, Any] = {}
-        self._schedule: Schedule | None = None
+        self._schedule: Strategy | None = None
         self._trained = Trained()
         self._feedback: dict[Any, Any] = {}
         self._is_behind = self._is_away = False
@@ -85,7 +87,9 @@ class Attached:
         self._at = 0
         self._sums = Header()
         self._began_at = time.monotonic()
-        weakref.finalize(self, door.fall_silent).atexit = False  # a loop that forgot to detach
+        weakref.finalize(
+            self, rendezvous.fall_silent
+        ).atexit = False  # a loop that forgot to detach
         self._round_at, self._waited_before = 0.0, 0.0
         self._step_s = self._waited_s = 0.0
 
@@ -143,7 +147,7 @@ class Attached:
     def worker_id(self) -> str:
         """Stable, and never used again."""
         self._inside()
-        return self._door.worker_id
+        return self._rendezvous.worker_id
 
     def center_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict with the center's weights and buffers, on the CPU."""
@@ -169,7 +173,7 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that this worker needs to go on later, on the CPU: its model, the center."""
-        center = self._door.center() or self._center()
+        center = self._rendezvous.center() or self._center()
         weights, buffers = _tensors_of(center)
         untrained = as_tensors(center.untrained)
         return {
@@ -191,7 +195,7 @@ class Attached:
         """
         if self._schedule is not None:
             raise AttachError(
-                self._door.name,
+                self._rendezvous.name,
                 "load_state_dict comes first: before `with`, step() and the question for a rank",
             )
         center = state["center"]
@@ -206,7 +210,7 @@ class Attached:
 
     def detach(self) -> None:
         """Leave; the others go on. What was done since the last exchange goes with this worker."""
-        self._door.leave(self._center)
+        self._rendezvous.leave(self._center)
         release(self._flat.model)
 
     def __enter__(self) -> Attached:
@@ -223,7 +227,7 @@ class Attached:
 
     # entering a generation
 
-    def _inside(self) -> Schedule:
+    def _inside(self) -> Strategy:
         """Return the schedule of this generation; enter one first, if it must be."""
         if self._schedule is None:
             self._join()
@@ -265,22 +269,22 @@ class Attached:
         with self._parts.measure("initialization"):
             before = self._schedule
             age = _age_of(before) if before else self._loaded_age()
-            entry = self._door.enter(age, self._center, self._first_untrained)
+            entry = self._rendezvous.enter(age, self._center, self._first_untrained)
             snapshot = entry.snapshot or self._center()
             if entry.untrained is not None:
                 self._take_over_untrained(entry.untrained, snapshot)
             self._take_over(snapshot)
-            site = Site(
+            context = WorkerContext(
                 config=self._job.config,
                 method=self._method,
                 membership=entry.membership,
-                worker_id=self._door.worker_id,
+                worker_id=self._rendezvous.worker_id,
                 flat=self._flat,
                 time_parts=self._parts,
                 cuts=self._job.order.cuts,
                 feedback=self._feedback,
             )
-            self._schedule = self._make_schedule(site, entry, snapshot)
+            self._schedule = self._make_schedule(context, entry, snapshot)
             self._generation = entry.membership.generation
 
     def _first_untrained(self) -> Untrained:
@@ -315,11 +319,13 @@ class Attached:
             self._hold(*_tensors_of(snapshot))
         self._is_behind = False
 
-    def _make_schedule(self, site: Site, entry: Entry, snapshot: Snapshot) -> Schedule:
-        road: Any = entry.road
+    def _make_schedule(self, context: WorkerContext, entry: Entry, snapshot: Snapshot) -> Strategy:
+        transport: Any = entry.transport
         if self._method.is_sync:
-            return SyncSchedule(site, road, snapshot, self._trained)
-        return MessageSchedule(site, road, snapshot, incarnation=0, local_step=self.local_step)
+            return SyncStrategy(context, transport, snapshot, self._trained)
+        return AsyncStrategy(
+            context, transport, snapshot, incarnation=0, local_step=self.local_step
+        )
 
     # a round, step by step
 
@@ -329,12 +335,12 @@ class Attached:
             self._replica.keep()
         round = schedule.next_round(self.local_step)
         parts = len(schedule.exchanges)
-        self._plan = plan_talks(round.num_steps, fragments=parts, delay=round.delay)
+        self._plan = plan_round(round.num_steps, fragments=parts, delay=round.delay)
         self._steps, self._at, self._num_flying = round.steps(), 0, 0
         self._round_at, self._waited_before = time.perf_counter(), self._waited()
         self._begin(schedule)
 
-    def _begin(self, schedule: Schedule) -> None:
+    def _begin(self, schedule: Strategy) -> None:
         """Begin a step; send what is due in it, while the user's code computes its gradient."""
         schedule.begin_step(self._at, float(self._optimizer.param_groups[0]["lr"]))
         if not self._is_ahead:
@@ -342,26 +348,26 @@ class Attached:
         begin, _ = self._plan[self._at]
         self._num_flying += len(begin)
         if begin:
-            self._replica.begin(self._talk(schedule, begin, []))
+            self._replica.begin(self._step_plan(schedule, begin, []))
 
-    def _talk(self, schedule: Schedule, begin: list[int], join: list[int]) -> Talk:
-        return Talk.around(
+    def _step_plan(self, schedule: Strategy, begin: list[int], join: list[int]) -> StepPlan:
+        return StepPlan.around(
             schedule.exchanges, begin, join, make_header=lambda: self._make_header(schedule)
         )
 
-    def _take_step(self, schedule: Schedule) -> None:
+    def _take_step(self, schedule: Strategy) -> None:
         begin, join = self._plan[self._at]
-        talk = self._talk(schedule, [] if self._is_ahead else begin, join)
+        step_plan = self._step_plan(schedule, [] if self._is_ahead else begin, join)
         num_steps = self._replica.num_steps
         try:
-            sums = self._replica.step_as_it_is(talk)
+            sums = self._replica.step_as_it_is(step_plan)
         finally:
             if self._replica.num_steps > num_steps:
                 self._note_step()
         self._sums = sums or self._sums
         self._num_flying += (0 if self._is_ahead else len(begin)) - len(join)
         if self._at < len(self._plan):
-            self._check_word(schedule)
+            self._check_signal(schedule)
             self._begin(schedule)
         else:
             self._close_round(schedule)
@@ -379,7 +385,7 @@ class Attached:
         self._num_skipped += 1
         if self._num_skipped == _MOST_SKIPPED:
             raise StepError(
-                self._door.worker_id,
+                self._rendezvous.worker_id,
                 self.local_step,
                 f"the gradients were not finite {_MOST_SKIPPED} times in a row, so it was not "
                 f"taken; lower the learning rate, or look at the data of that step",
@@ -391,12 +397,12 @@ class Attached:
         self.local_step += 1
         self._at += 1
 
-    def _check_word(self, schedule: Schedule) -> None:
+    def _check_signal(self, schedule: Strategy) -> None:
         """Leave a generation that is over, unless an exchange under way may yet arrive."""
-        if self._door.word is Word.OVER and not self._num_flying:
+        if self._rendezvous.signal is Signal.OVER and not self._num_flying:
             raise ExchangeError(schedule.version, self._generation, "the generation is over")
 
-    def _close_round(self, schedule: Schedule) -> None:
+    def _close_round(self, schedule: Strategy) -> None:
         self._waited_s = self._waited() - self._waited_before
         in_steps_s = time.perf_counter() - self._round_at - self._waited_s
         self._step_s = max(0.0, in_steps_s) / len(self._plan)
@@ -404,13 +410,13 @@ class Attached:
         self._num_failed = 0
         self._trained.keep_first(0)
         schedule.take_records()  # nobody reads them; they would pile up
-        if decision.outcome is Outcome.GO_ON and self._door.word is not Word.OVER:
+        if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
             self._open_round()
         else:
             self._join()
 
-    def _make_header(self, schedule: Schedule) -> Header:
-        if self._door.word is Word.REGROUP:
+    def _make_header(self, schedule: Strategy) -> Header:
+        if self._rendezvous.signal is Signal.REGROUP:
             schedule.vote(regroup=1.0)
         return Header(
             distance=self._replica.distance_squared,
@@ -427,15 +433,15 @@ class Attached:
     # weights
 
     def _check_step(self) -> None:
-        self._door.check()
+        self._rendezvous.check()
         if self._is_away:
             problem = "step() inside `with elastic.center()`: the model holds the center there"
-            raise AttachError(self._door.name, problem)
+            raise AttachError(self._rendezvous.name, problem)
         try:
             self._flat.rebind()
         except ShapeError as error:
             raise AttachError(
-                self._door.name,
+                self._rendezvous.name,
                 f"{error}; move or convert the model before it is attached",
             ) from error
 
@@ -457,7 +463,7 @@ class Attached:
     def _newest_center(self) -> Snapshot:
         """Return the center as it is now, wherever it is."""
         self._inside()
-        return self._door.center() or self._center()
+        return self._rendezvous.center() or self._center()
 
 
 def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
@@ -466,7 +472,7 @@ def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
     def who() -> tuple[str, int]:
         attached = handle()
         assert attached is not None, "a step is its handle's"
-        return attached._door.worker_id, attached.local_step
+        return attached._rendezvous.worker_id, attached.local_step
 
     return who
 
@@ -475,7 +481,7 @@ def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:
     return torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
 
 
-def _age_of(schedule: Schedule) -> Age:
+def _age_of(schedule: Strategy) -> Age:
     """Return the age of a worker's copy of the center, by the ledger that it knows.
 
     By messages others may know the same ledger, and later weights: so their exchanges count, too.

@@ -102,7 +102,7 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
             f"can not be {method.name}: its optimizer steps at the center, and yours is here; "
             f"take local-sgd with method.period 1",
         )
-    if method.finds_cadence:
+    if method.finds_tuning:
         raise ConfigError("method.period", "must be a number with a loop of your own, got auto")
     for setting, value in (
         ("method.group_size", config.method.group_size),

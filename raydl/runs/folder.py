@@ -8,7 +8,7 @@
         center.safetensors    the trained weights, once the run has finished
         best.safetensors      the best ones so far, if they are kept: see raydl.best
         result.json           its figures
-        status.json           how it stands; with requests/ and answers/, see raydl.runs.desk
+        status.json           how it stands; requests/ and answers/: raydl.runs.control_channel
         driver.lock           who writes here now; drivers/ on object stores: raydl.runs.hold
         driver-epochs/        all starts, numbered: raydl.runs.driver_epoch
 
@@ -67,9 +67,9 @@ class RunFolder:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
+        message_id = time.strftime("%Y%m%d-%H%M%S")
         name = re.sub(r"[^\w.-]+", ".", f"{config.method.name}-{config.model}")
-        default = f"runs/{name}-{stamp}"
+        default = f"runs/{name}-{message_id}"
         self.path = Path(config.run.run_dir) if config.run.run_dir else _free(default)
         self.is_remote = config.run.storage_path is not None
         self.root = (

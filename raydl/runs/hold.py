@@ -234,8 +234,8 @@ class _Claim:
     """
 
     def __init__(self, storage: Storage) -> None:
-        stamp = f"{time.time_ns():020d}"
-        self._storage, self._name = storage, f"{stamp}-{uuid.uuid4().hex[:8]}"
+        message_id = f"{time.time_ns():020d}"
+        self._storage, self._name = storage, f"{message_id}-{uuid.uuid4().hex[:8]}"
         self._me = _me()
         self._beat = 0
         self.epoch: DriverEpoch | None = None
@@ -250,7 +250,7 @@ class _Claim:
         Raises:
             ConfigError: one does.
         """
-        for name in self._standing_still(setting):
+        for name in self._training_state_still(setting):
             self._storage.delete_dir(f"{_CLAIMS}/{name}")
         self._write()
         self._thread.start()
@@ -285,7 +285,7 @@ class _Claim:
         data = json.dumps({**self._me, **number, "beat": self._beat}).encode()
         self._storage.write_bytes(f"{_CLAIMS}/{self._name}/driver.json", data)
 
-    def _standing_still(self, setting: str) -> list[str]:
+    def _training_state_still(self, setting: str) -> list[str]:
         """Return the claims there are, once they have been seen to stand still."""
         first = {name: self._read(name) for name in self._others()}
         # Counted, not timed: who was halted meanwhile has seen nothing.

@@ -9,18 +9,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from raydl.cadence import Choice
 from raydl.center import Snapshot
 from raydl.compression import ErrorFeedback, parse_codec, relaid
 from raydl.config import TrainConfig
 from raydl.data.feed import Step, positions_of
+from raydl.exchange_tuning import Choice
 from raydl.flat import FlatModel
 from raydl.ledger import Claim, Cuts, Span
 from raydl.membership import Membership
 from raydl.method import Method
 from raydl.metrics import TimeParts
 from raydl.reports import AllreduceReport, Outcome, Record
-from raydl.talk import Exchange, Header
+from raydl.step_plan import Exchange, Header
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Site:
+class WorkerContext:
     """Where a worker stands in a generation."""
 
     config: TrainConfig
@@ -99,7 +99,7 @@ class Site:
         return device if device.type == self.config.exchange_device else torch.device("cpu")
 
 
-class Schedule(Protocol):
+class Strategy(Protocol):
     """What the worker's loop asks of a schedule."""
 
     @property
@@ -192,7 +192,7 @@ class Schedule(Protocol):
         """Return how the workers' group sums, where it chooses for itself."""
         ...
 
-    def find_cadence(self) -> None:
+    def find_tuning(self) -> None:
         """Let the workers choose how they exchange from here on, if a choice is due.
 
         Raises:
@@ -201,11 +201,11 @@ class Schedule(Protocol):
         ...
 
     def choice(self) -> Choice | None:
-        """Return the cadence that the workers of this generation chose, if they did."""
+        """Return the exchange tuning that the workers of this generation chose, if they did."""
         ...
 
 
-def plan_talks(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list[int], list[int]]]:
+def plan_round(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list[int], list[int]]]:
     """Return, for each local step of a round, the fragments that (begin, join) there.
 
     Fragments take effect at even distances, the last one in the last step; each begins

@@ -1,4 +1,4 @@
-"""One by one with the center, by the dispatcher's orders."""
+"""One by one with the center, by the coordinator's assignments."""
 
 from __future__ import annotations
 
@@ -9,52 +9,60 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydl.cadence import Choice
 from raydl.center import Mirror, Snapshot
 from raydl.compression import ErrorFeedback
 from raydl.exchange.cells import cells, shard_spans
 from raydl.exchange.mapped import MappedCell, MappedExchange, can_be_shared, open_cells
-from raydl.exchange.messages import Desk, MessageExchange
-from raydl.exchange.post import Post
-from raydl.extent import Extent
+from raydl.exchange.messages import ClientSession, MessageExchange
+from raydl.exchange.protocol import CenterClient
+from raydl.exchange_tuning import Choice
 from raydl.ledger import Span, num_done_by
 from raydl.reports import AllreduceReport, Outcome, Record
 from raydl.rules import Sends
-from raydl.schedules.base import Decision, Round, Site, samples_before
-from raydl.talk import Exchange, Header
+from raydl.schedules.base import Decision, Round, WorkerContext, samples_before
+from raydl.step_plan import Exchange, Header
+from raydl.stop_condition import StopCondition
 
 
-class MessageSchedule:
-    """One by one with the center, by the dispatcher's orders.
+class AsyncStrategy:
+    """One by one with the center, by the coordinator's assignments.
 
     Args:
-        site: where the worker stands.
-        post: reaches the center.
+        context: where the worker stands.
+        client: reaches the center.
         snapshot: the center as it is when this worker becomes a member.
         incarnation: which life of this worker.
         local_step: local steps of this worker before.
     """
 
     def __init__(
-        self, site: Site, post: Post, snapshot: Snapshot, *, incarnation: int, local_step: int
+        self,
+        context: WorkerContext,
+        client: CenterClient,
+        snapshot: Snapshot,
+        *,
+        incarnation: int,
+        local_step: int,
     ) -> None:
-        self._site = site
-        self._config = site.config
-        self._post = post
-        self._extent = Extent.of(site.config.training, epoch_samples=snapshot.ledger["num_samples"])
-        self._buffers = torch.tensor(snapshot.buffers, device=site.flat.weights.device)
-        self._desk = Desk(
-            site.worker_id,
-            site.membership.generation,
+        self._context = context
+        self._config = context.config
+        self._client = client
+        self._stop_condition = StopCondition.of(
+            context.config.training, epoch_samples=snapshot.ledger["num_samples"]
+        )
+        self._buffers = torch.tensor(snapshot.buffers, device=context.flat.weights.device)
+        self._session = ClientSession(
+            context.worker_id,
+            context.membership.generation,
             incarnation,
-            site.flat.untrained,
+            context.flat.untrained,
             ledger=snapshot.ledger,
             ledger_round=snapshot.round,
         )
         self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges(snapshot.weights))
-        self._desk.take_orders(post.enter(self._desk.next_stamp(), local_step))
-        self._in_turn = site.method.schedule == "round_robin"
-        self._overlaps = site.method.overlap
+        self._session.take_assignment(client.enter(self._session.next_message_id(), local_step))
+        self._in_turn = context.method.schedule == "round_robin"
+        self._overlaps = context.method.overlap
         self._samples_before: list[float] = []
         self._trained = [0]
         """Positions trained since this worker entered: before each step of the round, and after
@@ -62,7 +70,7 @@ class MessageSchedule:
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
         size, fragments = weights.size, self._config.exchange.fragments
-        by_shard = cells(size, num_shards=self._post.num_shards, num_fragments=fragments)
+        by_shard = cells(size, num_shards=self._client.num_shards, num_fragments=fragments)
         mapped = self._open_cells()
         exchanges: list[Exchange] = []
         for start, stop in shard_spans(size, fragments):
@@ -83,12 +91,12 @@ class MessageSchedule:
 
     def _open_cells(self) -> dict[Span, tuple[MappedCell, int]]:
         """Return the fragments of the center that this worker may write by itself."""
-        if not can_be_shared(self._config, self._site.method):
+        if not can_be_shared(self._config, self._context.method):
             return {}
         return open_cells(
-            self._post,
-            self._desk.next_stamp(),
-            is_locked=self._site.method.schedule != "hogwild",
+            self._client,
+            self._session.next_message_id(),
+            is_locked=self._context.method.schedule != "hogwild",
             timeout_s=self._config.exchange.timeout_s,
         )
 
@@ -100,71 +108,71 @@ class MessageSchedule:
             slot,
             span=slice(*span),
             buffers=buffers,
-            rule=self._site.method.rule,
-            post=self._post,
-            is_last=span[1] == self._site.flat.num_parameters,
-            desk=self._desk,
+            rule=self._context.method.rule,
+            client=self._client,
+            is_last=span[1] == self._context.flat.num_parameters,
+            session=self._session,
         )
 
     def _by_message(
         self, mirror: Mirror, start: int, shards: list[tuple[int, Span]], is_last: bool
     ) -> MessageExchange:
         return MessageExchange(
-            self._post,
+            self._client,
             mirror,
             span=slice(start, start + mirror.weights.numel()),
             shards=shards,
-            sends=self._site.method.rule.sends,
+            sends=self._context.method.rule.sends,
             is_last=is_last,
-            desk=self._desk,
+            session=self._session,
             feedback=self._feedback_of,
         )
 
     def _feedback_of(self, span: Span) -> ErrorFeedback:
-        return self._site.feedback_of(span, self._config.exchange.compression)
+        return self._context.feedback_of(span, self._config.exchange.compression)
 
     @property
-    def _orders(self) -> Any:
-        assert self._desk.orders is not None
-        return self._desk.orders
+    def _assignment(self) -> Any:
+        assert self._session.assignment is not None
+        return self._session.assignment
 
     @property
     def version(self) -> int:
         """Exchanges that the center had settled at the last one of this worker."""
-        return self._desk.version
+        return self._session.version
 
     @property
     def ledger_round(self) -> int:
         """Exchanges that the center had settled when this worker was last told the ledger."""
-        return self._desk.ledger_round
+        return self._session.ledger_round
 
     @property
     def num_changes(self) -> int:
-        """The dispatcher keeps the ledger."""
+        """The coordinator keeps the ledger."""
         return 0
 
     @property
     def num_cuts(self) -> int:
         """How often the learning rate was cut, by the newest orders."""
-        return int(self._orders.num_cuts)
+        return int(self._assignment.num_cuts)
 
     @property
     def place(self) -> tuple[int, int]:
         """This worker's (rank, number of workers), by the newest orders."""
-        return self._orders.rank, self._orders.num_workers
+        return self._assignment.rank, self._assignment.num_workers
 
     def next_round(self, local_step: int) -> Round:
-        """Return what the dispatcher ordered, once it is this worker's turn."""
-        orders = self._orders
-        round = Round(orders.claims, self._config.exchange.delay, orders.ahead)
+        """Return what the coordinator ordered, once it is this worker's turn."""
+        assignment = self._assignment
+        round = Round(assignment.claims, self._config.exchange.delay, assignment.ahead)
         if self._in_turn and round.num_steps:
             # A round of one step begins with its exchange, which takes the turn itself: a loop of
             # the user's own then waits for it in its next step, not at the end of this one.
-            self._desk.takes_turn = round.num_steps == 1 and not self._overlaps
-            if not self._desk.takes_turn:
-                with self._site.time_parts.measure("device_device_parameters"):
-                    self._post.take_turn(self._desk.next_stamp())
-        self._desk.local_step = local_step + round.num_steps
+            self._session.takes_turn = round.num_steps == 1 and not self._overlaps
+            if not self._session.takes_turn:
+                with self._context.time_parts.measure("device_device_parameters"):
+                    self._client.take_turn(self._session.next_message_id())
+        self._session.local_step = local_step + round.num_steps
         self._samples_before = samples_before([(c.num_samples, c.num_steps) for c in round.claims])
         sizes = [len(positions) for _, positions in round.steps()]
         self._trained = [self._trained[-1] + n for n in accumulate(sizes, initial=0)]
@@ -172,11 +180,11 @@ class MessageSchedule:
 
     def share_done(self, step: int, local_step: int) -> float:
         """Return 0..1 of the run, by what was done at the last orders."""
-        by_all = self._samples_before[step] * self._orders.num_workers
-        return self._extent.share_done(
-            num_samples=self._orders.num_done + by_all,
+        by_all = self._samples_before[step] * self._assignment.num_workers
+        return self._stop_condition.share_done(
+            num_samples=self._assignment.num_done + by_all,
             num_steps=local_step,
-            seconds=self._orders.seconds,
+            seconds=self._assignment.seconds,
         )
 
     def begin_step(self, step: int, lr: float) -> None:
@@ -184,23 +192,23 @@ class MessageSchedule:
 
         Weights travel as they are before the step, all else as it is after the step.
         """
-        self._desk.lr = lr
-        is_after = self._site.method.rule.sends is not Sends.WEIGHTS
-        self._desk.num_trained = self._trained[step + is_after]
+        self._session.lr = lr
+        is_after = self._context.method.rule.sends is not Sends.WEIGHTS
+        self._session.num_trained = self._trained[step + is_after]
 
     def settle(self, sums: Header, local_step: int) -> Decision:
         """Return what the newest orders say."""
         if self._in_turn:
-            self._post.end_turn(self._desk.next_stamp())
-        if self._orders.outcome is not Outcome.GO_ON:
-            self._post.leave(self._desk.next_stamp())
-        return Decision(self._orders.outcome, keep=self._orders.keep, publishes=False)
+            self._client.end_turn(self._session.next_message_id())
+        if self._assignment.outcome is not Outcome.GO_ON:
+            self._client.leave(self._session.next_message_id())
+        return Decision(self._assignment.outcome, keep=self._assignment.keep, publishes=False)
 
     def vote(self, **votes: float) -> None:
-        """Do nothing: votes are the dispatcher's."""
+        """Do nothing: votes are the coordinator's."""
 
     def votes(self) -> dict[str, float]:
-        """Return none: votes are the dispatcher's."""
+        """Return none: votes are the coordinator's."""
         return {}
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
@@ -213,21 +221,21 @@ class MessageSchedule:
         optimizer at the center, which only the center has. The ledger may be older than the
         weights: some samples are trained again then, and none is skipped.
         """
-        orders, ledger = self._orders, self._desk.ledger
+        assignment, ledger = self._assignment, self._session.ledger
         return Snapshot(
-            round=orders.version,
-            generation=self._desk.generation,
+            round=assignment.version,
+            generation=self._session.generation,
             epoch=ledger["epoch"],
             num_samples=num_done_by(ledger),
             local_step=local_step,
-            seconds=orders.seconds,
+            seconds=assignment.seconds,
             is_kept=is_kept,
             weights=torch.cat([e.center.weights for e in self.exchanges]).cpu().numpy(),
             buffers=self._buffers.cpu().numpy().copy(),
             optimizer={},
             ledger=ledger,
-            num_cuts=orders.num_cuts,
-            untrained=self._site.flat.untrained.changed_buffers(),
+            num_cuts=assignment.num_cuts,
+            untrained=self._context.flat.untrained.changed_buffers(),
         )
 
     def prepare_copy(self) -> Callable[[], None]:
@@ -242,14 +250,14 @@ class MessageSchedule:
         return None
 
     def take_records(self) -> tuple[Record, ...]:
-        """Return none: the dispatcher keeps the books."""
+        """Return none: the coordinator keeps the books."""
         return ()
 
     def allreduce_report(self) -> AllreduceReport | None:
         """Return None: messages are not summed by the workers."""
         return None
 
-    def find_cadence(self) -> None:
+    def find_tuning(self) -> None:
         """Do nothing: workers that meet the center alone choose nothing together."""
 
     def choice(self) -> Choice | None:

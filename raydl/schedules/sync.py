@@ -8,49 +8,53 @@ from typing import Any
 
 import torch
 
-from raydl.cadence import TAKEN_OVER, Cadence, Choice, Limits, carried_over
 from raydl.center import Center, Snapshot, joined_states, split_states
 from raydl.copies import Copies, sizes_of
 from raydl.exchange.cells import shard_spans
 from raydl.exchange.gathered import GatheredExchange
 from raydl.exchange.sync import Group, StagedExchange, SyncExchange
-from raydl.extent import Extent, num_evaluations_due
+from raydl.exchange_tuning import TAKEN_OVER, Choice, ExchangeTuning, Limits, carried_over
 from raydl.ledger import Claim, Ledger, Span, share_round
 from raydl.method import may_compress
 from raydl.optimizers import make_optimizer
-from raydl.reports import AllreduceReport, Books, Outcome, Record, Standing
+from raydl.reports import AllreduceReport, Outcome, Record, RecordAggregator, TrainingState
 from raydl.rules import Sends
-from raydl.schedules.base import Decision, Round, Site, samples_before
-from raydl.schedules.tempo import Tempo
+from raydl.schedules.base import Decision, Round, WorkerContext, samples_before
+from raydl.schedules.profiler import ExchangeProfiler
 from raydl.schedules.trained import Trained
-from raydl.talk import Exchange, Header
+from raydl.step_plan import Exchange, Header
+from raydl.stop_condition import StopCondition, num_evaluations_due
 
 AnyExchange = SyncExchange | GatheredExchange | StagedExchange
 
 
-class SyncSchedule:
+class SyncStrategy:
     """All at once: every rank keeps the center and the ledger, and takes the same decisions.
 
     Args:
-        site: where the worker stands.
+        context: where the worker stands.
         group: the workers of this generation.
         snapshot: what they all start from.
         trained: what this worker has trained on and not exchanged yet.
     """
 
-    def __init__(self, site: Site, group: Group, snapshot: Snapshot, trained: Trained) -> None:
-        self._site = site
+    def __init__(
+        self, context: WorkerContext, group: Group, snapshot: Snapshot, trained: Trained
+    ) -> None:
+        self._context = context
         self._trained = trained
-        self._config = site.config
-        self._ledger = Ledger.from_state_dict(snapshot.ledger, cuts=site.cuts)
+        self._config = context.config
+        self._ledger = Ledger.from_state_dict(snapshot.ledger, cuts=context.cuts)
         self._release_claims()
         self._is_roll_called = False
         # Common to all ranks, unlike a worker's own count: some come later than others.
         self._num_steps = snapshot.local_step
-        self._extent = Extent.of(site.config.training, epoch_samples=self._ledger.num_samples)
+        self._stop_condition = StopCondition.of(
+            context.config.training, epoch_samples=self._ledger.num_samples
+        )
         self._seconds = snapshot.seconds
         self._round = self._version = snapshot.round
-        self._books = Books()
+        self._aggregator = RecordAggregator()
         self._group = group
         self._votes: dict[str, float] = {}
         self.num_cuts = snapshot.num_cuts
@@ -61,38 +65,38 @@ class SyncSchedule:
         self._round_steps = 0
         self._samples_before: list[float] = []
         # A run may have been resumed with a period of the user's.
-        chosen = snapshot.cadence if site.method.finds_cadence else None
-        self._cadence, self._choice = self._their_cadence(), None
-        if chosen and chosen != self._cadence:
-            members, theirs = site.membership, self._cadence.compression
-            self._cadence = carried_over(chosen, theirs, members.num_workers)
-            self._choice = Choice(members.generation, self._cadence, TAKEN_OVER)
-        self._tempo = self._make_tempo() if site.method.finds_cadence else None
-        self._weights = torch.tensor(snapshot.weights, device=site.center_device())
-        self._buffers = torch.tensor(snapshot.buffers, device=site.center_device())
+        chosen = snapshot.tuning if context.method.finds_tuning else None
+        self._tuning, self._choice = self._their_tuning(), None
+        if chosen and chosen != self._tuning:
+            members, theirs = context.membership, self._tuning.compression
+            self._tuning = carried_over(chosen, theirs, members.num_workers)
+            self._choice = Choice(members.generation, self._tuning, TAKEN_OVER)
+        self._profiler = self._make_profiler() if context.method.finds_tuning else None
+        self._weights = torch.tensor(snapshot.weights, device=context.center_device())
+        self._buffers = torch.tensor(snapshot.buffers, device=context.center_device())
         self._copies = Copies()
         self._make_centers(snapshot.optimizer)
         self._make_exchanges()
 
-    def _their_cadence(self) -> Cadence:
+    def _their_tuning(self) -> ExchangeTuning:
         settings = self._config.exchange
-        return Cadence(
-            self._site.method.period, settings.delay, settings.compression, settings.fragments
+        return ExchangeTuning(
+            self._context.method.period, settings.delay, settings.compression, settings.fragments
         )
 
-    def _make_tempo(self) -> Tempo:
-        site = self._site
-        return Tempo(
+    def _make_profiler(self) -> ExchangeProfiler:
+        context = self._context
+        return ExchangeProfiler(
             self._group,
-            site.rank,
-            generation=site.membership.generation,
+            context.rank,
+            generation=context.membership.generation,
             limits=Limits(
-                overlap=site.method.overlap and site.method.rule.sends is Sends.WEIGHTS,
-                may_compress=site.flat.weights.dtype == torch.float32
+                overlap=context.method.overlap and context.method.rule.sends is Sends.WEIGHTS,
+                may_compress=context.flat.weights.dtype == torch.float32
                 and may_compress(self._config),
             ),
-            time_parts=site.time_parts,
-            device=site.center_device(),
+            time_parts=context.time_parts,
+            device=context.center_device(),
         )
 
     def _make_exchanges(self) -> None:
@@ -109,15 +113,15 @@ class SyncSchedule:
         Those who are still here complete what they have trained on with their next exchange;
         but a gradient that was not summed is forgotten. What they have reserved they keep.
         """
-        membership = self._site.membership
+        membership = self._context.membership
         still_here = (*membership.worker_ids, *membership.absent)
-        is_kept = self._site.method.rule.sends is not Sends.GRADIENT
+        is_kept = self._context.method.rule.sends is not Sends.GRADIENT
         self._ledger.release(keep=still_here if is_kept else (), members=still_here)
 
     def _make_centers(self, optimizer: dict[str, Any]) -> None:
-        method = self._site.method
-        self._spans = shard_spans(self._weights.numel(), self._cadence.fragments)
-        self._site.lay_feedback(self._spans)
+        method = self._context.method
+        self._spans = shard_spans(self._weights.numel(), self._tuning.fragments)
+        self._context.lay_feedback(self._spans)
         sizes = [stop - start for start, stop in self._spans]
         states = split_states(optimizer, sizes)
         self._centers = []
@@ -128,24 +132,24 @@ class SyncSchedule:
                 self._buffers if is_last else self._buffers[:0],
                 rule=method.rule,
                 make_optimizer=make_optimizer(
-                    method.inner, method.own_optimizer, self._site.flat.model
+                    method.inner, method.own_optimizer, self._context.flat.model
                 ),
             )
             center.load_optimizer(state)
             self._centers.append(center)
 
     def _make_exchange(self, group: Group, center: Center, span: Span) -> AnyExchange:
-        settings, site = self._config.exchange, self._site
+        settings, context = self._config.exchange, self._context
         group_size = self._config.method.group_size
         exchange: SyncExchange | GatheredExchange
-        if (compression := self._cadence.compression) != "none":
+        if (compression := self._tuning.compression) != "none":
             exchange = GatheredExchange(
                 group,
                 center,
                 span=slice(*span),
                 round=self._round,
-                sends=site.method.rule.sends,
-                feedback=site.feedback_of(span, compression),
+                sends=context.method.rule.sends,
+                feedback=context.feedback_of(span, compression),
                 group_size=group_size,
             )
         else:
@@ -154,13 +158,13 @@ class SyncSchedule:
                 center,
                 span=slice(*span),
                 round=self._round,
-                pieces=None if settings.packed else _pieces(site.flat.layer_sizes, span),
+                pieces=None if settings.packed else _pieces(context.flat.layer_sizes, span),
                 group_size=group_size,
             )
-        device = site.flat.weights.device
-        if settings.resident and site.center_device() == device:
+        device = context.flat.weights.device
+        if settings.resident and context.center_device() == device:
             return exchange
-        return StagedExchange(exchange, device, site.time_parts)
+        return StagedExchange(exchange, device, context.time_parts)
 
     @property
     def version(self) -> int:
@@ -180,34 +184,34 @@ class SyncSchedule:
     @property
     def place(self) -> tuple[int, int]:
         """This worker's (rank, number of workers)."""
-        return self._site.rank, self._site.membership.num_workers
+        return self._context.rank, self._context.membership.num_workers
 
     def next_round(self, local_step: int) -> Round:
         """Claim this round's samples for all ranks."""
         if len(self._centers) > 1:  # fragments are committed one by one
-            self._kept_feedback = {s: f.state_dict() for s, f in self._site.feedback.items()}
+            self._kept_feedback = {s: f.state_dict() for s, f in self._context.feedback.items()}
             for center in self._centers:
                 center.keep()
         if not self._is_roll_called:
             self._call_roll()
             self._is_roll_called = True
-        with self._site.time_parts.measure("data_io"):
+        with self._context.time_parts.measure("data_io"):
             round = self._claim()
         self._round_steps = round.num_steps
         return round
 
-    def find_cadence(self) -> None:
+    def find_tuning(self) -> None:
         """Let the workers choose how they exchange from here on, if a choice is due.
 
         Raises:
             ExchangeError: somebody did not come to the choice; nothing has changed.
         """
-        if self._tempo is None:
+        if self._profiler is None:
             return
-        choice = self._tempo.next(self._cadence, num_steps=self._round_steps, round=self._round)
+        choice = self._profiler.next(self._tuning, num_steps=self._round_steps, round=self._round)
         if choice is not None:  # on all ranks the same, and nothing is under way between rounds
             state = self._optimizer_state()
-            self._choice, self._cadence = choice, choice.cadence
+            self._choice, self._tuning = choice, choice.tuning
             self._make_centers(state)
             self._make_exchanges()
 
@@ -217,7 +221,7 @@ class SyncSchedule:
             for center in self._centers:
                 center.undo_()
             for span, state in self._kept_feedback.items():
-                self._site.feedback[span].load_state_dict(state)
+                self._context.feedback[span].load_state_dict(state)
 
     def _call_roll(self) -> None:
         """Let all ranks know how much of their open claims each has trained on; free the rest.
@@ -228,23 +232,23 @@ class SyncSchedule:
         Raises:
             ExchangeError: somebody did not answer; the ledger is as it was.
         """
-        members = self._site.membership.worker_ids
+        members = self._context.membership.worker_ids
         if not set(members) & set(self._ledger.claimants):
             return
         counts = torch.zeros(len(members), device=self._weights.device)
-        counts[self._site.rank] = self._trained.num_claimed(
-            self._ledger.claims_of(self._site.worker_id)
+        counts[self._context.rank] = self._trained.num_claimed(
+            self._ledger.claims_of(self._context.worker_id)
         )
-        with self._site.time_parts.measure("device_device_parameters"):
+        with self._context.time_parts.measure("device_device_parameters"):
             self._group.start_allreduce(counts, round=self._round).wait()
         for worker_id, count in zip(members, counts.tolist(), strict=True):
             self._ledger.give_back(worker_id, keep=int(count))
 
     def _claim(self) -> Round:
         """Claim the samples of a whole period, in as many epochs as that takes."""
-        steps_left = self._extent.steps_left(self._num_steps)
-        num_steps = self._cadence.period if steps_left is None else steps_left
-        num_steps = min(num_steps, self._cadence.period)
+        steps_left = self._stop_condition.steps_left(self._num_steps)
+        num_steps = self._tuning.period if steps_left is None else steps_left
+        num_steps = min(num_steps, self._tuning.period)
         claims: list[Claim] = []
         by_all: list[tuple[int, int]] = []
         while num_steps:
@@ -256,17 +260,19 @@ class SyncSchedule:
             by_all.append((num_samples, claim.num_steps))
             num_steps -= claim.num_steps
         self._samples_before = samples_before(by_all)
-        ahead = self._ledger.reserved_by(self._site.worker_id)
-        return Round(claims, self._cadence.delay, ahead)
+        ahead = self._ledger.reserved_by(self._context.worker_id)
+        return Round(claims, self._tuning.delay, ahead)
 
     def _num_free(self) -> int:
         """Return how many samples are left to claim in an epoch, or in the run."""
-        left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
+        left = self._stop_condition.samples_left(
+            self._ledger.num_done_ever + self._ledger.num_claimed
+        )
         return self._ledger.num_free if left is None else min(left, self._ledger.num_free)
 
     def _claim_in_epoch(self, num_free: int, num_steps: int) -> tuple[Claim, int]:
         """Claim for all ranks; return this one's claim, and the samples of all."""
-        members = self._site.membership.worker_ids
+        members = self._context.membership.worker_ids
         share = share_round(
             num_free,
             num_workers=len(members),
@@ -277,11 +283,11 @@ class SyncSchedule:
             worker: self._ledger.claim(worker, count)
             for worker, count in zip(members, share.counts, strict=True)
         }
-        return Claim(*claims[self._site.worker_id], share.num_steps), sum(share.counts)
+        return Claim(*claims[self._context.worker_id], share.num_steps), sum(share.counts)
 
     def share_done(self, step: int, local_step: int) -> float:
         """Return 0..1 of the run, the same on all ranks."""
-        return self._extent.share_done(
+        return self._stop_condition.share_done(
             num_samples=self._ledger.num_done_ever + self._samples_before[step],
             num_steps=self._num_steps + step,
             seconds=self._seconds,
@@ -295,10 +301,10 @@ class SyncSchedule:
 
     def settle(self, sums: Header, local_step: int) -> Decision:
         """Complete the round for all ranks and decide by the sums they all see."""
-        p = self._site.membership.num_workers
+        p = self._context.membership.num_workers
         epoch = self._ledger.epoch
         num_due = num_evaluations_due(self._config.evaluation, self._ledger)
-        for worker in self._site.membership.worker_ids:
+        for worker in self._context.membership.worker_ids:
             self._ledger.complete(worker)
         self._round += 1
         self._num_steps += self._round_steps
@@ -307,35 +313,35 @@ class SyncSchedule:
         outcome = self._outcome(sums)
         is_over = outcome is not Outcome.GO_ON
         is_new_epoch = self._ledger.epoch > epoch
-        self._books.add(sums, num_messages=p, num_steps=p * self._round_steps)
-        self._books.record(self._standing(), at_once=is_new_epoch or is_over)
+        self._aggregator.add(sums, num_messages=p, num_steps=p * self._round_steps)
+        self._aggregator.record(self._training_state(), at_once=is_new_epoch or is_over)
         self._version = self._round  # told only when its record can be told as well
         keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
         evaluates = num_evaluations_due(self._config.evaluation, self._ledger) > num_due
         return Decision(
             outcome,
             keep=self._round if keeps else None,
-            publishes=self._site.rank == 0 and (keeps or evaluates or is_over),
+            publishes=self._context.rank == 0 and (keeps or evaluates or is_over),
         )
 
     def _outcome(self, sums: Header) -> Outcome:
         num_done = self._ledger.num_done_ever
-        if self._extent.is_reached(
+        if self._stop_condition.is_reached(
             num_samples=num_done, num_steps=self._num_steps, seconds=self._seconds
         ):
             return Outcome.FINISHED
         if sums.stop > 0:
             return Outcome.STOPPED
         # What is left may be with a worker that was left out: nothing to do without it.
-        is_idle = self._extent.samples_left(num_done + self._ledger.num_claimed) == 0
+        is_idle = self._stop_condition.samples_left(num_done + self._ledger.num_claimed) == 0
         return Outcome.REGROUP if sums.regroup > 0 or is_idle else Outcome.GO_ON
 
-    def _standing(self) -> Standing:
+    def _training_state(self) -> TrainingState:
         ledger = self._ledger
-        return Standing(
+        return TrainingState(
             round=self._round,
-            generation=self._site.membership.generation,
-            num_workers=self._site.membership.num_workers,
+            generation=self._context.membership.generation,
+            num_workers=self._context.membership.num_workers,
             epoch=ledger.num_done_ever / ledger.num_samples,
             num_samples=ledger.num_done_ever,
             local_step=self._num_steps,
@@ -363,7 +369,7 @@ class SyncSchedule:
         weights, buffers = self._copies.of([self._weights, self._buffers])
         return Snapshot(
             round=self._round,
-            generation=self._site.membership.generation,
+            generation=self._context.membership.generation,
             epoch=self._ledger.epoch,
             num_samples=self._ledger.num_done_ever,
             local_step=self._num_steps,
@@ -374,13 +380,13 @@ class SyncSchedule:
             optimizer=self._optimizer_state(),
             ledger=self._ledger.state_dict(with_claims=True),
             num_cuts=self.num_cuts,
-            cadence=self._cadence if self._tempo else None,
-            untrained=self._site.flat.untrained.changed(),
+            tuning=self._tuning if self._profiler else None,
+            untrained=self._context.flat.untrained.changed(),
         )
 
     def prepare_copy(self) -> Callable[[], None]:
         """Return what makes memory ready for a copy of the center, in any thread."""
-        sizes = sizes_of([self._weights, self._buffers]) if self._site.rank == 0 else []
+        sizes = sizes_of([self._weights, self._buffers]) if self._context.rank == 0 else []
         return lambda: self._copies.prepare(sizes)
 
     def _optimizer_state(self) -> dict[str, Any]:
@@ -394,31 +400,31 @@ class SyncSchedule:
         center; what it has done since its last exchange it takes along, unless it is counted,
         or given to others. Who is behind and has nothing open may have been counted.
         """
-        sends, trained = self._site.method.rule.sends, self._trained
+        sends, trained = self._context.method.rule.sends, self._trained
         num_open = len(trained)
         ledger = Ledger.from_state_dict(snapshot.ledger)
-        num_kept = trained.num_claimed(ledger.claims_of(self._site.worker_id))
+        num_kept = trained.num_claimed(ledger.claims_of(self._context.worker_id))
         if sends is Sends.WEIGHTS:
             trained.keep_first(num_kept)
             return None
         center = torch.tensor(snapshot.weights, device=self._weights.device)
         is_same = torch.equal(center, self._weights)
         if sends is Sends.PROGRESS and num_kept == num_open and (num_kept or not is_behind):
-            weights = self._site.flat.weights.detach().to(center.device)
+            weights = self._context.flat.weights.detach().to(center.device)
             return None if is_same else center.add_(weights - self._weights)
         trained.keep_first(0)
         return center if is_behind or not is_same else None
 
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
-        return self._books.take()
+        return self._aggregator.take()
 
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the group sums, where it chooses for itself."""
         return self._group.report()
 
     def choice(self) -> Choice | None:
-        """Return the cadence that this generation chose, if it did."""
+        """Return the exchange tuning that this generation chose, if it did."""
         return self._choice
 
 

@@ -18,7 +18,7 @@ def has_computed(cpu_s: float, span_s: float) -> bool:
     return cpu_s > _LEAST_SHARE * span_s
 
 
-class Leases:
+class Heartbeats:
     """Processes that were asked for news, and since when they owe an answer.
 
     A process renews its lease by answering. If the one who asks was away itself, stopped or

@@ -24,7 +24,7 @@ _GRACE_S = 1.0
 """What members have to come out of a round that others have completed, in seconds."""
 
 
-class Word(enum.Enum):
+class Signal(enum.Enum):
     """What the meeting tells a member."""
 
     GO_ON = "go on"
@@ -35,7 +35,7 @@ class Word(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Call:
+class Invitation:
     """A generation that a worker is called into."""
 
     membership: Membership
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass
 class _Comer:
-    """A worker at the door."""
+    """A worker waiting to join."""
 
     generation: int
     """The one that it comes from; 0: it is new."""
@@ -60,7 +60,7 @@ class _Comer:
     came_at: float
 
 
-class Meeting:
+class Rendezvous:
     """Who came, who is a member, who is still there.
 
     In rounds all members leave a generation together and form the next one. By messages
@@ -98,8 +98,8 @@ class Meeting:
         self._names: set[str] = set()
         self._entered: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}
-        self._door: dict[str, _Comer] = {}
-        self._calls: dict[str, Call] = {}
+        self._rendezvous: dict[str, _Comer] = {}
+        self._calls: dict[str, Invitation] = {}
         self._changes: list[Membership] = []
         self._has_center = False
         self._over_since: float | None = None
@@ -118,8 +118,8 @@ class Meeting:
         self._names.add(worker_id)
         return worker_id
 
-    def ask(self, worker_id: str, *, generation: int, age: Age) -> Call | None:
-        """Stand at the door; return what a worker is called into, or None: ask again.
+    def ask(self, worker_id: str, *, generation: int, age: Age) -> Invitation | None:
+        """Wait to join; return what a worker is called into, or None: ask again.
 
         Args:
             worker_id: who comes.
@@ -132,17 +132,17 @@ class Meeting:
         now = self._clock()
         self._heard_at[worker_id] = now
         self._look_around(now)
-        if self._call_of(worker_id, generation) is None and worker_id not in self._door:
+        if self._call_of(worker_id, generation) is None and worker_id not in self._rendezvous:
             self._come(worker_id, _Comer(generation, age, now))
         self._form(now)
         call = self._call_of(worker_id, generation)
-        if call is None and now - self._door[worker_id].came_at >= self._timeout_s:
+        if call is None and now - self._rendezvous[worker_id].came_at >= self._timeout_s:
             problem = self._why_not(worker_id)
-            del self._door[worker_id]
+            del self._rendezvous[worker_id]
             raise AttachError(self._name, problem)
         return call
 
-    def hear(self, worker_id: str, generation: int) -> Word:
+    def hear(self, worker_id: str, generation: int) -> Signal:
         """Note that a worker is there; return what it should do.
 
         Args:
@@ -153,22 +153,22 @@ class Meeting:
             self._heard_at[worker_id] = now
         self._look_around(now)
         if self._entered.get(worker_id) != generation:
-            return Word.OVER
+            return Signal.OVER
         if self._over_since is None:
             is_wanted = self._is_together and len(self._entered) < self._max and self._newcomers()
-            return Word.REGROUP if is_wanted else Word.GO_ON
-        return Word.OVER if now - self._over_since >= self._grace_s() else Word.REGROUP
+            return Signal.REGROUP if is_wanted else Signal.GO_ON
+        return Signal.OVER if now - self._over_since >= self._grace_s() else Signal.REGROUP
 
     def leave(self, worker_id: str, generation: int) -> bool:
         """Let a worker go for good; return whether nobody is left."""
         now = self._clock()
-        self._door.pop(worker_id, None)
+        self._rendezvous.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
         if self._entered.get(worker_id) == generation:
             self._num_done += 1
             self._remove(worker_id, now)
         self._look_around(now)
-        return not self._entered and not self._door
+        return not self._entered and not self._rendezvous
 
     # what the room asks for
 
@@ -177,7 +177,7 @@ class Meeting:
         if self._has_center:
             return
         self._has_center, self._over_since = True, None
-        staying = tuple(w for w in self._entered if w not in self._door)
+        staying = tuple(w for w in self._entered if w not in self._rendezvous)
         if not self._in_rounds and staying != self.membership.worker_ids:
             self._entered = {w: g for w, g in self._entered.items() if w in staying}
             self._number(staying)
@@ -188,7 +188,7 @@ class Meeting:
         return changes
 
     def quiet_s(self) -> float:
-        """Return for how many seconds nobody has been here: no member, nobody at the door."""
+        """Return for how many seconds nobody has been here: no member, nobody waiting to join."""
         now = self._clock()
         self._look_around(now)
         return now - self._quiet_since
@@ -200,7 +200,7 @@ class Meeting:
         """Whether all members enter and leave together."""
         return self._in_rounds or not self._has_center
 
-    def _call_of(self, worker_id: str, generation: int) -> Call | None:
+    def _call_of(self, worker_id: str, generation: int) -> Invitation | None:
         """Return what a worker is called into, if it has not come from there."""
         call = self._calls.get(worker_id)
         return call if call is not None and call.generation > generation else None
@@ -211,7 +211,7 @@ class Meeting:
         return _GRACE_S if is_whole else 0.0
 
     def _come(self, worker_id: str, comer: _Comer) -> None:
-        self._door[worker_id] = comer
+        self._rendezvous[worker_id] = comer
         if self._entered.get(worker_id) != comer.generation:
             return
         if not self._is_together:  # what it had claimed goes back; it enters anew
@@ -223,10 +223,10 @@ class Meeting:
         """Let those go who were not heard of for the time of a lease."""
         for worker_id in [w for w, at in self._heard_at.items() if now - at >= self._lease_s]:
             del self._heard_at[worker_id]
-            self._door.pop(worker_id, None)
+            self._rendezvous.pop(worker_id, None)
             if worker_id in self._entered:
                 self._remove(worker_id, now)
-        if self._entered or self._door:
+        if self._entered or self._rendezvous:
             self._quiet_since = now
 
     def _remove(self, worker_id: str, now: float) -> None:
@@ -237,16 +237,18 @@ class Meeting:
             self._number(tuple(w for w in self.membership.worker_ids if w != worker_id))
         elif self._over_since is None:
             self._over_since = now
-        if not self._entered and not self._door:  # the next ones begin as the first ones did
+        if not self._entered and not self._rendezvous:  # the next ones begin as the first ones did
             self._num_done = 0
 
     def _newcomers(self) -> list[str]:
-        """Return those at the door that were no members, in the order of their ids."""
-        return sorted((w for w in self._door if w not in self._entered), key=_natural)
+        """Return those waiting to join that were no members, in the order of their ids."""
+        return sorted((w for w in self._rendezvous if w not in self._entered), key=_natural)
 
     def _back(self) -> list[str]:
-        """Return the members that have come back to the door, by rank."""
-        return [w for w in self.membership.worker_ids if w in self._entered and w in self._door]
+        """Return the members that have come back to join, by rank."""
+        return [
+            w for w in self.membership.worker_ids if w in self._entered and w in self._rendezvous
+        ]
 
     def _needed(self) -> int:
         """Return how many must be there: who has left for good need not be replaced."""
@@ -283,9 +285,9 @@ class Meeting:
 
     def _call_in(self, worker_ids: Sequence[str], source: str | None, age: Age) -> None:
         for worker_id in worker_ids:
-            del self._door[worker_id]
+            del self._rendezvous[worker_id]
             self._entered[worker_id] = self.membership.generation
-            self._calls[worker_id] = Call(self.membership, source, age)
+            self._calls[worker_id] = Invitation(self.membership, source, age)
 
     def _furthest(self, chosen: tuple[str, ...]) -> tuple[str | None, Age]:
         """Return (who has the newest copy of the center, its age).
@@ -296,7 +298,9 @@ class Meeting:
         if not self._is_together:
             return None, NO_COPY
         before = self.membership.generation
-        ages = {w: self._door[w].age for w in chosen if self._door[w].generation == before}
+        ages = {
+            w: self._rendezvous[w].age for w in chosen if self._rendezvous[w].generation == before
+        }
         known = [w for w, age in ages.items() if age > NO_COPY]
         if not known:
             return None, NO_COPY
@@ -304,7 +308,7 @@ class Meeting:
         return source, ages[source]
 
     def _why_not(self, worker_id: str) -> str:
-        """Return in words what a worker at the door has waited for in vain."""
+        """Return in words what a worker waiting to join has waited for in vain."""
         waited = f"worker {worker_id} waited for {self._timeout_s:g} s"
         if len(self._entered) >= self._max and worker_id not in self._entered:
             return f"{waited} for a place: {self._max} workers are attached; raise num_workers"

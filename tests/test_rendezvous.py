@@ -12,7 +12,7 @@ from own_loops import Threads, settings
 from raydl.config import MethodConfig
 from raydl.errors import AttachError
 from raydl.methods import METHODS
-from raydl.own_loop.meeting import NO_COPY, Meeting, Word
+from raydl.own_loop.rendezvous import NO_COPY, Rendezvous, Signal
 
 LEASE_S, TIMEOUT_S = 10.0, 100.0
 
@@ -22,7 +22,7 @@ class Gathering:
 
     def __init__(self, num_workers, *, in_rounds=True):
         self.now = 0.0
-        self.meeting = Meeting(
+        self.rendezvous = Rendezvous(
             "run",
             num_workers=num_workers,
             in_rounds=in_rounds,
@@ -32,7 +32,7 @@ class Gathering:
         )
 
     def ask(self, worker_id, generation=0, age=(0, 0)):
-        return self.meeting.ask(worker_id, generation=generation, age=age)
+        return self.rendezvous.ask(worker_id, generation=generation, age=age)
 
     def come(self, *worker_ids, generation=0, age=(0, 0)):
         """Let workers come and ask until nothing changes; return whom each was called with."""
@@ -45,17 +45,17 @@ class Gathering:
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker_id, generation in members.items():
-                self.meeting.hear(worker_id, generation)
+                self.rendezvous.hear(worker_id, generation)
 
     def hear(self, worker_id, generation):
-        return self.meeting.hear(worker_id, generation)
+        return self.rendezvous.hear(worker_id, generation)
 
 
 def test_the_first_generation_forms_when_the_fewest_are_there():
     gathering = Gathering((2, 4))
     assert gathering.come("w0") == [None]
     assert gathering.come("w1", "w0") == [("w0", "w1")] * 2
-    assert gathering.hear("w0", 1) is Word.GO_ON
+    assert gathering.hear("w0", 1) is Signal.GO_ON
 
 
 def test_ranks_go_by_the_ids_whoever_comes_first():
@@ -78,7 +78,7 @@ def test_who_comes_later_is_a_vote_and_then_a_member():
     gathering = Gathering((1, 2))
     gathering.come("w0")
     assert gathering.ask("w1") is None
-    assert gathering.hear("w0", 1) is Word.REGROUP
+    assert gathering.hear("w0", 1) is Signal.REGROUP
     call = gathering.ask("w0", 1, (5, 9))
     assert call.membership.worker_ids == ("w0", "w1")
     assert (call.source, call.age) == ("w0", (5, 9))
@@ -89,7 +89,7 @@ def test_nobody_is_asked_to_make_room_where_there_is_none():
     gathering = Gathering((1, 1))
     gathering.come("w0")
     assert gathering.ask("w1") is None
-    assert gathering.hear("w0", 1) is Word.GO_ON
+    assert gathering.hear("w0", 1) is Signal.GO_ON
     for _ in range(19):
         gathering.pass_s(5, w0=1)
         assert gathering.ask("w1") is None
@@ -104,33 +104,33 @@ def three_of(min_workers):
     gathering.come("w0", "w1")
     gathering.ask("w2")
     gathering.come("w0", "w1", generation=1)
-    assert gathering.meeting.membership.worker_ids == ("w0", "w1", "w2")
+    assert gathering.rendezvous.membership.worker_ids == ("w0", "w1", "w2")
     return gathering
 
 
 def test_a_lost_member_ends_the_generation_and_the_others_form_the_next_one():
     gathering = three_of(2)
     gathering.pass_s(LEASE_S - 1, w1=2, w2=2)
-    assert gathering.hear("w1", 2) is Word.GO_ON
+    assert gathering.hear("w1", 2) is Signal.GO_ON
     gathering.pass_s(1, w1=2, w2=2)
-    assert gathering.hear("w1", 2) is Word.OVER
+    assert gathering.hear("w1", 2) is Signal.OVER
     assert gathering.come("w1", "w2", generation=2) == [("w1", "w2")] * 2
 
 
 def test_survivors_wait_for_the_others_no_longer_than_a_lease():
     gathering = three_of(2)
     assert gathering.come("w0", "w1", generation=2) == [None, None]
-    assert gathering.hear("w2", 2) is Word.REGROUP  # its round may be about to arrive
+    assert gathering.hear("w2", 2) is Signal.REGROUP  # its round may be about to arrive
     gathering.pass_s(2, w2=2)
-    assert gathering.hear("w2", 2) is Word.OVER
+    assert gathering.hear("w2", 2) is Signal.OVER
     for _ in range(7):
         gathering.pass_s(1, w2=2)
         assert gathering.come("w0", "w1", generation=2) == [None, None]
     gathering.pass_s(1, w2=2)
     assert gathering.come("w0", "w1", generation=2) == [("w0", "w1")] * 2
-    assert gathering.hear("w2", 2) is Word.OVER
+    assert gathering.hear("w2", 2) is Signal.OVER
     assert gathering.come("w2", generation=2) == [None]
-    assert gathering.hear("w0", 3) is Word.REGROUP  # it is a newcomer now
+    assert gathering.hear("w0", 3) is Signal.REGROUP  # it is a newcomer now
 
 
 def test_the_copy_that_is_furthest_goes_on_unless_it_is_of_somebody_who_was_left_out():
@@ -145,10 +145,10 @@ def test_the_copy_that_is_furthest_goes_on_unless_it_is_of_somebody_who_was_left
     assert call.source == "w0"
 
 
-def test_without_a_copy_all_start_from_the_one_at_the_meeting():
+def test_without_a_copy_all_start_from_the_one_at_the_rendezvous():
     gathering = Gathering((1, 1))
     gathering.come("w0")
-    gathering.meeting.take_center()
+    gathering.rendezvous.take_center()
     gathering.pass_s(LEASE_S)
     call = gathering.ask("w1")
     assert (call.source, call.age) == (None, NO_COPY)
@@ -157,11 +157,11 @@ def test_without_a_copy_all_start_from_the_one_at_the_meeting():
 def test_who_has_left_for_good_need_not_be_replaced():
     gathering = Gathering((3, 3))
     gathering.come("w0", "w1", "w2")
-    assert not gathering.meeting.leave("w0", 1)
-    assert gathering.hear("w1", 1) is Word.OVER
+    assert not gathering.rendezvous.leave("w0", 1)
+    assert gathering.hear("w1", 1) is Signal.OVER
     assert gathering.come("w1", "w2", generation=1) == [("w1", "w2")] * 2
-    assert not gathering.meeting.leave("w1", 2)
-    assert gathering.meeting.leave("w2", 2)
+    assert not gathering.rendezvous.leave("w1", 2)
+    assert gathering.rendezvous.leave("w2", 2)
     assert gathering.come("w3", "w4") == [None, None]  # it begins anew, with three
 
 
@@ -181,9 +181,9 @@ def test_who_dies_at_the_door_is_not_waited_for():
 
 
 def test_ids_are_never_used_again():
-    meeting = Gathering((1, 1)).meeting
-    assert [meeting.name_one(wish) for wish in (None, "w1", "w1", None)][:2] == ["w0", "w1"]
-    names = [meeting.name_one(wish) for wish in ("a", "a", None, None, "w1")]
+    rendezvous = Gathering((1, 1)).rendezvous
+    assert [rendezvous.name_one(wish) for wish in (None, "w1", "w1", None)][:2] == ["w0", "w1"]
+    names = [rendezvous.name_one(wish) for wish in ("a", "a", None, None, "w1")]
     assert names[0] == "a"
     assert len({*names, "w0", "w1"}) == 7
 
@@ -198,23 +198,23 @@ def by_messages(num_workers):
 def test_by_messages_the_others_stay_as_they_are():
     gathering = by_messages((2, 3))
     gathering.come("w0", "w1")
-    gathering.meeting.take_center()
+    gathering.rendezvous.take_center()
     call = gathering.ask("w2")
     assert call.generation == 2
     assert call.membership.worker_ids == ("w0", "w1", "w2")
-    assert gathering.hear("w0", 1) is Word.GO_ON
-    gathering.meeting.leave("w0", 1)
-    assert gathering.meeting.membership.worker_ids == ("w1", "w2")
-    assert [m.generation for m in gathering.meeting.take_changes()] == [1, 2, 3]
+    assert gathering.hear("w0", 1) is Signal.GO_ON
+    gathering.rendezvous.leave("w0", 1)
+    assert gathering.rendezvous.membership.worker_ids == ("w1", "w2")
+    assert [m.generation for m in gathering.rendezvous.take_changes()] == [1, 2, 3]
 
 
 def test_by_messages_who_comes_again_leaves_and_enters():
     gathering = by_messages((2, 2))
     gathering.come("w0", "w1")
-    gathering.meeting.take_center()
+    gathering.rendezvous.take_center()
     call = gathering.ask("w0", 1)
     assert call.generation == 3
-    assert [m.worker_ids for m in gathering.meeting.take_changes()] == [
+    assert [m.worker_ids for m in gathering.rendezvous.take_changes()] == [
         ("w0", "w1"), ("w1",), ("w1", "w0")
     ]  # fmt: skip
 
@@ -222,18 +222,18 @@ def test_by_messages_who_comes_again_leaves_and_enters():
 def test_by_messages_who_is_silent_is_out_and_hears_so_when_it_comes_back():
     gathering = by_messages((1, 2))
     gathering.come("w0")
-    gathering.meeting.take_center()
+    gathering.rendezvous.take_center()
     gathering.come("w1")
     gathering.pass_s(LEASE_S, w1=2)
-    assert gathering.meeting.membership.worker_ids == ("w1",)
-    assert gathering.hear("w0", 1) is Word.OVER
+    assert gathering.rendezvous.membership.worker_ids == ("w1",)
+    assert gathering.hear("w0", 1) is Signal.OVER
 
 
 def test_by_messages_a_start_whose_first_worker_dies_begins_again():
     gathering = by_messages((2, 3))
     gathering.come("w0", "w1")
     gathering.pass_s(LEASE_S, w1=1)
-    assert gathering.hear("w1", 1) is Word.OVER
+    assert gathering.hear("w1", 1) is Signal.OVER
     assert gathering.ask("w2") is None
     call = gathering.ask("w1", 1)
     assert call.membership.worker_ids == ("w1", "w2")
@@ -306,7 +306,7 @@ class Loops:
 def die(elastic):
     """Go without a word, as a killed process does."""
     elastic._door._ended.set()
-    elastic._door._close_road()
+    elastic._door._close_transport()
 
 
 @pytest.mark.parametrize(

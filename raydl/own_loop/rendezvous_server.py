@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raydl.center import Snapshot
-from raydl.center_service import CenterService
-from raydl.dispatcher import Due
+from raydl.center_server import CenterServer
+from raydl.coordinator import Due
 from raydl.errors import AttachError, ConfigError
 from raydl.job import Job
 from raydl.membership import Membership
-from raydl.own_loop.meeting import Age, Call, Meeting, Word
+from raydl.own_loop.rendezvous import Age, Invitation, Rendezvous, Signal
 from raydl.untrained import Untrained
 
 
-class Room:
+class RendezvousServer:
     """The meeting of one run, and its center.
 
     In rounds every worker holds the center; here lies a copy for those who come later. By
@@ -50,7 +50,7 @@ class Room:
         self._terms = dict(terms)
         self._has_neighbours = has_neighbours
         self._lock = threading.RLock()
-        self._meeting = Meeting(
+        self._rendezvous = Rendezvous(
             name,
             num_workers=(scaling.min_workers, scaling.max_workers),
             in_rounds=job.method.is_sync,
@@ -58,7 +58,7 @@ class Room:
             timeout_s=scaling.start_timeout_s,
             clock=clock,
         )
-        self._service: CenterService | None = None
+        self._service: CenterServer | None = None
         self._copy: Snapshot | None = None
         self._copied_in = 0
         self._untrained: Untrained | None = None
@@ -66,7 +66,7 @@ class Room:
         self._members: frozenset[str] = frozenset()
 
     @property
-    def service(self) -> CenterService:
+    def service(self) -> CenterServer:
         """The center, for methods that exchange by messages."""
         assert self._service is not None, "sync methods send no messages"
         return self._service
@@ -85,31 +85,31 @@ class Room:
                     f"{self._terms.get(setting)}, got {value}",
                 )
         with self._lock:
-            return self._meeting.name_one(wish)
+            return self._rendezvous.name_one(wish)
 
-    def ask(self, worker_id: str, generation: int, age: Age) -> Call | None:
-        """Return the generation that a worker at the door is called into; None: ask again.
+    def ask(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
+        """Return the generation that a worker waiting to join is called into; None: ask again.
 
         Raises:
             AttachError: it waited for too long.
         """
         with self._lock:
             try:
-                return self._meeting.ask(worker_id, generation=generation, age=age)
+                return self._rendezvous.ask(worker_id, generation=generation, age=age)
             finally:
                 self._follow()
 
-    def hear(self, worker_id: str, generation: int) -> Word:
+    def hear(self, worker_id: str, generation: int) -> Signal:
         """Note that a worker is there; return what it should do."""
         with self._lock:
-            word = self._meeting.hear(worker_id, generation)
+            signal = self._rendezvous.hear(worker_id, generation)
             self._follow()
-            return word
+            return signal
 
     def leave(self, worker_id: str, generation: int) -> bool:
         """Let a worker go; return whether its copy of the center should stay here."""
         with self._lock:
-            is_last = self._meeting.leave(worker_id, generation)
+            is_last = self._rendezvous.leave(worker_id, generation)
             self._follow()
             return is_last and self._job.method.is_sync
 
@@ -125,20 +125,20 @@ class Room:
         with self._lock:
             if self._untrained is None:
                 self._untrained = untrained
-            if generation != self._meeting.membership.generation or self._service is not None:
+            if generation != self._rendezvous.membership.generation or self._service is not None:
                 return  # others went on meanwhile
             if self._job.method.is_sync:
                 self._copy, self._copied_in = snapshot, generation
             else:
-                self._service = CenterService(
+                self._service = CenterServer(
                     self._job, snapshot, has_neighbours=self._has_neighbours
                 )
-                self._meeting.take_changes()  # the center was there for none of them
-                self._change(self._service, self._meeting.membership)
-            self._meeting.take_center()
+                self._rendezvous.take_changes()  # the center was there for none of them
+                self._change(self._service, self._rendezvous.membership)
+            self._rendezvous.take_center()
             self._follow()
 
-    def fetch(self, worker_id: str, call: Call) -> Snapshot | None:
+    def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
         """Return what a worker that was called starts from; None: it is not here yet.
 
         Raises:
@@ -165,32 +165,32 @@ class Room:
         """Return the center as it is now; None: the workers have it."""
         if self._service is None:
             return None
-        return self._service.snapshot(Due(self._service.dispatcher.version, is_kept=False), list)
+        return self._service.snapshot(Due(self._service.coordinator.version, is_kept=False), list)
 
     def quiet_s(self) -> float:
         """Return for how many seconds nobody has been here."""
         with self._lock:
-            quiet_s = self._meeting.quiet_s()
+            quiet_s = self._rendezvous.quiet_s()
             self._follow()
             return quiet_s
 
     def _follow(self) -> None:
         """Let the center follow who came and went."""
         if self._job.method.is_sync:
-            self._meeting.take_changes()
+            self._rendezvous.take_changes()
         elif self._service is not None:
-            for membership in self._meeting.take_changes():
+            for membership in self._rendezvous.take_changes():
                 self._change(self._service, membership)
-            self._service.dispatcher.take_records()  # nobody reads them; they would pile up
-            self._service.dispatcher.take_due()
+            self._service.coordinator.take_records()  # nobody reads them; they would pile up
+            self._service.coordinator.take_due()
 
-    def _change(self, service: CenterService, membership: Membership) -> None:
+    def _change(self, service: CenterServer, membership: Membership) -> None:
         """Let workers come and go at the center; keep what the new ones start from."""
         before, self._members = self._members, frozenset(membership.worker_ids)
         if before:
             snapshot = service.change(membership, [])
         else:  # in rank order, where the method keeps to it
             service.open(membership)
-            snapshot = service.snapshot(Due(service.dispatcher.version, is_kept=False), list)
+            snapshot = service.snapshot(Due(service.coordinator.version, is_kept=False), list)
         self._starts = {w: s for w, s in self._starts.items() if w in self._members}
         self._starts.update(dict.fromkeys(self._members - before, snapshot))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raydl.exchange.post import Orders, Settlement, Stamp, refusal_of
+from raydl.exchange.protocol import Assignment, Completion, MessageId, refusal_of
 from raydl.membership import Membership
 
 
 @dataclass
 class Member:
-    """What the dispatcher knows of a worker since it became a member."""
+    """What the coordinator knows of a worker since it became a member."""
 
     entered: int
     """The generation that it became a member with: its messages are of this one."""
@@ -24,7 +24,7 @@ class Member:
     """Positions that it has completed, of all since it entered."""
     num_kept: int = 0
     """Positions whose training is in the state that it was told to keep, likewise."""
-    settlement: Settlement | None = None
+    completion: Completion | None = None
     """The newest."""
     step_s: float = 0.0
     has_entered: bool = False
@@ -35,7 +35,7 @@ class Member:
     """It has left, with all its messages answered."""
     turn: int | None = None
     """The number of the message that holds the turn."""
-    answered: tuple[int, Orders] | None = None
+    answered: tuple[int, Assignment] | None = None
     """The newest message that was answered with orders, and these."""
 
     @property
@@ -44,7 +44,7 @@ class Member:
         return not self.has_left and (self.has_entered or self.is_awaited)
 
 
-class Roster:
+class Members:
     """The members, by rank. Whoever uses it holds a lock.
 
     Args:
@@ -113,11 +113,11 @@ class Roster:
         if least_s is not None and (before_s <= least_s or 0 < step_s < least_s):
             self._least_step_s = None  # to be looked for again: it was this one's, or is
 
-    def refusal(self, stamp: Stamp) -> str:
+    def refusal(self, message_id: MessageId) -> str:
         """Return why a call does not count; empty: its worker is the member that it was."""
-        member = self._members.get(stamp.worker_id)
+        member = self._members.get(message_id.worker_id)
         entered = None if member is None else member.entered
-        return refusal_of(stamp, entered, self.membership.generation)
+        return refusal_of(message_id, entered, self.membership.generation)
 
     def not_entered(self, *, before: str | None = None) -> list[str]:
         """Return the members that are awaited and have not entered, by rank.

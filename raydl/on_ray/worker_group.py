@@ -1,4 +1,4 @@
-"""The crew of Ray actors that a controller commands."""
+"""The worker group of Ray actors that a controller commands."""
 
 from __future__ import annotations
 
@@ -17,31 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.center import Snapshot
 from raydl.checkpoint import SavedState
-from raydl.crew import (
-    Busy,
-    Changed,
-    Collected,
-    Draining,
-    Event,
-    Failed,
-    GaveUp,
-    HandedIn,
-    Lost,
-    Published,
-    Refused,
-    Reported,
-    RunEnded,
-    Scoring,
-    StatesLost,
-    TookOver,
-    WorkerReady,
-)
 from raydl.data import Dataset, Prepare
 from raydl.errors import InfrastructureError
 from raydl.exchange.collective import GroupAddress
 from raydl.faults import Fault
+from raydl.heartbeats import Heartbeats
 from raydl.job import Job
-from raydl.leases import Leases
 from raydl.membership import Membership
 from raydl.on_ray.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
 from raydl.on_ray.calls import Call, Calls, Handler, in_few_words, original
@@ -63,6 +44,25 @@ from raydl.on_ray.states import Handovers, RayState, feed
 from raydl.reports import Outcome, WorkerReport
 from raydl.storage import Storage
 from raydl.worker import LAST
+from raydl.worker_group import (
+    Busy,
+    Changed,
+    Collected,
+    Draining,
+    Event,
+    Failed,
+    GaveUp,
+    HandedIn,
+    Lost,
+    Published,
+    Refused,
+    Reported,
+    RunEnded,
+    Scoring,
+    StatesLost,
+    TookOver,
+    WorkerReady,
+)
 
 _ASK_EVERY_S = 0.5
 _LOOK_AFTER = 0.25
@@ -104,8 +104,8 @@ class _Backup:
         self._next_at = now + max(_BACKUP_EVERY_S, 50 * seconds)
 
 
-class RayCrew:
-    """A crew of Ray actors: one center, one evaluator, and the workers that are asked for.
+class RayWorkerGroup:
+    """A worker group of Ray actors: one center, one evaluator, and the workers that are asked for.
 
     Workers that the cluster can not hold yet stay pending, which is what an autoscaler
     answers to. Center and evaluator live on the driver's node, where they are safe as long as
@@ -141,7 +141,7 @@ class RayCrew:
         self._workers: dict[str, ActorHandle] = {}
         self._places: dict[str, Place] = {}
         self._calls = Calls()
-        self._leases = Leases(job.config.elastic.lease_s)
+        self._heartbeats = Heartbeats(job.config.elastic.lease_s)
         self._starts = Starts(job.config.elastic.max_busy_s)
         self._notices = Notices()
         self._avoided: set[str] = set()
@@ -308,14 +308,14 @@ class RayCrew:
 
     def _kill(self, who: str, actor: ActorHandle) -> None:
         """End a process; one that does not answer may be stopped, and hears no call."""
-        if who in self._places and self._leases.owed_s(who) > 2 * _ASK_EVERY_S:
+        if who in self._places and self._heartbeats.owed_s(who) > 2 * _ASK_EVERY_S:
             kill_process(self._places[who], home=self._home)
         ray.kill(actor)
 
     def _forget(self, who: str) -> None:
         self._calls.forget(lambda call: call.who == who)
         self._places.pop(who, None)
-        self._leases.answer(who)
+        self._heartbeats.answer(who)
         self._starts.end(who)
 
     def close(self) -> None:
@@ -342,7 +342,7 @@ class RayCrew:
         while self._late:
             self._events += self._late.popleft()()
         self._look_at_the_silent()
-        for who in self._leases.expired():
+        for who in self._heartbeats.expired():
             self._events += self._end_or_wait(who)
         for who, waited_s in self._starts.look(
             lambda who: place_held(self._workers[who]) is not None
@@ -354,7 +354,7 @@ class RayCrew:
     def _look_at_the_silent(self) -> None:
         """Ask how processes are that have not answered for a while, before their lease ends."""
         now = time.monotonic()
-        silent = self._leases.silent(_LOOK_AFTER * self._job.config.elastic.lease_s)
+        silent = self._heartbeats.silent(_LOOK_AFTER * self._job.config.elastic.lease_s)
         for who in self._liveness.due([w for w in silent if w in self._places], now):
             place = self._places[who]
             if place[0] == self._home:
@@ -372,7 +372,7 @@ class RayCrew:
 
     def _end_or_wait(self, who: str) -> list[Event]:
         """End a process whose lease is over, unless it is busy."""
-        now, silent_s = time.monotonic(), self._leases.owed_s(who)
+        now, silent_s = time.monotonic(), self._heartbeats.owed_s(who)
         is_busy = self._liveness.is_busy(who, now)
         if is_busy and silent_s <= self._job.config.elastic.max_busy_s:
             if who in self._told_busy:
@@ -405,10 +405,10 @@ class RayCrew:
         for worker_id in self._places.keys() & self._workers.keys() - asked:
             ref = self._workers[worker_id].report.remote()
             self._calls.expect(ref, worker_id, _on_report, can_wait=True)
-            self._leases.ask(worker_id)
+            self._heartbeats.ask(worker_id)
         if self._is_open and "center" not in asked:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
-            self._leases.ask("center")
+            self._heartbeats.ask("center")
         if self._is_open and self._backup.is_due(now):
             self._ask_for_backup()
         for index in range(1, len(self._shards)):
@@ -416,7 +416,7 @@ class RayCrew:
             if who not in asked:
                 ref = self._shards[index].ping.remote()
                 self._calls.expect(ref, who, self._on_ping, can_wait=True)
-                self._leases.ask(who)
+                self._heartbeats.ask(who)
         self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
         self._events += [Draining(worker_id) for worker_id in self._notices.new(homes)]
@@ -454,14 +454,14 @@ class RayCrew:
 
     def _answer(self, ref: Any, call: Call) -> list[Event]:
         if self._is_question(call):
-            self._leases.answer(call.who)
+            self._heartbeats.answer(call.who)
         try:
             return call.handle(ray.get(ref))
         except RayTaskError as error:
             return self._take_error(error, call)
         except ActorUnavailableError:
             if self._is_question(call):
-                self._leases.ask(call.who)  # asked again, it may answer yet
+                self._heartbeats.ask(call.who)  # asked again, it may answer yet
                 return []
             return self._give_up_or_lose(call, "the connection to it broke")
         except RayError as error:
@@ -566,7 +566,7 @@ class RayCrew:
             self._workers[worker_id].abandon.remote(generation)
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Hand the votes to who decides: the dispatcher, or all workers that are up."""
+        """Hand the votes to who decides: the coordinator, or all workers that are up."""
         if not self._job.method.is_sync:
             self._center.vote.remote(generation, votes)
             return

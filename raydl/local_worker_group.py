@@ -1,4 +1,4 @@
-"""One worker in this process, played to the controller as a crew: for a debugger."""
+"""One worker in this process, played to the controller as a worker group: for a debugger."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import numpy as np
 import torch
 
 from raydl.center import Snapshot, SnapshotShelf
-from raydl.center_service import CenterService, make_shard
+from raydl.center_server import CenterServer, make_shard
 from raydl.checkpoint import SavedState
-from raydl.crew import (
+from raydl.data import Batches, Dataset, Prepare
+from raydl.errors import NonFiniteError
+from raydl.evaluator import Evaluator
+from raydl.exchange.local import LocalCenterClient, LocalGroup
+from raydl.exchange.shard import ShardState
+from raydl.faults import Fault
+from raydl.job import Job
+from raydl.membership import Membership
+from raydl.reports import Outcome, Record
+from raydl.worker import Worker
+from raydl.worker_group import (
     Changed,
     Collected,
     Event,
@@ -21,19 +31,9 @@ from raydl.crew import (
     RunEnded,
     WorkerReady,
 )
-from raydl.data import Batches, Dataset, Prepare
-from raydl.errors import NonFiniteError
-from raydl.evaluator import Evaluator
-from raydl.exchange.local import LocalGroup, LocalPost
-from raydl.exchange.shard import ShardState
-from raydl.faults import Fault
-from raydl.job import Job
-from raydl.membership import Membership
-from raydl.reports import Outcome, Record
-from raydl.worker import Worker
 
 
-class LocalCrew:
+class LocalWorkerGroup:
     """One worker in this process: every :meth:`poll` runs one round of it.
 
     Args:
@@ -67,7 +67,7 @@ class LocalCrew:
             publish=self._shelf.put,
             untrained=self._untrained,
         )
-        self._service = None if self._job.method.is_sync else CenterService(self._job, snapshot)
+        self._service = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
         self._others = [
             make_shard(self._job, snapshot, index, None)
             for index in range(1, self._job.config.exchange.center_shards)
@@ -94,9 +94,9 @@ class LocalCrew:
             self._run_round()
         records: tuple[Record, ...] = ()
         if self._service:
-            for due in self._service.dispatcher.take_due():
+            for due in self._service.coordinator.take_due():
                 self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
-            records = self._service.dispatcher.take_records()
+            records = self._service.coordinator.take_records()
         self._events.append(
             Published(
                 self._shelf.rounds(),
@@ -137,12 +137,12 @@ class LocalCrew:
         self, membership: Membership, snapshot: Snapshot, own_states: dict[str, Any]
     ) -> None:
         """Let the worker join a generation."""
-        road: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
+        transport: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
         if self._service:
-            road = LocalPost([self._service, *self._others], self._service.dispatcher)
+            transport = LocalCenterClient([self._service, *self._others], self._service.coordinator)
         state = own_states.get("w0")
         own_state = state.load() if isinstance(state, SavedState) else state
-        self._worker.join(membership, road, snapshot, own_state)
+        self._worker.join(membership, transport, snapshot, own_state)
         self._generation = membership.generation
         self._running = True
 
@@ -183,7 +183,7 @@ class LocalCrew:
 
     def vote(self, generation: int, **votes: float) -> None:
         """Hand the votes to who decides."""
-        decider = self._service.dispatcher if self._service else self._worker
+        decider = self._service.coordinator if self._service else self._worker
         decider.vote(generation, **votes)
 
     def evaluate(self, round: int) -> None:

@@ -16,16 +16,16 @@ import numpy as np
 
 from raydl.ledger import Claim, Span
 from raydl.reports import Outcome
-from raydl.talk import Header
+from raydl.step_plan import Header
 
 HOME = 0
-"""The shard that the dispatcher lives beside."""
+"""The shard that the coordinator lives beside."""
 NOTHING = np.empty(0, np.float32)
 """The values of a message that is about no parameter."""
 
 
 @dataclass(frozen=True)
-class Stamp:
+class MessageId:
     """Who sends, in which life, and which of its messages it is."""
 
     worker_id: str
@@ -36,23 +36,23 @@ class Stamp:
     sequence: int
 
 
-def refusal_of(stamp: Stamp, entered: int | None, generation: int) -> str:
+def refusal_of(message_id: MessageId, entered: int | None, generation: int) -> str:
     """Return why a message does not count; empty: it does.
 
     Args:
         entered: the generation that its worker entered with; None: it is no member.
         generation: the membership of now.
     """
-    who = f"the center refused {stamp.worker_id}"
+    who = f"the center refused {message_id.worker_id}"
     if entered is None:
         return f"{who}: it is no longer a member (generation {generation})"
-    if entered != stamp.generation:
-        return f"{who}: it entered generation {entered}, the message is of {stamp.generation}"
+    if entered != message_id.generation:
+        return f"{who}: it entered generation {entered}, the message is of {message_id.generation}"
     return ""
 
 
 @dataclass(frozen=True)
-class Settlement:
+class Completion:
     """What ends a worker's round: what it sent counts as done, and it asks for orders."""
 
     header: Header
@@ -69,8 +69,8 @@ class Settlement:
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What the dispatcher tells a worker."""
+class Assignment:
+    """What the coordinator tells a worker."""
 
     outcome: Outcome
     claims: list[Claim]
@@ -89,7 +89,7 @@ class Orders:
     """Exchanges that the center has settled."""
     ledger: dict[str, Any] | None = None
     """The ledger, what is claimed as free, so that a lost center can be made again from a worker.
-    Where many train, with some orders alone: see :data:`raydl.dispatcher.COPIES`."""
+    Where many train, with some orders alone: see :data:`raydl.coordinator.COPIES`."""
     keep: int | None = None
     """Keep the state as it is after this exchange, under this number."""
     num_cuts: int = 0
@@ -102,10 +102,10 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Push:
+class Request:
     """One message to a shard."""
 
-    stamp: Stamp
+    message_id: MessageId
     span: Span
     """Which of the flat parameters it is about; empty: none, the message only settles."""
     weights: np.ndarray
@@ -115,18 +115,18 @@ class Push:
     num_workers: int
     num_samples: float
     lr: float
-    settlement: Settlement | None = None
+    completion: Completion | None = None
 
 
 @dataclass(frozen=True)
-class Reply:
+class Response:
     """A shard's answer."""
 
     weights: np.ndarray
     """The center's span: before the message for rules that send weights, else after it. With
     a codec the bytes of how far that is from the mirror."""
     buffers: np.ndarray
-    orders: Orders | None = None
+    assignment: Assignment | None = None
     refusal: str = ""
     """Why the message was not taken; empty: it was."""
 
@@ -142,10 +142,10 @@ class CellAddress:
     slot: int
 
 
-class Delivery(Protocol):
+class PendingResponse(Protocol):
     """A message on its way."""
 
-    def wait(self) -> Reply:
+    def wait(self) -> Response:
         """Wait for the answer.
 
         Raises:
@@ -154,7 +154,7 @@ class Delivery(Protocol):
         ...
 
 
-class Post(Protocol):
+class CenterClient(Protocol):
     """How one worker reaches the center."""
 
     @property
@@ -162,19 +162,19 @@ class Post(Protocol):
         """Shards of the center."""
         ...
 
-    def push(self, shard: int, push: Push) -> Delivery:
+    def request(self, shard: int, request: Request) -> PendingResponse:
         """Send a message, or a copy of it, and return at once."""
         ...
 
-    def shared_cells(self, stamp: Stamp) -> dict[Span, CellAddress]:
+    def shared_cells(self, message_id: MessageId) -> dict[Span, CellAddress]:
         """Return the spans of the center whose memory this worker's process may map."""
         ...
 
-    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Begin to train in a generation; return the first orders."""
         ...
 
-    def take_turn(self, stamp: Stamp) -> None:
+    def take_turn(self, message_id: MessageId) -> None:
         """Wait until it is this worker's turn, for methods in rank order.
 
         Raises:
@@ -182,10 +182,10 @@ class Post(Protocol):
         """
         ...
 
-    def end_turn(self, stamp: Stamp) -> None:
+    def end_turn(self, message_id: MessageId) -> None:
         """Let the next in rank order begin. Does not wait."""
         ...
 
-    def leave(self, stamp: Stamp) -> None:
+    def leave(self, message_id: MessageId) -> None:
         """Leave the generation, all messages being answered."""
         ...

@@ -1,4 +1,4 @@
-"""The center as a service, for the methods that exchange by messages: home shard and dispatcher.
+"""The center as a service, for the methods that exchange by messages: home shard and coordinator.
 
 Plain objects: the center's actor wraps one of these, and so does a run in one process.
 """
@@ -13,11 +13,11 @@ import torch
 
 from raydl.center import Snapshot, joined_states, split_states
 from raydl.compression import parse_codec
-from raydl.dispatcher import Dispatcher, Due
+from raydl.coordinator import Coordinator, Due
 from raydl.errors import NonFiniteCenterError
 from raydl.exchange.cells import cells
 from raydl.exchange.mapped import can_be_shared
-from raydl.exchange.post import HOME, CellAddress, Push, Reply
+from raydl.exchange.protocol import HOME, CellAddress, Request, Response
 from raydl.exchange.shard import Shard, ShardState
 from raydl.job import Job
 from raydl.ledger import Ledger, Span
@@ -32,14 +32,14 @@ def make_shard(
     job: Job,
     snapshot: Snapshot,
     index: int,
-    settles: Dispatcher | None,
+    settles: Coordinator | None,
     *,
     has_neighbours: bool = False,
 ) -> Shard:
     """Return one shard of the center, as it is in a snapshot.
 
     Args:
-        index: which; the home shard, 0, has the dispatcher and the float buffers.
+        index: which; the home shard, 0, has the coordinator and the float buffers.
         has_neighbours: workers may be other processes of this node, and map its memory.
     """
     exchange, method = job.config.exchange, job.method
@@ -66,8 +66,8 @@ def make_shard(
     return shard
 
 
-class CenterService:
-    """The home shard with its dispatcher.
+class CenterServer:
+    """The home shard with its coordinator.
 
     Args:
         job: what the workers do.
@@ -76,7 +76,7 @@ class CenterService:
     """
 
     def __init__(self, job: Job, snapshot: Snapshot, *, has_neighbours: bool = False) -> None:
-        self.dispatcher = Dispatcher(
+        self.coordinator = Coordinator(
             job.config,
             job.method,
             Ledger.from_state_dict(snapshot.ledger, cuts=job.order.cuts),
@@ -85,18 +85,18 @@ class CenterService:
             local_step=snapshot.local_step,
             untrained=snapshot.untrained,
         )
-        self.dispatcher.num_cuts = snapshot.num_cuts
-        self.home = make_shard(job, snapshot, HOME, self.dispatcher, has_neighbours=has_neighbours)
+        self.coordinator.num_cuts = snapshot.num_cuts
+        self.home = make_shard(job, snapshot, HOME, self.coordinator, has_neighbours=has_neighbours)
         self._num_parameters = snapshot.weights.size
 
     @property
     def num_refused(self) -> int:
-        """Messages and calls to the home shard and its dispatcher that came too late."""
-        return self.home.num_refused + self.dispatcher.num_refused
+        """Messages and calls to the home shard and its coordinator that came too late."""
+        return self.home.num_refused + self.coordinator.num_refused
 
     def open(self, membership: Membership) -> None:
         """Begin a generation."""
-        self.dispatcher.open(membership)
+        self.coordinator.open(membership)
         self.home.open(membership)
 
     def change(self, membership: Membership, others: list[ShardState]) -> Snapshot:
@@ -112,15 +112,15 @@ class CenterService:
             What newcomers start from: the center as each shard knows that they know it.
         """
         home = self.home.change(membership)
-        self.dispatcher.change(membership)
-        due = Due(self.dispatcher.version, is_kept=False)
-        return self._assembled(due, self.dispatcher.state(), [home, *others])
+        self.coordinator.change(membership)
+        due = Due(self.coordinator.version, is_kept=False)
+        return self._assembled(due, self.coordinator.state(), [home, *others])
 
     def shared_cells(self, worker_id: str) -> dict[Span, CellAddress]:
         """Return the home shard's spans that a worker of this node may map."""
         return self.home.shared_cells(worker_id)
 
-    def exchange(self, push: Push) -> Reply:
+    def exchange(self, push: Request) -> Response:
         """Take a message to the home shard."""
         return self.home.exchange(push)
 
@@ -138,7 +138,7 @@ class CenterService:
         Raises:
             NonFiniteCenterError: it has values that are not finite, and is not kept.
         """
-        counters = self.dispatcher.state(is_kept=due.is_kept)
+        counters = self.coordinator.state(is_kept=due.is_kept)
         snapshot = self._assembled(due, counters, [self.home.state(), *others()])
         if not snapshot.is_finite():
             raise NonFiniteCenterError(snapshot.round)

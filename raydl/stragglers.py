@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 """What floating point may add to a share of the workers: 7/25 of 25 is a little more than 7."""
 
 
-class Pace:
+class StragglerDetector:
     """What rounds take, and what it takes to go on without somebody."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raydl.leases import Leases
+from raydl.heartbeats import Heartbeats
 
 
 class Watch:
@@ -10,75 +10,75 @@ class Watch:
 
     def __init__(self):
         self.now = 0.0
-        self.leases = Leases(10.0, clock=lambda: self.now)
+        self.heartbeats = Heartbeats(10.0, clock=lambda: self.now)
 
     def look_on(self, until):
         """Look until then; return who was ever found, with the moment."""
         found = {}
         while self.now < until:
             self.now += 0.5
-            for who in self.leases.expired():
+            for who in self.heartbeats.expired():
                 found.setdefault(who, self.now)
         return found
 
 
 def test_who_does_not_answer_in_time_is_found():
     watch = Watch()
-    watch.leases.ask("w0")
+    watch.heartbeats.ask("w0")
     assert watch.look_on(until=10.0) == {}
-    assert watch.leases.owed_s("w0") == 10.0
+    assert watch.heartbeats.owed_s("w0") == 10.0
     assert watch.look_on(until=12.0) == {"w0": 10.5}
-    assert watch.leases.expired() == ["w0"], "until it answers, or is given up"
-    watch.leases.answer("w0")
-    assert watch.leases.expired() == []
+    assert watch.heartbeats.expired() == ["w0"], "until it answers, or is given up"
+    watch.heartbeats.answer("w0")
+    assert watch.heartbeats.expired() == []
 
 
 def test_who_was_not_asked_owes_nothing():
     watch = Watch()
     assert watch.look_on(until=60.0) == {}
-    assert watch.leases.owed_s("w0") == 0.0
-    watch.leases.answer("w0")  # it may come late
+    assert watch.heartbeats.owed_s("w0") == 0.0
+    watch.heartbeats.answer("w0")  # it may come late
 
 
 def test_an_answer_renews_the_lease():
     watch = Watch()
     for until in (8.0, 16.0, 24.0):
-        watch.leases.ask("w0")
+        watch.heartbeats.ask("w0")
         assert watch.look_on(until) == {}
-        watch.leases.answer("w0")
-        assert watch.leases.owed_s("w0") == 0.0
-    watch.leases.ask("w0")
+        watch.heartbeats.answer("w0")
+        assert watch.heartbeats.owed_s("w0") == 0.0
+    watch.heartbeats.ask("w0")
     assert watch.look_on(until=40.0) == {"w0": 34.5}
 
 
 def test_asking_again_does_not():
     watch = Watch()
-    watch.leases.ask("w0")
+    watch.heartbeats.ask("w0")
     watch.look_on(until=6.0)
-    watch.leases.ask("w0")
-    assert watch.leases.owed_s("w0") == 6.0
+    watch.heartbeats.ask("w0")
+    assert watch.heartbeats.owed_s("w0") == 6.0
     assert watch.look_on(until=12.0) == {"w0": 10.5}
 
 
 def test_each_has_a_lease_of_its_own():
     watch = Watch()
-    watch.leases.ask("w0")
+    watch.heartbeats.ask("w0")
     watch.look_on(until=3.0)
-    watch.leases.ask("w1")
-    watch.leases.ask("w2")
+    watch.heartbeats.ask("w1")
+    watch.heartbeats.ask("w2")
     watch.look_on(until=5.0)
-    watch.leases.answer("w2")
+    watch.heartbeats.answer("w2")
     assert watch.look_on(until=20.0) == {"w0": 10.5, "w1": 13.5}
 
 
 @pytest.mark.parametrize("away_s", [1.5, 60.0, 86400.0])
 def test_while_the_one_who_asks_is_away_no_lease_runs(away_s):
     watch = Watch()
-    watch.leases.ask("w0")
+    watch.heartbeats.ask("w0")
     watch.look_on(until=4.0)
     watch.now += away_s
-    assert watch.leases.expired() == []
-    assert watch.leases.owed_s("w0") == pytest.approx(4.0)
+    assert watch.heartbeats.expired() == []
+    assert watch.heartbeats.owed_s("w0") == pytest.approx(4.0)
     assert watch.look_on(until=away_s + 10.0) == {}
     assert watch.look_on(until=away_s + 12.0) == {"w0": away_s + 10.5}
 
@@ -87,18 +87,18 @@ def test_who_was_asked_at_the_end_of_a_long_absence_owes_its_answer_from_then_on
     """It is asked, and then looked for: the absence before is not its time."""
     watch = Watch()
     watch.now = 60.0
-    watch.leases.ask("w0")
+    watch.heartbeats.ask("w0")
     watch.now = 60.25
-    assert watch.leases.expired() == []
-    assert watch.leases.owed_s("w0") == pytest.approx(0.0, abs=0.25)
+    assert watch.heartbeats.expired() == []
+    assert watch.heartbeats.owed_s("w0") == pytest.approx(0.0, abs=0.25)
     assert watch.look_on(until=80.0) == {"w0": 70.75}
 
 
 def test_usual_time_between_two_looks_counts():
     watch = Watch()
-    watch.leases.ask("w0")
+    watch.heartbeats.ask("w0")
     for _ in range(10):
         watch.now += 1.0
-        assert watch.leases.expired() == []
+        assert watch.heartbeats.expired() == []
     watch.now += 1.0
-    assert watch.leases.expired() == ["w0"]
+    assert watch.heartbeats.expired() == ["w0"]

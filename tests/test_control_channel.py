@@ -1,4 +1,4 @@
-"""A run's desk: what is told, asked and answered through the run's folder."""
+"""A run's control channel: what is told, asked and answered through the run's folder."""
 
 import json
 import os
@@ -12,8 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from raydl.errors import ConfigError, DataError, RaydlError
-from raydl.runs import desk as run_desk
-from raydl.runs.desk import RunDesk, RunStatus, WorkerStatus, read_status, request_removal
+from raydl.runs import control_channel as run_session
+from raydl.runs.control_channel import (
+    ControlChannel,
+    RunStatus,
+    WorkerStatus,
+    read_status,
+    request_removal,
+)
 from raydl.storage import Storage
 
 WORKERS = (
@@ -27,9 +33,9 @@ TRAINING = RunStatus(
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(run_desk, "POLL_S", 0.002)
-    monkeypatch.setattr(run_desk, "LOOK_AGAIN_S", 0.02)
-    monkeypatch.setattr(run_desk, "BEAT_S", 60.0)
+    monkeypatch.setattr(run_session, "POLL_S", 0.002)
+    monkeypatch.setattr(run_session, "LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(run_session, "BEAT_S", 60.0)
 
 
 class Clock:
@@ -107,7 +113,7 @@ def age(folder, seconds):
 def halt_the_clock(monkeypatch):
     """Let no time pass between what is told and who reads it."""
     now = time.time()
-    monkeypatch.setattr(run_desk, "time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
+    monkeypatch.setattr(run_session, "time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
 
 
 @pytest.fixture
@@ -116,14 +122,14 @@ def clock():
 
 
 @pytest.fixture
-def desk(tmp_path, clock):
-    desk = RunDesk(Storage(str(tmp_path)), clock=clock)
-    yield desk
-    desk.close(replace(TRAINING, state="stopped"))
+def session(tmp_path, clock):
+    session = ControlChannel(Storage(str(tmp_path)), clock=clock)
+    yield session
+    session.close(replace(TRAINING, state="stopped"))
 
 
 @contextmanager
-def driver(desk, clock, *, says="{} leaves after this round", ok=True):
+def driver(session, clock, *, says="{} leaves after this round", ok=True):
     """A driver's loop in a thread: a second passes with every step."""
     is_over = threading.Event()
     removed = []
@@ -131,10 +137,10 @@ def driver(desk, clock, *, says="{} leaves after this round", ok=True):
     def loop():
         while not is_over.wait(0.001):
             clock.now += 1
-            desk.tell(TRAINING)
-            for request in desk.take_requests():
+            session.tell(TRAINING)
+            for request in session.take_requests():
                 removed.append(request.worker_id)
-                desk.answer(request, says.format(request.worker_id), ok=ok)
+                session.answer(request, says.format(request.worker_id), ok=ok)
 
     thread = threading.Thread(target=loop)
     thread.start()
@@ -148,23 +154,23 @@ def driver(desk, clock, *, says="{} leaves after this round", ok=True):
 # telling
 
 
-def test_what_is_told_is_read_as_it_was(tmp_path, desk):
-    desk.tell(TRAINING)
+def test_what_is_told_is_read_as_it_was(tmp_path, session):
+    session.tell(TRAINING)
     seen = wait_for(lambda: told(tmp_path))
     assert replace(seen, told_at=0.0, driver="") == TRAINING
     assert time.time() - seen.told_at < 5
-    assert seen.driver == desk.driver
+    assert seen.driver == session.driver
     assert not seen.is_stale
     assert not seen.is_final
 
 
-def test_a_run_is_read_by_its_uri_too(tmp_path, desk):
-    desk.tell(TRAINING)
+def test_a_run_is_read_by_its_uri_too(tmp_path, session):
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     assert read_status(f"file://{tmp_path}/").workers == WORKERS
 
 
-def test_the_status_is_written_once_a_second_and_asked_for_no_more_often(tmp_path, desk, clock):
+def test_the_status_is_written_once_a_second_and_asked_for_no_more_often(tmp_path, session, clock):
     asked = []
 
     def status():
@@ -173,28 +179,28 @@ def test_the_status_is_written_once_a_second_and_asked_for_no_more_often(tmp_pat
 
     for tenth in range(35):
         clock.now = tenth / 10
-        desk.tell(status)
+        session.tell(status)
     assert asked == [0.0, 1.0, 2.0, 3.0]
     wait_for(lambda: (seen := told(tmp_path)) and seen.round == 4)
 
 
-def test_news_that_must_be_told_at_once_are(tmp_path, desk):
-    desk.tell(TRAINING)
-    desk.tell(replace(TRAINING, generation=4), at_once=True)
+def test_news_that_must_be_told_at_once_are(tmp_path, session):
+    session.tell(TRAINING)
+    session.tell(replace(TRAINING, generation=4), at_once=True)
     wait_for(lambda: (seen := told(tmp_path)) and seen.generation == 4)
 
 
-def test_a_half_written_status_is_never_seen(tmp_path, desk, clock):
-    desk.tell(TRAINING)
+def test_a_half_written_status_is_never_seen(tmp_path, session, clock):
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     many = replace(TRAINING, events=("something happened",) * 2000)
     for _ in range(100):
-        desk.tell(many, at_once=True)
+        session.tell(many, at_once=True)
         assert read_status(str(tmp_path)).num_samples == 1440  # or it would raise
 
 
-def test_a_status_of_a_newer_raydl_is_read_as_far_as_it_is_known(tmp_path, desk):
-    desk.tell(TRAINING)
+def test_a_status_of_a_newer_raydl_is_read_as_far_as_it_is_known(tmp_path, session):
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     values = json.loads((tmp_path / "status.json").read_text())
     values["mood"] = values["workers"][0]["mood"] = "good"
@@ -203,18 +209,18 @@ def test_a_status_of_a_newer_raydl_is_read_as_far_as_it_is_known(tmp_path, desk)
 
 
 def test_a_driver_that_is_long_at_something_still_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_desk, "BEAT_S", 0.01)
-    monkeypatch.setattr(run_desk, "STALE_S", 0.2)
-    desk = RunDesk(Storage(str(tmp_path)))
-    desk.tell(replace(TRAINING, state="starting"))
+    monkeypatch.setattr(run_session, "BEAT_S", 0.01)
+    monkeypatch.setattr(run_session, "STALE_S", 0.2)
+    session = ControlChannel(Storage(str(tmp_path)))
+    session.tell(replace(TRAINING, state="starting"))
     first = wait_for(lambda: told(tmp_path))
     wait_for(lambda: "starting, no news for " in told(tmp_path).state)
     assert told(tmp_path).told_at > first.told_at
     assert told(tmp_path).workers == WORKERS
-    monkeypatch.setattr(run_desk, "STALE_S", 60.0)  # else "training" stands there for 0.2 s only
-    desk.tell(TRAINING, at_once=True)
+    monkeypatch.setattr(run_session, "STALE_S", 60.0)  # else "training" stands there for 0.2 s only
+    session.tell(TRAINING, at_once=True)
     wait_for(lambda: told(tmp_path).state == "training")
-    desk.close(replace(TRAINING, state="finished"))
+    session.close(replace(TRAINING, state="finished"))
     time.sleep(0.05)
     assert told(tmp_path).state == "finished"
 
@@ -241,86 +247,86 @@ def test_a_damaged_status_is_told_and_not_guessed(tmp_path, damage):
         read_status(str(tmp_path))
 
 
-def test_a_killed_driver_leaves_a_status_that_is_stale(tmp_path, desk, monkeypatch):
+def test_a_killed_driver_leaves_a_status_that_is_stale(tmp_path, session, monkeypatch):
     halt_the_clock(monkeypatch)
-    desk.tell(TRAINING)
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     age(tmp_path, 37)
     seen = read_status(str(tmp_path))
     assert seen.is_stale
     sentence = seen.stale_sentence()
     assert "has told nothing for 37 s: it may be gone; the same command with --resume" in sentence
-    assert desk.driver.split(",")[0] in sentence  # which process, and where
+    assert session.driver.split(",")[0] in sentence  # which process, and where
 
 
 @pytest.mark.parametrize("seconds", [3600, -3600])
 def test_a_machine_whose_clock_is_wrong_does_not_take_a_live_driver_for_gone(
-    tmp_path, desk, seconds, monkeypatch
+    tmp_path, session, seconds, monkeypatch
 ):
-    monkeypatch.setattr(run_desk, "LOOK_AGAIN_S", 30.0)
-    desk.tell(TRAINING)
+    monkeypatch.setattr(run_session, "LOOK_AGAIN_S", 30.0)
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     age(tmp_path, seconds)
-    threading.Timer(0.02, desk.tell, [TRAINING], {"at_once": True}).start()
+    threading.Timer(0.02, session.tell, [TRAINING], {"at_once": True}).start()
     assert not read_status(str(tmp_path)).is_stale
 
 
-def test_a_clock_that_is_behind_does_not_make_a_dead_driver_live(tmp_path, desk):
-    desk.tell(TRAINING)
+def test_a_clock_that_is_behind_does_not_make_a_dead_driver_live(tmp_path, session):
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     age(tmp_path, -3600)
     assert read_status(str(tmp_path)).is_stale
 
 
 def test_a_finished_run_never_becomes_stale(tmp_path, clock):
-    desk = RunDesk(Storage(str(tmp_path)), clock=clock)
-    desk.tell(TRAINING)
-    desk.close(replace(TRAINING, state="finished"))
-    desk.close(replace(TRAINING, state="failed: of something later"))
+    session = ControlChannel(Storage(str(tmp_path)), clock=clock)
+    session.tell(TRAINING)
+    session.close(replace(TRAINING, state="finished"))
+    session.close(replace(TRAINING, state="failed: of something later"))
     age(tmp_path, 1e6)
     seen = read_status(str(tmp_path))
     assert (seen.state, seen.is_final, seen.is_stale) == ("finished", True, False)
 
 
-def test_a_resumed_run_takes_the_place_of_the_one_that_was_killed(tmp_path, desk):
-    desk.tell(TRAINING)
+def test_a_resumed_run_takes_the_place_of_the_one_that_was_killed(tmp_path, session):
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     age(tmp_path, 37)
-    second = RunDesk(Storage(str(tmp_path)))
+    second = ControlChannel(Storage(str(tmp_path)))
     second.tell(replace(TRAINING, state="waiting for workers"))
     wait_for(lambda: told(tmp_path).state == "waiting for workers")
-    assert told(tmp_path).driver == second.driver != desk.driver
+    assert told(tmp_path).driver == second.driver != session.driver
     second.close(replace(TRAINING, state="finished"))
 
 
 # asking
 
 
-def test_a_removal_is_asked_answered_and_leaves_no_file_behind(tmp_path, desk, clock):
-    with driver(desk, clock) as removed:
+def test_a_removal_is_asked_answered_and_leaves_no_file_behind(tmp_path, session, clock):
+    with driver(session, clock) as removed:
         wait_for(lambda: told(tmp_path))
         sentence = request_removal(str(tmp_path), "w1", timeout_s=30)
     assert sentence == "w1 leaves after this round"
     assert removed == ["w1"]
     assert list((tmp_path / "requests").iterdir()) == []
     assert list((tmp_path / "answers").iterdir()) == []
-    assert desk.num_failures == 0
+    assert session.num_failures == 0
 
 
-def test_what_the_driver_refuses_is_an_error_in_its_words(tmp_path, desk, clock):
-    with driver(desk, clock, says="{} is the last worker", ok=False):
+def test_what_the_driver_refuses_is_an_error_in_its_words(tmp_path, session, clock):
+    with driver(session, clock, says="{} is the last worker", ok=False):
         wait_for(lambda: told(tmp_path))
         with pytest.raises(RaydlError, match=r"^w1 is the last worker$"):
             request_removal(str(tmp_path), "w1", timeout_s=30)
 
 
-def test_many_who_ask_at_once_each_get_their_own_answer(tmp_path, desk, clock):
+def test_many_who_ask_at_once_each_get_their_own_answer(tmp_path, session, clock):
     answers = {}
 
     def person(worker_id):
         answers[worker_id] = request_removal(str(tmp_path), worker_id, timeout_s=30)
 
-    with driver(desk, clock) as removed:
+    with driver(session, clock) as removed:
         wait_for(lambda: told(tmp_path))
         people = [threading.Thread(target=person, args=(w,)) for w in ("w0", "w1")]
         for thread in people:
@@ -329,23 +335,23 @@ def test_many_who_ask_at_once_each_get_their_own_answer(tmp_path, desk, clock):
             thread.join()
     assert answers == {w: f"{w} leaves after this round" for w in ("w0", "w1")}
     assert sorted(removed) == ["w0", "w1"]
-    assert desk.num_failures == 0
+    assert session.num_failures == 0
 
 
-def test_a_request_that_is_taken_at_once_is_no_failure(tmp_path, desk, clock, monkeypatch):
+def test_a_request_that_is_taken_at_once_is_no_failure(tmp_path, session, clock, monkeypatch):
     def flush_once_taken(self, path, flush=Storage._flush_to_disk):
         if "/requests/" in path and not path.endswith(".tmp"):
             wait_for(lambda: not os.path.exists(path))  # the driver has answered
         flush(self, path)
 
     monkeypatch.setattr(Storage, "_flush_to_disk", flush_once_taken)
-    with driver(desk, clock):
+    with driver(session, clock):
         wait_for(lambda: told(tmp_path))
         assert request_removal(str(tmp_path), "w1", timeout_s=30) == "w1 leaves after this round"
 
 
-def test_an_unknown_worker_is_not_asked_for_and_the_workers_are_listed(tmp_path, desk):
-    desk.tell(TRAINING)
+def test_an_unknown_worker_is_not_asked_for_and_the_workers_are_listed(tmp_path, session):
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     with pytest.raises(ConfigError) as caught:
         request_removal(str(tmp_path), "w7")
@@ -353,16 +359,16 @@ def test_an_unknown_worker_is_not_asked_for_and_the_workers_are_listed(tmp_path,
     assert not (tmp_path / "requests").exists()
 
 
-def test_a_long_list_of_workers_is_cut(tmp_path, desk):
+def test_a_long_list_of_workers_is_cut(tmp_path, session):
     many = tuple(replace(WORKERS[0], worker_id=f"w{i}") for i in range(20))
-    desk.tell(replace(TRAINING, workers=many))
+    session.tell(replace(TRAINING, workers=many))
     wait_for(lambda: told(tmp_path))
     with pytest.raises(ConfigError, match=r"it has w0, .*w7 and 12 more: see raydl status"):
         request_removal(str(tmp_path), "w77")
 
 
-def test_a_driver_that_does_not_answer_is_told_and_the_request_withdrawn(tmp_path, desk):
-    desk.tell(TRAINING)
+def test_a_driver_that_does_not_answer_is_told_and_the_request_withdrawn(tmp_path, session):
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     with pytest.raises(
         RaydlError, match=r"did not answer within 0\.02 s: it may be busy; see raydl"
@@ -371,9 +377,9 @@ def test_a_driver_that_does_not_answer_is_told_and_the_request_withdrawn(tmp_pat
     assert list((tmp_path / "requests").iterdir()) == []
 
 
-def test_a_silent_driver_is_not_asked(tmp_path, desk, monkeypatch):
+def test_a_silent_driver_is_not_asked(tmp_path, session, monkeypatch):
     halt_the_clock(monkeypatch)
-    desk.tell(TRAINING)
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     age(tmp_path, 37)
     with pytest.raises(RaydlError, match="has told nothing for 37 s: it may be gone"):
@@ -381,27 +387,27 @@ def test_a_silent_driver_is_not_asked(tmp_path, desk, monkeypatch):
 
 
 def test_a_run_that_ended_is_not_asked(tmp_path):
-    desk = RunDesk(Storage(str(tmp_path)))
-    desk.close(replace(TRAINING, state="failed: w1 was lost"))
+    session = ControlChannel(Storage(str(tmp_path)))
+    session.close(replace(TRAINING, state="failed: w1 was lost"))
     with pytest.raises(RaydlError, match=r"has ended \(failed: w1 was lost\)"):
         request_removal(str(tmp_path), "w1")
 
 
-def test_a_request_still_being_written_is_taken_once_it_is_whole(tmp_path, desk, clock):
+def test_a_request_still_being_written_is_taken_once_it_is_whole(tmp_path, session, clock):
     (tmp_path / "requests" / "r1").mkdir(parents=True)
-    with driver(desk, clock) as removed:
+    with driver(session, clock) as removed:
         assert wait_for(lambda: clock.now > 5)
         assert removed == []
-        ask(tmp_path, "r1", driver=desk.driver)
+        ask(tmp_path, "r1", driver=session.driver)
         wait_for(lambda: removed == ["w1"])
 
 
-def test_a_request_is_looked_for_once_a_second_and_taken_once(tmp_path, desk, clock):
-    ask(tmp_path, "r1", driver=desk.driver)
-    wait_for(lambda: _pass(clock) and [r.id for r in desk.take_requests()] == ["r1"])
+def test_a_request_is_looked_for_once_a_second_and_taken_once(tmp_path, session, clock):
+    ask(tmp_path, "r1", driver=session.driver)
+    wait_for(lambda: _pass(clock) and [r.id for r in session.take_requests()] == ["r1"])
     for _ in range(20):
         clock.now += 1
-        assert desk.take_requests() == []
+        assert session.take_requests() == []
         time.sleep(0.001)
 
 
@@ -414,8 +420,8 @@ def test_requests_to_an_earlier_driver_are_turned_down(tmp_path, clock):
     ask(tmp_path, "r1", driver="process 1 on a, 00000000")
     Storage(str(tmp_path)).write_bytes("requests/r2/request.json", b"[]")
     (tmp_path / "answers" / "old").mkdir(parents=True)
-    desk = RunDesk(Storage(str(tmp_path)), clock=clock)
-    with driver(desk, clock) as removed:
+    session = ControlChannel(Storage(str(tmp_path)), clock=clock)
+    with driver(session, clock) as removed:
         for request_id in ("r1", "r2"):
             answer = wait_for(lambda name=request_id: answer_to(tmp_path, name))
             assert answer["ok"] is False
@@ -423,15 +429,15 @@ def test_requests_to_an_earlier_driver_are_turned_down(tmp_path, clock):
         wait_for(lambda: not list((tmp_path / "requests").iterdir()))
     assert removed == []
     assert not (tmp_path / "answers" / "old").exists()
-    desk.close(replace(TRAINING, state="finished"))
+    session.close(replace(TRAINING, state="finished"))
 
 
 def test_the_end_of_the_run_answers_who_still_waits(tmp_path, clock):
-    desk = RunDesk(Storage(str(tmp_path)), clock=clock)
-    ask(tmp_path, "r1", driver=desk.driver)
-    wait_for(lambda: _pass(clock) and desk.take_requests())  # taken, not answered
-    ask(tmp_path, "r2", driver=desk.driver)  # not even taken
-    desk.close(replace(TRAINING, state="finished"))
+    session = ControlChannel(Storage(str(tmp_path)), clock=clock)
+    ask(tmp_path, "r1", driver=session.driver)
+    wait_for(lambda: _pass(clock) and session.take_requests())  # taken, not answered
+    ask(tmp_path, "r2", driver=session.driver)  # not even taken
+    session.close(replace(TRAINING, state="finished"))
     for request_id in ("r1", "r2"):
         no = {"ok": False, "sentence": "the run has ended (finished)"}
         assert answer_to(tmp_path, request_id) == no
@@ -444,33 +450,33 @@ def test_the_end_of_the_run_answers_who_still_waits(tmp_path, clock):
 def test_a_folder_that_fails_does_not_reach_training_and_is_told_once(tmp_path, clock):
     storage = BrokenStorage(str(tmp_path))
     storage.is_broken = True
-    desk = RunDesk(storage, clock=clock)
-    with driver(desk, clock):
-        wait_for(lambda: desk.num_failures > 5)
-        sentence = wait_for(desk.take_trouble)
+    session = ControlChannel(storage, clock=clock)
+    with driver(session, clock):
+        wait_for(lambda: session.num_failures > 5)
+        sentence = wait_for(session.take_trouble)
         assert sentence == (
             f"the run's folder {tmp_path} failed: no route to host; training goes on, "
             f"but raydl status and raydl remove do not work until it is back"
         )
-        assert desk.take_trouble() is None
+        assert session.take_trouble() is None
         storage.is_broken = False
         wait_for(lambda: told(tmp_path))
         assert request_removal(str(tmp_path), "w0", timeout_s=30) == "w0 leaves after this round"
-    desk.close(replace(TRAINING, state="finished"))
+    session.close(replace(TRAINING, state="finished"))
 
 
 def test_an_answer_that_could_not_be_written_is_written_later(tmp_path, clock):
     storage = BrokenStorage(str(tmp_path))
-    desk = RunDesk(storage, clock=clock)
-    ask(tmp_path, "r1", driver=desk.driver)
-    (request,) = wait_for(lambda: _pass(clock) and desk.take_requests())
+    session = ControlChannel(storage, clock=clock)
+    ask(tmp_path, "r1", driver=session.driver)
+    (request,) = wait_for(lambda: _pass(clock) and session.take_requests())
     storage.is_broken = True
-    desk.answer(request, "w1 leaves", ok=True)
-    wait_for(lambda: desk.num_failures)
+    session.answer(request, "w1 leaves", ok=True)
+    wait_for(lambda: session.num_failures)
     storage.is_broken = False
-    wait_for(lambda: _pass(clock) and desk.take_requests() == [] and answer_to(tmp_path, "r1"))
+    wait_for(lambda: _pass(clock) and session.take_requests() == [] and answer_to(tmp_path, "r1"))
     assert answer_to(tmp_path, "r1") == {"ok": True, "sentence": "w1 leaves"}
-    desk.close(replace(TRAINING, state="finished"))
+    session.close(replace(TRAINING, state="finished"))
 
 
 def test_a_folder_that_is_made_while_it_is_listed_is_no_failure(tmp_path):
@@ -501,42 +507,42 @@ class ReadAtOnce(Storage):
 
 
 def test_an_answer_that_is_read_at_once_is_no_failure_and_not_written_again(tmp_path, clock):
-    desk = RunDesk(ReadAtOnce(str(tmp_path)), clock=clock)
-    ask(tmp_path, "r1", driver=desk.driver)
-    (request,) = wait_for(lambda: _pass(clock) and desk.take_requests())
-    desk.answer(request, "w1 leaves", ok=True)
-    desk.close(replace(TRAINING, state="finished"))
-    assert desk.num_failures == 0
+    session = ControlChannel(ReadAtOnce(str(tmp_path)), clock=clock)
+    ask(tmp_path, "r1", driver=session.driver)
+    (request,) = wait_for(lambda: _pass(clock) and session.take_requests())
+    session.answer(request, "w1 leaves", ok=True)
+    session.close(replace(TRAINING, state="finished"))
+    assert session.num_failures == 0
     assert list((tmp_path / "answers").iterdir()) == []
 
 
 def test_the_last_status_is_tried_again(tmp_path, clock):
     storage = BrokenStorage(str(tmp_path))
     storage.is_broken = True
-    desk = RunDesk(storage, clock=clock)
+    session = ControlChannel(storage, clock=clock)
     threading.Timer(0.02, setattr, [storage, "is_broken", False]).start()
-    desk.close(replace(TRAINING, state="finished"))
+    session.close(replace(TRAINING, state="finished"))
     assert read_status(str(tmp_path)).state == "finished"
 
 
 def test_no_call_waits_for_a_folder_that_hangs(tmp_path, clock):
     storage = BrokenStorage(str(tmp_path))
     storage.gate = threading.Event()
-    desk = RunDesk(storage, clock=clock)
+    session = ControlChannel(storage, clock=clock)
     start = time.monotonic()
     for _ in range(1000):
         clock.now += 1
-        desk.tell(TRAINING)
-        assert desk.take_requests() == []
-    desk.close(replace(TRAINING, state="stopped"), timeout_s=0.02)
+        session.tell(TRAINING)
+        assert session.take_requests() == []
+    session.close(replace(TRAINING, state="stopped"), timeout_s=0.02)
     assert time.monotonic() - start < 2
     assert not (tmp_path / "status.json").exists()
     storage.gate.set()  # it is back: the thread ends by itself
     wait_for(lambda: (seen := told(tmp_path)) and seen.state == "stopped")
 
 
-def test_a_folder_that_can_not_be_written_is_told_to_who_asks(tmp_path, desk):
-    desk.tell(TRAINING)
+def test_a_folder_that_can_not_be_written_is_told_to_who_asks(tmp_path, session):
+    session.tell(TRAINING)
     wait_for(lambda: told(tmp_path))
     (tmp_path / "requests").write_text("in the way")
     with pytest.raises(DataError, match="its driver can not be asked: "):

@@ -1,4 +1,4 @@
-"""A running job's desk: its state to read, its workers to take out, through files in its folder.
+"""The control channel of a run, by files in its folder: its status, and requests to it.
 
     runs/NAME/
         status.json                how the run stands, written about once a second
@@ -7,7 +7,7 @@
 
 So ``raydl status`` and ``raydl remove`` work wherever the run's folder can be seen, on a
 shared disk or an object store, without joining the Ray cluster. The driver holds a
-:class:`RunDesk`; a person's side is :func:`read_status` and :func:`request_removal`.
+:class:`ControlChannel`; a person's side is :func:`read_status` and :func:`request_removal`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from raydl.silence import SilenceTeller
 from raydl.storage import Storage, in_words
 
 __all__ = [
+    "ControlChannel",
     "Request",
-    "RunDesk",
     "RunStatus",
     "WorkerStatus",
     "read_status",
@@ -64,7 +64,7 @@ class Request:
 # the driver's side
 
 
-class RunDesk:
+class ControlChannel:
     """Tells how a run stands and takes what people ask of it; no call waits for a disk.
 
     A thread of its own does the reading and writing: a listing of an object store takes
@@ -97,7 +97,7 @@ class RunDesk:
         self._taken: set[str] = set()
         self._answered: set[str] = set()
         # A daemon: a file system that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._work, name="run-desk", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="control-channel", daemon=True)
         self._thread.start()
 
     def tell(self, status: RunStatus | Callable[[], RunStatus], *, at_once: bool = False) -> None:
@@ -190,7 +190,9 @@ class RunDesk:
         """Do something on the storage; return whether it worked, or is another driver's to do."""
         try:
             act(*arguments)
-        except SupersededError:  # the desk is another driver's; the run's loop hears of it, too
+        except (
+            SupersededError
+        ):  # the control channel is another driver's; the run's loop hears of it, too
             return True
         except Exception as error:  # whatever a file system raises must not end this thread
             with self._changed:

@@ -9,11 +9,11 @@ from typing import Any
 from raydl.checkpoint import SavedState
 from raydl.config import TrainConfig
 from raydl.control.worker_errors import WorkerErrors
-from raydl.control.workforce import Phase, Workforce
-from raydl.crew import Crew
+from raydl.control.worker_registry import Phase, WorkerRegistry
 from raydl.errors import CapacityError, ProcessLostError
 from raydl.machine_failures import in_one_line
 from raydl.membership import Membership, next_membership
+from raydl.worker_group import WorkerGroup
 
 _PATIENCE_S = 5.0
 """How long a run that has its fewest workers waits for more before it starts."""
@@ -22,13 +22,13 @@ _HANDOVER_S = 120.0
 others may stand still meanwhile, and a newcomer can start at the center."""
 
 
-class Staff:
+class WorkerPool:
     """The workers of a run.
 
     Args:
-        crew: their processes.
+        worker_group: their processes.
         config: the run's settings.
-        workforce: what is known of each.
+        worker_registry: what is known of each.
         own_states: states of workers from a checkpoint, by id, in the order of their ranks.
         takes_over: whether the replica of one that leaves is worth keeping: with rules that
             send weights it is its own, otherwise it is a copy of the center.
@@ -38,18 +38,18 @@ class Staff:
 
     def __init__(
         self,
-        crew: Crew,
+        worker_group: WorkerGroup,
         config: TrainConfig,
-        workforce: Workforce,
+        worker_registry: WorkerRegistry,
         *,
         own_states: dict[str, Any],
         takes_over: bool,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._crew = crew
+        self._worker_group = worker_group
         self._config = config
-        self._workforce = workforce
+        self._worker_registry = worker_registry
         self._own_states = dict(own_states)
         self._saved_order = list(own_states)
         self._legacies: list[SavedState] = []
@@ -72,8 +72,8 @@ class Staff:
     def _ask(self, worker_id: str) -> None:
         self._asked[worker_id] = self._num_asked
         self._num_asked += 1
-        self._workforce.add(worker_id)
-        self._crew.ask(worker_id, self._own_states.get(worker_id))
+        self._worker_registry.add(worker_id)
+        self._worker_group.ask(worker_id, self._own_states.get(worker_id))
 
     def stop_hiring(self) -> None:
         """Ask for nobody any more: the run is about to end."""
@@ -82,8 +82,8 @@ class Staff:
     def _ask_for_missing(self) -> str:
         """Ask for as many workers as are missing; return the id of the first, "": none is."""
         first = ""
-        while self.is_hiring and self._workforce.num_coming < self._max_workers:
-            worker_id = self._workforce.new_id()
+        while self.is_hiring and self._worker_registry.num_coming < self._max_workers:
+            worker_id = self._worker_registry.new_id()
             self._ask(worker_id)
             first = first or worker_id
         return first
@@ -95,15 +95,15 @@ class Staff:
 
         Another one takes its place only if too few would be left.
         """
-        if worker_id not in self._workforce:
-            there = ", ".join(e.worker_id for e in self._workforce.entries())
+        if worker_id not in self._worker_registry:
+            there = ", ".join(e.worker_id for e in self._worker_registry.entries())
             return False, f"there is no worker {worker_id}; there are {there}"
-        if self._workforce[worker_id].phase is Phase.LEAVING:
+        if self._worker_registry[worker_id].phase is Phase.LEAVING:
             return True, f"{worker_id} is leaving already"
         fewest = max(1, self._config.scaling.min_workers)
         is_replaced = self._max_workers <= fewest
         self._max_workers = max(fewest, self._max_workers - 1)
-        is_out = self._workforce[worker_id].phase in (Phase.STARTING, Phase.READY)
+        is_out = self._worker_registry[worker_id].phase in (Phase.STARTING, Phase.READY)
         self.send_away(worker_id, "was removed")
         how = "is ended; it did not train" if is_out else "leaves after its next exchange"
         then = "; another one takes its place, for fewer may not train" if is_replaced else ""
@@ -111,15 +111,15 @@ class Staff:
 
     def send_away(self, worker_id: str, cause: str) -> None:
         """Let a worker leave, and ask for another one if there is room."""
-        entry = self._workforce[worker_id]
+        entry = self._worker_registry[worker_id]
         if entry.phase is Phase.LEAVING:
             return
         self._say(f"{worker_id} {cause}")
         if entry.phase in (Phase.STARTING, Phase.READY):
-            self._crew.end(worker_id)
+            self._worker_group.end(worker_id)
             self._remove(worker_id, cause)
         else:
-            self._workforce.send_away(worker_id, cause)
+            self._worker_registry.send_away(worker_id, cause)
         self._ask_for_missing()
 
     def lose(self, worker_id: str, reason: str) -> str:
@@ -142,9 +142,9 @@ class Staff:
         why = self._errors.why_stop(worker_id, error)
         if why:
             return why
-        node = self._workforce[worker_id].node
-        self._crew.end(worker_id)
-        if self._errors.note(worker_id, node) and self._crew.avoid(node):
+        node = self._worker_registry[worker_id].node
+        self._worker_group.end(worker_id)
+        if self._errors.note(worker_id, node) and self._worker_group.avoid(node):
             self._say(
                 f"no further worker is started on node {node[:12]}: within an hour its workers had "
                 f"more errors than elastic.max_worker_errors"
@@ -156,22 +156,22 @@ class Staff:
 
     def end(self, worker_id: str) -> None:
         """End a worker near the end of the run, when none takes its place."""
-        self._crew.end(worker_id)
+        self._worker_group.end(worker_id)
         self._remove(worker_id, "failed")
 
     def _remove(self, worker_id: str, cause: str) -> None:
-        self._workforce.remove(worker_id, cause)
+        self._worker_registry.remove(worker_id, cause)
         self._asked.pop(worker_id, None)
         state = self._own_states.pop(worker_id, None)
         if worker_id in self._heirs:  # not for the next one: it may have been too much for this one
             del self._heirs[worker_id]
-            self._crew.forget(state)
+            self._worker_group.forget(state)
 
     def lose_stuck(self) -> list[str]:
         """End the workers that do not get out of a step; return who they are."""
-        stuck = self._workforce.stuck()
+        stuck = self._worker_registry.stuck()
         for worker_id, seconds in stuck:
-            self._crew.end(worker_id)
+            self._worker_group.end(worker_id)
             self.lose(
                 worker_id,
                 f"it is stuck, in one step for {seconds:.0f} s (elastic.lease_s, or "
@@ -208,16 +208,16 @@ class Staff:
         """
         self._end_long_waits()
         gone = []
-        for worker_id in self._workforce.named(Phase.LEAVING):
-            entry = self._workforce[worker_id]
+        for worker_id in self._worker_registry.named(Phase.LEAVING):
+            entry = self._worker_registry[worker_id]
             if entry.in_loop:
                 continue
             if self._lacks_legacies and entry.asked_at is None:
                 entry.asked_at = self._clock()
-                self._crew.hand_in(worker_id)
+                self._worker_group.hand_in(worker_id)
             is_free = entry.has_handed_in or entry.asked_at is None
             if is_free and worker_id not in still_needed:
-                self._crew.end(worker_id)
+                self._worker_group.end(worker_id)
                 self._remove(worker_id, entry.cause)
                 gone.append(worker_id)
         return gone
@@ -227,7 +227,7 @@ class Staff:
         late = self._clock() - _HANDOVER_S
         why = f"it took longer than {_HANDOVER_S:.0f} s"
         for worker_id in self._under_way():
-            if (self._workforce[worker_id].asked_at or 0.0) < late:
+            if (self._worker_registry[worker_id].asked_at or 0.0) < late:
                 self.take_in(worker_id, None, why)
         for worker_id, since in list(self._heirs.items()):
             if since is not None and since < late:
@@ -235,7 +235,7 @@ class Staff:
 
     def _under_way(self) -> list[str]:
         """Return those whose replicas are on their way to the storage."""
-        leavers = [self._workforce[w] for w in self._workforce.named(Phase.LEAVING)]
+        leavers = [self._worker_registry[w] for w in self._worker_registry.named(Phase.LEAVING)]
         return [e.worker_id for e in leavers if e.asked_at is not None and not e.has_handed_in]
 
     @property
@@ -246,7 +246,9 @@ class Staff:
 
     def _num_heirs(self) -> int:
         """Return how many come and have no replica of their own."""
-        coming = self._workforce.named(Phase.STARTING) + self._workforce.named(Phase.READY)
+        coming = self._worker_registry.named(Phase.STARTING) + self._worker_registry.named(
+            Phase.READY
+        )
         return sum(map(self._needs_replica, coming))
 
     def take_in(self, worker_id: str, state: SavedState | None, why_none: str = "") -> None:
@@ -259,9 +261,9 @@ class Staff:
         """
         if worker_id not in self._under_way():  # it was lost, or is not waited for any more
             if state is not None:
-                self._crew.forget(state)
+                self._worker_group.forget(state)
             return
-        self._workforce[worker_id].has_handed_in = True
+        self._worker_registry[worker_id].has_handed_in = True
         if state is None:
             self._say(f"the replica of {worker_id} is not handed over: {why_none}")
             return
@@ -271,15 +273,15 @@ class Staff:
         surplus = self._legacies[self._num_heirs() :]
         del self._legacies[self._num_heirs() :]
         for state in surplus:
-            self._crew.forget(state)
+            self._worker_group.forget(state)
 
     def hand_over(self) -> None:
         """Let those who are up and have not trained take over what leavers have handed in."""
-        for worker_id in self._workforce.named(Phase.READY):
+        for worker_id in self._worker_registry.named(Phase.READY):
             if self._legacies and self._needs_replica(worker_id):
                 state = self._own_states[worker_id] = self._legacies.pop(0)
                 self._heirs[worker_id] = self._clock()
-                self._crew.hand_over(worker_id, state)
+                self._worker_group.hand_over(worker_id, state)
 
     def took_over(self, worker_id: str) -> None:
         """Note that a newcomer has the replica of one that left."""
@@ -289,7 +291,7 @@ class Staff:
     def took_nothing_over(self, worker_id: str, reason: str) -> None:
         """Let a newcomer start at the center, since a replica does not come to it."""
         if self._heirs.pop(worker_id, None) is not None:
-            self._crew.forget(self._own_states.pop(worker_id))
+            self._worker_group.forget(self._own_states.pop(worker_id))
             self._say(f"{worker_id} starts at the center: {reason}")
 
     def awaits_legacy(self, newcomers: Iterable[str]) -> bool:
@@ -300,7 +302,9 @@ class Staff:
         return bool(self._under_way()) and any(map(self._needs_replica, newcomers))
 
     def _needs_replica(self, worker_id: str) -> bool:
-        return worker_id not in self._own_states and not self._workforce[worker_id].has_trained
+        return (
+            worker_id not in self._own_states and not self._worker_registry[worker_id].has_trained
+        )
 
     # who comes
 
@@ -312,7 +316,7 @@ class Staff:
         sort_key = self._place if now is None and group_size > 1 else None
         return next_membership(
             now,
-            self._workforce.candidates(waited_s, sort_key=sort_key),
+            self._worker_registry.candidates(waited_s, sort_key=sort_key),
             min_workers=max(1, scaling.min_workers),
             max_workers=self._max_workers,
             patience_s=_PATIENCE_S,
@@ -321,22 +325,22 @@ class Staff:
 
     def are_all_absent(self) -> bool:
         """Whether workers were left out, and none of them could come back yet."""
-        ready = self._workforce.candidates(0.0).ready
-        left_out = self._workforce.named(Phase.LEFT_OUT)
+        ready = self._worker_registry.candidates(0.0).ready
+        left_out = self._worker_registry.named(Phase.LEFT_OUT)
         return bool(left_out) and not any(w in ready for w in left_out)
 
     def _place(self, worker_id: str) -> tuple[str, int]:
         """Return the sort key of a worker: in groups as they were; else by node."""
         if worker_id in self._saved_order:
             return "", self._saved_order.index(worker_id)
-        return self._workforce[worker_id].node, int(worker_id.lstrip("w"))
+        return self._worker_registry[worker_id].node, int(worker_id.lstrip("w"))
 
     def states_for(self, worker_ids: tuple[str, ...]) -> dict[str, Any]:
         """Return what newcomers start from besides the center: their own, or a leaver's."""
         states = {w: self._own_states.pop(w) for w in worker_ids if w in self._own_states}
         for worker_id in states.keys() & self._heirs.keys():
             del self._heirs[worker_id]
-            self._crew.forget(states[worker_id])  # it has it
+            self._worker_group.forget(states[worker_id])  # it has it
         return states
 
     def waiting(self, reason: str, waited_s: float, *, has_trained: bool) -> str:
@@ -347,7 +351,7 @@ class Staff:
         """
         if waited_s <= _PATIENCE_S:
             return reason
-        missing = f"waiting for {self._crew.waiting_for()}"
+        missing = f"waiting for {self._worker_group.waiting_for()}"
         if waited_s <= self._config.scaling.start_timeout_s:
             return f"{reason}; {missing}"
         go_on = "; the same command with --resume goes on" if has_trained else ""

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raydl.crew import Crew
 from raydl.faults import Fault, FaultPlan
 from raydl.reports import Record
+from raydl.worker_group import WorkerGroup
 
 
-class Chaos:
+class PlannedFaults:
     """Inflicts the faults of the center, and keeps count of all that fired.
 
     Those of workers come from the workers themselves, at the very step.
 
     Args:
-        crew: the processes.
+        worker_group: the processes.
         plan: the faults.
         clock: seconds, rising.
     """
 
-    def __init__(self, crew: Crew, plan: FaultPlan, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, worker_group: WorkerGroup, plan: FaultPlan, clock: Callable[[], float]
+    ) -> None:
         self.fired: list[str] = []
         """A sentence for each fault that fired, in order."""
-        self._crew = crew
+        self._worker_group = worker_group
         self._plan = plan
         self._clock = clock
         self._began_at = clock()
@@ -45,5 +47,5 @@ class Chaos:
         due = [fault for fault in self._left if fault.at <= now[fault.when]]
         for fault in due:
             self._left.remove(fault)
-            self._crew.inflict(fault)
+            self._worker_group.inflict(fault)
         return [self._fire(fault, fault.target) for fault in due]

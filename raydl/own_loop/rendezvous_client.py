@@ -11,18 +11,18 @@ from typing import Any, Protocol
 
 from raydl.center import Snapshot
 from raydl.errors import AttachError, ExchangeError
-from raydl.exchange.post import Post
+from raydl.exchange.protocol import CenterClient
 from raydl.exchange.sync import Group
 from raydl.membership import Membership
-from raydl.own_loop.meeting import NO_COPY, Age, Call, Word
+from raydl.own_loop.rendezvous import NO_COPY, Age, Invitation, Signal
 from raydl.untrained import Untrained
 
 _ASK_EVERY_S = 0.05
 _HEAR_EVERY_S = 0.5
 
 
-class MeetingPoint(Protocol):
-    """The room, from wherever a worker is; see :class:`raydl.own_loop.room.Room`.
+class RendezvousBackend(Protocol):
+    """A :class:`raydl.own_loop.rendezvous_server.RendezvousServer`, from wherever a worker is.
 
     Every call may raise an AttachError: it was lost, or does not answer.
     """
@@ -31,11 +31,11 @@ class MeetingPoint(Protocol):
         """Return the id of a worker that comes for the first time."""
         ...
 
-    def ask(self, worker_id: str, generation: int, age: Age) -> Call | None:
-        """Return the generation that a worker at the door is called into; None: ask again."""
+    def ask(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
+        """Return the generation that a worker waiting to join is called into; None: ask again."""
         ...
 
-    def hear(self, worker_id: str, generation: int) -> Word:
+    def hear(self, worker_id: str, generation: int) -> Signal:
         """Note that a worker is there; return what it should do."""
         ...
 
@@ -57,7 +57,7 @@ class MeetingPoint(Protocol):
         """Return the untrained state that all workers begin with; after the center has come."""
         ...
 
-    def fetch(self, worker_id: str, call: Call) -> Snapshot | None:
+    def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
         """Return what a worker that was called starts from; None: it is not here yet."""
         ...
 
@@ -66,7 +66,7 @@ class MeetingPoint(Protocol):
         ...
 
 
-class Road(Protocol):
+class Transport(Protocol):
     """A group or a post that can be left."""
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Road(Protocol):
         ...
 
 
-MakeRoad = Callable[[str, Membership, threading.Event], Any]
+MakeTransport = Callable[[str, Membership, threading.Event], Any]
 """Connects a worker with a membership, until the event is set. Raises ExchangeError."""
 
 
@@ -83,7 +83,7 @@ class Entry:
     """What a worker enters a generation with."""
 
     membership: Membership
-    road: Group | Post
+    transport: Group | CenterClient
     snapshot: Snapshot | None
     """What all start from; None: this worker's own copy of the center."""
     untrained: Untrained | None = None
@@ -95,11 +95,11 @@ class _Stay:
     """A worker's time in a generation, as far as news go."""
 
     generation: int = 0
-    word: Word = Word.GO_ON
+    signal: Signal = Signal.GO_ON
     abandoned: threading.Event = field(default_factory=threading.Event)
 
 
-class Door:
+class RendezvousClient:
     """One worker's way into generations and out of them.
 
     A thread tells the meeting that this worker is there, whatever its loop does, and hears
@@ -118,8 +118,8 @@ class Door:
     def __init__(
         self,
         name: str,
-        find: Callable[[], MeetingPoint],
-        make_road: MakeRoad,
+        find: Callable[[], RendezvousBackend],
+        make_transport: MakeTransport,
         *,
         terms: Mapping[str, Any],
         lease_s: float,
@@ -129,22 +129,22 @@ class Door:
         self.name = name
         self.worker_id = wish or ""
         self._find = find
-        self._make_road = make_road
+        self._make_transport = make_transport
         self._terms = dict(terms)
         self._every_s = min(_HEAR_EVERY_S, lease_s / 4)
         self._in_rounds = in_rounds
         self._wish = wish
         self._void: Age | None = None
         self._has_entered = False
-        self._point: MeetingPoint | None = None
-        self._road: Road | None = None
+        self._point: RendezvousBackend | None = None
+        self._transport: Transport | None = None
         self._stay = _Stay()
         self._ended = threading.Event()
 
     @property
-    def word(self) -> Word:
+    def signal(self) -> Signal:
         """The newest that was heard."""
-        return self._stay.word
+        return self._stay.signal
 
     def enter(
         self, age: Age, own: Callable[[], Snapshot], own_untrained: Callable[[], Untrained]
@@ -163,7 +163,7 @@ class Door:
             ConfigError: this worker's settings are others than those of the run.
         """
         point = self._come()
-        self._close_road()
+        self._close_transport()
         age = NO_COPY if age == self._void else age
         call = self._wait_for_call(point, age)
         self._stay = stay = _Stay(call.generation)
@@ -179,16 +179,18 @@ class Door:
         snapshot = None if is_here else self._wait_for_center(point, call, stay)
         is_new = not self._has_entered and call.source != self.worker_id
         first = point.first_untrained() if is_new else None
-        self._road = road = self._make_road(self.worker_id, call.membership, stay.abandoned)
+        self._transport = transport = self._make_transport(
+            self.worker_id, call.membership, stay.abandoned
+        )
         self._void, self._has_entered = None, True
-        return Entry(call.membership, road, snapshot, first)
+        return Entry(call.membership, transport, snapshot, first)
 
     def check(self) -> None:
         """Raise an AttachError if this worker has left for good."""
         if self._ended.is_set():
             raise AttachError(self.name, f"worker {self.worker_id} is detached; attach anew")
 
-    def _come(self) -> MeetingPoint:
+    def _come(self) -> RendezvousBackend:
         self.check()
         if self._point is None:
             self._point = self._find()
@@ -197,28 +199,28 @@ class Door:
             threading.Thread(target=self._listen, args=(self._point,), daemon=True).start()
         return self._point
 
-    def _wait_for_call(self, point: MeetingPoint, age: Age) -> Call:
+    def _wait_for_call(self, point: RendezvousBackend, age: Age) -> Invitation:
         """Wait to be called; the meeting itself bounds the wait."""
         while (call := point.ask(self.worker_id, self._stay.generation, age)) is None:
             time.sleep(_ASK_EVERY_S)
         return call
 
-    def _wait_for_center(self, point: MeetingPoint, call: Call, stay: _Stay) -> Snapshot:
+    def _wait_for_center(self, point: RendezvousBackend, call: Invitation, stay: _Stay) -> Snapshot:
         """Return what to start from; the wait ends with the generation."""
         while (snapshot := point.fetch(self.worker_id, call)) is None:
-            if stay.word is Word.OVER:
+            if stay.signal is Signal.OVER:
                 raise ExchangeError(0, call.generation, "the center did not come")
             time.sleep(_ASK_EVERY_S)
         return snapshot
 
-    def _listen(self, point: MeetingPoint) -> None:
+    def _listen(self, point: RendezvousBackend) -> None:
         while not self._ended.wait(self._every_s):
             stay = self._stay
             try:
-                stay.word = point.hear(self.worker_id, stay.generation)
+                stay.signal = point.hear(self.worker_id, stay.generation)
             except AttachError:
                 continue  # a generation goes on without it; who needs it is told
-            if stay.word is Word.OVER:
+            if stay.signal is Signal.OVER:
                 stay.abandoned.set()
 
     def center(self) -> Snapshot | None:
@@ -237,14 +239,14 @@ class Door:
             with contextlib.suppress(AttachError):  # it was lost, and nobody comes any more
                 if point.leave(self.worker_id, self._stay.generation):
                     point.put(self._stay.generation, own())
-        self._close_road()
+        self._close_transport()
 
     def fall_silent(self) -> None:
         """Say nothing any more: the meeting takes this worker for lost before long."""
         self._ended.set()
 
-    def _close_road(self) -> None:
+    def _close_transport(self) -> None:
         """Leave the generation: peers notice by it, and come as well."""
-        road, self._road = self._road, None
-        if road is not None:
-            road.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from raydl.config import TrainConfig
 from raydl.control.checkpoint_times import CheckpointTimes
 from raydl.control.generation import Generation
-from raydl.control.workforce import Copy
-from raydl.crew import Collected, Crew, Evaluated, Published
+from raydl.control.worker_registry import Copy
 from raydl.errors import StalledError
+from raydl.worker_group import Collected, Evaluated, Published, WorkerGroup
 
 _CENTER_S = 300.0
 """The longest wait for the center to hold what all go on from: it may have to start again."""
@@ -18,18 +18,23 @@ _NUM_SCORED = 128
 """Rounds that are remembered as scored, the newest."""
 
 
-class CenterKeeper:
+class CenterManager:
     """The snapshots of the center, the evaluations and the checkpoints of a run.
 
     Args:
-        crew: the processes.
+        worker_group: the processes.
         config: the run's settings.
         first_round: the round that the center starts from.
         clock: seconds, rising.
     """
 
     def __init__(
-        self, crew: Crew, config: TrainConfig, *, first_round: int, clock: Callable[[], float]
+        self,
+        worker_group: WorkerGroup,
+        config: TrainConfig,
+        *,
+        first_round: int,
+        clock: Callable[[], float],
     ) -> None:
         self.published: tuple[int, ...] = ()
         """Rounds that the center holds; none before it is up."""
@@ -44,7 +49,7 @@ class CenterKeeper:
         self.is_new = False
         """Whether it was started again since the newest generation has formed."""
         self.times = CheckpointTimes(config, clock())
-        self._crew = crew
+        self._worker_group = worker_group
         self._clock = clock
         self._publishing: Copy | None = None
         self._lacking_since: float | None = None
@@ -116,7 +121,7 @@ class CenterKeeper:
         """
         if copy != self._publishing:
             self._publishing = copy
-            self._crew.publish(copy.worker_id)
+            self._worker_group.publish(copy.worker_id)
 
     def formed(self, generation: int, round: int) -> None:
         """Note that a generation has formed: it meets where the center is now.
@@ -140,7 +145,7 @@ class CenterKeeper:
         self.is_lost, self.is_new, self.published = False, True, ()
         if copy is not None and copy.round < self._last_collected:
             copy = None  # the newest checkpoint knows more
-        optimizer = self._crew.rebuild_center(copy.worker_id if copy else None)
+        optimizer = self._worker_group.rebuild_center(copy.worker_id if copy else None)
         for task in ("publication", "checkpoint", "evaluation"):
             self.gave_up(task)
         if copy is None:
@@ -188,7 +193,7 @@ class CenterKeeper:
         is_idle = self._evaluating == self._evaluated
         if is_idle and self.newest > self._evaluated:
             self._evaluating = self.newest
-            self._crew.evaluate(self.newest)
+            self._worker_group.evaluate(self.newest)
 
     def take_score(self, evaluated: Evaluated) -> bool:
         """Note that a round was scored: that which was asked for, or a newer one.
@@ -229,7 +234,7 @@ class CenterKeeper:
         if self.times.due(self._clock()) and not is_writing:
             self.times.voted = True
             run.note_vote()
-            self._crew.vote(run.membership.generation, checkpoint=1.0)
+            self._worker_group.vote(run.membership.generation, checkpoint=1.0)
         if self.times.voted and not self.times.collecting:
             before = max(self._last_collected, run.began_at_round)
             newer = {r for r in run.kept_everywhere() if r > before}
@@ -246,7 +251,7 @@ class CenterKeeper:
     def _collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         self.times.collecting = True
         self.giving = frozenset(worker_ids)
-        self._crew.collect(round, worker_ids)
+        self._worker_group.collect(round, worker_ids)
 
     def take_collected(self, collected: Collected) -> None:
         """Note that all states of a round are here."""

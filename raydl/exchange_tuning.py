@@ -17,8 +17,8 @@ Where the period grows, the fragments grow with it: as many steps lie between tw
 message carries less, and a delay remains a short one. (Streaming DiLoCo, Douillard and others 2025,
 exchanges so.)
 
-The worker that waits least is the slowest one: its waiting is the link's, that of the others is for
-this worker too, which no cadence helps. Where it waits too much, E follows from w; the first of
+The worker that waits least is the slowest one: its waiting is the link's, the others wait for this
+worker too, which no tuning helps. Where it waits too much, E follows from w; the first of
 :func:`candidates` by which little would be waited is taken.
 """
 
@@ -36,7 +36,7 @@ SLACK = 1.3
 """What an exchange may take beyond what was measured: first steps are slower than later ones, so
 that more seems to pass behind them, and links are not even."""
 TAKEN_OVER = "the workers before chose it"
-"""The reason of a cadence that a run, or a generation, begins with."""
+"""The reason of a exchange tuning that a run, or a generation, begins with."""
 _TIMES = (1, 2, 3, 4, 6, 10)
 """What period and fragments may be multiplied by."""
 _LONGEST = 100
@@ -46,7 +46,7 @@ _MANY = 1 << 20
 
 
 @dataclass(frozen=True)
-class Cadence:
+class ExchangeTuning:
     """How the workers of a synchronous method exchange."""
 
     period: int
@@ -62,7 +62,7 @@ class Cadence:
 
 @dataclass(frozen=True)
 class Measured:
-    """What some rounds under a cadence took."""
+    """What some rounds under a exchange tuning took."""
 
     step_s: float
     waited_s: float
@@ -85,10 +85,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Choice:
-    """A cadence that was chosen, and why."""
+    """A exchange tuning that was chosen, and why."""
 
     generation: int
-    cadence: Cadence
+    tuning: ExchangeTuning
     reason: str
 
 
@@ -104,8 +104,8 @@ def share_of_bytes(compression: str, num_workers: int) -> float:
     return codec.num_bytes(_MANY) / (4 * _MANY) * num_workers / 2
 
 
-def carried_over(chosen: Cadence, compression: str, num_workers: int) -> Cadence:
-    """Return a chosen cadence as another membership takes it over.
+def carried_over(chosen: ExchangeTuning, compression: str, num_workers: int) -> ExchangeTuning:
+    """Return a chosen exchange tuning as another membership takes it over.
 
     A codec that shortens nothing among so many workers gives way to the user's.
 
@@ -118,7 +118,7 @@ def carried_over(chosen: Cadence, compression: str, num_workers: int) -> Cadence
     return chosen if now < users else replace(chosen, compression=compression)
 
 
-def exchange_s(now: Cadence, measured: Measured, limits: Limits) -> float:
+def exchange_s(now: ExchangeTuning, measured: Measured, limits: Limits) -> float:
     """Return E, from rounds in which somebody waited."""
     hidden_s = _hidden_s(now, measured.step_s, limits)
     share = share_of_bytes(now.compression, measured.num_workers)
@@ -126,19 +126,19 @@ def exchange_s(now: Cadence, measured: Measured, limits: Limits) -> float:
 
 
 def waiting(
-    cadence: Cadence, seconds: float, step_s: float, num_workers: int, limits: Limits
+    tuning: ExchangeTuning, seconds: float, step_s: float, num_workers: int, limits: Limits
 ) -> float:
     """Return the share of a round that would be waited, 0..1, where E is so many seconds."""
-    sent_s = seconds * share_of_bytes(cadence.compression, num_workers) / cadence.fragments
-    waited_s = cadence.fragments * max(0.0, sent_s - _hidden_s(cadence, step_s, limits))
-    return Measured(step_s, waited_s, num_workers).waiting(cadence.period)
+    sent_s = seconds * share_of_bytes(tuning.compression, num_workers) / tuning.fragments
+    waited_s = tuning.fragments * max(0.0, sent_s - _hidden_s(tuning, step_s, limits))
+    return Measured(step_s, waited_s, num_workers).waiting(tuning.period)
 
 
-def _hidden_s(cadence: Cadence, step_s: float, limits: Limits) -> float:
-    return (cadence.delay + (HIDDEN_STEP if limits.overlap else 0.0)) * step_s
+def _hidden_s(tuning: ExchangeTuning, step_s: float, limits: Limits) -> float:
+    return (tuning.delay + (HIDDEN_STEP if limits.overlap else 0.0)) * step_s
 
 
-def candidates(now: Cadence, limits: Limits) -> Iterator[Cadence]:
+def candidates(now: ExchangeTuning, limits: Limits) -> Iterator[ExchangeTuning]:
     """Yield what may be chosen, the mildest first: what exchanges as often, then less often.
 
     A delay lets a message pass behind all steps up to the next one, and changes no byte of it; then
@@ -153,13 +153,13 @@ def candidates(now: Cadence, limits: Limits) -> Iterator[Cadence]:
             return
         for compression in (now.compression, *codecs):
             for delay in range(now.delay, longest + 1):
-                yield Cadence(period, delay, compression, fragments)
+                yield ExchangeTuning(period, delay, compression, fragments)
 
 
 def choose(
-    now: Cadence, measured: Measured, limits: Limits, *, generation: int = 0
+    now: ExchangeTuning, measured: Measured, limits: Limits, *, generation: int = 0
 ) -> Choice | None:
-    """Return the mildest cadence by which little would be waited; None: that of now is it.
+    """Return the mildest exchange tuning by which little would be waited; None: that of now is it.
 
     Where none is enough, the one by which least would be waited.
 
@@ -174,12 +174,12 @@ def choose(
         return None
     seconds = exchange_s(now, measured, limits)
 
-    def share(cadence: Cadence, slack: float = SLACK) -> float:
+    def share(tuning: ExchangeTuning, slack: float = SLACK) -> float:
         p, step_s = measured.num_workers, measured.step_s
-        return waiting(cadence, slack * seconds, step_s, p, limits)
+        return waiting(tuning, slack * seconds, step_s, p, limits)
 
-    shares = {cadence: share(cadence) for cadence in candidates(now, limits)}
-    enough = (cadence for cadence, waited in shares.items() if waited <= ENOUGH)
+    shares = {tuning: share(tuning) for tuning in candidates(now, limits)}
+    enough = (tuning for tuning, waited in shares.items() if waited <= ENOUGH)
     best = next(enough, min(shares, key=shares.__getitem__))
     if best == now:
         return None

@@ -9,7 +9,7 @@ from raydl.ledger import Ledger
 
 
 @dataclass(frozen=True)
-class Extent:
+class StopCondition:
     """The end of a run; one of the three is set."""
 
     num_samples: int | None = None
@@ -20,7 +20,7 @@ class Extent:
     """Seconds of training."""
 
     @classmethod
-    def of(cls, training: TrainingConfig, *, epoch_samples: int) -> Extent:
+    def of(cls, training: TrainingConfig, *, epoch_samples: int) -> StopCondition:
         """Return the end that the settings name, over ``epoch_samples`` samples an epoch."""
         if training.num_epochs is not None:
             return cls(num_samples=training.num_epochs * epoch_samples)
@@ -77,10 +77,10 @@ def notes_on_period(config: TrainConfig, *, period: int, num_samples: int) -> li
 
 def _steps_of(training: TrainingConfig, epoch_samples: int, per_step: int) -> int | None:
     """Return about how many local steps of each worker a run has; None: the clock decides."""
-    extent = Extent.of(training, epoch_samples=epoch_samples)
-    if extent.num_samples is not None:
-        return -(-extent.num_samples // per_step)
-    return extent.num_steps
+    stop_condition = StopCondition.of(training, epoch_samples=epoch_samples)
+    if stop_condition.num_samples is not None:
+        return -(-stop_condition.num_samples // per_step)
+    return stop_condition.num_steps
 
 
 def num_evaluations_due(evaluation: EvaluationConfig, ledger: Ledger) -> int:

@@ -15,20 +15,20 @@ from typing import Any
 
 from raydl.config import TrainConfig
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.post import Orders, Push, Settlement, Stamp
-from raydl.extent import Extent, num_evaluations_due
+from raydl.exchange.protocol import Assignment, Completion, MessageId, Request
 from raydl.ledger import Claim, Ledger
 from raydl.membership import Membership
 from raydl.method import Method
-from raydl.reports import Books, Outcome, Record, Standing
+from raydl.reports import Outcome, Record, RecordAggregator, TrainingState
 from raydl.rules import Sends
 from raydl.schedules.dues import Due, Dues
-from raydl.schedules.roster import Member, Roster
+from raydl.schedules.members import Member, Members
 from raydl.schedules.turns import Turns
+from raydl.stop_condition import StopCondition, num_evaluations_due
 from raydl.stopwatch import Stopwatch
 from raydl.untrained import Untrained
 
-__all__ = ["COPIES", "Dispatcher", "Due"]
+__all__ = ["COPIES", "Coordinator", "Due"]
 
 COPIES = 16
 """The ledger goes with the orders of so many workers in the time in which each exchanges once: it
@@ -41,7 +41,7 @@ trained again, beside those of the p exchanges under way, which are lost in any 
 _NONE: Untrained = {}
 
 
-class Dispatcher:
+class Coordinator:
     """The ledger, the votes and the turns of a run, for any number of threads.
 
     Args:
@@ -70,13 +70,13 @@ class Dispatcher:
         self._config = config
         self._method = method
         self._ledger = ledger
-        self._extent = Extent.of(config.training, epoch_samples=ledger.num_samples)
+        self._stop_condition = StopCondition.of(config.training, epoch_samples=ledger.num_samples)
         self._version = version
         self._num_settled = self._told_at = 0
         self._watch = Stopwatch(clock, seconds=seconds)
-        self._books = Books(clock)
+        self._aggregator = RecordAggregator(clock)
         self._changed = threading.Condition()
-        self._roster = Roster(local_step=local_step)
+        self._members = Members(local_step=local_step)
         self._votes: dict[str, float] = {}
         self._dues = Dues()
         self._turns = Turns()
@@ -91,11 +91,11 @@ class Dispatcher:
         """Begin with new members alone. Votes and turns of those before end with them."""
         with self._changed:
             self._ledger.release(members=membership.worker_ids)  # claims of before are void
-            self._roster.open(membership, seen=self._num_settled)
+            self._members.open(membership, seen=self._num_settled)
             self._votes, self._is_end = {}, False
             self._dues.end_checkpoint()
             self._turns.open(membership.worker_ids)
-            self._watch.run(not self._roster.is_closed)
+            self._watch.run(not self._members.is_closed)
             self._changed.notify_all()
 
     def change(self, membership: Membership) -> None:
@@ -104,15 +104,15 @@ class Dispatcher:
         What the ones that are gone had claimed is claimed again, and nobody waits for them.
         """
         with self._changed:
-            was_closed = self._roster.is_closed
+            was_closed = self._members.is_closed
             self._ledger.release(keep=membership.worker_ids)
-            if self._roster.change(membership, seen=self._num_settled):
+            if self._members.change(membership, seen=self._num_settled):
                 self._is_end = False
             self._turns.change(membership.worker_ids)
             self._settle_checkpoint()
             if not was_closed:
                 self._want_last()
-            self._watch.run(not self._roster.is_closed)
+            self._watch.run(not self._members.is_closed)
             self._changed.notify_all()
 
     def dismiss(self, worker_id: str) -> None:
@@ -122,28 +122,28 @@ class Dispatcher:
         with that exchange it is told so, as the others are.
         """
         with self._changed:
-            member = self._roster.get(worker_id)
+            member = self._members.get(worker_id)
             if member is not None:
                 member.is_dismissed = True
 
-    def _admit(self, stamp: Stamp) -> Member:
+    def _admit(self, message_id: MessageId) -> Member:
         """Return who calls; raise ExchangeError if it is no member, or was another then."""
-        problem = self._roster.refusal(stamp)
+        problem = self._members.refusal(message_id)
         if problem:
             self.num_refused += 1
             raise ExchangeError(self._version, self._generation, problem)
-        return self._roster[stamp.worker_id]
+        return self._members[message_id.worker_id]
 
     @property
     def _generation(self) -> int:
-        return self._roster.membership.generation
+        return self._members.membership.generation
 
     @property
     def seconds(self) -> float:
         """Seconds of training, over all starts; those in which nobody trains do not count."""
         return self._watch.seconds
 
-    def enter(self, stamp: Stamp, local_step: int) -> Orders:
+    def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders of a worker.
 
         In rank order where the method keeps to it: claims decide which samples one gets. Who
@@ -155,55 +155,55 @@ class Dispatcher:
         """
 
         def missing() -> list[str]:
-            return self._roster.not_entered(before=stamp.worker_id)
+            return self._members.not_entered(before=message_id.worker_id)
 
         with self._changed:
-            member = self._admit(stamp)
+            member = self._admit(message_id)
             if self._method.schedule == "round_robin" and member.is_awaited:
-                self._wait(stamp, lambda: not missing(), missing)
+                self._wait(message_id, lambda: not missing(), missing)
             if member.answered is not None:  # the call was repeated
                 return member.answered[1]
             member.local_step, member.has_entered = local_step, True
-            orders = self._orders(stamp.worker_id, keep=None)
-            member.answered = stamp.sequence, orders
+            assignment = self._assignment(message_id.worker_id, keep=None)
+            member.answered = message_id.sequence, assignment
             self._changed.notify_all()
-            return orders
+            return assignment
 
     def _wait(
-        self, stamp: Stamp, is_true: Callable[[], bool], missing: Callable[[], list[str]]
+        self, message_id: MessageId, is_true: Callable[[], bool], missing: Callable[[], list[str]]
     ) -> None:
         """Wait for other workers, bounded by ``exchange.timeout_s``, or for one's own removal."""
         timeout_s = self._config.exchange.timeout_s
-        refusal = self._roster.refusal
-        if not self._changed.wait_for(lambda: refusal(stamp) or is_true(), timeout_s):
+        refusal = self._members.refusal
+        if not self._changed.wait_for(lambda: refusal(message_id) or is_true(), timeout_s):
             raise ExchangeTimeoutError(self._version, self._generation, timeout_s, missing())
-        self._admit(stamp)
+        self._admit(message_id)
 
-    def settle(self, push: Push) -> Orders | None:
+    def settle(self, push: Request) -> Assignment | None:
         """Count what a worker has sent as done, and return what it does next.
 
         None: the worker ceased to be a member after its shard took the message, and its
         samples are claimed by others. It is counted as refused.
         """
-        settlement, worker_id = push.settlement, push.stamp.worker_id
-        assert settlement is not None
+        completion, worker_id = push.completion, push.message_id.worker_id
+        assert completion is not None
         with self._changed:
-            if self._roster.refusal(push.stamp):
+            if self._members.refusal(push.message_id):
                 self.num_refused += 1
                 return None
-            member = self._roster[worker_id]
+            member = self._members[worker_id]
             # Not by versions: a checkpoint that is voted for has one, too.
             staleness = self._num_settled - member.seen
             self._num_settled += 1
             self._version += 1
             epoch = self._ledger.epoch
-            is_due = self._complete(worker_id, settlement.num_trained)
-            num_steps = settlement.local_step - member.local_step
-            member.local_step, member.settlement = settlement.local_step, settlement
-            self._roster.note_step(worker_id, settlement.header.step_s)
-            self._untrained.update(settlement.untrained)
-            self._books.add(
-                settlement.header, num_messages=1, num_steps=num_steps, staleness=staleness
+            is_due = self._complete(worker_id, completion.num_trained)
+            num_steps = completion.local_step - member.local_step
+            member.local_step, member.completion = completion.local_step, completion
+            self._members.note_step(worker_id, completion.header.step_s)
+            self._untrained.update(completion.untrained)
+            self._aggregator.add(
+                completion.header, num_messages=1, num_steps=num_steps, staleness=staleness
             )
             keep = self._dues.tell(worker_id)
             if keep is not None:
@@ -211,15 +211,15 @@ class Dispatcher:
                 if self._keeps_own_steps:  # it has taken all by the time that it keeps its state
                     member.num_kept += self._ledger.num_claimed_by(worker_id)
             self._settle_checkpoint()
-            orders = self._orders(worker_id, keep=keep)
+            assignment = self._assignment(worker_id, keep=keep)
             self._want_evaluation(is_due)
             at_once = self._ledger.epoch > epoch
             # A worker that leaves is recorded when it has left.
-            if orders.outcome is Outcome.GO_ON and (at_once or self._books.is_due):
-                self._books.record(self._standing(settlement), at_once=at_once)
-            member.answered = push.stamp.sequence, orders
+            if assignment.outcome is Outcome.GO_ON and (at_once or self._aggregator.is_due):
+                self._aggregator.record(self._training_state(completion), at_once=at_once)
+            member.answered = push.message_id.sequence, assignment
             self._changed.notify_all()
-            return orders
+            return assignment
 
     def _complete(self, worker_id: str, num_trained: int | None = None) -> bool:
         """Count as done what a worker has trained since it entered; return if a score is due.
@@ -229,13 +229,13 @@ class Dispatcher:
             num_trained: positions; None: all that it claimed.
         """
         num_due = num_evaluations_due(self._config.evaluation, self._ledger)
-        member = self._roster[worker_id]
+        member = self._members[worker_id]
         count = None if num_trained is None else num_trained - member.num_completed
         member.num_completed += self._ledger.complete(worker_id, count)
         return num_evaluations_due(self._config.evaluation, self._ledger) > num_due
 
     def _want_evaluation(self, is_due: bool) -> None:
-        if is_due and self._roster.in_training:  # else the final snapshot will do
+        if is_due and self._members.in_training:  # else the final snapshot will do
             self._dues.want(self._version, is_kept=False)
 
     @property
@@ -243,7 +243,7 @@ class Dispatcher:
         """Whether workers go on from replicas of their own, with steps that no message has."""
         return self._method.rule.sends is Sends.WEIGHTS
 
-    def repeat(self, push: Push) -> Orders:
+    def repeat(self, push: Request) -> Assignment:
         """Return the orders that a settled message was answered with.
 
         The message may come again while it is being settled.
@@ -252,23 +252,23 @@ class Dispatcher:
             ExchangeTimeoutError: it was not settled in time.
             ExchangeError: its worker is no member, or ceased to be one meanwhile.
         """
-        stamp = push.stamp
+        message_id = push.message_id
         with self._changed:
-            member = self._admit(stamp)
+            member = self._admit(message_id)
 
             def is_answered() -> bool:
-                return member.answered is not None and member.answered[0] >= stamp.sequence
+                return member.answered is not None and member.answered[0] >= message_id.sequence
 
-            self._wait(stamp, is_answered, lambda: [stamp.worker_id])
+            self._wait(message_id, is_answered, lambda: [message_id.worker_id])
             assert member.answered is not None
             return member.answered[1]
 
     def _settle_checkpoint(self) -> None:
         if self._dues.has_checkpoint:
-            self._dues.settle_checkpoint(set(self._roster), self._roster.in_training)
+            self._dues.settle_checkpoint(set(self._members), self._members.in_training)
 
-    def _orders(self, worker_id: str, *, keep: int | None) -> Orders:
-        member = self._roster[worker_id]
+    def _assignment(self, worker_id: str, *, keep: int | None) -> Assignment:
+        member = self._members[worker_id]
         outcome, claims = self._next(worker_id)
         if outcome is not Outcome.GO_ON:
             member.has_left = True
@@ -277,12 +277,12 @@ class Dispatcher:
             self._settle_checkpoint()
             self._changed.notify_all()
         member.seen = self._num_settled
-        return Orders(
+        return Assignment(
             outcome=outcome,
             claims=claims,
             ahead=self._ledger.reserved_by(worker_id),
-            num_workers=self._roster.membership.num_workers,
-            rank=self._roster.rank_of(worker_id),
+            num_workers=self._members.membership.num_workers,
+            rank=self._members.rank_of(worker_id),
             num_done=self._ledger.num_done_ever,
             seconds=self.seconds,
             version=self._version,
@@ -296,32 +296,32 @@ class Dispatcher:
 
         Claims are not told: a center that is made again begins without members.
         """
-        every = self._roster.membership.num_workers // COPIES
+        every = self._members.membership.num_workers // COPIES
         if outcome is Outcome.GO_ON and self._num_settled - self._told_at < every:
             return None
         self._told_at = self._num_settled
         return self._ledger.as_told()
 
-    def leave(self, stamp: Stamp) -> None:
+    def leave(self, message_id: MessageId) -> None:
         """Note that a worker has left; when all have, the last snapshot is due.
 
         Only now no message is on its way to any shard. Its steps after the last message are taken,
         too: they count where its replica goes on with them, or where nobody goes on.
         """
         with self._changed:
-            if self._roster.refusal(stamp):
+            if self._members.refusal(message_id):
                 return
-            member = self._roster[stamp.worker_id]
+            member = self._members[message_id.worker_id]
             is_news, member.has_closed = not member.has_closed, True
             if is_news:
-                self._count_last_steps(stamp.worker_id)
-                if member.settlement is not None:
-                    self._books.record(self._standing(member.settlement), at_once=True)
+                self._count_last_steps(message_id.worker_id)
+                if member.completion is not None:
+                    self._aggregator.record(self._training_state(member.completion), at_once=True)
                 self._want_last()
-                self._watch.run(not self._roster.is_closed)
+                self._watch.run(not self._members.is_closed)
 
     def _count_last_steps(self, worker_id: str) -> None:
-        answered = self._roster[worker_id].answered
+        answered = self._members[worker_id].answered
         is_finished = answered is not None and answered[1].outcome is Outcome.FINISHED
         if self._keeps_own_steps or is_finished:
             self._want_evaluation(self._complete(worker_id))
@@ -330,13 +330,13 @@ class Dispatcher:
 
     def _want_last(self) -> None:
         """Want the last snapshot if all have left; of those that are gone, none is to come."""
-        if self._roster.is_closed:
+        if self._members.is_closed:
             self._dues.want(self._version, is_kept=self._is_end)
 
     def _next(self, worker_id: str) -> tuple[Outcome, list[Claim]]:
         """Return what a worker does next: the outcome of its round, and its claims."""
-        member = self._roster[worker_id]
-        is_over = self._extent.is_reached(
+        member = self._members[worker_id]
+        is_over = self._stop_condition.is_reached(
             num_samples=0, num_steps=member.local_step, seconds=self.seconds
         )
         num_steps = 0 if is_over else self._max_steps(member)
@@ -364,27 +364,29 @@ class Dispatcher:
     def _max_samples(self, num_steps: int) -> int:
         """Return the samples of so many local steps, or what is left of the run if that is less."""
         count = num_steps * self._config.training.batch_size
-        left = self._extent.samples_left(self._ledger.num_done_ever + self._ledger.num_claimed)
+        left = self._stop_condition.samples_left(
+            self._ledger.num_done_ever + self._ledger.num_claimed
+        )
         return count if left is None else min(count, left)
 
     def _max_steps(self, member: Member) -> int:
         """Return the local steps of a full round: the period, less for one that is slow."""
         steps = self._method.period
         if self._method.by_speed and member.step_s > 0:
-            steps = max(1, round(steps * self._roster.least_step_s / member.step_s))
-        left = self._extent.steps_left(member.local_step)
+            steps = max(1, round(steps * self._members.least_step_s / member.step_s))
+        left = self._stop_condition.steps_left(member.local_step)
         return steps if left is None else min(steps, left)
 
-    def _standing(self, settlement: Settlement) -> Standing:
-        return Standing(
+    def _training_state(self, completion: Completion) -> TrainingState:
+        return TrainingState(
             round=self._version,
             generation=self._generation,
-            num_workers=self._roster.membership.num_workers,
+            num_workers=self._members.membership.num_workers,
             epoch=self._ledger.num_done_ever / self._ledger.num_samples,
             num_samples=self._ledger.num_done_ever,
-            local_step=self._roster.local_step,
-            lr=settlement.lr,
-            exchange_bytes=settlement.num_bytes,
+            local_step=self._members.local_step,
+            lr=completion.lr,
+            exchange_bytes=completion.num_bytes,
             trained_s=self.seconds,
         )
 
@@ -395,17 +397,17 @@ class Dispatcher:
         since then do not matter to it.
         """
         with self._changed:
-            if not self._roster.opened <= generation <= self._generation:
+            if not self._members.opened <= generation <= self._generation:
                 return
             self.num_cuts = max(self.num_cuts, int(votes.pop("num_cuts", 0)))
             self._votes.update(votes)
-            if self._votes.pop("checkpoint", 0.0) and self._roster.in_training:
+            if self._votes.pop("checkpoint", 0.0) and self._members.in_training:
                 self._version += 1  # a number that no other snapshot has
                 self._dues.begin_checkpoint(self._version)
 
     # turns, for methods in rank order
 
-    def take_turn(self, stamp: Stamp) -> None:
+    def take_turn(self, message_id: MessageId) -> None:
         """Wait until it is the worker's turn.
 
         Raises:
@@ -413,30 +415,32 @@ class Dispatcher:
             ExchangeError: it is no member, or ceased to be one while it waited.
         """
         with self._changed:
-            member = self._admit(stamp)
-            if member.turn == stamp.sequence:  # the call was repeated
+            member = self._admit(message_id)
+            if member.turn == message_id.sequence:  # the call was repeated
                 return
-            absent = self._roster.not_entered
+            absent = self._members.not_entered
             # Not before all have entered: a turn ends with a claim, after the first ones of all
             # others. The end of a worker's turn may be overtaken by its call for the next one.
             self._wait(
-                stamp,
-                lambda: self._holder() == stamp.worker_id and member.turn is None and not absent(),
+                message_id,
+                lambda: (
+                    self._holder() == message_id.worker_id and member.turn is None and not absent()
+                ),
                 lambda: absent() or [self._holder() or "nobody"],
             )
-            member.turn = stamp.sequence
+            member.turn = message_id.sequence
 
-    def end_turn(self, stamp: Stamp) -> None:
+    def end_turn(self, message_id: MessageId) -> None:
         """Let the next in rank order begin."""
         with self._changed:
-            if self._roster.refusal(stamp):
+            if self._members.refusal(message_id):
                 return
-            self._roster[stamp.worker_id].turn = None
-            self._turns.end(stamp.worker_id)
+            self._members[message_id.worker_id].turn = None
+            self._turns.end(message_id.worker_id)
             self._changed.notify_all()
 
     def _holder(self) -> str | None:
-        return self._turns.holder(lambda worker_id: self._roster[worker_id].takes_turns)
+        return self._turns.holder(lambda worker_id: self._members[worker_id].takes_turns)
 
     # what others ask for
 
@@ -452,9 +456,9 @@ class Dispatcher:
         claimed goes back if that one is lost.
         """
         with self._changed:
-            return self._extent.is_reached(
+            return self._stop_condition.is_reached(
                 num_samples=self._ledger.num_done_ever,
-                num_steps=self._roster.least_local_step,
+                num_steps=self._members.least_local_step,
                 seconds=self.seconds,
             )
 
@@ -466,7 +470,7 @@ class Dispatcher:
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
         with self._changed:
-            return self._books.take()
+            return self._aggregator.take()
 
     def state(self, *, is_kept: bool = False) -> dict[str, Any]:
         """Return the counters of a snapshot, by its own field names.
@@ -481,7 +485,7 @@ class Dispatcher:
                 "generation": self._generation,
                 "epoch": ledger.epoch,
                 "num_samples": ledger.num_done_ever,
-                "local_step": self._roster.local_step,
+                "local_step": self._members.local_step,
                 "seconds": self.seconds,
                 "ledger": ledger.state_dict(),
                 "num_cuts": self.num_cuts,
@@ -491,7 +495,7 @@ class Dispatcher:
     def _kept_ledger(self) -> Ledger:
         """Return the ledger of a checkpoint."""
         ledger = Ledger.from_state_dict(self._ledger.state_dict(with_claims=True))
-        for worker_id in self._roster:
-            member = self._roster[worker_id]
+        for worker_id in self._members:
+            member = self._members[worker_id]
             ledger.complete(worker_id, max(0, member.num_kept - member.num_completed))
         return ledger

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raydl.leases import has_computed
+from raydl.heartbeats import has_computed
 from raydl.membership import Candidates, Membership
 from raydl.reports import WorkerReport
 
@@ -84,7 +84,7 @@ class WorkerEntry:
     """How often it was left out."""
 
 
-class Workforce:
+class WorkerRegistry:
     """All workers of a run that have not gone.
 
     Args:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from raydl.cadence import Cadence, Choice, Limits, Measured, choose
 from raydl.exchange.sync import Group
+from raydl.exchange_tuning import Choice, ExchangeTuning, Limits, Measured, choose
 from raydl.metrics import TimeParts
 
 SKIPPED = 2
@@ -18,8 +18,8 @@ COUNTED = 3
 _CPU = torch.device("cpu")
 
 
-class Tempo:
-    """Lets the workers of one generation find their cadence; see ``raydl/cadence.py``.
+class ExchangeProfiler:
+    """Measures rounds and chooses how often to exchange; see ``raydl/exchange_tuning.py``.
 
     All call it in the same rounds, and choose by the same numbers.
 
@@ -55,13 +55,13 @@ class Tempo:
         self._before: tuple[float, float] | None = None
         self._is_first, self._is_settled = True, False
 
-    def next(self, now: Cadence, *, num_steps: int, round: int) -> Choice | None:
-        """Take note of the round before; return another cadence for the next ones, if one is due.
+    def next(self, now: ExchangeTuning, *, num_steps: int, round: int) -> Choice | None:
+        """Take note of the round before; return the tuning of the next ones if it changes.
 
         A choice is measured in its turn, until nothing is left to change.
 
         Args:
-            now: the cadence of the round before.
+            now: the exchange tuning of the round before.
             num_steps: its local steps; one that was cut short does not count.
             round: the number of the next round.
 

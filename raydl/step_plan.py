@@ -127,7 +127,7 @@ class Partners(Protocol):
 
 
 @dataclass(frozen=True)
-class Talk:
+class StepPlan:
     """What a local step has to do with exchanges."""
 
     begin: tuple[Exchange, ...] = ()
@@ -148,7 +148,7 @@ class Talk:
         *,
         make_header: Callable[[], Header],
         overlap: bool = True,
-    ) -> Talk:
+    ) -> StepPlan:
         """Return what a step has to do with some of a round's exchanges, by their numbers.
 
         Args:

@@ -1,7 +1,8 @@
-"""What the controller commands: workers, the center and an evaluator, as one crew.
+"""What the controller commands: workers, the center and an evaluator, as one group.
 
-The controller sees a crew through this protocol alone. :class:`raydl.on_ray.crew.RayCrew` plays
-it with Ray actors; :class:`raydl.local_crew.LocalCrew` plays it in this process, for a debugger.
+The controller sees a worker group through this protocol alone.
+:class:`raydl.on_ray.worker_group.RayWorkerGroup` implements it with Ray actors, and
+:class:`raydl.local_worker_group.LocalWorkerGroup` in this process, for a debugger.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ Event = (
 )
 
 
-class Crew(Protocol):
+class WorkerGroup(Protocol):
     """The processes of a run. No call waits; what they lead to comes as events."""
 
     def open(self, snapshot: Snapshot) -> None:
@@ -280,7 +281,7 @@ class Crew(Protocol):
         ...
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Let the workers of a generation cast votes; see :class:`raydl.talk.Header`."""
+        """Let the workers of a generation cast votes; see :class:`raydl.step_plan.Header`."""
         ...
 
     def publish(self, worker_id: str) -> None:
