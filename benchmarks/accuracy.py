@@ -54,7 +54,9 @@ def train_plainly(data: Dataset, config: TrainConfig, *, lr: float) -> tuple[flo
             group["lr"] = rate
         optimizer.zero_grad()
         task.loss(model, prepare(data.train.fetch(rows), rows, epoch)).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm or float("inf"))
+        nn.utils.clip_grad_norm_(
+            model.parameters(), config.optimizer.clip_grad_norm or float("inf")
+        )
         optimizer.step()
         num_done += len(rows)
     seconds = time.perf_counter() - began

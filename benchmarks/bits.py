@@ -38,9 +38,9 @@ _FORMS = {
     "no overlap": ("--exchange.overlap", "False"),
     "dynamic weights": ("--dynamic-weights",),
     "adamw": ("--optimizer", "adamw", "--optimizer.weight-decay", "0.1"),
-    "accumulated": ("--training.accumulate", "2", "--training.label-smoothing", "0.1"),
+    "accumulated": ("--training.microbatches", "2", "--training.label-smoothing", "0.1"),
     "augmented": ("--augment", "crop,cutout"),
-    "steps of the rate": ("--schedule", "step", "--optimizer.gamma", "0.5"),
+    "steps of the rate": ("--lr-schedule", "step", "--optimizer.gamma", "0.5"),
     "another seed": ("--seed", "7"),
 }
 _KILLS = (
@@ -82,10 +82,10 @@ def cases() -> Iterator[Case]:
     """Yield all runs."""
     for name, method in METHODS.items():
         chosen = ("--method", name)
-        if method.schedule == "sync":
+        if method.strategy == "sync":
             yield Case(name, (*chosen, *_THREE))
             continue
-        if method.schedule == "round_robin":
+        if method.strategy == "round_robin":
             yield Case(name, (*chosen, *_THREE))
         else:
             yield Case(f"{name}, alone", (*chosen, *_ALONE))
@@ -93,7 +93,7 @@ def cases() -> Iterator[Case]:
     for name, words in _FORMS.items():
         yield Case(name, (*_THREE, *words))
     yield Case("center in shards", ("--method", "async-measgd", *_ALONE, "--center-shards", "3"))
-    constant = ("--schedule", "constant")
+    constant = ("--lr-schedule", "constant")
     yield Case("resumed", (*_THREE, *constant), then=("--epochs", "9"))
     yield Case("resumed with fewer", (*_THREE, *constant), then=("--epochs", "9", "--workers", "2"))
     yield Case("killed", _THREE, faults=_KILLS)

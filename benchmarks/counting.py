@@ -23,7 +23,7 @@ under way, a period of two batches each."""
 OPTIONS = (
     "--task", "benchmarks.counting:Count", "--batch-size", str(BATCH_SIZE), "--period", "2",
     "--optimizer", "sgd", "--lr", "1", "--momentum", "0", "--optimizer.warmup", "0",
-    "--optimizer.max-grad-norm", "None", "--schedule", "constant",
+    "--optimizer.clip-grad-norm", "None", "--lr-schedule", "constant",
     "--optimizer.weight-decay", "0",
 )  # fmt: skip
 """A step of rate 1 along a gradient of -1 adds one."""
@@ -83,4 +83,4 @@ class AllProgress(Outer):
 class AllProgressByMessages(AllProgress):
     """The same, as it comes."""
 
-    schedule = "async"
+    strategy = "async"

@@ -103,7 +103,7 @@ class Party:
             time_parts=self._parts,
         )
         self._replica.flat.release_gradients()
-        self._schedules: dict[str, Strategy] = {}
+        self._strategies: dict[str, Strategy] = {}
         self._num_steps = 0
         self._bare: Any = None
         self._in_steps_s = 0.0
@@ -125,11 +125,11 @@ class Party:
             rank = membership.worker_ids.index(worker_id)
             with mock.patch.dict(os.environ, self._environment):
                 group = CollectiveGroup(place, membership.worker_ids, rank, center=center)
-            schedule: Strategy = SyncStrategy(context, group, snapshot, Trained())
+            strategy: Strategy = SyncStrategy(context, group, snapshot, Trained())
         else:
             client = RayCenterClient([center], timeout_s=place.timeout_s)
-            schedule = AsyncStrategy(context, client, snapshot, incarnation=0, local_step=0)
-        self._schedules[job.method.name] = schedule
+            strategy = AsyncStrategy(context, client, snapshot, incarnation=0, local_step=0)
+        self._strategies[job.method.name] = strategy
 
     def enter_bare(self, place: GroupAddress, rank: int, num_workers: int, center: Any) -> None:
         """Form a process group of torch, as a program without raydl would."""
@@ -144,31 +144,31 @@ class Party:
 
     def exchange(self, method: str, count: int, begin_at: float) -> Times:
         """Exchange so many times; return the mean times of one."""
-        schedule = self._schedules[method]
+        strategy = self._strategies[method]
         _wait_until(begin_at)
         in_steps_s = self._in_steps_s
         began, waited_s = time.perf_counter(), self._waited_s()
         for _ in range(count):
-            self._exchange_once(schedule)
+            self._exchange_once(strategy)
         whole_s = (time.perf_counter() - began) / count
-        schedule.take_records()  # as a controller does; else they would pile up
+        strategy.take_records()  # as a controller does; else they would pile up
         return Times(
             whole_s=whole_s,
             message_s=(self._waited_s() - waited_s) / count,
             moved_s=(self._in_steps_s - in_steps_s) / count,
         )
 
-    def _exchange_once(self, schedule: Strategy) -> None:
-        schedule.next_round(self._num_steps)
-        schedule.begin_step(0, 0.1)
-        step_plan = StepPlan.around(schedule.exchanges, [0], [0], make_header=Header)
-        [exchange] = schedule.exchanges
+    def _exchange_once(self, strategy: Strategy) -> None:
+        strategy.next_round(self._num_steps)
+        strategy.begin_step(0, 0.1)
+        step_plan = StepPlan.around(strategy.exchanges, [0], [0], make_header=Header)
+        [exchange] = strategy.exchanges
         began = time.perf_counter()
         with mock.patch.object(exchange, "wait", self._answered(exchange.wait)):
             sums = self._replica.step_as_it_is(step_plan)
         self._in_steps_s += time.perf_counter() - began
         self._num_steps += 1
-        schedule.settle(sums or Header(), self._num_steps)
+        strategy.settle(sums or Header(), self._num_steps)
 
     def _answered(self, wait: Callable[[], Any]) -> Callable[[], Any]:
         """Return a wait whose time counts to no step."""

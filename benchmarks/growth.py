@@ -310,7 +310,7 @@ def _shares(run_dir: Path, method: str, num_workers: int, hosts: Hosts) -> tuple
     steps = [c.values[1:] for tag, c in curves.items() if tag.startswith("worker_step_s/")]
     result = json.loads((run_dir / "result.json").read_text())
     plan = Plan(
-        schedule="sync", period=PERIOD, overlaps=method == "sync-easgd",
+        strategy="sync", period=PERIOD, overlaps=method == "sync-easgd",
         step_s=sum(Spread.of(values).median for values in steps) / len(steps),
         num_bytes=result["exchange_bytes"], batch_size=BATCH_SIZE,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def make_shard(
         buffers,
         rule=method.rule,
         make_optimizer=make_optimizer(method.inner, method.own_optimizer),
-        is_locked=method.schedule != "hogwild",
+        is_locked=method.strategy != "hogwild",
         codec=parse_codec(exchange.compression),
         settles=settles,
         shared_s=exchange.timeout_s if is_shared else None,

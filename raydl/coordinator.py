@@ -159,7 +159,7 @@ class Coordinator:
 
         with self._changed:
             member = self._admit(message_id)
-            if self._method.schedule == "round_robin" and member.is_awaited:
+            if self._method.strategy == "round_robin" and member.is_awaited:
                 self._wait(message_id, lambda: not missing(), missing)
             if member.answered is not None:  # the call was repeated
                 return member.answered[1]

@@ -26,7 +26,7 @@ class Method:
 
     name: str
     rule: Rule
-    schedule: str
+    strategy: str
     period: int
     """Local steps between exchanges; where the workers choose, those that they begin with."""
     finds_tuning: bool
@@ -45,7 +45,7 @@ class Method:
     @property
     def is_sync(self) -> bool:
         """Whether all workers exchange at once."""
-        return self.schedule == "sync"
+        return self.strategy == "sync"
 
     @property
     def has_center_optimizer(self) -> bool:
@@ -107,7 +107,7 @@ def _check_optimizer(config: TrainConfig, method: Method) -> None:
             f"can not be {name} {where} on flat tensors: it looks at the shapes of parameters; "
             f"take an elementwise one, or a method with local steps",
         )
-    if method.schedule == "hogwild" and name != "sgd":
+    if method.strategy == "hogwild" and name != "sgd":
         raise ConfigError(
             "optimizer.name", f"must be sgd {where} with no lock around it, got {name}"
         )
@@ -124,16 +124,16 @@ def _check_optimizer(config: TrainConfig, method: Method) -> None:
 def _check_deterministic(config: TrainConfig, method: Method) -> None:
     if not config.training.deterministic:
         return
-    if method.schedule in ("async", "hogwild"):
+    if method.strategy in ("async", "hogwild"):
         raise ConfigError(
             "training.deterministic",
             f"can not be kept by {method.name}: its workers come in no fixed order; "
             f"take a sync method or original-easgd",
         )
-    if config.optimizer.schedule == "plateau":
+    if config.optimizer.lr_schedule == "plateau":
         raise ConfigError(
             "training.deterministic",
-            "can not be kept with optimizer.schedule plateau: when the center is scored depends "
+            "can not be kept with optimizer.lr_schedule plateau: when the center is scored depends "
             "on the clock; take step",
         )
     if config.scaling.min_workers != config.scaling.max_workers:
@@ -178,14 +178,14 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
             f"must be less than period / fragments = {method.period // exchange.fragments}, "
             f"got {exchange.delay}",
         )
-    if exchange.delay and method.schedule == "round_robin":
+    if exchange.delay and method.strategy == "round_robin":
         raise ConfigError(
             "exchange.delay", f"has no meaning for {method.name}: a turn ends with its exchange"
         )
-    clips = config.optimizer.max_grad_norm is not None and not method.rule.steps_replica
+    clips = config.optimizer.clip_grad_norm is not None and not method.rule.steps_replica
     if clips and (exchange.fragments > 1 or exchange.center_shards > 1):
         raise ConfigError(
-            "optimizer.max_grad_norm",
+            "optimizer.clip_grad_norm",
             f"must be None for {method.name} in fragments or shards: its gradients are shortened "
             f"at the center, where no part knows the length of the whole",
         )

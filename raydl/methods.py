@@ -1,6 +1,6 @@
-"""The table of named methods: which rule, under which schedule, with which defaults.
+"""The table of named methods: which rule, under which strategy, with which defaults.
 
-A method is a *rule* (what an exchange computes) under a *schedule* (which exchanges happen when),
+A method is a *rule* (what an exchange computes) under a *strategy* (which exchanges happen when),
 with a period and an inner optimizer. Names follow SC17 (arXiv 1708.02983), where they are
 from there.
 """
@@ -25,7 +25,7 @@ class MethodRow:
 
     name: str
     make_rule: Callable[[MethodConfig], Rule]
-    schedule: str
+    strategy: str
     sentence: str
     source: str
     """The equations, by paper."""
@@ -56,7 +56,7 @@ _ROWS = (
     MethodRow(
         name="original-easgd",
         make_rule=Elastic.from_config,
-        schedule="round_robin",
+        strategy="round_robin",
         period=1,
         overlap=False,
         sentence="workers take turns in rank order, one active at a time: SC17's baseline",
@@ -65,7 +65,7 @@ _ROWS = (
     MethodRow(
         name="async-sgd",
         make_rule=Outer.from_config,
-        schedule="async",
+        strategy="async",
         period=1,
         lr=0.1,
         sentence="SGD at the master, first come first served; with a longer period Downpour",
@@ -74,7 +74,7 @@ _ROWS = (
     MethodRow(
         name="async-msgd",
         make_rule=Outer.from_config,
-        schedule="async",
+        strategy="async",
         period=1,
         lr=0.01,
         momentum=0.9,
@@ -85,7 +85,7 @@ _ROWS = (
     MethodRow(
         name="hogwild-sgd",
         make_rule=Outer.from_config,
-        schedule="hogwild",
+        strategy="hogwild",
         period=1,
         lr=0.1,
         sentence="async-sgd without the lock",
@@ -94,7 +94,7 @@ _ROWS = (
     MethodRow(
         name="hogwild-msgd",
         make_rule=Outer.from_config,
-        schedule="hogwild",
+        strategy="hogwild",
         period=1,
         lr=0.01,
         momentum=0.9,
@@ -105,14 +105,14 @@ _ROWS = (
     MethodRow(
         name="async-easgd",
         make_rule=Elastic.from_config,
-        schedule="async",
+        strategy="async",
         sentence="each worker exchanges with the center when it is due, one at a time",
         source="SC17 eq. 1, and 2 for one worker",
     ),
     MethodRow(
         name="async-measgd",
         make_rule=Elastic.from_config,
-        schedule="async",
+        strategy="async",
         lr=0.025,
         momentum=0.9,
         sentence="async-easgd with momentum in the local step",
@@ -121,7 +121,7 @@ _ROWS = (
     MethodRow(
         name="eamsgd",
         make_rule=Elastic.from_config,
-        schedule="async",
+        strategy="async",
         lr=0.005,
         momentum=0.99,
         nesterov=True,
@@ -131,14 +131,14 @@ _ROWS = (
     MethodRow(
         name="hogwild-easgd",
         make_rule=Elastic.from_config,
-        schedule="hogwild",
+        strategy="hogwild",
         sentence="async-easgd without the lock",
         source="SC17 eq. 1, and 2 for one worker",
     ),
     MethodRow(
         name="hogwild-measgd",
         make_rule=Elastic.from_config,
-        schedule="hogwild",
+        strategy="hogwild",
         lr=0.025,
         momentum=0.9,
         sentence="async-measgd without the lock",
@@ -147,14 +147,14 @@ _ROWS = (
     MethodRow(
         name="sync-easgd",
         make_rule=Elastic.from_config,
-        schedule="sync",
+        strategy="sync",
         sentence="all workers exchange at once with the center, hidden behind the gradient",
         source="SC17 eq. 1 and 2",
     ),
     MethodRow(
         name="sync-measgd",
         make_rule=Elastic.from_config,
-        schedule="sync",
+        strategy="sync",
         lr=0.025,
         momentum=0.9,
         sentence="sync-easgd with momentum in the local step",
@@ -163,7 +163,7 @@ _ROWS = (
     MethodRow(
         name="sync-sgd",
         make_rule=MeanGradient.from_config,
-        schedule="sync",
+        strategy="sync",
         period=1,
         sentence="mean gradient of all workers: the plain data-parallel baseline",
         source="SC17, data-parallel SGD",
@@ -171,7 +171,7 @@ _ROWS = (
     MethodRow(
         name="sync-msgd",
         make_rule=MeanGradient.from_config,
-        schedule="sync",
+        strategy="sync",
         period=1,
         lr=0.025,
         momentum=0.9,
@@ -181,7 +181,7 @@ _ROWS = (
     MethodRow(
         name="local-sgd",
         make_rule=Outer.from_config,
-        schedule="sync",
+        strategy="sync",
         outer=(1.0, 0.0),
         sentence="local steps, then the mean of all replicas",
         source="local SGD, FedAvg",
@@ -189,7 +189,7 @@ _ROWS = (
     MethodRow(
         name="diloco",
         make_rule=_nesterov,
-        schedule="sync",
+        strategy="sync",
         period=50,
         outer=(0.7, 0.9),
         sentence="local steps, then an outer Nesterov step along the mean progress",
@@ -198,7 +198,7 @@ _ROWS = (
     MethodRow(
         name="async-diloco",
         make_rule=DelayedOuter.from_config,
-        schedule="async",
+        strategy="async",
         period=20,
         outer=(0.7, 0.5),
         by_speed=True,
@@ -236,7 +236,7 @@ def resolve(
     method = Method(
         name=row.name,
         rule=row.make_rule(method_config),
-        schedule=row.schedule,
+        strategy=row.strategy,
         period=row.period if finds_tuning else int(method_config.period or row.period),
         finds_tuning=finds_tuning,
         overlap=row.overlap if config.exchange.overlap is None else config.exchange.overlap,
@@ -257,7 +257,7 @@ def _row_of(rule: Rule | None, config: MethodConfig) -> MethodRow:
         return MethodRow(
             name=config.name,
             make_rule=lambda _: rule,
-            schedule=config.schedule or rule.schedule,
+            strategy=config.strategy or rule.strategy,
             period=rule.period,
             sentence=(rule.__doc__ or "").split("\n")[0],
             source="your own",
@@ -265,9 +265,9 @@ def _row_of(rule: Rule | None, config: MethodConfig) -> MethodRow:
     if config.name not in METHODS:
         raise UnknownNameError("method.name", config.name, METHODS)
     row = METHODS[config.name]
-    if config.schedule not in (None, row.schedule):
+    if config.strategy not in (None, row.strategy):
         raise ConfigError(
-            "method.schedule", f"of {row.name} is {row.schedule}; it is set for rules of your own"
+            "method.strategy", f"of {row.name} is {row.strategy}; it is set for rules of your own"
         )
     return row
 

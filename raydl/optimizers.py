@@ -85,8 +85,8 @@ def make_optimizer(
             optimizer = _over_runs(tensors[0], _parameters_of(model), config)
         else:
             optimizer = _over(tensors, config, own)
-        if config.max_grad_norm is not None:
-            optimizer.register_step_pre_hook(_shorten(config.max_grad_norm))
+        if config.clip_grad_norm is not None:
+            optimizer.register_step_pre_hook(_shorten(config.clip_grad_norm))
         return optimizer
 
     return build
@@ -270,7 +270,7 @@ def lr_at(config: OptimizerConfig, share_done: float, *, num_cuts: int = 0) -> f
     """
     assert config.lr is not None
     factor = lr_factor(
-        config.schedule,
+        config.lr_schedule,
         share_done,
         warmup=config.warmup,
         milestones=config.milestone_shares,

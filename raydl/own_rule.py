@@ -27,7 +27,7 @@ from raydl.rules import Rule, Sends, Tally
 _FEW = 6
 _NUM_UPDATES = 16
 """A rule may let arrivals gather before the center moves; but not so many."""
-_SETTINGS = {"sends": Sends, "steps_replica": bool, "schedule": str, "period": int}
+_SETTINGS = {"sends": Sends, "steps_replica": bool, "strategy": str, "period": int}
 """What a rule says of itself, and of which kind each is."""
 _ALIKE = 0.75
 _MISSING = object()
@@ -133,12 +133,12 @@ def _check_settings(rule: Rule, name: str) -> None:
         is_own = key in _SETTINGS or key.startswith("_")
         if near and not is_own and isinstance(value, _SETTINGS[near[0]]):
             raise UnknownNameError(f"method.name {name}", key, _SETTINGS)
-    sends, schedule, period = (getattr(rule, key) for key in ("sends", "schedule", "period"))
+    sends, strategy, period = (getattr(rule, key) for key in ("sends", "strategy", "period"))
     if not isinstance(sends, Sends):
         problem = f"{name}.sends must be one of raydl.rules.Sends, got {sends!r}"
         raise ConfigError("method.name", problem)
-    if schedule not in STRATEGIES:
-        raise UnknownNameError(f"method.name {name}.schedule", str(schedule), STRATEGIES)
+    if strategy not in STRATEGIES:
+        raise UnknownNameError(f"method.name {name}.strategy", str(strategy), STRATEGIES)
     if not isinstance(period, int) or period < 1:
         problem = f"{name}.period must be a whole number from 1 on, got {period!r}"
         raise ConfigError("method.name", problem)
@@ -218,7 +218,7 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
     optimizer: Optimizer | None = rule.make_center_optimizer([handle])
     if not rule.steps_replica:
         optimizer = SGD([handle], lr=0.1)
-    num_messages = 2 if rule.schedule == "sync" else 1
+    num_messages = 2 if rule.strategy == "sync" else 1
     for number in range(_NUM_UPDATES):
         total = values.roll(number)
         rule.update_center_(handle, total, Tally(2, num_messages, 8.0), optimizer)

@@ -133,7 +133,7 @@ class Plan:
         ConfigError: a value is out of range, or the schedule unknown.
     """
 
-    schedule: str
+    strategy: str
     """Which exchanges happen when: sync, async, hogwild or round_robin."""
     period: int
     """Local steps from one exchange to the next (tau)."""
@@ -149,17 +149,17 @@ class Plan:
     """Nodes that the center is spread over, for the schedules that are not sync."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in STRATEGIES:
-            raise UnknownNameError("schedule", self.schedule, STRATEGIES)
+        if self.strategy not in STRATEGIES:
+            raise UnknownNameError("strategy", self.strategy, STRATEGIES)
         require(is_positive(self.step_s), "step_s", "a positive number of seconds", self.step_s)
         for name in ("period", "num_bytes", "batch_size", "center_shards"):
             require(getattr(self, name) >= 1, name, "1 or more", getattr(self, name))
-        if self.schedule == "sync" and self.center_shards > 1:
+        if self.strategy == "sync" and self.center_shards > 1:
             raise ConfigError(
                 "center_shards", "has no meaning where all exchange at once: every rank keeps "
                 f"the center; it must be 1, got {self.center_shards}"
             )  # fmt: skip
-        if self.schedule == "round_robin" and self.overlaps:
+        if self.strategy == "round_robin" and self.overlaps:
             raise ConfigError(
                 "overlaps", "has no meaning in round_robin: an exchange of the one worker that is "
                 "active has no gradient to pass behind; it must be False"
@@ -222,10 +222,10 @@ def predict(plan: Plan, network: Network, num_workers: int) -> Prediction:
 
 def _exchange_s(plan: Plan, network: Network, num_workers: int) -> tuple[str, float]:
     """Return (algorithm, E)."""
-    if plan.schedule == "sync":
+    if plan.strategy == "sync":
         return choose(plan.num_bytes, range(num_workers), network)
     there_and_back_s = 2 * network.message_s(plan.num_bytes, local=False)
-    if plan.schedule == "round_robin":
+    if plan.strategy == "round_robin":
         turn_s = plan.compute_s + there_and_back_s
         return "center", num_workers * turn_s - plan.compute_s
     links_s = num_workers * plan.num_bytes * network.seconds_per_byte / plan.center_shards

@@ -276,7 +276,7 @@ class Replica:
             # A gradient that is sent is a sum over samples, so that ranks with fewer
             # samples weigh less in the mean.
             scale = 1.0 if self._rule.steps_replica else float(num_samples)
-            parts = parts_of(batch, self._training.accumulate, full=self._training.batch_size)
+            parts = parts_of(batch, self._training.microbatches, full=self._training.batch_size)
             losses = [self._backward(part, share, scale) for part, share in parts]
             self.flat.rebind()
         self._num_seen += num_samples

@@ -156,14 +156,14 @@ class Rule:
             exchange the replica becomes a copy of the center.
         steps_replica: the replica takes optimizer steps of its own; otherwise the user's
             optimizer lives at the center.
-        schedule: which exchanges happen when, where the user names none: ``sync``, ``async``,
+        strategy: which exchanges happen when, where the user names none: ``sync``, ``async``,
             ``hogwild`` or ``round_robin``.
         period: local steps between exchanges, where the user names none.
     """
 
     sends: Sends = Sends.WEIGHTS
     steps_replica: bool = True
-    schedule: str = "sync"
+    strategy: str = "sync"
     period: int = 10
 
     @classmethod

@@ -107,7 +107,7 @@ class Worker:
         self._kept: dict[int, dict[str, Any]] = {}
         self._held: dict[int, TensorFile] = {}
         self._copies = Copies()
-        self._schedule: Strategy | None = None
+        self._strategy: Strategy | None = None
         self._feedback: dict[Span, ErrorFeedback] = {}
         self._first_untrained = untrained or {}
         self._untrained_then = self._first_untrained  # with the newest generation's snapshot
@@ -134,12 +134,12 @@ class Worker:
             partners: connects the workers that share this one's replica, if any do.
         """
         with self.parts.measure("initialization"):
-            if self._schedule is None:
+            if self._strategy is None:
                 self._start_from(snapshot, own_state)
             else:
-                self._go_on_from(snapshot, self._schedule)
+                self._go_on_from(snapshot, self._strategy)
                 with self._lock:
-                    self._records += self._schedule.take_records()
+                    self._records += self._strategy.take_records()
             context = WorkerContext(
                 config=self._job.config,
                 method=self._method,
@@ -150,11 +150,11 @@ class Worker:
                 cuts=self._job.order.cuts,
                 feedback=self._feedback,
             )
-            schedule = self._make_schedule(context, transport, snapshot)
+            strategy = self._make_strategy(context, transport, snapshot)
             self._untrained_then = {**self._first_untrained, **snapshot.untrained}
             with self._lock:
-                self._generation, self._schedule = membership.generation, schedule
-                schedule.vote(**self._early_votes.pop(membership.generation, {}))
+                self._generation, self._strategy = membership.generation, strategy
+                strategy.vote(**self._early_votes.pop(membership.generation, {}))
                 now = membership.generation  # votes for generations that it was not in are void
                 self._early_votes = {g: v for g, v in self._early_votes.items() if g > now}
             self._seconds_at = (snapshot.seconds, time.monotonic())
@@ -179,7 +179,7 @@ class Worker:
             self._trained.keep_first(0)
         self.replica.partners = partners
 
-    def _make_schedule(
+    def _make_strategy(
         self, context: WorkerContext, transport: Any, snapshot: Snapshot
     ) -> Strategy:
         if self._method.is_sync:
@@ -237,20 +237,20 @@ class Worker:
             ExchangeError: the exchange failed.
             NonFiniteError: the replica diverged; it has become the center again.
         """
-        schedule = self._schedule
-        assert schedule is not None, "join comes first"
-        schedule.find_tuning()  # should it fail, there is nothing of this round to undo
-        if self._method.is_sync and len(schedule.exchanges) > 1:  # they arrive one by one
+        strategy = self._strategy
+        assert strategy is not None, "join comes first"
+        strategy.find_tuning()  # should it fail, there is nothing of this round to undo
+        if self._method.is_sync and len(strategy.exchanges) > 1:  # they arrive one by one
             self.replica.keep()
         try:
-            sums = self._exchange_once(schedule)
-            decision = schedule.settle(sums, self.local_step)
+            sums = self._exchange_once(strategy)
+            decision = strategy.settle(sums, self.local_step)
         except Exception as error:
-            schedule.undo_round()
+            strategy.undo_round()
             self.replica.undo_()
             self._is_behind = True
             if isinstance(error, NonFiniteError):
-                self._roll_back(schedule)
+                self._roll_back(strategy)
             raise
         self._trained.keep_first(0)
         keep = decision.keep
@@ -259,24 +259,24 @@ class Worker:
             with self._lock:
                 self._kept[keep] = state
         if decision.publishes:
-            self._publish_center(schedule, is_kept=keep is not None)
+            self._publish_center(strategy, is_kept=keep is not None)
         return decision.outcome
 
-    def _publish_center(self, schedule: Strategy, *, is_kept: bool) -> None:
+    def _publish_center(self, strategy: Strategy, *, is_kept: bool) -> None:
         with self.parts.measure("host_device_parameters"):
-            snapshot = schedule.snapshot(is_kept=is_kept, local_step=self.local_step)
+            snapshot = strategy.snapshot(is_kept=is_kept, local_step=self.local_step)
         if not snapshot.is_finite():
             self._is_spoiled = True
             raise NonFiniteCenterError(snapshot.round)
         self._publish(snapshot)
 
-    def _roll_back(self, schedule: Strategy) -> None:
+    def _roll_back(self, strategy: Strategy) -> None:
         """Let a replica that has diverged start over at the center.
 
         Raises:
             NonFiniteCenterError: that has diverged, too; the replica starts over where all do next.
         """
-        center = schedule.snapshot(is_kept=False, local_step=self.local_step)
+        center = strategy.snapshot(is_kept=False, local_step=self.local_step)
         if not center.is_finite():
             self._is_spoiled = True
             raise NonFiniteCenterError(center.round)
@@ -293,12 +293,12 @@ class Worker:
         self._losses = Losses(self.worker_id)
         self._feedback.clear()
 
-    def _exchange_once(self, schedule: Strategy) -> Header:
+    def _exchange_once(self, strategy: Strategy) -> Header:
         """Take a round's local steps; return the header sums of its last exchange."""
         began, waited_s = time.perf_counter(), self._waited()
-        round = schedule.next_round(self.local_step)
+        round = strategy.next_round(self.local_step)
         start, waited_for_turn_s = time.perf_counter(), self._waited() - waited_s
-        sums = self._take_steps(schedule, round)
+        sums = self._take_steps(strategy, round)
         self._losses.read()
         if round.num_steps:
             self._waited_s = self._waited() - waited_s
@@ -311,17 +311,17 @@ class Worker:
         """Return the seconds that this worker waited for exchanges so far."""
         return self.parts.as_dict()["device_device_parameters"]
 
-    def _take_steps(self, schedule: Strategy, round: Round) -> Header:
+    def _take_steps(self, strategy: Strategy, round: Round) -> Header:
         sums = Header()
         if not round.num_steps:  # the center has no work for this worker
             return sums
-        plan = plan_round(round.num_steps, fragments=len(schedule.exchanges), delay=round.delay)
+        plan = plan_round(round.num_steps, fragments=len(strategy.exchanges), delay=round.delay)
         steps = round.steps()
         self._feed.expect(steps, round.ahead)
         for step, (epoch, positions) in enumerate(steps):
-            self._notice_step(schedule)
-            self._begin_step(schedule, step)
-            step_plan = self._step_plan(schedule, *plan[step])
+            self._notice_step(strategy)
+            self._begin_step(strategy, step)
+            step_plan = self._step_plan(strategy, *plan[step])
             loss, arrived = self._step(step_plan, epoch, positions)
             sums = arrived or sums
             self._losses.add(self.local_step - 1, self._feed.num_in_batch, loss)
@@ -338,42 +338,42 @@ class Worker:
                 self._trained.add(epoch, positions)
                 self.local_step += 1
 
-    def _notice_step(self, schedule: Strategy) -> None:
+    def _notice_step(self, strategy: Strategy) -> None:
         if self._before_step is not None:
-            rank, num_workers = schedule.place
+            rank, num_workers = strategy.place
             self._before_step(
                 self.worker_id,
                 rank=rank,
                 num_workers=num_workers,
                 local_step=self.local_step,
-                round=schedule.version,
+                round=strategy.version,
                 seconds=self._elapsed_s(),
             )
 
-    def _step_plan(self, schedule: Strategy, begin: list[int], join: list[int]) -> StepPlan:
+    def _step_plan(self, strategy: Strategy, begin: list[int], join: list[int]) -> StepPlan:
         return StepPlan.around(
-            schedule.exchanges,
+            strategy.exchanges,
             begin,
             join,
-            make_header=lambda: self._make_header(schedule),
+            make_header=lambda: self._make_header(strategy),
             overlap=self._method.overlap,
         )
 
-    def _begin_step(self, schedule: Strategy, step: int) -> None:
+    def _begin_step(self, strategy: Strategy, step: int) -> None:
         """Set the learning rate for a step of this round, counted from 0."""
-        share_done = schedule.share_done(step, self.local_step)
-        lr = lr_at(self._method.optimizer, share_done, num_cuts=schedule.num_cuts)
+        share_done = strategy.share_done(step, self.local_step)
+        lr = lr_at(self._method.optimizer, share_done, num_cuts=strategy.num_cuts)
         self.replica.set_lr(lr)
-        schedule.begin_step(step, lr)
+        strategy.begin_step(step, lr)
 
-    def _make_header(self, schedule: Strategy) -> Header:
+    def _make_header(self, strategy: Strategy) -> Header:
         return Header(
             **self._losses.take(),
             distance=self.replica.distance_squared,
             step_s=self._step_s,
             waited_s=self._waited_s,
             elapsed_s=self._elapsed_s(),
-            **schedule.votes(),
+            **strategy.votes(),
         )
 
     def _elapsed_s(self) -> float:
@@ -384,7 +384,7 @@ class Worker:
     @property
     def round(self) -> int:
         """Rounds completed since the run began, or exchanges that the center has settled."""
-        return self._schedule.version if self._schedule else 0
+        return self._strategy.version if self._strategy else 0
 
     @property
     def copy_age(self) -> tuple[int, int]:
@@ -392,20 +392,20 @@ class Worker:
 
         One with values that are not finite is none. Not while it trains.
         """
-        if self._schedule is not None and not self.center().is_finite():
+        if self._strategy is not None and not self.center().is_finite():
             self._is_spoiled = True
             return -1, 0
-        return (self.round, self._schedule.num_changes) if self._schedule else (-1, 0)
+        return (self.round, self._strategy.num_changes) if self._strategy else (-1, 0)
 
     @property
     def copy_generation(self) -> int:
         """The generation that made its copy of the center; 0: the center itself made it."""
-        return self._generation if self._schedule and self._method.is_sync else 0
+        return self._generation if self._strategy and self._method.is_sync else 0
 
     @property
     def ledger_round(self) -> int:
         """The round up to which it knows the ledger; -1: it has no copy of the center."""
-        return self._schedule.ledger_round if self._schedule else -1
+        return self._strategy.ledger_round if self._strategy else -1
 
     # what others ask for
 
@@ -417,8 +417,8 @@ class Worker:
         has passed is ignored.
         """
         with self._lock:
-            if self._schedule is not None and generation == self._generation:
-                self._schedule.vote(**votes)
+            if self._strategy is not None and generation == self._generation:
+                self._strategy.vote(**votes)
             elif generation > self._generation:
                 self._early_votes.setdefault(generation, {}).update(votes)
 
@@ -428,8 +428,8 @@ class Worker:
         with self._lock:
             kept = tuple(self._kept)
             records, self._records = self._records, ()
-        if self._schedule is not None:
-            records += self._schedule.take_records()
+        if self._strategy is not None:
+            records += self._strategy.take_records()
         return WorkerReport(
             worker_id=self.worker_id,
             round=version,
@@ -442,8 +442,8 @@ class Worker:
             waited_s=self._waited_s,
             round_s=self._round_s,
             waiting_s=self.parts.since("device_device_parameters"),
-            allreduce=self._schedule.allreduce_report() if self._schedule else None,
-            choice=self._schedule.choice() if self._schedule else None,
+            allreduce=self._strategy.allreduce_report() if self._strategy else None,
+            choice=self._strategy.choice() if self._strategy else None,
             left_out=self._feed.left_out,
             told_s=time.monotonic(),
             cpu_s=time.process_time(),
@@ -451,8 +451,8 @@ class Worker:
 
     def center(self) -> Snapshot:
         """Return this worker's copy of the center, to go on from. Not while it trains."""
-        assert self._schedule, "join comes first"
-        return self._schedule.snapshot(is_kept=False, local_step=self.local_step)
+        assert self._strategy, "join comes first"
+        return self._strategy.snapshot(is_kept=False, local_step=self.local_step)
 
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at that round; older ones are dropped with it.
@@ -508,8 +508,8 @@ class Worker:
 
     def prepare_copy(self) -> Callable[[], None]:
         """Return what makes memory ready for a first checkpoint, in any thread."""
-        assert self._schedule is not None, "join comes first"
-        sizes, prepare_center = sizes_of(self.replica.tensors()), self._schedule.prepare_copy()
+        assert self._strategy is not None, "join comes first"
+        sizes, prepare_center = sizes_of(self.replica.tensors()), self._strategy.prepare_copy()
 
         def prepare() -> None:
             self._copies.prepare(sizes)

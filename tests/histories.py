@@ -369,7 +369,7 @@ class AllGradients(MeanGradient):
 
 def counting(rule, *, num_samples=25, **more):
     """Return a history whose center counts how often it was reached by each sample."""
-    plain = {"lr": 1.0, "schedule": "constant", "warmup": 0.0, "max_grad_norm": None}
+    plain = {"lr": 1.0, "lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
     images = tiny_images(num_samples)
     images = ImageSet(images.images, np.arange(num_samples), tuple(map(str, range(num_samples))))
     settings = config("local-sgd", optimizer=plain, **more)

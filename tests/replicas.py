@@ -24,7 +24,7 @@ from raydl.replica import Replica
 from raydl.rules import Elastic
 from raydl.task import Classification
 
-PLAIN = {"schedule": "constant", "warmup": 0.0, "max_grad_norm": None}
+PLAIN = {"lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
 
 
 def deep(image_shape, num_classes):

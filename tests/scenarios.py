@@ -21,7 +21,7 @@ def settings(method, *, exchange=None, period=2, lr=0.1, workers=2, **training):
     return TrainConfig(
         method=MethodConfig(name=method, period=period),
         training=TrainingConfig(**training),
-        optimizer=OptimizerConfig(lr=lr, schedule="constant", warmup=0.0, max_grad_norm=None),
+        optimizer=OptimizerConfig(lr=lr, lr_schedule="constant", warmup=0.0, clip_grad_norm=None),
         exchange=exchange or ExchangeConfig(timeout_s=20.0),
         scaling=ScalingConfig(num_workers=workers),
     )

@@ -50,7 +50,7 @@ def in_a_run(method, num_rounds, **exchange):
         method=method,
         training=TrainingConfig(epochs=1000, batch_size=4),
         optimizer=OptimizerConfig(
-            lr=LR, momentum=MOMENTUM, schedule="constant", warmup=0.0, max_grad_norm=None
+            lr=LR, momentum=MOMENTUM, lr_schedule="constant", warmup=0.0, clip_grad_norm=None
         ),
         exchange=ExchangeConfig(**exchange),
     )

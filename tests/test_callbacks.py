@@ -380,7 +380,7 @@ def test_a_task_without_accuracy_can_not_stop_at_one(tmp_path):
 def test_a_run_that_goes_on_counts_the_cuts_on_from_those_before(tmp_path):
     def cuts(*scores, **more):
         run = trainer(tmp_path / "run", *scores, **more)
-        plateau = OptimizerConfig(schedule="plateau", patience=0, warmup=0.0)
+        plateau = OptimizerConfig(lr_schedule="plateau", patience=0, warmup=0.0)
         run.config = dataclasses.replace(run.config, optimizer=plateau)
         run.fit()
         return newest_cuts(tmp_path / "run")

@@ -27,10 +27,10 @@ CASES = {
     "sync-sgd": config("sync-sgd", period=1),
     "sync-sgd, topk": config("sync-sgd", exchange={"compression": "topk:0.2"}),
     "sync-sgd, fragments": config(
-        "sync-sgd", optimizer={"lr": 0.1, "max_grad_norm": None}, exchange={"fragments": 2}
+        "sync-sgd", optimizer={"lr": 0.1, "clip_grad_norm": None}, exchange={"fragments": 2}
     ),
     "sync-sgd, adamw in fragments": config(
-        "sync-sgd", optimizer={"name": "adamw", "max_grad_norm": None}, exchange={"fragments": 2}
+        "sync-sgd", optimizer={"name": "adamw", "clip_grad_norm": None}, exchange={"fragments": 2}
     ),
     "sync-msgd": config("sync-msgd"),
     "local-sgd": config("local-sgd"),
@@ -209,7 +209,7 @@ def test_whatever_happens_every_sample_is_done_once_an_epoch(
     method, fragments, num_workers, events
 ):
     torch.set_num_threads(1)
-    optimizer = {"lr": 0.1, "max_grad_norm": None}
+    optimizer = {"lr": 0.1, "clip_grad_norm": None}
     case = config(method, exchange={"fragments": fragments}, optimizer=optimizer)
     history = History(case, images=tiny_images(40))
     play(history, num_workers, events)

@@ -25,7 +25,7 @@ def test_a_round_that_broke_after_its_first_fragment_leaves_the_center_as_it_was
     name, _, codec = method.partition(", ")
     name = name.removeprefix("streaming ")
     exchange = {**plain, "compression": codec} if codec else plain
-    case = config(name, period=4, exchange=exchange, optimizer={"lr": 0.1, "max_grad_norm": None})
+    case = config(name, period=4, exchange=exchange, optimizer={"lr": 0.1, "clip_grad_norm": None})
     history = History(case, images=tiny_images(100), model=with_buffer)
     history.train("w0", "w1", rounds=2)
     before = history.snapshot

@@ -118,7 +118,7 @@ def test_ray_starts_ahead_for_workers_unless_the_data_are_mistyped(
 
 
 def test_a_word_none_takes_a_limit_away():
-    assert cli.parse_train(["--optimizer.max-grad-norm", "None"]).optimizer.max_grad_norm is None
+    assert cli.parse_train(["--optimizer.clip-grad-norm", "None"]).optimizer.clip_grad_norm is None
     assert cli.parse_train(["--optimizer.nesterov", "true"]).optimizer.nesterov is True
 
 

@@ -87,7 +87,7 @@ def test_runs_are_interleaved_by_seed_and_all_else_is_equal(tmp_path):
     assert [(run.method, run.seed) for run in runs] == [
         ("sync-easgd", 0), ("async-easgd", 0), ("sync-easgd", 1), ("async-easgd", 1),
     ]  # fmt: skip
-    assert runs[1].schedule == "async"
+    assert runs[1].strategy == "async"
     assert runs[3].folder == tmp_path / "async-easgd/seed-1"
     assert {run.config.training.samples for run in runs} == {100}
     assert {run.config.scaling.num_workers for run in runs} == {2}
@@ -256,7 +256,7 @@ def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
     out = tmp_path / "out"
     settings, values, columns = rows_of_hparams(out / "sync-easgd/seed-0")
     assert (settings["method"], settings["seed"], settings["workers"]) == ("sync-easgd", 0, 2)
-    assert set(columns) == {"method", "schedule", "seed", "workers", "period", "lr"}
+    assert set(columns) == {"method", "strategy", "seed", "workers", "period", "lr"}
     assert values["compare/seconds_to_target"] == 20
     assert set(values) == set(COMPARED)
     assert not list((out / "async-easgd/seed-0").glob("*.compare"))

@@ -104,7 +104,7 @@ def test_unknown_methods_and_schedules_list_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean sync-easgd or"):
         resolve(TrainConfig(method=MethodConfig(name="sync-eagsd")))
     with pytest.raises(UnknownNameError, match="did you mean cosine"):
-        OptimizerConfig(schedule="cosin")
+        OptimizerConfig(lr_schedule="cosin")
 
 
 def test_nesterov_without_momentum_is_refused():

@@ -72,7 +72,7 @@ def test_a_run_that_a_callback_ends_is_finished_unless_a_signal_came_too(is_sync
 
 
 def test_scores_that_stand_still_cut_the_learning_rate_but_not_after_the_last_round():
-    plateau = OptimizerConfig(schedule="plateau", patience=0, warmup=0.0)
+    plateau = OptimizerConfig(lr_schedule="plateau", patience=0, warmup=0.0)
     stage = Stage(optimizer=plateau).start()
     stage.step(Published((0, 2)), scored(2))
     assert stage.step(Published((0, 2, 4)), scored(4)) == [("vote", "num_cuts")]

@@ -44,7 +44,7 @@ class SimWorker:
     """Of its loop; 0: it is in none."""
     round: int = 0
     done: int = 0
-    has_schedule: bool = False
+    has_strategy: bool = False
     has_entered: bool = False
     has_left: bool = False
     has_replica: bool = False
@@ -127,7 +127,7 @@ class SimCrew:
 
     def publish(self, worker_id):
         worker, life = self.workers[worker_id], self.life
-        assert worker.has_schedule, "join comes first"
+        assert worker.has_strategy, "join comes first"
         assert not worker.generation, "not while it trains"
         round = worker.round
 
@@ -145,7 +145,7 @@ class SimCrew:
         self.life += 1
         life, worker = self.life, self.workers[worker_id] if worker_id else None
         self.is_center_up, self.rounds = False, []
-        assert worker is None or worker.has_schedule, "join comes first"
+        assert worker is None or worker.has_strategy, "join comes first"
 
         def come_up():
             if life != self.life:
@@ -174,7 +174,7 @@ class SimCrew:
     def hand_over(self, worker_id, state):
         worker = self.workers[worker_id]
         assert worker.is_up, "it is not up yet"
-        assert not worker.has_schedule, "it has trained"
+        assert not worker.has_strategy, "it has trained"
         self.taken.append(state["replica"])
 
         def take():
@@ -307,7 +307,7 @@ class SimCrew:
             self.events.append(self._published())
 
     def _report(self, worker_id, worker):
-        records = (record(worker.round),) if self.is_sync and worker.has_schedule else ()
+        records = (record(worker.round),) if self.is_sync and worker.has_strategy else ()
         return WorkerReport(
             worker_id,
             worker.round,
@@ -351,7 +351,7 @@ class SimRounds(SimCrew):
             if not self.is_center_up:
                 self._leave(worker_id, Outcome.BROKEN, -1)
             elif not worker.is_dead:
-                worker.round, worker.done, worker.has_schedule = round, round, True
+                worker.round, worker.done, worker.has_strategy = round, round, True
 
     def _train(self):
         members = {w: self.workers.get(w) for w in self.members}

@@ -102,8 +102,8 @@ class SimMessages(SimCrew):
             for w in self.members
             if w in self.workers and self.workers[w].generation and not self.workers[w].has_left
         ]
-        if not worker.has_schedule or worker.round < self.version:
-            worker.has_schedule = True
+        if not worker.has_strategy or worker.round < self.version:
+            worker.has_strategy = True
         if self.done < self.last_round:
             self.version, self.done = self.version + 1, self.done + 1
         worker.round, worker.done = self.version, self.done

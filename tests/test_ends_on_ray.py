@@ -47,7 +47,7 @@ def test_a_run_ends_at_its_accuracy_and_its_best_center_is_kept(fit, tmp_path):
 def test_a_center_that_stands_still_cuts_the_rate_and_in_the_end_ends_the_run(fit, tmp_path):
     result = fit(
         training=TrainingConfig(epochs=5000, patience=4),
-        optimizer=OptimizerConfig(lr=1e-12, schedule="plateau", patience=1, warmup=0.0),
+        optimizer=OptimizerConfig(lr=1e-12, lr_schedule="plateau", patience=1, warmup=0.0),
     )
     assert result["ended_because"].startswith("no better accuracy than")
     checkpoint, _ = CheckpointStore(Storage(str(tmp_path / "run")), keep=9).read()

@@ -51,16 +51,16 @@ def test_schedules_are_those_of_torch_at_the_same_points(schedule, make_schedule
 
 
 def test_the_rate_is_a_function_of_the_share_of_the_run_and_of_the_cuts():
-    config = OptimizerConfig(lr=0.4, schedule="step", milestones="0.5", gamma=0.25, warmup=0.1)
+    config = OptimizerConfig(lr=0.4, lr_schedule="step", milestones="0.5", gamma=0.25, warmup=0.1)
     rates = [lr_at(config, share) for share in (0.05, 0.1, 0.49, 0.5, 1.0)]
     assert rates == pytest.approx([0.2, 0.4, 0.4, 0.1, 0.1])
-    plateau = OptimizerConfig(lr=0.4, schedule="plateau", gamma=0.5, warmup=0.0)
+    plateau = OptimizerConfig(lr=0.4, lr_schedule="plateau", gamma=0.5, warmup=0.0)
     assert [lr_at(plateau, 0.3, num_cuts=n) for n in range(3)] == pytest.approx([0.4, 0.2, 0.1])
 
 
 @pytest.mark.parametrize(("name", "sign"), [("accuracy", 1), ("loss", -1)])
 def test_the_center_stands_still_after_patience_evaluations_that_were_no_better(name, sign):
-    plateau = Plateau(OptimizerConfig(schedule="plateau", patience=1), num_cuts=2)
+    plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=1), num_cuts=2)
     scores = [0.5, 0.6, 0.6, 0.55, 0.6, 0.7, 0.6, 0.6]
     cuts = []
     for score in scores:
@@ -92,7 +92,7 @@ def test_a_driver_does_not_wait_for_the_compiler_that_torch_imports_with_an_opti
     ],
 )
 def test_a_plateau_is_told_from_progress_whatever_the_sign_of_the_score(name, scores, num_cuts):
-    plateau = Plateau(OptimizerConfig(schedule="plateau", patience=1))
+    plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=1))
     for score in scores:
         plateau.take({name: score})
     assert plateau.num_cuts == num_cuts
@@ -100,7 +100,7 @@ def test_a_plateau_is_told_from_progress_whatever_the_sign_of_the_score(name, sc
 
 def test_no_cut_is_told_of_that_can_not_come():
     stage = Stage().start()
-    stage.controller._known.plateau = Plateau(OptimizerConfig(schedule="plateau", patience=0))
+    stage.controller._known.plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
     stage.step(scored(1))
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     stage.step(scored(9))
@@ -108,7 +108,7 @@ def test_no_cut_is_told_of_that_can_not_come():
 
 
 def plateau_of(method):
-    config = settings(method, lr=0.1, schedule="plateau", training={"steps": 12, "epochs": None})
+    config = settings(method, lr=0.1, lr_schedule="plateau", training={"steps": 12, "epochs": None})
     return Ensemble(config, num_workers=2, images=tiny_images(96)).join()
 
 
@@ -142,7 +142,7 @@ def test_by_messages_the_assignment_tell_how_often_to_cut():
 
 def test_workers_are_told_of_cuts_and_told_again_when_they_form_anew():
     stage = Stage().start()
-    stage.controller._known.plateau = Plateau(OptimizerConfig(schedule="plateau", patience=0))
+    stage.controller._known.plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
     assert stage.step(scored(1)) == []
     assert ("vote", "num_cuts") in stage.step(scored(2))
     assert "the center stands still at accuracy 0.5000" in stage.said[-1]

@@ -146,7 +146,7 @@ def test_a_worker_trains_by_memory_as_it_does_by_message(method):
         run = Ensemble(
             job(method), num_workers=1, images=tiny_images(48), has_neighbours=has_neighbours
         ).join()
-        kind = type(run.workers[0]._schedule.exchanges[0])
+        kind = type(run.workers[0]._strategy.exchanges[0])
         assert (kind is MappedExchange) == has_neighbours
         assert run.run() == [Outcome.FINISHED]
         ends.append((run.center().weights, run.workers[0].replica.flat.weights.clone()))

@@ -21,7 +21,7 @@ ELASTIC = [
     for name, row in METHODS.items()
     if isinstance(row.make_rule(MethodConfig(outer_lr=1.0, outer_momentum=0.0)), Elastic)
 ]
-SYNC = [name for name, row in METHODS.items() if row.schedule == "sync"]
+SYNC = [name for name, row in METHODS.items() if row.strategy == "sync"]
 BY_MESSAGES = [name for name in METHODS if name not in SYNC]
 
 
@@ -175,7 +175,7 @@ def test_overlapped_or_not_sync_easgd_gives_the_same_bits(resident):
         ("async-sgd", "local-sgd"),
     ],
 )
-def test_one_worker_alone_is_the_same_under_every_schedule(alone, reference):
+def test_one_worker_alone_is_the_same_under_every_strategy(alone, reference):
     first = center_of(settings(alone, epochs=2, workers=1), num_workers=1)
     assert np.array_equal(first, center_of(settings(reference, epochs=2, workers=1), num_workers=1))
 

@@ -143,9 +143,9 @@ def test_a_rule_is_found_by_module_and_class():
     method = resolve(config)
     assert isinstance(method.rule, Rule)
     assert type(method.rule).__name__ == "Halfway"
-    assert (method.schedule, method.period) == ("sync", 4)
-    by_messages = MethodConfig(name="test_methods_by_hand:Halfway", schedule="hogwild")
-    assert resolve(TrainConfig(method=by_messages)).schedule == "hogwild"
+    assert (method.strategy, method.period) == ("sync", 4)
+    by_messages = MethodConfig(name="test_methods_by_hand:Halfway", strategy="hogwild")
+    assert resolve(TrainConfig(method=by_messages)).strategy == "hogwild"
 
 
 def test_the_rule_of_the_docs_is_twenty_lines_and_trains(root, tmp_path, monkeypatch):
@@ -154,9 +154,9 @@ def test_the_rule_of_the_docs_is_twenty_lines_and_trains(root, tmp_path, monkeyp
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     (tmp_path / "my_rules.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    for schedule in ("sync", "hogwild"):
+    for strategy in ("sync", "hogwild"):
         config = settings("my_rules:SignElastic", epochs=6, lr=0.05)
-        method = dataclasses.replace(config.method, schedule=schedule)
+        method = dataclasses.replace(config.method, strategy=strategy)
         images = tiny_images(31)
         ensemble = Ensemble(
             dataclasses.replace(config, method=method), num_workers=2, images=images
@@ -193,10 +193,10 @@ def test_a_run_takes_a_rule_that_no_module_holds(tmp_path):
     assert result.metrics["samples"] == 96
 
 
-@pytest.mark.parametrize("schedule", [None, "async"])
-def test_a_run_takes_a_rule_of_ones_own(tmp_path, schedule):
+@pytest.mark.parametrize("strategy", [None, "async"])
+def test_a_run_takes_a_rule_of_ones_own(tmp_path, strategy):
     trainer = trainer_of(Halfway(), tmp_path)
-    method = dataclasses.replace(trainer.config.method, schedule=schedule)
+    method = dataclasses.replace(trainer.config.method, strategy=strategy)
     trainer.config = dataclasses.replace(trainer.config, method=method)
     result = trainer.fit()
     assert result.metrics["samples"] == 96
@@ -229,7 +229,7 @@ def test_a_rule_that_is_none_is_told(name, sentence):
     [
         ("sync-easgd", {"method": {"beta": 1.2}}, "method.beta must be in (0, 1] where all"),
         ("async-easgd", {"method": {"beta": 2.5}}, "method.beta must be at most the 2 workers"),
-        ("sync-easgd", {"method": {"schedule": "async"}}, "method.schedule of sync-easgd is sync"),
+        ("sync-easgd", {"method": {"strategy": "async"}}, "method.strategy of sync-easgd is sync"),
         ("sync-easgd", {"method": {"outer_lr": 0.5}}, "method.outer_lr has no meaning for sync-ea"),
         ("sync-easgd", {"exchange": {"fragments": 11}}, "exchange.fragments must be at most the p"),
         ("sync-easgd", {"exchange": {"delay": 10}}, "exchange.delay must be less than period / fr"),
@@ -270,7 +270,7 @@ def test_a_rule_that_is_none_is_told(name, sentence):
         (
             "sync-sgd",
             {"exchange": {"fragments": 2}, "method": {"period": 4}},
-            "optimizer.max_grad_norm must be None for sync-sgd in fragments or shards",
+            "optimizer.clip_grad_norm must be None for sync-sgd in fragments or shards",
         ),
         (
             "async-easgd",

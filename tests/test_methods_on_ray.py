@@ -42,7 +42,7 @@ def settings(method, **exchange):
     return TrainConfig(
         method=MethodConfig(name=method, period=4),
         training=TrainingConfig(epochs=4, batch_size=3),
-        optimizer=OptimizerConfig(lr=0.05, schedule="constant", warmup=0.0),
+        optimizer=OptimizerConfig(lr=0.05, lr_schedule="constant", warmup=0.0),
         exchange=ExchangeConfig(timeout_s=20.0, **exchange),
     )
 
@@ -97,7 +97,7 @@ def test_every_method_trains_among_actors_and_counts_every_sample(actors, method
     config = settings(method)
     snapshot = train(actors, config)
     check(config, snapshot)
-    if METHODS[method].schedule in ("sync", "round_robin"):
+    if METHODS[method].strategy in ("sync", "round_robin"):
         # Order and sums are the same as among threads, and with two workers so are the bits.
         threads = Ensemble(config, num_workers=NUM_WORKERS, images=IMAGES).join()
         threads.run()

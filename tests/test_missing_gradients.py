@@ -26,7 +26,7 @@ from raydl.replica import Replica
 from raydl.rules import Elastic
 from raydl.task import Classification
 
-PLAIN = {"schedule": "constant", "warmup": 0.0, "max_grad_norm": None}
+PLAIN = {"lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
 
 
 class Experts(nn.Module):
@@ -106,7 +106,7 @@ def test_ten_steps_of_two_experts_are_torch_optim_bit_for_bit(name, num_both):
 def test_matrices_alone_decay_and_gradients_are_clipped_as_in_torch():
     config = OptimizerConfig(
         name="adamw", lr=0.05, weight_decay=0.3, decay_only_matrices=True,
-        **{**PLAIN, "max_grad_norm": 0.1},
+        **{**PLAIN, "clip_grad_norm": 0.1},
     )  # fmt: skip
     replica, reference = pair(config, num_both=2)
     parameters = list(reference.parameters())

@@ -42,7 +42,7 @@ class Explodes(Classification):
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("method", METHODS)
 def test_bad_weights_are_refused_with_worker_and_step(method, value, is_mapped):
-    case = config(method, period=2, optimizer={"lr": 0.1, "max_grad_norm": None})
+    case = config(method, period=2, optimizer={"lr": 0.1, "clip_grad_norm": None})
     task = Explodes(value, at=3)
     ensemble = Ensemble(case, num_workers=1, task=task, has_neighbours=is_mapped).join()
     with pytest.raises(StepError) as error:
@@ -69,7 +69,7 @@ def test_bad_statistics_are_refused(method):
 
 
 def test_the_others_of_a_round_keep_their_center():
-    case = config("sync-easgd", period=2, optimizer={"lr": 0.1, "max_grad_norm": None})
+    case = config("sync-easgd", period=2, optimizer={"lr": 0.1, "clip_grad_norm": None})
     history = History(case, task=Explodes(math.nan, at=3))
     with pytest.raises(StepError):
         history.train("w0", "w1")

@@ -83,7 +83,7 @@ def test_only_matrices_decay_where_that_is_asked_for(name):
 
 @pytest.mark.parametrize("settings", [{}, {"decay_only_matrices": True}, {"name": "adafactor"}])
 def test_a_gradient_is_shortened_over_all_groups_together(settings):
-    config = OptimizerConfig(lr=0.5, **{**PLAIN, "max_grad_norm": 0.01}, **settings)
+    config = OptimizerConfig(lr=0.5, **{**PLAIN, "clip_grad_norm": 0.01}, **settings)
     replica, reference = replica_of(config)
     optimizer = OPTIMIZERS[config.name](reference.parameters(), lr=0.5)
     ours, theirs = steps_of_both(replica, reference, optimizer, max_norm=0.01)
@@ -170,7 +170,9 @@ def test_an_optimizer_that_no_checkpoint_keeps_is_refused_before_the_start(tmp_p
 
 
 def test_an_optimizer_of_ones_own_is_found_by_module_and_name():
-    config = TrainConfig(optimizer=OptimizerConfig(name=f"{__name__}:two_rates", schedule="linear"))
+    config = TrainConfig(
+        optimizer=OptimizerConfig(name=f"{__name__}:two_rates", lr_schedule="linear")
+    )
     method = resolve(config)
     assert method.own_optimizer is two_rates
     assert method.optimizer.lr == 0.01
@@ -252,16 +254,19 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         (
             {
                 "training": {"deterministic": True},
-                "schedule": "plateau",
+                "lr_schedule": "plateau",
             },
-            "training.deterministic can not be kept with optimizer.schedule plateau",
+            "training.deterministic can not be kept with optimizer.lr_schedule plateau",
         ),
         ({"milestones": "0.5,x"}, "optimizer.milestones must be numbers by comma"),
         ({"milestones": "0.7,0.5"}, "optimizer.milestones must be rising shares"),
-        ({"schedule": "step", "milestones": "0.01"}, "must come after the warm-up of 0.05"),
+        ({"lr_schedule": "step", "milestones": "0.01"}, "must come after the warm-up of 0.05"),
         ({"gamma": 1.5}, "optimizer.gamma must be in (0, 1), got 1.5"),
         ({"training": {"precision": "fp8"}}, "training.precision has no 'fp8'"),
-        ({"training": {"accumulate": 65}}, "training.accumulate must be at most the 64 samples"),
+        (
+            {"training": {"microbatches": 65}},
+            "training.microbatches must be at most the 64 samples",
+        ),
         ({"training": {"label_smoothing": 1.0}}, "training.label_smoothing must be in [0, 1)"),
     ],
 )
@@ -274,7 +279,7 @@ def test_a_decay_of_matrices_alone_is_refused_where_the_center_is_in_parts():
         method="sync-msgd",
         exchange={"fragments": 2},
         decay_only_matrices=True,
-        max_grad_norm=None,
+        clip_grad_norm=None,
         momentum=0.5,
     )
     assert "exchange.fragments" in sentence
@@ -304,7 +309,7 @@ def test_a_function_that_returns_no_optimizer_is_told_so():
 
 def test_a_center_without_a_lock_steps_with_sgd_alone():
     config = TrainConfig(
-        method=MethodConfig(name="raydl.rules:MeanGradient", schedule="hogwild"),
+        method=MethodConfig(name="raydl.rules:MeanGradient", strategy="hogwild"),
         optimizer=OptimizerConfig(name="adamw"),
     )
     with pytest.raises(ConfigError, match=r"optimizer\.name must be sgd .*, got adamw"):
@@ -343,7 +348,7 @@ def test_a_command_trains_with_an_optimizer_by_module_and_name_and_goes_on_with_
 
 
 def test_a_function_has_the_settings_that_are_given_around_it():
-    around = OptimizerConfig(lr=0.5, schedule="linear", warmup=0.25, max_grad_norm=0.1)
+    around = OptimizerConfig(lr=0.5, lr_schedule="linear", warmup=0.25, clip_grad_norm=0.1)
     trainer = raydl.Trainer("mlp", "digits", make_optimizer=adam_of_mine, optimizer=around)
     method = resolve(trainer.config, None, trainer.own_optimizer)
     assert method.own_optimizer is adam_of_mine

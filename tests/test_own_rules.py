@@ -72,7 +72,7 @@ class Nested(Halfway):
 
 
 class Misspelt(Halfway):
-    schedule = "asynchronous"
+    strategy = "asynchronous"
 
 
 class MisspeltName(Halfway):
@@ -222,7 +222,7 @@ class WithMomentum(Halfway):
 class Waits(Outer):
     """Steps with every fourth message."""
 
-    schedule = "async"
+    strategy = "async"
 
     def update_center_(self, center, total, tally, optimizer):
         state = optimizer.state[center]

@@ -40,9 +40,9 @@ SCHEDULES = ("sync", "async", "hogwild", "round_robin")
 OVERLAPS = [(s, o) for s in SCHEDULES for o in (False, True) if (s, o) != ("round_robin", True)]
 
 
-def make_plan(schedule="sync", **settings):
+def make_plan(strategy="sync", **settings):
     defaults = {"period": 4, "overlaps": False, "step_s": 3.0, "num_bytes": 8, "batch_size": 10}
-    return Plan(schedule=schedule, **{**defaults, **settings})
+    return Plan(strategy=strategy, **{**defaults, **settings})
 
 
 # worked by hand
@@ -124,12 +124,12 @@ def test_numbers_of_workers_double_up_to_the_last():
 # limits and monotony
 
 
-@pytest.mark.parametrize("schedule", ["sync", "async", "hogwild"])
+@pytest.mark.parametrize("strategy", ["sync", "async", "hogwild"])
 @pytest.mark.parametrize("num_workers", [1, 7, 4096])
-def test_a_network_that_costs_nothing_scales_perfectly(schedule, num_workers):
-    found = predict(make_plan(schedule), INSTANT, num_workers)
+def test_a_network_that_costs_nothing_scales_perfectly(strategy, num_workers):
+    found = predict(make_plan(strategy), INSTANT, num_workers)
     assert (found.efficiency, found.communication_share, found.exchange_s) == (1.0, 0.0, 0.0)
-    assert best_period(make_plan(schedule), INSTANT, num_workers) == 1
+    assert best_period(make_plan(strategy), INSTANT, num_workers) == 1
 
 
 def test_one_worker_of_a_synchronous_method_does_not_communicate():
@@ -142,9 +142,9 @@ def test_in_round_robin_even_a_network_that_costs_nothing_leaves_one_worker_acti
     assert predict(make_plan("round_robin"), INSTANT, 8).efficiency == 1 / 8
 
 
-@pytest.mark.parametrize(("schedule", "overlaps"), OVERLAPS)
-def test_a_worse_network_and_more_workers_never_help(schedule, overlaps):
-    plan = make_plan(schedule, overlaps=overlaps, step_s=1e-3, num_bytes=LENET_BYTES)
+@pytest.mark.parametrize(("strategy", "overlaps"), OVERLAPS)
+def test_a_worse_network_and_more_workers_never_help(strategy, overlaps):
+    plan = make_plan(strategy, overlaps=overlaps, step_s=1e-3, num_bytes=LENET_BYTES)
     networks = [parse_network(name) for name in ("fdr", "qdr", "10gbe-iwarp", "1gbe")]
     for count in (1, 2, 3, 4, 8, 31, 64, 1000):
         shares = [predict(plan, network, count).communication_share for network in networks]
@@ -153,9 +153,9 @@ def test_a_worse_network_and_more_workers_never_help(schedule, overlaps):
     assert scaling == sorted(scaling, reverse=True)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_longer_period_and_a_longer_step_never_raise_the_share_of_communication(schedule):
-    plan = make_plan(schedule, step_s=1e-3, num_bytes=LENET_BYTES)
+@pytest.mark.parametrize("strategy", SCHEDULES)
+def test_a_longer_period_and_a_longer_step_never_raise_the_share_of_communication(strategy):
+    plan = make_plan(strategy, step_s=1e-3, num_bytes=LENET_BYTES)
     by_period = [
         predict(dataclasses.replace(plan, period=t), FDR, 64).communication_share
         for t in (1, 2, 5, 100)
@@ -168,10 +168,10 @@ def test_a_longer_period_and_a_longer_step_never_raise_the_share_of_communicatio
     assert by_step == sorted(by_step, reverse=True)
 
 
-@pytest.mark.parametrize("schedule", ["sync", "async"])
+@pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize("num_workers", [2, 8, 100])
-def test_the_best_period_keeps_the_target_and_one_less_does_not(schedule, num_workers):
-    plan = make_plan(schedule, step_s=1e-3, num_bytes=LENET_BYTES)
+def test_the_best_period_keeps_the_target_and_one_less_does_not(strategy, num_workers):
+    plan = make_plan(strategy, step_s=1e-3, num_bytes=LENET_BYTES)
     gigabit = parse_network("1gbe")
     best = best_period(plan, gigabit, num_workers, target=0.05)
     shares = [
@@ -181,10 +181,10 @@ def test_the_best_period_keeps_the_target_and_one_less_does_not(schedule, num_wo
     assert shares[0] > 0.05 >= shares[1]
 
 
-@pytest.mark.parametrize(("schedule", "overlaps"), OVERLAPS)
-def test_what_a_worker_does_not_wait_it_computes(schedule, overlaps):
+@pytest.mark.parametrize(("strategy", "overlaps"), OVERLAPS)
+def test_what_a_worker_does_not_wait_it_computes(strategy, overlaps):
     for count in (1, 3, 50):
-        found = predict(make_plan(schedule, overlaps=overlaps), SLOW, count)
+        found = predict(make_plan(strategy, overlaps=overlaps), SLOW, count)
         assert found.communication_share + found.efficiency == pytest.approx(1)
         assert 0 <= found.hidden_s <= found.exchange_s
 
@@ -380,9 +380,9 @@ def test_sums_among_processes_take_what_was_predicted(tmp_path):
         ({"step_s": float("nan")}, "step_s must be a positive number of seconds, got nan"),
         ({"period": 0}, "period must be 1 or more, got 0"),
         ({"num_bytes": 0}, "num_bytes must be 1 or more, got 0"),
-        ({"schedule": "rounds"}, "schedule has no 'rounds'; did you mean round_robin?"),
+        ({"strategy": "rounds"}, "strategy has no 'rounds'; did you mean round_robin?"),
         ({"center_shards": 2}, "center_shards has no meaning where all exchange at once"),
-        ({"schedule": "round_robin", "overlaps": True}, "overlaps has no meaning in round_robin"),
+        ({"strategy": "round_robin", "overlaps": True}, "overlaps has no meaning in round_robin"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(settings, sentence):
@@ -441,13 +441,13 @@ def test_every_named_method_can_be_planned(method, capsys):
 class InTurn(Elastic):
     """A rule of one's own whose workers go in rank order."""
 
-    schedule = "round_robin"
+    strategy = "round_robin"
 
 
 def test_a_rule_of_ones_own_in_round_robin_is_planned_with_nothing_hidden(capsys):
     assert run_plan("--workers", "8", "--method", f"{__name__}:InTurn", "--json") == 0
     [found] = json.loads(capsys.readouterr().out)["methods"]
-    assert (found["schedule"], found["overlaps"]) == ("round_robin", False)
+    assert (found["strategy"], found["overlaps"]) == ("round_robin", False)
 
 
 def test_the_command_prints_json(capsys):
@@ -458,8 +458,8 @@ def test_the_command_prints_json(capsys):
         "name": "1e-5,1e-9", "latency_s": 1e-5, "seconds_per_byte": 1e-9
     }  # fmt: skip
     sync, by_messages = found["methods"]
-    assert (sync["schedule"], sync["overlaps"], sync["center_shards"]) == ("sync", True, 1)
-    assert (by_messages["schedule"], by_messages["overlaps"]) == ("async", False)
+    assert (sync["strategy"], sync["overlaps"], sync["center_shards"]) == ("sync", True, 1)
+    assert (by_messages["strategy"], by_messages["overlaps"]) == ("async", False)
     assert by_messages["center_shards"] == 2
     plan = make_plan(
         period=10, overlaps=True, step_s=0.004, num_bytes=LENET_BYTES, batch_size=64

@@ -106,7 +106,7 @@ def test_a_run_takes_what_was_predicted_of_it(cluster, tmp_path, method, num_wor
     """
     found = train(cluster, tmp_path / "run", method, num_workers)
     plan = Plan(
-        schedule="sync",
+        strategy="sync",
         period=PERIOD,
         overlaps=method == "sync-easgd",
         step_s=found.step_s,

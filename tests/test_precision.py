@@ -19,8 +19,8 @@ from raydl.task import Classification, LanguageModel, task_for, task_on
 def test_a_batch_in_parts_has_the_gradient_of_the_whole(rule, num_parts):
     (batch,) = batches(1, size=8)
     results = []
-    for accumulate in (1, num_parts):
-        training = TrainingConfig(batch_size=8, accumulate=accumulate)
+    for microbatches in (1, num_parts):
+        training = TrainingConfig(batch_size=8, microbatches=microbatches)
         replica, _ = replica_of(OptimizerConfig(lr=0.1), rule=rule, training=training)
         loss, _ = replica.step(batch)
         results.append((loss, replica.flat.weights, replica.flat.gradients))
@@ -29,7 +29,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(rule, num_parts):
 
 
 def test_less_samples_than_parts_make_a_step_all_the_same():
-    training = TrainingConfig(batch_size=8, accumulate=8)
+    training = TrainingConfig(batch_size=8, microbatches=8)
     replica, _ = replica_of(OptimizerConfig(lr=0.1), training=training)
     before = replica.flat.weights.clone()
     replica.step(batches(1, size=3)[0])
@@ -47,7 +47,7 @@ def test_the_tail_of_an_epoch_makes_fewer_parts_not_smaller_ones(num_samples, si
             seen.append(len(inputs))
             return inputs
 
-    training = TrainingConfig(batch_size=64, accumulate=4)
+    training = TrainingConfig(batch_size=64, microbatches=4)
     model = lambda *shape: nn.Sequential(Seen(), deep(*shape))  # noqa: E731
     replica, _ = replica_of(OptimizerConfig(lr=0.1), model=model, training=training)
     replica.step(batches(1, size=num_samples)[0])

@@ -337,7 +337,7 @@ def test_workers_come_and_go_and_die_and_the_others_go_on(name, exchange):
     loops.until(["w1", "w2", "w3"], 3)
     for center in loops.stop()[1:]:
         assert torch.isfinite(center["weight"]).all()
-    if METHODS[name].schedule == "sync":  # every rank has the same center after the same round
+    if METHODS[name].strategy == "sync":  # every rank has the same center after the same round
         assert max(len(same) for same in loops.centers.values()) == 1
 
 

@@ -42,7 +42,7 @@ def make_replica(rule, config):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_ten_steps_without_exchange_are_torch_optim_bit_for_bit(momentum):
-    config = OptimizerConfig(lr=0.1, momentum=momentum, weight_decay=0.01, max_grad_norm=None)
+    config = OptimizerConfig(lr=0.1, momentum=momentum, weight_decay=0.01, clip_grad_norm=None)
     replica, reference = make_replica(Elastic(0.9), config)
     optimizer = torch.optim.SGD(
         reference.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01
@@ -59,7 +59,7 @@ def test_ten_steps_without_exchange_are_torch_optim_bit_for_bit(momentum):
 
 
 def test_a_gradient_that_is_too_long_is_shortened_to_the_limit():
-    config = OptimizerConfig(lr=1.0, momentum=0.0, max_grad_norm=0.001)
+    config = OptimizerConfig(lr=1.0, momentum=0.0, clip_grad_norm=0.001)
     replica, _ = make_replica(Elastic(0.9), config)
     before = replica.flat.weights.clone()
     replica.step(batches(tiny_images()).batch(np.arange(8)))
@@ -69,7 +69,7 @@ def test_a_gradient_that_is_too_long_is_shortened_to_the_limit():
 def test_a_replica_that_starts_over_has_no_memory_of_its_optimizer():
     """Adam's first step has the length of its rate, whatever was before."""
     torch.manual_seed(0)
-    optimizer = OptimizerConfig(name="adam", lr=0.1, max_grad_norm=None)
+    optimizer = OptimizerConfig(name="adam", lr=0.1, clip_grad_norm=None)
     replica, _ = make_replica(Elastic(0.9), optimizer)
     fresh, _ = make_replica(Elastic(0.9), optimizer)
     data = batches(tiny_images(40))
@@ -146,7 +146,7 @@ def config(method, **training):
     return TrainConfig(
         method=MethodConfig(name=method, period=training.pop("period", None)),
         training=TrainingConfig(**training),
-        optimizer=OptimizerConfig(lr=0.1, schedule="constant", warmup=0.0, max_grad_norm=None),
+        optimizer=OptimizerConfig(lr=0.1, lr_schedule="constant", warmup=0.0, clip_grad_norm=None),
     )
 
 

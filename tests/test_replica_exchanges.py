@@ -63,7 +63,7 @@ def replica_of(rule, *, lr=1e-30, has_dynamic_weights=False, training=None):
         FlatModel(task.build_model(SHAPE)),
         task,
         rule=rule,
-        make_optimizer=make_optimizer(OptimizerConfig(lr=lr, max_grad_norm=None)),
+        make_optimizer=make_optimizer(OptimizerConfig(lr=lr, clip_grad_norm=None)),
         time_parts=TimeParts(),
         training=training or TrainingConfig(batch_size=8),
         has_dynamic_weights=has_dynamic_weights,
@@ -189,9 +189,9 @@ def test_a_replica_that_is_suddenly_far_is_pulled_hard_and_sends_little():
 # the gradient of a step
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole(accumulate):
-    training = TrainingConfig(batch_size=8, accumulate=accumulate)
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole(microbatches):
+    training = TrainingConfig(batch_size=8, microbatches=microbatches)
     replica = replica_of(MeanGradient(), training=training)
     reference = copy.deepcopy(replica.flat.model)
     inputs, labels = batch_of()

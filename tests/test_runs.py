@@ -200,7 +200,7 @@ def test_a_users_own_exception_arrives_with_its_own_traceback(tmp_path):
 
 
 def test_a_loss_that_explodes_names_worker_and_step(tmp_path):
-    run = Run(tmp_path / "run", "--lr", "1e20", "--optimizer.max-grad-norm", "None")
+    run = Run(tmp_path / "run", "--lr", "1e20", "--optimizer.clip-grad-norm", "None")
     assert run.wait() == 1, run.output
     assert "error: the loss became" in run.output
     assert "lower optimizer.lr" in run.output

@@ -451,8 +451,8 @@ def test_a_streamed_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
 
     stopped = whole_run(data, method, num_workers).join()
     stopped.run(4)
-    schedule = stopped.workers[0]._schedule
-    snapshot = schedule.snapshot(is_kept=True, local_step=stopped.workers[0].local_step)
+    strategy = stopped.workers[0]._strategy
+    snapshot = strategy.snapshot(is_kept=True, local_step=stopped.workers[0].local_step)
     states = {worker.worker_id: worker._state_dict() for worker in stopped.workers}
     checkpoint = checkpoint_of(Collected(snapshot, states), stopped.flat, seconds=0.0)
     assert checkpoint.state["ledger"]["reserved"]
@@ -462,13 +462,13 @@ def test_a_streamed_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     assert np.array_equal(resumed.newest.weights, uninterrupted.newest.weights)
 
 
-def test_workers_of_every_schedule_take_blocks_of_their_own(folder):
+def test_workers_of_every_strategy_take_blocks_of_their_own(folder):
     """A worker's first round lies in one block, and it knows what comes after."""
     data = load(str(folder), input=STREAMED)
     cuts = data.train.order(0).cuts(0)
     for method in ("sync-easgd", "async-easgd"):
         ensemble = whole_run(data, method, 2).join()
-        rounds = [worker._schedule.next_round(0) for worker in ensemble.workers]
+        rounds = [worker._strategy.next_round(0) for worker in ensemble.workers]
         spans = [round.claims[0].spans for round in rounds]
         blocks = [{int(np.searchsorted(cuts, a, "right")) for a, _ in s} for s in spans]
         assert blocks[0] != blocks[1]

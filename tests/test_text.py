@@ -288,7 +288,7 @@ def test_the_center_of_a_run_loads_into_plain_pytorch(run):
 
 
 def test_a_run_on_a_text_that_is_resumed_ends_with_the_bits_of_one_that_was_not(run, tmp_path):
-    words = [str(run.parent / "a.txt"), "--model", "gpt-nano", "--schedule", "constant"]
+    words = [str(run.parent / "a.txt"), "--model", "gpt-nano", "--lr-schedule", "constant"]
     # A run that is extended has exchanged at the end that it had: here, as after each step.
     words += ["--optimizer.warmup", "0", "--period", "1"]
     assert train(tmp_path / "whole", *words, "--epochs", "2") == 0

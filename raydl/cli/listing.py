@@ -14,10 +14,10 @@ def list_methods(arguments: Sequence[str]) -> int:
     from raydl.methods import METHODS
 
     rows = [
-        (r.name, r.schedule, str(r.period), f"{r.lr:g}", f"{r.momentum:g}", r.sentence)
+        (r.name, r.strategy, str(r.period), f"{r.lr:g}", f"{r.momentum:g}", r.sentence)
         for r in METHODS.values()
     ]
-    print_table(("method", "schedule", "period", "lr", "momentum", "what it does"), rows)
+    print_table(("method", "strategy", "period", "lr", "momentum", "what it does"), rows)
     print("\nequations and sources: docs/algorithms.md; your own: --method module:Class")
     return 0
 

@@ -222,11 +222,11 @@ def _outlook(
     from raydl.rules import Sends
 
     plan = Plan(
-        schedule=method.schedule,
+        strategy=method.strategy,
         period=method.period,
         overlaps=method.overlap
         and method.rule.sends is Sends.WEIGHTS
-        and method.schedule != "round_robin",  # a rule of one's own; the model hides nothing there
+        and method.strategy != "round_robin",  # a rule of one's own; the model hides nothing there
         step_s=workload.step_s,
         num_bytes=workload.num_bytes,
         batch_size=options.batch_size,

@@ -35,7 +35,7 @@ class Run:
     """One run: what was planned, and what came of it."""
 
     method: str
-    schedule: str
+    strategy: str
     seed: int
     config: TrainConfig
     """All settings, the method's own defaults written out."""
@@ -69,7 +69,7 @@ class Run:
         seconds, samples = (x if math.isfinite(x) else None for x in self.to_target(target))
         return {
             "method": self.method,
-            "schedule": self.schedule,
+            "strategy": self.strategy,
             "seed": self.seed,
             "folder": str(self.folder),
             "status": self.status,
@@ -99,7 +99,7 @@ class Row:
     """What the complete runs of one method came to."""
 
     method: str
-    schedule: str
+    strategy: str
     num_runs: int
     num_planned: int
     num_reached: int
@@ -139,7 +139,7 @@ def _row(runs: Sequence[Run], target: float) -> Row:
     parts = [figures["time_parts"] for figures in done]
     return Row(
         method=runs[0].method,
-        schedule=runs[0].schedule,
+        strategy=runs[0].strategy,
         num_runs=len(done),
         num_planned=len(runs),
         num_reached=sum(figures["seconds_to_target"] is not None for figures in done),

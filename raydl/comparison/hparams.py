@@ -22,7 +22,7 @@ def settings_of(run: Run) -> dict[str, Any]:
     workers = config.scaling.wanted()
     values = {
         "method": run.method,
-        "schedule": run.schedule,
+        "strategy": run.strategy,
         "seed": run.seed,
         "workers": int(workers) if workers.isdigit() else workers,
         "batch_size": config.training.batch_size,

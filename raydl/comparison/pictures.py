@@ -101,7 +101,7 @@ def _accuracy(groups: Mapping[str, Sequence[Mapping[str, Any]]], axis: str, targ
     colors = _colors(list(groups))
     longest = 0.0
     for name, runs in groups.items():
-        style = {"color": colors[name], "linestyle": _STYLES[runs[0]["schedule"]]}
+        style = {"color": colors[name], "linestyle": _STYLES[runs[0]["strategy"]]}
         curves = [_curve(run, axis) for run in runs]
         for x, y in curves if len(curves) > 1 else []:
             axes.plot(x, y, linewidth=0.6, alpha=0.3, **style)

@@ -19,7 +19,7 @@ from raydl.redaction import redact
 from raydl.texts import markdown_table
 from raydl.versions import installed_version
 
-_HEAD = ["method", "schedule", "runs", "at target", *(name for name, _ in COLUMNS.values())]
+_HEAD = ["method", "strategy", "runs", "at target", *(name for name, _ in COLUMNS.values())]
 _NOTES = """\
 Medians over seeds, with the least and the greatest in brackets. *At target*: how many runs
 reached it; time and samples are those of the first evaluation that did, in training time, and a
@@ -84,7 +84,7 @@ def _spread(spread: Spread, pattern: str) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    names = [row.method, row.schedule, f"{row.num_runs} of {row.num_planned}"]
+    names = [row.method, row.strategy, f"{row.num_runs} of {row.num_planned}"]
     if not row.num_runs:
         return [*names, f"failed: {row.reason}" if row.reason else "not run"]
     spreads = [_spread(row.figures[name], pattern) for name, (_, pattern) in COLUMNS.items()]

@@ -81,7 +81,7 @@ def plan(comparison: Comparison, out: Path) -> list[Run]:
                 if name in str(error):
                     raise
                 raise ConfigError(error.setting, f"{error.problem} (for {name})") from error
-            runs.append(Run(name, method.schedule, seed, filled_in(config, method)))
+            runs.append(Run(name, method.strategy, seed, filled_in(config, method)))
     return runs
 
 

@@ -20,7 +20,7 @@ AUTO = "auto"
 """The period that the workers choose by themselves."""
 
 STRATEGIES = ("sync", "async", "hogwild", "round_robin")
-"""The schedules of exchanges: all at once; one at a time; no lock; in rank order."""
+"""The strategies of exchange: all at once; one at a time; no lock; in rank order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class MethodConfig:
     such groups exchange with the center."""
     dynamic_weights: bool = field(default=False, metadata={"flag": "dynamic-weights"})
     """A replica that is suddenly far from the center is pulled hard and pulls little."""
-    schedule: str | None = None
-    """Which exchanges happen when, for a rule of your own: sync, async, hogwild or round_robin."""
+    strategy: str | None = None
+    """How workers exchange, for a rule of your own: sync, async, hogwild or round_robin."""
     outer_lr: float | None = None
     """Rate of the outer step, for local-sgd and the DiLoCo family; unset: the method's own."""
     outer_momentum: float | None = None
@@ -55,8 +55,8 @@ class MethodConfig:
             is_long = self.period is None or self.period >= 1
             require(is_long, "method.period", "1 or more", self.period)
         require(self.group_size >= 1, "method.group_size", "1 or more", self.group_size)
-        if self.schedule is not None and self.schedule not in STRATEGIES:
-            raise UnknownNameError("method.schedule", self.schedule, STRATEGIES)
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise UnknownNameError("method.strategy", self.strategy, STRATEGIES)
         require(
             self.outer_lr is None or is_positive(self.outer_lr),
             "method.outer_lr",
@@ -83,7 +83,7 @@ class OptimizerConfig:
     lr: float | None = field(default=None, metadata={"flag": "lr"})
     """Highest learning rate (eta); unset: the method's own for sgd, as `raydl methods` lists it,
     and the optimizer's own for any other."""
-    schedule: str = field(default="cosine", metadata={"flag": "schedule"})
+    lr_schedule: str = field(default="cosine", metadata={"flag": "lr-schedule"})
     """Course of the learning rate over the run: cosine or linear (both down to 0), constant, step
     (multiplied by gamma at each milestone), plateau (whenever the center stands still)."""
     warmup: float = 0.05
@@ -104,16 +104,16 @@ class OptimizerConfig:
     the optimizer's own (0 for sgd, 0.01 for adamw)."""
     decay_only_matrices: bool = False
     """No weight decay on parameters of one dimension: biases, and those of normalisations."""
-    max_grad_norm: float | None = 2.0
-    """Longest gradient of one step (L2 norm); longer ones are scaled down. None: any length."""
+    clip_grad_norm: float | None = 2.0
+    """Clip the gradient of each step to this L2 norm. None: do not clip."""
 
     def __post_init__(self) -> None:
         require(
             self.lr is None or is_positive(self.lr), "optimizer.lr", "a positive number", self.lr
         )
         require(0 <= self.warmup < 1, "optimizer.warmup", "in [0, 1)", self.warmup)
-        if self.schedule not in SCHEDULES:
-            raise UnknownNameError("optimizer.schedule", self.schedule, SCHEDULES)
+        if self.lr_schedule not in SCHEDULES:
+            raise UnknownNameError("optimizer.lr_schedule", self.lr_schedule, SCHEDULES)
         require(
             self.momentum is None or 0 <= self.momentum < 1,
             "optimizer.momentum",
@@ -128,15 +128,15 @@ class OptimizerConfig:
             self.weight_decay,
         )
         require(
-            self.max_grad_norm is None or is_positive(self.max_grad_norm),
-            "optimizer.max_grad_norm",
+            self.clip_grad_norm is None or is_positive(self.clip_grad_norm),
+            "optimizer.clip_grad_norm",
             "a positive number",
-            self.max_grad_norm,
+            self.clip_grad_norm,
         )
-        self._check_schedule()
+        self._check_lr_schedule()
         assert isinstance(self.parsed_options, dict)  # raises where they can not be read
 
-    def _check_schedule(self) -> None:
+    def _check_lr_schedule(self) -> None:
         require(0 < self.gamma < 1, "optimizer.gamma", "in (0, 1)", self.gamma)
         require(self.patience >= 0, "optimizer.patience", "0 or more", self.patience)
         shares = self.milestone_shares
@@ -146,7 +146,7 @@ class OptimizerConfig:
             "rising shares of the run in (0, 1)",
             self.milestones,
         )
-        if self.schedule == "step" and shares and shares[0] < self.warmup:
+        if self.lr_schedule == "step" and shares and shares[0] < self.warmup:
             raise ConfigError(
                 "optimizer.milestones",
                 f"must come after the warm-up of {self.warmup}, got {self.milestones}; "
@@ -196,8 +196,9 @@ class TrainingConfig:
     """Evaluations in a row without a better center that end the run before its time."""
     batch_size: int = field(default=64, metadata={"flag": "batch-size"})
     """Samples in one step of one worker."""
-    accumulate: int = 1
-    """Parts of a batch that go through the model one after the other, for want of memory."""
+    microbatches: int = 1
+    """Microbatches that each batch is split into; they go through the model one after the other,
+    which takes less memory."""
     precision: str = field(default="float32", metadata={"flag": "precision"})
     """Numbers that the model computes in: float32, or bf16 where torch's autocast finds it safe;
     weights and gradients are float32 in both."""
@@ -209,13 +210,14 @@ class TrainingConfig:
     """Refuse what would not give the same bits for the same seed and the same workers."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "samples", "patience", "batch_size", "accumulate"):
+        for name in ("epochs", "steps", "samples", "patience", "batch_size", "microbatches"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"training.{name}", "1 or more", value)
-        if self.accumulate > self.batch_size:
+        if self.microbatches > self.batch_size:
             raise ConfigError(
-                "training.accumulate",
-                f"must be at most the {self.batch_size} samples of a batch, got {self.accumulate}",
+                "training.microbatches",
+                f"must be at most the {self.batch_size} samples of a batch, "
+                f"got {self.microbatches}",
             )
         if self.precision not in PRECISIONS:
             raise UnknownNameError("training.precision", self.precision, PRECISIONS)

@@ -27,7 +27,7 @@ class Plateau:
     def __init__(self, config: OptimizerConfig, *, num_cuts: int = 0) -> None:
         self.num_cuts = num_cuts
         self._config = config
-        self._decider = _decider(config) if config.schedule == "plateau" else None
+        self._decider = _decider(config) if config.lr_schedule == "plateau" else None
 
     def take(self, metrics: Mapping[str, float]) -> str:
         """Take in the scores of the center; return a sentence if they ask for a cut.

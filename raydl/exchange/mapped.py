@@ -66,7 +66,7 @@ def can_be_shared(config: TrainConfig, method: Method) -> bool:
     rule = method.rule
     return (
         hasattr(os, "memfd_create")  # Linux
-        and method.schedule in ("async", "hogwild")
+        and method.strategy in ("async", "hogwild")
         and rule.sends is Sends.WEIGHTS
         and not method.has_center_optimizer
         and not config.method.dynamic_weights

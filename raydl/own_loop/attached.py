@@ -78,7 +78,7 @@ class Attached:
         self._generation = 0
         self._loaded: Snapshot | None = None
         self._loaded_untrained: Mapping[str, Any] = {}
-        self._schedule: Strategy | None = None
+        self._strategy: Strategy | None = None
         self._trained = Trained()
         self._feedback: dict[Any, Any] = {}
         self._is_behind = self._is_away = False
@@ -111,13 +111,13 @@ class Attached:
             self._skip_step()
             return
         self._num_skipped = 0
-        if self._schedule is None:  # the gradient is that of the weights before
+        if self._strategy is None:  # the gradient is that of the weights before
             self._optimizer.step()
             self.local_step += 1
             self._join()
             return
         try:
-            self._take_step(self._schedule)
+            self._take_step(self._strategy)
         except ExchangeError as error:
             self._fall_behind(error)
             self._join()
@@ -193,7 +193,7 @@ class Attached:
         Raises:
             AttachError: this worker trains already.
         """
-        if self._schedule is not None:
+        if self._strategy is not None:
             raise AttachError(
                 self._rendezvous.name,
                 "load_state_dict comes first: before `with`, step() and the question for a rank",
@@ -229,10 +229,10 @@ class Attached:
 
     def _inside(self) -> Strategy:
         """Return the schedule of this generation; enter one first, if it must be."""
-        if self._schedule is None:
+        if self._strategy is None:
             self._join()
-        assert self._schedule is not None
-        return self._schedule
+        assert self._strategy is not None
+        return self._strategy
 
     def _join(self) -> None:
         """Enter the next generation and open its first round.
@@ -253,8 +253,8 @@ class Attached:
 
     def _fall_behind(self, error: ExchangeError) -> None:
         """Undo what an exchange that failed has done in part."""
-        if self._schedule is not None:
-            self._schedule.undo_round()
+        if self._strategy is not None:
+            self._strategy.undo_round()
         self._replica.undo_()
         self._is_behind = True
         self._count_failure(error)
@@ -267,7 +267,7 @@ class Attached:
 
     def _enter(self) -> None:
         with self._parts.measure("initialization"):
-            before = self._schedule
+            before = self._strategy
             age = _age_of(before) if before else self._loaded_age()
             entry = self._rendezvous.enter(age, self._center, self._first_untrained)
             snapshot = entry.snapshot or self._center()
@@ -284,7 +284,7 @@ class Attached:
                 cuts=self._job.order.cuts,
                 feedback=self._feedback,
             )
-            self._schedule = self._make_schedule(context, entry, snapshot)
+            self._strategy = self._make_strategy(context, entry, snapshot)
             self._generation = entry.membership.generation
 
     def _first_untrained(self) -> Untrained:
@@ -306,8 +306,8 @@ class Attached:
     def _take_over(self, snapshot: Snapshot) -> None:
         """Let the replica go on from where a generation starts."""
         follows = self._method.rule.sends is not Sends.WEIGHTS
-        if self._schedule is not None:
-            weights = self._schedule.catch_up(snapshot, is_behind=self._is_behind)
+        if self._strategy is not None:
+            weights = self._strategy.catch_up(snapshot, is_behind=self._is_behind)
             if weights is not None:
                 self._hold(weights, torch.tensor(snapshot.buffers))
         elif self._loaded is None:
@@ -319,7 +319,7 @@ class Attached:
             self._hold(*_tensors_of(snapshot))
         self._is_behind = False
 
-    def _make_schedule(self, context: WorkerContext, entry: Entry, snapshot: Snapshot) -> Strategy:
+    def _make_strategy(self, context: WorkerContext, entry: Entry, snapshot: Snapshot) -> Strategy:
         transport: Any = entry.transport
         if self._method.is_sync:
             return SyncStrategy(context, transport, snapshot, self._trained)
@@ -330,34 +330,34 @@ class Attached:
     # a round, step by step
 
     def _open_round(self) -> None:
-        schedule = self._inside()
-        if self._method.is_sync and len(schedule.exchanges) > 1:  # they arrive one by one
+        strategy = self._inside()
+        if self._method.is_sync and len(strategy.exchanges) > 1:  # they arrive one by one
             self._replica.keep()
-        round = schedule.next_round(self.local_step)
-        parts = len(schedule.exchanges)
+        round = strategy.next_round(self.local_step)
+        parts = len(strategy.exchanges)
         self._plan = plan_round(round.num_steps, fragments=parts, delay=round.delay)
         self._steps, self._at, self._num_flying = round.steps(), 0, 0
         self._round_at, self._waited_before = time.perf_counter(), self._waited()
-        self._begin(schedule)
+        self._begin(strategy)
 
-    def _begin(self, schedule: Strategy) -> None:
+    def _begin(self, strategy: Strategy) -> None:
         """Begin a step; send what is due in it, while the user's code computes its gradient."""
-        schedule.begin_step(self._at, float(self._optimizer.param_groups[0]["lr"]))
+        strategy.begin_step(self._at, float(self._optimizer.param_groups[0]["lr"]))
         if not self._is_ahead:
             return
         begin, _ = self._plan[self._at]
         self._num_flying += len(begin)
         if begin:
-            self._replica.begin(self._step_plan(schedule, begin, []))
+            self._replica.begin(self._step_plan(strategy, begin, []))
 
-    def _step_plan(self, schedule: Strategy, begin: list[int], join: list[int]) -> StepPlan:
+    def _step_plan(self, strategy: Strategy, begin: list[int], join: list[int]) -> StepPlan:
         return StepPlan.around(
-            schedule.exchanges, begin, join, make_header=lambda: self._make_header(schedule)
+            strategy.exchanges, begin, join, make_header=lambda: self._make_header(strategy)
         )
 
-    def _take_step(self, schedule: Strategy) -> None:
+    def _take_step(self, strategy: Strategy) -> None:
         begin, join = self._plan[self._at]
-        step_plan = self._step_plan(schedule, [] if self._is_ahead else begin, join)
+        step_plan = self._step_plan(strategy, [] if self._is_ahead else begin, join)
         num_steps = self._replica.num_steps
         try:
             sums = self._replica.step_as_it_is(step_plan)
@@ -367,10 +367,10 @@ class Attached:
         self._sums = sums or self._sums
         self._num_flying += (0 if self._is_ahead else len(begin)) - len(join)
         if self._at < len(self._plan):
-            self._check_signal(schedule)
-            self._begin(schedule)
+            self._check_signal(strategy)
+            self._begin(strategy)
         else:
-            self._close_round(schedule)
+            self._close_round(strategy)
 
     def _has_finite_gradients(self) -> bool:
         """Whether the gradients are finite; with none at all they are."""
@@ -397,33 +397,33 @@ class Attached:
         self.local_step += 1
         self._at += 1
 
-    def _check_signal(self, schedule: Strategy) -> None:
+    def _check_signal(self, strategy: Strategy) -> None:
         """Leave a generation that is over, unless an exchange under way may yet arrive."""
         if self._rendezvous.signal is Signal.OVER and not self._num_flying:
-            raise ExchangeError(schedule.version, self._generation, "the generation is over")
+            raise ExchangeError(strategy.version, self._generation, "the generation is over")
 
-    def _close_round(self, schedule: Strategy) -> None:
+    def _close_round(self, strategy: Strategy) -> None:
         self._waited_s = self._waited() - self._waited_before
         in_steps_s = time.perf_counter() - self._round_at - self._waited_s
         self._step_s = max(0.0, in_steps_s) / len(self._plan)
-        decision = schedule.settle(self._sums, self.local_step)
+        decision = strategy.settle(self._sums, self.local_step)
         self._num_failed = 0
         self._trained.keep_first(0)
-        schedule.take_records()  # nobody reads them; they would pile up
+        strategy.take_records()  # nobody reads them; they would pile up
         if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
             self._open_round()
         else:
             self._join()
 
-    def _make_header(self, schedule: Strategy) -> Header:
+    def _make_header(self, strategy: Strategy) -> Header:
         if self._rendezvous.signal is Signal.REGROUP:
-            schedule.vote(regroup=1.0)
+            strategy.vote(regroup=1.0)
         return Header(
             distance=self._replica.distance_squared,
             step_s=self._step_s,
             waited_s=self._waited_s,
             elapsed_s=time.monotonic() - self._began_at,
-            **schedule.votes(),
+            **strategy.votes(),
         )
 
     def _waited(self) -> float:
@@ -453,8 +453,8 @@ class Attached:
 
     def _center(self) -> Snapshot:
         """Return the center as this worker knows it."""
-        if self._schedule is not None:
-            return self._schedule.snapshot(is_kept=False, local_step=self.local_step)
+        if self._strategy is not None:
+            return self._strategy.snapshot(is_kept=False, local_step=self.local_step)
         if self._loaded is not None:
             return self._loaded
         first = first_snapshot(self._flat, ENDLESS)
@@ -481,9 +481,9 @@ def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:
     return torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
 
 
-def _age_of(schedule: Strategy) -> Age:
+def _age_of(strategy: Strategy) -> Age:
     """Return the age of a worker's copy of the center, by the ledger that it knows.
 
     By messages others may know the same ledger, and later weights: so their exchanges count, too.
     """
-    return schedule.ledger_round, schedule.num_changes + schedule.version
+    return strategy.ledger_round, strategy.num_changes + strategy.version

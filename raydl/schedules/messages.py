@@ -61,7 +61,7 @@ class AsyncStrategy:
         )
         self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges(snapshot.weights))
         self._session.take_assignment(client.enter(self._session.next_message_id(), local_step))
-        self._in_turn = context.method.schedule == "round_robin"
+        self._in_turn = context.method.strategy == "round_robin"
         self._overlaps = context.method.overlap
         self._samples_before: list[float] = []
         self._trained = [0]
@@ -96,7 +96,7 @@ class AsyncStrategy:
         return open_cells(
             self._client,
             self._session.next_message_id(),
-            is_locked=self._context.method.schedule != "hogwild",
+            is_locked=self._context.method.strategy != "hogwild",
             timeout_s=self._config.exchange.timeout_s,
         )
 
