@@ -215,7 +215,7 @@ class NoRecorder:
 def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
     """Return the CPU seconds of one poll of a controller while so many workers train."""
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-    from raydl.control import State, kind_for
+    from raydl.control import Controller, State
     from raydl.methods import resolve
 
     worker_group: Any = MemoryCrew()
@@ -225,7 +225,7 @@ def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
         scaling=ScalingConfig(num_workers=num_workers),
         training=TrainingConfig(epochs=5),
     )
-    controller = kind_for(is_sync=is_sync)(
+    controller = Controller(
         worker_group, config, resolve(config), recorder, first_round=0, own_states={},
         clock=lambda: worker_group.now,
     )  # fmt: skip

@@ -307,7 +307,7 @@ class Driver:
             TrainConfig,
             TrainingConfig,
         )
-        from raydl.control import kind_for
+        from raydl.control import Controller
         from raydl.flat import FlatModel
         from raydl.methods import resolve
         from raydl.metrics import TIME_PARTS
@@ -338,7 +338,7 @@ class Driver:
             after_checkpoint=lambda: None,
         )  # fmt: skip
         worker_group: Any = self.worker_group
-        self.controller = kind_for(is_sync=is_sync)(
+        self.controller = Controller(
             worker_group,
             config,
             resolve(config),
@@ -517,7 +517,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
 
     from benchmarks.parts import ray_here
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-    from raydl.control import kind_for
+    from raydl.control import Controller
     from raydl.data import DataShape
     from raydl.job import Job
     from raydl.methods import resolve
@@ -591,7 +591,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
         recorder: Any = CountingWriter()
         recorder.is_writing = False
         worker_group: Any = LightCrew(workers)
-        controller = kind_for(is_sync=False)(
+        controller = Controller(
             worker_group, config, resolve(config), recorder, first_round=0, own_states={}
         )
         deadline = time.monotonic() + _RUN_S

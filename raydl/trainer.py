@@ -25,7 +25,7 @@ from raydl.config import (
     to_dict,
 )
 from raydl.config.tls import check_device
-from raydl.control import State, kind_for
+from raydl.control import Controller, State
 from raydl.data import Batches, Dataset, Prepare, load, preparation_for
 from raydl.errors import ConfigError, DataError
 from raydl.evaluator import Evaluator
@@ -233,7 +233,7 @@ class Trainer:
         config, snapshot = self.config, start.snapshot
         worker_group.open(snapshot)
         with self._recorded(job, flat, start, view, examples) as recorder:
-            controller = kind_for(is_sync=job.method.is_sync)(
+            controller = Controller(
                 worker_group,
                 config,
                 job.method,

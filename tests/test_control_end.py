@@ -13,7 +13,7 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.control import State, kind_for
+from raydl.control import Controller, State
 from raydl.errors import RaydlError
 from raydl.methods import resolve
 from raydl.reports import Outcome
@@ -289,7 +289,7 @@ def run(
         checkpoint=CheckpointConfig(every_s=7.0),
         elastic=ElasticConfig(lease_s=LEASE_S, max_restarts=max_restarts),
     )
-    controller = kind_for(is_sync=is_sync)(
+    controller = Controller(
         worker_group,
         config,
         resolve(config),

@@ -16,7 +16,7 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.control import State, kind_for
+from raydl.control import Controller, State
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
 from raydl.faults import FaultPlan
 from raydl.faults.plan import Fault
@@ -166,7 +166,7 @@ class Stage:
             optimizer=optimizer,
         )
         self.is_sync = is_sync
-        self.controller = kind_for(is_sync=is_sync)(
+        self.controller = Controller(
             self.worker_group,
             config,
             resolve(config),

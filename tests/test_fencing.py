@@ -113,7 +113,7 @@ def test_a_copy_from_before_is_not_gone_on_from_where_the_center_has_a_newer_gen
 ):
     """w2 completed round 7 of generation 1 late and alone; the others trained it anew in 2."""
     stage = Stage((1, 3)).start("w0", "w1", "w2")
-    stage.controller._leave_out(stage.controller._run, ("w2",))
+    stage.controller._worker_pool.leave_out(stage.controller._run, ("w2",))
     stage.controller._abandon(stage.controller._run)
     stage.step(*ended(stage, 1, w0=6, w1=6), published(0, 6, generation=1))
     assert ("form", 2, ("w0", "w1"), 6) in stage.step()

@@ -189,7 +189,7 @@ def test_replicas_are_kept_for_those_who_come_and_for_no_others():
     stage.step(HandedIn("w2", {"replica": "w2"}))
     assert worker_pool._legacies == [{"replica": "w2"}]
     worker_pool.remove("w4")  # who would have taken it
-    worker_pool.take_in("w3", {"replica": "w3"})
+    worker_pool.note_handed_in("w3", {"replica": "w3"})
     assert ("forget", {"replica": "w3"}) in stage.worker_group.told
 
 

@@ -100,7 +100,7 @@ def test_a_plateau_is_told_from_progress_whatever_the_sign_of_the_score(name, sc
 
 def test_no_cut_is_told_of_that_can_not_come():
     stage = Stage().start()
-    stage.controller._known.plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
+    stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
     stage.step(scored(1))
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     stage.step(scored(9))
@@ -119,7 +119,7 @@ def test_all_ranks_cut_after_the_same_round_though_they_hear_of_it_in_different_
     ensemble.run(1)
     ensemble.workers[1].vote(1, num_cuts=1)
     ensemble.run(2)
-    assert [w._schedule.num_cuts for w in ensemble.workers] == [1, 1]
+    assert [w._strategy.num_cuts for w in ensemble.workers] == [1, 1]
     ensemble.run()
     assert ensemble.newest.num_cuts == 1
     lrs = {r.round: r.lr for r in ensemble.workers[0].report().records}
@@ -132,17 +132,17 @@ def test_by_messages_the_assignment_tell_how_often_to_cut():
     for _ in range(2):  # told again it is still one cut
         ensemble.service.coordinator.vote(1, num_cuts=1)
     ensemble.run(2)
-    assert [w._schedule.num_cuts for w in ensemble.workers] == [1, 1]
+    assert [w._strategy.num_cuts for w in ensemble.workers] == [1, 1]
     assert ensemble.workers[0].center().num_cuts == 1
     assert ensemble.center().num_cuts == 1
     again = Ensemble(ensemble.config, num_workers=2, images=tiny_images(96))
     again.join(ensemble.center())
-    assert [w._schedule.num_cuts for w in again.workers] == [1, 1]
+    assert [w._strategy.num_cuts for w in again.workers] == [1, 1]
 
 
 def test_workers_are_told_of_cuts_and_told_again_when_they_form_anew():
     stage = Stage().start()
-    stage.controller._known.plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
+    stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
     assert stage.step(scored(1)) == []
     assert ("vote", "num_cuts") in stage.step(scored(2))
     assert "the center stands still at accuracy 0.5000" in stage.said[-1]

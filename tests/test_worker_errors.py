@@ -109,7 +109,7 @@ def stop_of(stage, *ends):
     """Step a run that stops on an error to its end; return what was raised there."""
     stage.step(*ends)
     for _ in range(6):
-        if not stage.is_sync and stage.controller._known.is_changing:
+        if not stage.is_sync and stage.controller._run.is_changing:
             stage.step(Changed())
         stage.now += 1.0
         told = stage.step(Published((0, 7)))
@@ -392,7 +392,7 @@ def test_in_rounds_a_center_that_diverges_is_one_rollback_for_all_workers_that_s
     for worker_id in ("w0", "w1"):
         error = NonFiniteCenterError(7)
         stage.step(RunEnded(worker_id, Outcome.BROKEN, -1, 1, str(error), error=error))
-    assert stage.controller._known.error is None
+    assert stage.controller._failure.error is None
     assert sum("all go back to the newest good center" in said for said in stage.said) == 1
 
 

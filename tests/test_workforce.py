@@ -27,7 +27,7 @@ class Floor:
         self.force.formed(Membership(self.generation, worker_ids))
 
     def report(self, worker_id, *, local_step=0, round=0, step_s=0.1, waiting_s=0.0, **more):
-        self.force.take_report(
+        self.force.note_report(
             WorkerReport(
                 worker_id,
                 round,

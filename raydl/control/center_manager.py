@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raydl.config import TrainConfig
-from raydl.control.checkpoint_times import CheckpointTimes
 from raydl.control.generation import Generation
 from raydl.control.worker_registry import Copy
 from raydl.errors import StalledError
@@ -69,7 +68,7 @@ class CenterManager:
 
     # snapshots
 
-    def take_published(self, published: Published) -> None:
+    def note_published(self, published: Published) -> None:
         """Note what the center holds, unless that was before the newest generation began there."""
         self._was_up = True
         if 0 < published.generation < self._generation:
@@ -195,7 +194,7 @@ class CenterManager:
             self._evaluating = self.newest
             self._worker_group.evaluate(self.newest)
 
-    def take_score(self, evaluated: Evaluated) -> bool:
+    def note_score(self, evaluated: Evaluated) -> bool:
         """Note that a round was scored: that which was asked for, or a newer one.
 
         Returns:
@@ -214,7 +213,7 @@ class CenterManager:
         self._evaluated = self._evaluating = round
         return True
 
-    def take_progress(self, num_samples: int) -> None:
+    def note_scoring(self, num_samples: int) -> None:
         """Note how much of the test set the evaluator has scored."""
         if num_samples != self._num_scored:
             self._num_scored, self.heard_at = num_samples, self._clock()
@@ -253,7 +252,7 @@ class CenterManager:
         self.giving = frozenset(worker_ids)
         self._worker_group.collect(round, worker_ids)
 
-    def take_collected(self, collected: Collected) -> None:
+    def note_collected(self, collected: Collected) -> None:
         """Note that all states of a round are here."""
         self.heard_at = self._clock()
         self._collected_before = self._last_collected
@@ -275,3 +274,42 @@ class CenterManager:
     def is_collected(self, round: int) -> bool:
         """Whether the states of a round, or of a newer one, are here."""
         return self._last_collected >= round
+
+
+class CheckpointTimes:
+    """When a checkpoint is due; one at a time."""
+
+    def __init__(self, config: TrainConfig, now: float) -> None:
+        self._config = config.checkpoint
+        self._last_s = now
+        self._last_epoch = self._epoch = 0
+        self._before = now, 0
+        self.voted = False
+        self.collecting = False
+
+    def saw_epoch(self, epoch: int) -> None:
+        """Note how many epochs are complete."""
+        self._epoch = epoch
+
+    def due(self, now: float) -> bool:
+        """Whether to vote for a checkpoint now."""
+        if self.voted or self.collecting:
+            return False
+        every_s, every_epochs = self._config.every_s, self._config.every_epochs
+        by_time = every_s is not None and now - self._last_s >= every_s
+        by_epoch = every_epochs is not None and self._epoch - self._last_epoch >= every_epochs
+        return by_time or by_epoch
+
+    def give_up(self) -> None:
+        """Note that a checkpoint will not come; the next vote begins anew."""
+        self.voted = self.collecting = False
+
+    def done(self, now: float, epoch: int) -> None:
+        """Note that a checkpoint was collected."""
+        self._before = self._last_s, self._last_epoch
+        self._last_s, self._last_epoch = now, epoch
+        self.voted = self.collecting = False
+
+    def take_back(self) -> None:
+        """Note that the checkpoint which was collected last will not be written."""
+        self._last_s, self._last_epoch = self._before

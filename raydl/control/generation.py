@@ -27,6 +27,12 @@ class Generation:
     """When an exchange was first heard not to have completed, by the controller's clock."""
     voted_at_round: int = 0
     """The newest round known when a checkpoint was voted for."""
+    is_changing: bool = False
+    """Whether the center has yet to learn of the newest membership."""
+    num_snapshots: int = 0
+    """Answers of the center since it learned of the membership: the second was asked for later."""
+    is_regroup_voted: bool = False
+    """Whether all were asked to leave after their next exchange."""
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -58,7 +64,7 @@ class Generation:
 
     def change(self, membership: Membership) -> None:
         """Take note that members have come and gone while the others train on."""
-        before = self.membership
+        before, self.is_changing = self.membership, True
         self.entered = {
             w: self.entered_with(w) if w in before else membership.generation
             for w in membership.worker_ids
@@ -71,7 +77,11 @@ class Generation:
         if not self.is_broken:
             self.broken_at = math.inf
 
-    def take_end(self, end: RunEnded, now: float) -> bool:
+    def note_changed(self) -> None:
+        """Note that the center knows the newest membership."""
+        self.is_changing, self.num_snapshots = False, 0
+
+    def note_end(self, end: RunEnded, now: float) -> bool:
         """Note that a member has left its loop; return whether it was one of this generation.
 
         Args:

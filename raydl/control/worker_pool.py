@@ -1,4 +1,4 @@
-"""Who is asked for, who is let go, and what leavers hand to those who come."""
+"""Requests, releases and replaces workers, and hands a leaver's replica to its replacement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from raydl.checkpoint import SavedState
 from raydl.config import TrainConfig
-from raydl.control.worker_errors import WorkerErrors
+from raydl.control.failures import WorkerErrors
+from raydl.control.generation import Generation
 from raydl.control.worker_registry import Phase, WorkerRegistry
 from raydl.errors import CapacityError, ProcessLostError
 from raydl.machine_failures import in_one_line
@@ -32,7 +33,7 @@ class WorkerPool:
         own_states: states of workers from a checkpoint, by id, in the order of their ranks.
         takes_over: whether the replica of one that leaves is worth keeping: with rules that
             send weights it is its own, otherwise it is a copy of the center.
-        say: takes one line on what happened.
+        log: takes one line on what happened.
         clock: seconds, rising.
     """
 
@@ -44,7 +45,7 @@ class WorkerPool:
         *,
         own_states: dict[str, Any],
         takes_over: bool,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker_group = worker_group
@@ -55,7 +56,7 @@ class WorkerPool:
         self._legacies: list[SavedState] = []
         self._heirs: dict[str, float | None] = {}
         self._takes_over = takes_over
-        self._say = say
+        self._log = log
         self._max_workers = max(1, config.scaling.max_workers)
         self._num_losses = 0
         self._num_asked = 0
@@ -114,7 +115,7 @@ class WorkerPool:
         entry = self._worker_registry[worker_id]
         if entry.phase is Phase.LEAVING:
             return
-        self._say(f"{worker_id} {cause}")
+        self._log(f"{worker_id} {cause}")
         if entry.phase in (Phase.STARTING, Phase.READY):
             self._worker_group.end(worker_id)
             self._remove(worker_id, cause)
@@ -124,7 +125,7 @@ class WorkerPool:
 
     def lose(self, worker_id: str, reason: str) -> str:
         """Note that a worker was lost, and ask for another one; return its id, "": none is due."""
-        self._say(f"{worker_id} was lost: {reason}")
+        self._log(f"{worker_id} was lost: {reason}")
         # Workers that were there when it began are one loss, however many: of a rack, say, or a
         # market that takes its machines back.
         if self._asked[worker_id] >= self._new_from:
@@ -133,7 +134,7 @@ class WorkerPool:
         self._remove(worker_id, "was lost")
         return self._ask_for_missing()
 
-    def take_error(self, worker_id: str, error: Exception) -> str:
+    def note_error(self, worker_id: str, error: Exception) -> str:
         """Replace a worker in which something was raised, if it may be.
 
         Returns:
@@ -145,7 +146,7 @@ class WorkerPool:
         node = self._worker_registry[worker_id].node
         self._worker_group.end(worker_id)
         if self._errors.note(worker_id, node) and self._worker_group.avoid(node):
-            self._say(
+            self._log(
                 f"no further worker is started on node {node[:12]}: within an hour its workers had "
                 f"more errors than elastic.max_worker_errors"
             )
@@ -166,6 +167,12 @@ class WorkerPool:
         if worker_id in self._heirs:  # not for the next one: it may have been too much for this one
             del self._heirs[worker_id]
             self._worker_group.forget(state)
+
+    def leave_out(self, run: Generation, worker_ids: tuple[str, ...]) -> None:
+        """Go on without workers that are late; they may come back."""
+        self._worker_registry.leave_out(worker_ids)
+        for worker_id in worker_ids:
+            run.lose(worker_id)
 
     def lose_stuck(self) -> list[str]:
         """End the workers that do not get out of a step; return who they are."""
@@ -197,8 +204,8 @@ class WorkerPool:
         """Note that the training goes on."""
         self._num_losses = self._new_from = 0
 
-    def part_with_leavers(self, still_needed: Container[str]) -> list[str]:
-        """Keep the replicas of those who have left, then let them go; return who went.
+    def release_leavers(self, still_needed: Container[str]) -> list[str]:
+        """Keep the replicas of workers that have left, then end these; return their ids.
 
         A replica is as large as the model and its optimizer: it is kept only for somebody who
         comes.
@@ -228,10 +235,10 @@ class WorkerPool:
         why = f"it took longer than {_HANDOVER_S:.0f} s"
         for worker_id in self._under_way():
             if (self._worker_registry[worker_id].asked_at or 0.0) < late:
-                self.take_in(worker_id, None, why)
+                self.note_handed_in(worker_id, None, why)
         for worker_id, since in list(self._heirs.items()):
             if since is not None and since < late:
-                self.took_nothing_over(worker_id, why)
+                self.note_not_taken_over(worker_id, why)
 
     def _under_way(self) -> list[str]:
         """Return those whose replicas are on their way to the storage."""
@@ -251,7 +258,7 @@ class WorkerPool:
         )
         return sum(map(self._needs_replica, coming))
 
-    def take_in(self, worker_id: str, state: SavedState | None, why_none: str = "") -> None:
+    def note_handed_in(self, worker_id: str, state: SavedState | None, why_none: str = "") -> None:
         """Note that the replica of one that leaves is kept for one that comes.
 
         Args:
@@ -265,7 +272,7 @@ class WorkerPool:
             return
         self._worker_registry[worker_id].has_handed_in = True
         if state is None:
-            self._say(f"the replica of {worker_id} is not handed over: {why_none}")
+            self._log(f"the replica of {worker_id} is not handed over: {why_none}")
             return
         self._legacies.append(state)
         self.hand_over()
@@ -283,16 +290,16 @@ class WorkerPool:
                 self._heirs[worker_id] = self._clock()
                 self._worker_group.hand_over(worker_id, state)
 
-    def took_over(self, worker_id: str) -> None:
+    def note_taken_over(self, worker_id: str) -> None:
         """Note that a newcomer has the replica of one that left."""
         if worker_id in self._heirs:
             self._heirs[worker_id] = None
 
-    def took_nothing_over(self, worker_id: str, reason: str) -> None:
+    def note_not_taken_over(self, worker_id: str, reason: str) -> None:
         """Let a newcomer start at the center, since a replica does not come to it."""
         if self._heirs.pop(worker_id, None) is not None:
             self._worker_group.forget(self._own_states.pop(worker_id))
-            self._say(f"{worker_id} starts at the center: {reason}")
+            self._log(f"{worker_id} starts at the center: {reason}")
 
     def awaits_legacy(self, newcomers: Iterable[str]) -> bool:
         """Whether a replica is on its way that a newcomer could start from."""

@@ -244,7 +244,7 @@ class WorkerRegistry:
 
     # how they get on
 
-    def take_report(self, report: WorkerReport) -> None:
+    def note_report(self, report: WorkerReport) -> None:
         """Take a worker's answer."""
         entry = self._entries.get(report.worker_id)
         if entry is None:
