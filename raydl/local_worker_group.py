@@ -10,7 +10,6 @@ import torch
 
 from raydl.center import Snapshot, SnapshotShelf
 from raydl.center_server import CenterServer, make_shard
-from raydl.checkpoint import SavedState
 from raydl.data import Batches, Dataset, Prepare
 from raydl.errors import NonFiniteError
 from raydl.evaluator import Evaluator
@@ -20,6 +19,7 @@ from raydl.faults import Fault
 from raydl.job import Job
 from raydl.membership import Membership
 from raydl.reports import Outcome, Record
+from raydl.saved_state import SavedState
 from raydl.worker import Worker
 from raydl.worker_group import (
     Changed,

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydl.checkpoint import check_state
 from raydl.config import TrainConfig
 from raydl.data import Batch, Batches
 from raydl.data.samples import num_samples_of, part_of
@@ -25,6 +24,7 @@ from raydl.flat import FlatModel
 from raydl.method import Method, check_weights
 from raydl.optimizers import check_for_model, no_gradient_text
 from raydl.own_rule import try_rule
+from raydl.saved_state import check_state
 from raydl.task import ChecksOutput, Task, build_model, in_precision
 
 _NEAR = 0.05

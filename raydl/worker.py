@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from raydl.center import Snapshot
-from raydl.checkpoint import pack
 from raydl.compression import ErrorFeedback, parse_codec
 from raydl.copies import Copies, sizes_of
 from raydl.data import Batches
@@ -38,6 +37,7 @@ from raydl.optimizers import lr_at, make_optimizer
 from raydl.replica import Replica, Stepped
 from raydl.reports import Losses, Outcome, Record, WorkerReport
 from raydl.rules import Sends
+from raydl.saved_state import pack
 from raydl.schedules import AsyncStrategy, Round, Strategy, SyncStrategy, WorkerContext, plan_round
 from raydl.schedules.trained import Trained
 from raydl.step_plan import Header, StepPlan

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from raydl.center import Snapshot
-from raydl.checkpoint import DistantState, SavedState
 from raydl.errors import NonFiniteError
 from raydl.faults import Fault
 from raydl.membership import Membership
 from raydl.reports import Outcome, Record, WorkerReport
+from raydl.saved_state import DistantState, SavedState
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from disks import mounted
 from raydl import ray_session
 from raydl.center import Snapshot, first_snapshot
 from raydl.center_server import CenterServer, make_shard
-from raydl.checkpoint import SavedState
 from raydl.config import TrainConfig
 from raydl.coordinator import Due
 from raydl.data import Batches, ImageSet, Normalizer, Samples
@@ -28,6 +27,7 @@ from raydl.job import Job
 from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.reports import Outcome
+from raydl.saved_state import SavedState
 from raydl.task import Classification, DataShape
 from raydl.worker import Worker
 

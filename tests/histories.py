@@ -17,7 +17,6 @@ import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
 
 from benchmarks.counting import AllProgress
-from raydl.checkpoint import SavedState
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import Batches, ImageSet, Normalizer
 from raydl.errors import ExchangeError
@@ -27,6 +26,7 @@ from raydl.membership import Membership
 from raydl.methods import resolve
 from raydl.reports import Outcome
 from raydl.rules import MeanGradient, Sends
+from raydl.saved_state import SavedState
 from raydl.worker import Worker
 
 Place = tuple[int, int]

@@ -18,10 +18,11 @@ from test_controller import Stage, collected, report
 
 import raydl
 from raydl import tensor_files
-from raydl.checkpoint import Checkpoint, CheckpointStore, SavedState, pack, unpack
+from raydl.checkpoint import Checkpoint, CheckpointStore
 from raydl.config import CheckpointConfig, MethodConfig, TrainConfig, TrainingConfig
 from raydl.control import State
 from raydl.errors import CheckpointError, StateLostError
+from raydl.saved_state import SavedState, pack, unpack
 from raydl.storage import Storage, Sum
 from raydl.tensor_files import TensorFile, view_of
 from raydl.worker_group import Draining, HandedIn, Lost, Published, StatesLost, WorkerReady

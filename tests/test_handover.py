@@ -11,10 +11,11 @@ import torch
 from clusters import ClusterRun, actors, nodes
 from conftest import Ensemble, tiny_images
 
-from raydl.checkpoint import CheckpointStore, SavedState, pack, unpack
+from raydl.checkpoint import CheckpointStore
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.errors import StateLostError
 from raydl.on_ray.states import Handovers
+from raydl.saved_state import SavedState, pack, unpack
 from raydl.storage import Storage
 from raydl.worker import LAST
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-from raydl.checkpoint import SavedState
 from raydl.config import TrainConfig
 from raydl.control.failures import WorkerErrors
 from raydl.control.generation import Generation
@@ -14,6 +13,7 @@ from raydl.control.worker_registry import Phase, WorkerRegistry
 from raydl.errors import CapacityError, ProcessLostError
 from raydl.machine_failures import in_one_line
 from raydl.membership import Membership, next_membership
+from raydl.saved_state import SavedState
 from raydl.worker_group import WorkerGroup
 
 _PATIENCE_S = 5.0

@@ -18,7 +18,6 @@ from ray.exceptions import RayActorError, RayError
 
 from raydl.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
 from raydl.center_server import CenterServer, OptimizerStates, make_shard
-from raydl.checkpoint import SavedPlace, SavedState, unpack
 from raydl.coordinator import Due
 from raydl.data import Batches, Prepare, Samples
 from raydl.errors import ExchangeError, NonFiniteError
@@ -37,6 +36,7 @@ from raydl.on_ray.cluster import START_S, Place, node_here
 from raydl.on_ray.upkeep import freeze_objects, give_way, keep_freed_memory
 from raydl.ray_session import drain_node
 from raydl.reports import Outcome, WorkerReport
+from raydl.saved_state import SavedPlace, SavedState, unpack
 from raydl.storage import Storage, Sum
 from raydl.tensor_files import TensorFile
 from raydl.worker import LAST, Worker

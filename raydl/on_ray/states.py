@@ -20,9 +20,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
-from raydl.checkpoint import SavedState
 from raydl.errors import CheckpointError, RaydlError, StateLostError
 from raydl.on_ray.calls import in_few_words
+from raydl.saved_state import SavedState
 from raydl.storage import Storage, Sum
 
 PIECE_BYTES = 16 << 20

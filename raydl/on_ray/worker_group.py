@@ -16,7 +16,6 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydl.center import Snapshot
-from raydl.checkpoint import SavedState
 from raydl.data import Dataset, Prepare
 from raydl.errors import InfrastructureError
 from raydl.exchange.collective import GroupAddress
@@ -42,6 +41,7 @@ from raydl.on_ray.liveness import Liveness, Times, times_of
 from raydl.on_ray.starts import Starts
 from raydl.on_ray.states import Handovers, RayState, feed
 from raydl.reports import Outcome, WorkerReport
+from raydl.saved_state import SavedState
 from raydl.storage import Storage
 from raydl.worker import LAST
 from raydl.worker_group import (
