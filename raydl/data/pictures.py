@@ -42,8 +42,8 @@ def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarr
             if picture.shape != images.shape[1:]:
                 raise DataError(
                     source,
-                    f"the picture in row {row} is {_size(picture)}, the first one "
-                    f"{_size(images[0])} (height x width); all must be of one size",
+                    f"the picture in row {row} is {_size_of(picture)}, the first one "
+                    f"{_size_of(images[0])} (height x width); all must be of one size",
                 )
             images[row] = picture
 
@@ -95,5 +95,5 @@ def _open(data: bytes, row: int, *, source: str) -> Image.Image:
         raise DataError(source, f"the picture in row {row} is too large: {error}") from error
 
 
-def _size(picture: np.ndarray) -> str:
+def _size_of(picture: np.ndarray) -> str:
     return f"{picture.shape[1]}x{picture.shape[2]}"
