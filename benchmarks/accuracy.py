@@ -27,10 +27,10 @@ from torch import nn
 import raydl
 from benchmarks.measure import Figure, Report, Spread, options_of
 from raydl.config import TrainConfig
+from raydl.core.rules import lr_factor
 from raydl.data import Batches, Dataset, load, preparation_for
-from raydl.evaluator import score
-from raydl.rules import lr_factor
-from raydl.task import Classification
+from raydl.tasks import Classification
+from raydl.worker.evaluator import score
 
 
 def train_plainly(data: Dataset, config: TrainConfig, *, lr: float) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.runs import Workplace, workplace
-from raydl.methods import METHODS
+from raydl.core.methods import METHODS
 
 _COMMON = ("--run.progress", "plain", "--batch-size", "32", "--checkpoint.every-s", "None")
 _THREE = ("--workers", "3", "--period", "4", "--epochs", "6", "--deterministic")

@@ -212,7 +212,7 @@ class Ordeal:
         """Look at all that the run has left."""
         from safetensors.torch import load_file
 
-        from raydl.report.events import read_history
+        from raydl.tools.report.events import read_history
 
         samples, wanted = self._run.result()["samples"], self.seen.num_epochs
         if samples != wanted * self._counting.NUM_SAMPLES:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from raydl.rules import Outer, Tally
+from raydl.core.rules import Outer, Tally
 
 NUM_SAMPLES = 600
 BATCH_SIZE = 10

@@ -29,22 +29,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from raydl.center import first_snapshot
+from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupAddress
+from raydl.collective.strategy import SyncStrategy, Trained
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
+from raydl.core.center import first_snapshot
+from raydl.core.exchange import Header, StepPlan
+from raydl.core.flat import FlatModel
+from raydl.core.job import Job
+from raydl.core.membership import Membership
+from raydl.core.methods import resolve
+from raydl.core.replica import Replica
+from raydl.core.strategy import Strategy, WorkerContext
 from raydl.data import DataShape
-from raydl.exchange.collective import CenterStore, CollectiveGroup, GroupAddress
-from raydl.exchange.remote import RayCenterClient
-from raydl.flat import FlatModel
-from raydl.job import Job
-from raydl.membership import Membership
-from raydl.methods import resolve
 from raydl.metrics import TimeParts
-from raydl.on_ray.actors import CenterActor
-from raydl.own_loop.terms import ENDLESS, Endless, TheirLoop, endless_training
-from raydl.replica import Replica
-from raydl.schedules import AsyncStrategy, Strategy, SyncStrategy, WorkerContext
-from raydl.schedules.trained import Trained
-from raydl.step_plan import Header, StepPlan
+from raydl.parameter_server.ray_transport import RayCenterClient
+from raydl.parameter_server.strategy import AsyncStrategy
+from raydl.ray_backend.actors import CenterActor
+from raydl.worker.attach import ENDLESS, Endless, TheirLoop, endless_training
 
 _BOUND_S = 120.0
 """The longest wait for an answer of an actor, in seconds."""

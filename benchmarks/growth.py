@@ -11,9 +11,9 @@ Command:   python -m benchmarks.growth        (--quick: the controller, and two 
 - The controller's CPU seconds for one poll, over those with 10 workers, per worker. A worker
   group in memory answers it, so Ray's own work for the answers is not in it.
 - The memory of workers and center after 10,000 exchanges over that after 1,000.
-- What ``raydl.plan`` predicts of the communication share of runs with 2 and 4 workers on hosts with
-  links of 25 and of 250 Mbit/s (``hosts.py``), over what the runs say. A run's own step time goes
-  in.
+- What ``raydl.tools.plan`` predicts of the communication share of runs with 2 and 4 workers on
+  hosts with links of 25 and of 250 Mbit/s (``hosts.py``), over what the runs say. A run's own step
+  time goes in.
 """
 
 from __future__ import annotations
@@ -174,21 +174,21 @@ class MemoryCrew:
 
     def ask(self, worker_id: str, own_state: Any = None) -> None:
         """Let a worker be up at once."""
-        from raydl.worker_group import WorkerReady
+        from raydl.core.worker_group import WorkerReady
 
         self._workers.append(worker_id)
         self._events.append(WorkerReady(worker_id, "node"))
 
     def form(self, membership: Any, round: int, own_states: Any) -> None:
         """Let them train, and be known to the center."""
-        from raydl.worker_group import Changed
+        from raydl.core.worker_group import Changed
 
         self._events.append(Changed())
 
     def poll(self, timeout_s: float) -> list[Any]:
         """Return a report of each worker, of ten more rounds, and what the center says."""
-        from raydl.reports import WorkerReport
-        from raydl.worker_group import Published, Reported
+        from raydl.core.reports import WorkerReport
+        from raydl.core.worker_group import Published, Reported
 
         self.now += timeout_s
         self._round += 10
@@ -215,8 +215,8 @@ class NoRecorder:
 def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
     """Return the CPU seconds of one poll of a controller while so many workers train."""
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-    from raydl.control import Controller, State
-    from raydl.methods import resolve
+    from raydl.core.methods import resolve
+    from raydl.elastic import Controller, State
 
     worker_group: Any = MemoryCrew()
     recorder: Any = NoRecorder()
@@ -301,8 +301,8 @@ def _words(run_dir: Path, method: str, num_workers: int, num_rounds: int) -> lis
 
 def _shares(run_dir: Path, method: str, num_workers: int, hosts: Hosts) -> tuple[float, float]:
     """Return a run's communication share, and what is predicted of it."""
-    from raydl.plan import Plan, parse_network, predict
-    from raydl.report.events import read_history
+    from raydl.tools.plan import Plan, parse_network, predict
+    from raydl.tools.report.events import read_history
 
     files = sorted(run_dir.glob("**/events.out.tfevents.*"))
     curves = read_history([file.read_bytes() for file in files]).curves

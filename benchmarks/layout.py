@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from benchmarks.measure import Figure, Report, interleaved, options_of, ratios
 from raydl.models import MODELS, ModelRow
-from raydl.on_ray.upkeep import keep_freed_memory
+from raydl.ray_backend.actors import keep_freed_memory
 
 LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
 CONVERTING = ("alexnet", "googlenet", "lenet", "resnet")

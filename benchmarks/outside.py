@@ -204,7 +204,7 @@ class Run:
 
 def why_not_once(run_dir: Path) -> list[str]:
     """Return a sentence for each epoch in which a sample is lost, or counted twice."""
-    from raydl.checkpoint import CheckpointStore  # imports torch
+    from raydl.checkpoint.store import CheckpointStore  # imports torch
     from raydl.storage import Storage
 
     checkpoint, damage = CheckpointStore(Storage(str(run_dir))).read()

@@ -76,7 +76,7 @@ def partitioned(made: Cluster, method: str, cuts: Sequence[Cut]) -> Watched:
     Raises:
         RunError: the run ended, or did not come back after one of them.
     """
-    from raydl.report.events import read_history
+    from raydl.tools.report.events import read_history
 
     watched = Watched()
     run_dir = made.folder / f"{method}-{len(list(made.folder.iterdir()))}"

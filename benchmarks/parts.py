@@ -25,7 +25,7 @@ import ray
 
 from benchmarks.measure import options_of
 from benchmarks.programs import ROOT, end_cleanly, end_sessions
-from raydl import ray_session
+from raydl.ray_backend import session as ray_session
 
 
 def parser_of_parts(doc: str | None, **more: dict[str, Any]) -> argparse.ArgumentParser:

@@ -182,7 +182,7 @@ def _points_of_run(run_dir: Path) -> tuple[Point, ...]:
 
     Of points that came together the last counts: the others are older than they seem.
     """
-    from raydl.report.events import read_history
+    from raydl.tools.report.events import read_history
 
     files = [path.read_bytes() for path in sorted(run_dir.glob("events.*"))]
     curve = read_history(files).curves["exchange/count"]

@@ -174,7 +174,7 @@ def _steady_rate(run_dir: Path) -> float:
     Raises:
         RunError: there are too few records.
     """
-    from raydl.report.events import read_history
+    from raydl.tools.report.events import read_history
 
     files = [path.read_bytes() for path in sorted(run_dir.glob("events.out.tfevents*"))]
     curve = read_history(files).curves["train/lr"]  # which has a point per record

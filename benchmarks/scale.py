@@ -65,12 +65,12 @@ def settling(num_workers: int, num_turns: int) -> Found:
     import numpy as np
 
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-    from raydl.coordinator import Coordinator
-    from raydl.exchange.protocol import Completion, MessageId, Request
-    from raydl.ledger import Ledger
-    from raydl.membership import Membership
-    from raydl.methods import resolve
-    from raydl.step_plan import Header
+    from raydl.core.exchange import Header
+    from raydl.core.membership import Membership
+    from raydl.core.methods import resolve
+    from raydl.data.ledger import Ledger
+    from raydl.parameter_server.coordinator import Coordinator
+    from raydl.parameter_server.protocol import Completion, MessageId, Request
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd", period=10),
@@ -171,7 +171,7 @@ class ChurningCrew:
         self._tell_change()
 
     def _tell_change(self) -> None:
-        from raydl.worker_group import Changed
+        from raydl.core.worker_group import Changed
 
         self._events.append(Changed())
 
@@ -189,8 +189,8 @@ class ChurningCrew:
         self._rounds = [self._round]
 
     def _leave(self, outcome: str) -> None:
-        from raydl.reports import Outcome
-        from raydl.worker_group import RunEnded
+        from raydl.core.reports import Outcome
+        from raydl.core.worker_group import RunEnded
 
         ended = [w for w in self._members if w in self._inside]
         self._inside -= set(ended)
@@ -201,7 +201,7 @@ class ChurningCrew:
 
     def poll(self, timeout_s: float) -> list[Any]:
         """Return what happened while some seconds have passed."""
-        from raydl.worker_group import Lost, Published, Reported, WorkerReady
+        from raydl.core.worker_group import Lost, Published, Reported, WorkerReady
 
         self.now += self._poll_s
         self._num_polls += 1
@@ -225,7 +225,7 @@ class ChurningCrew:
         return [*events, *map(Reported, told), published]
 
     def _told(self) -> list[Any]:
-        from raydl.reports import WorkerReport
+        from raydl.core.reports import WorkerReport
 
         number = round(ASK_S / self._poll_s) or 1
         asked = [w for i, w in enumerate(self._workers) if i % number == self._num_polls % number]
@@ -243,7 +243,7 @@ class ChurningCrew:
         return reports
 
     def _records(self) -> tuple[Any, ...]:
-        from raydl.reports import Record
+        from raydl.core.reports import Record
 
         count = max(1, min(3, round(self._poll_s / RECORDS_S)))
         return tuple(
@@ -297,8 +297,7 @@ class Driver:
     ) -> None:  # fmt: skip
         import torch
 
-        from raydl.best import BestCenter
-        from raydl.center import first_snapshot
+        from raydl.checkpoint.best import BestCenter
         from raydl.config import (
             CheckpointConfig,
             ElasticConfig,
@@ -307,14 +306,15 @@ class Driver:
             TrainConfig,
             TrainingConfig,
         )
-        from raydl.control import Controller
-        from raydl.flat import FlatModel
-        from raydl.methods import resolve
+        from raydl.core.center import first_snapshot
+        from raydl.core.flat import FlatModel
+        from raydl.core.methods import resolve
+        from raydl.elastic import Controller
         from raydl.metrics import TIME_PARTS
-        from raydl.progress import make_progress
-        from raydl.recorder import RunRecorder
-        from raydl.run_view import EventLog, RunView
-        from raydl.runs.control_channel import ControlChannel
+        from raydl.run.control_channel import ControlChannel
+        from raydl.run.progress import make_progress
+        from raydl.run.recorder import RunRecorder
+        from raydl.run.view import EventLog, RunView
         from raydl.storage import Storage
 
         config = TrainConfig(
@@ -372,7 +372,7 @@ def simulated_clock(driver: Driver) -> Iterator[None]:
     clock = mock.Mock(
         monotonic=lambda: driver.worker_group.now, time=lambda: driver.worker_group.now
     )
-    with mock.patch("raydl.recorder.time", clock):
+    with mock.patch("raydl.run.recorder.time", clock):
         yield
 
 
@@ -460,17 +460,17 @@ def _grown_center(num_workers: int, hours: float) -> float:
     import numpy as np
     import torch
 
-    from raydl.center import first_snapshot
-    from raydl.center_server import CenterServer
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
+    from raydl.core.center import first_snapshot
+    from raydl.core.exchange import Header
+    from raydl.core.flat import FlatModel
+    from raydl.core.job import Job
+    from raydl.core.membership import Membership
+    from raydl.core.methods import resolve
     from raydl.data import DataShape
-    from raydl.exchange.protocol import Completion, MessageId, Request
-    from raydl.flat import FlatModel
-    from raydl.job import Job
-    from raydl.membership import Membership
-    from raydl.methods import resolve
-    from raydl.own_loop.terms import Endless, TheirLoop
-    from raydl.step_plan import Header
+    from raydl.parameter_server.protocol import Completion, MessageId, Request
+    from raydl.parameter_server.server import CenterServer
+    from raydl.worker.attach import Endless, TheirLoop
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd", period=10),
@@ -517,16 +517,16 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
 
     from benchmarks.parts import ray_here
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-    from raydl.control import Controller
+    from raydl.core.job import Job
+    from raydl.core.methods import resolve
+    from raydl.core.reports import WorkerReport
+    from raydl.core.worker_group import Changed, Published, WorkerReady
     from raydl.data import DataShape
-    from raydl.job import Job
-    from raydl.methods import resolve
+    from raydl.elastic import Controller
     from raydl.metrics import TIME_PARTS
-    from raydl.on_ray.worker_group import RayWorkerGroup
-    from raydl.own_loop.terms import Endless, TheirLoop
-    from raydl.reports import WorkerReport
+    from raydl.ray_backend.worker_group import RayWorkerGroup
     from raydl.storage import Storage
-    from raydl.worker_group import Changed, Published, WorkerReady
+    from raydl.worker.attach import Endless, TheirLoop
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd"),
@@ -658,7 +658,7 @@ def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedel
     """Form a group and sum; never return."""
     import torch
 
-    from raydl.exchange.process_group import TorchGroup
+    from raydl.collective.process_group import TorchGroup
 
     code = 1
     try:

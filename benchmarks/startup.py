@@ -63,9 +63,9 @@ _PEER = (
 )  # fmt: skip
 _PARTS = {
     "import torch": "import torch",
-    "import of all else of raydl.trainer": "import torch; {start}; import raydl.trainer",
-    "reading the pictures": "import raydl.trainer as t; {start}; t.load({data!r})",
-    "import ray": "import raydl.trainer; {start}; import ray",
+    "import of all else of raydl.run.trainer": "import torch; {start}; import raydl.run.trainer",
+    "reading the pictures": "import raydl.run.trainer as t; {start}; t.load({data!r})",
+    "import ray": "import raydl.run.trainer; {start}; import ray",
 }
 """Programs whose time after ``start`` counts, else all of it."""
 
@@ -115,7 +115,7 @@ def seconds_of_parts(data: str) -> dict[str, float]:
 
 def seconds_by_package() -> list[tuple[str, float]]:
     """Return what the imports of a driver take by package, the longest first."""
-    said = _run("-X", "importtime", "-c", "import raydl.trainer, ray").stderr
+    said = _run("-X", "importtime", "-c", "import raydl.run.trainer, ray").stderr
     by_package: Counter[str] = Counter()
     for micros, name in re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", said, re.M):
         by_package[name.partition(".")[0]] += int(micros)

@@ -38,7 +38,7 @@ from functools import partial
 from benchmarks.measure import Figure, Report, Spread, interleaved, options_of, ratios
 from benchmarks.programs import RunError
 from benchmarks.runs import BOUND_S, Trained, Workplace, workplace
-from raydl.methods import METHODS
+from raydl.core.methods import METHODS
 
 NUM_WORKERS = 2
 OURS, ALSO, PEER, TIED = "sync-easgd", "also", "Ray Train", "hogwild-easgd"

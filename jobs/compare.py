@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs
 import tyro
 
 from raydl.cli import parse_train
-from raydl.comparison import Comparison, compare
 from raydl.errors import RaydlError
+from raydl.tools.comparison import Comparison, compare
 
 
 def parse(arguments: Sequence[str]) -> Comparison:

@@ -30,11 +30,11 @@ import tyro
 
 from raydl.cli import parse_train
 from raydl.cli.options import STOPPED, print_table
-from raydl.comparison.report import machine
-from raydl.comparison.runner import train
 from raydl.config import RunConfig, TrainConfig, to_dict
 from raydl.errors import ConfigError, RaydlError
 from raydl.redaction import redact_values
+from raydl.tools.comparison.report import machine
+from raydl.tools.comparison.runner import train
 
 _STEPS = 300
 

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raydl.callbacks import Callback
     from raydl.config import (
         CheckpointConfig,
         ElasticConfig,
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
         TrainConfig,
         TrainingConfig,
     )
+    from raydl.core.callbacks import Callback
+    from raydl.core.worker_group import Evaluated
     from raydl.data import DataShape
     from raydl.errors import RaydlError
-    from raydl.on_ray.attach import attach
-    from raydl.own_task import LossFromForward, ModelAndLoss
-    from raydl.task import Classification, LanguageModel
-    from raydl.trainer import Result, Trainer
-    from raydl.worker_group import Evaluated
+    from raydl.ray_backend.attach import attach
+    from raydl.run.trainer import Result, Trainer
+    from raydl.tasks import Classification, LanguageModel, LossFromForward, ModelAndLoss
 
 _HOMES = {
     "Callback": "callbacks",

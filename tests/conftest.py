@@ -14,22 +14,22 @@ import pytest
 import torch
 from disks import mounted
 
-from raydl import ray_session
-from raydl.center import Snapshot, first_snapshot
-from raydl.center_server import CenterServer, make_shard
 from raydl.config import TrainConfig
-from raydl.coordinator import Due
+from raydl.core.center import Snapshot, first_snapshot
+from raydl.core.flat import FlatModel
+from raydl.core.job import Job
+from raydl.core.membership import Membership
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome
+from raydl.core.saved_state import SavedState
 from raydl.data import Batches, ImageSet, Normalizer, Samples
 from raydl.data.samples import as_they_are
-from raydl.exchange.local import LocalCenterClient, LocalGroup
-from raydl.flat import FlatModel
-from raydl.job import Job
-from raydl.membership import Membership
-from raydl.methods import resolve
-from raydl.reports import Outcome
-from raydl.saved_state import SavedState
-from raydl.task import Classification, DataShape
-from raydl.worker import Worker
+from raydl.parameter_server.coordinator import Due
+from raydl.parameter_server.server import CenterServer, make_shard
+from raydl.ray_backend import session as ray_session
+from raydl.tasks import Classification, DataShape
+from raydl.worker.in_process import LocalCenterClient, LocalGroup
+from raydl.worker.loop import Worker
 
 ray_session.prepare()  # before any test imports Ray
 

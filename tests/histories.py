@@ -18,16 +18,16 @@ from conftest import SHAPE, Ensemble, linear, tiny_images
 
 from benchmarks.counting import AllProgress
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.job import Job
+from raydl.core.membership import Membership
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome
+from raydl.core.rules import MeanGradient, Sends
+from raydl.core.saved_state import SavedState
 from raydl.data import Batches, ImageSet, Normalizer
 from raydl.errors import ExchangeError
-from raydl.exchange.local import LocalGroup
-from raydl.job import Job
-from raydl.membership import Membership
-from raydl.methods import resolve
-from raydl.reports import Outcome
-from raydl.rules import MeanGradient, Sends
-from raydl.saved_state import SavedState
-from raydl.worker import Worker
+from raydl.worker.in_process import LocalGroup
+from raydl.worker.loop import Worker
 
 Place = tuple[int, int]
 """A round of the generation, and a local step of it, both counted from 0."""

@@ -7,9 +7,9 @@ from concurrent.futures import TimeoutError as NotInTime
 
 from ray.exceptions import GetTimeoutError
 
-from raydl.exchange import collective
-from raydl.exchange.collective import CollectiveGroup, GroupAddress, RayGroup
-from raydl.exchange.store import StoreServer
+from raydl.collective import ray_collective as collective
+from raydl.collective.ray_collective import CollectiveGroup, GroupAddress, RayGroup
+from raydl.collective.store import StoreServer
 
 HOST = "127.0.0.1"
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
-from raydl.exchange.local import LocalCenterClient, LocalGroup
-from raydl.own_loop.attached import Attached
-from raydl.own_loop.rendezvous_client import RendezvousClient
-from raydl.own_loop.rendezvous_server import RendezvousServer
-from raydl.own_loop.terms import endless_training, job_of, terms_of
+from raydl.elastic.rendezvous import RendezvousServer
+from raydl.elastic.rendezvous_client import RendezvousClient
+from raydl.worker.attach import Attached, endless_training, job_of, terms_of
+from raydl.worker.in_process import LocalCenterClient, LocalGroup
 
 TIMEOUT_S = 30.0
 

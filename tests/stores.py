@@ -2,7 +2,7 @@
 
 import ray
 
-from raydl.exchange.store import StoreServer
+from raydl.collective.store import StoreServer
 
 
 @ray.remote(num_cpus=0, max_concurrency=16)

@@ -10,8 +10,8 @@ import ray
 import torch
 from stores import StoreActor
 
+from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
 from raydl.errors import ExchangeError
-from raydl.exchange.collective import CollectiveGroup, GroupAddress
 
 pytestmark = pytest.mark.cluster
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raydl.exchange.allreduce import ALGORITHMS, ProcessGroupLink, Reducer, measure_network
-from raydl.network import COSTS, Network, choose, predict_s
+from raydl.collective.allreduce import ALGORITHMS, ProcessGroupLink, Reducer, measure_network
+from raydl.core.cost_model import COSTS, Network, choose, predict_s
 
 SIZES = (1, 2, 3, 7, 1001, 65537)
 FLAT = Network(1e-4, 1e-9, 1e-4, 1e-9)

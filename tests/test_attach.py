@@ -11,7 +11,7 @@ from own_loops import Threads, run_all, settings
 import raydl
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.errors import AttachError, ConfigError, RaydlError
-from raydl.task import Classification
+from raydl.tasks import Classification
 
 LR, MOMENTUM = 0.05, 0.9
 IMAGES = tiny_images(144)  # whole rounds of every period below

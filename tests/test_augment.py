@@ -23,8 +23,8 @@ from raydl.data.chance import uniform
 from raydl.data.order import Shuffled
 from raydl.data.samples import as_they_are
 from raydl.errors import ConfigError, UnknownNameError
-from raydl.task import Classification
-from raydl.trainer import Trainer
+from raydl.run.trainer import Trainer
+from raydl.tasks import Classification
 
 ALL = ",".join(AUGMENTATIONS)
 

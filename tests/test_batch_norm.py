@@ -9,12 +9,12 @@ from conftest import Ensemble, tiny_images
 from torch import nn
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.flat import FlatModel
+from raydl.core.membership import Membership
 from raydl.data import Batches, Normalizer, load
 from raydl.errors import ExchangeError
-from raydl.exchange.local import LocalGroup
-from raydl.flat import FlatModel
-from raydl.membership import Membership
-from raydl.task import Classification, evaluate
+from raydl.tasks import Classification, evaluate
+from raydl.worker.in_process import LocalGroup
 
 
 def normed(input_shape, num_classes):

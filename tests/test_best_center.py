@@ -7,12 +7,12 @@ from test_callbacks import accuracy
 from test_recorder import Store
 from test_recorder import make as recorder_of
 
-from raydl.best import FILE, BestCenter, read_best
+from raydl.checkpoint.best import FILE, BestCenter, read_best
 from raydl.config import CheckpointConfig, TrainConfig
+from raydl.core.flat import FlatModel
 from raydl.errors import CheckpointError
-from raydl.evaluator import Evaluator
-from raydl.flat import FlatModel
 from raydl.storage import Storage
+from raydl.worker.evaluator import Evaluator
 
 
 def flat_model():

@@ -13,20 +13,20 @@ from test_controller import BOTH, Stage, collected, report, scored
 
 import raydl
 from raydl import cli
-from raydl.best import FILE
-from raydl.callbacks import Listeners, Patience, StopAtAccuracy, score_of
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.best import FILE
+from raydl.checkpoint.store import CheckpointStore
 from raydl.config import CheckpointConfig, MethodConfig, OptimizerConfig, TrainingConfig
-from raydl.control import State
+from raydl.core.callbacks import Listeners, Patience, StopAtAccuracy, score_of
+from raydl.core.reports import Outcome
+from raydl.core.worker_group import Evaluated, Lost, Published
+from raydl.elastic import State
 from raydl.errors import ConfigError, RaydlError
-from raydl.local_worker_group import LocalWorkerGroup
-from raydl.reports import Outcome
-from raydl.runs.control_channel import read_status
-from raydl.scoring import score_run
+from raydl.run.control_channel import read_status
+from raydl.run.evaluate import score_run
+from raydl.run.local_worker_group import LocalWorkerGroup
+from raydl.run.trainer import Trainer
 from raydl.storage import Storage
-from raydl.task import Classification
-from raydl.trainer import Trainer
-from raydl.worker_group import Evaluated, Lost, Published
+from raydl.tasks import Classification
 
 
 def accuracy(value, round=1, **more):

@@ -6,10 +6,10 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
-from raydl.heartbeats import Heartbeats
-from raydl.on_ray.calls import Calls, in_few_words
-from raydl.on_ray.starts import Starts
-from raydl.on_ray.worker_group import RayWorkerGroup, _Backup
+from raydl.elastic.heartbeat import Heartbeats
+from raydl.ray_backend.calls import Calls, in_few_words
+from raydl.ray_backend.starts import Starts
+from raydl.ray_backend.worker_group import RayWorkerGroup, _Backup
 
 PROCESS = (
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
@@ -76,7 +76,7 @@ def center_of(round):
 @pytest.fixture
 def worker_group(monkeypatch):
     """A worker group that has just begun; references are the objects themselves."""
-    monkeypatch.setattr("raydl.on_ray.worker_group.ray.put", lambda value: value)
+    monkeypatch.setattr("raydl.ray_backend.worker_group.ray.put", lambda value: value)
     worker_group = Bare()
     worker_group.open(center_of(7))
     return worker_group
@@ -134,7 +134,7 @@ class Arrivals:
 @pytest.fixture
 def arrivals(monkeypatch):
     arrivals = Arrivals()
-    monkeypatch.setattr("raydl.on_ray.calls.ray", arrivals)
+    monkeypatch.setattr("raydl.ray_backend.calls.ray", arrivals)
     return arrivals
 
 

@@ -8,7 +8,7 @@ import torch
 from conftest import SHAPE, Ensemble, linear
 from histories import assert_same, config
 
-from raydl.center import (
+from raydl.core.center import (
     SnapshotShelf,
     as_arrays,
     as_tensors,
@@ -17,8 +17,8 @@ from raydl.center import (
     set_lr,
     split_states,
 )
-from raydl.center_server import CenterServer, make_shard
-from raydl.flat import FlatModel
+from raydl.core.flat import FlatModel
+from raydl.parameter_server.server import CenterServer, make_shard
 
 
 def snapshot(round, *, is_kept=False):

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from raydl.metrics import STACK
-from raydl.report import scales
-from raydl.report.charts import Line, bars, chart, path_of, thinned
-from raydl.report.curves import samples_at
-from raydl.report.events import Curve
-from raydl.report.style import CSS
+from raydl.tools.report import scales
+from raydl.tools.report.charts import Line, bars, chart, path_of, thinned
+from raydl.tools.report.curves import samples_at
+from raydl.tools.report.events import Curve
+from raydl.tools.report.style import CSS
 
 
 def test_nice_steps_are_one_two_or_five_times_a_power_of_ten():

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import raydl
 from raydl import cli
-from raydl.check import check_run
+from raydl.run.check import check_run
 
 
 @pytest.fixture(scope="module")

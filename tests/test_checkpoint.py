@@ -15,9 +15,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 
-from raydl.checkpoint import Checkpoint, CheckpointStore
+from raydl.checkpoint.store import Checkpoint, CheckpointStore
+from raydl.core.saved_state import SavedState, pack, unpack
 from raydl.errors import CheckpointError, ConfigError
-from raydl.saved_state import SavedState, pack, unpack
 from raydl.storage import Storage
 
 

@@ -17,15 +17,15 @@ from test_control_rounds import DIED
 from test_controller import Stage, collected, report
 
 import raydl
-from raydl import tensor_files
-from raydl.checkpoint import Checkpoint, CheckpointStore
+from raydl.checkpoint.store import Checkpoint, CheckpointStore
 from raydl.config import CheckpointConfig, MethodConfig, TrainConfig, TrainingConfig
-from raydl.control import State
+from raydl.core import tensor_files
+from raydl.core.saved_state import SavedState, pack, unpack
+from raydl.core.tensor_files import TensorFile, view_of
+from raydl.core.worker_group import Draining, HandedIn, Lost, Published, StatesLost, WorkerReady
+from raydl.elastic import State
 from raydl.errors import CheckpointError, StateLostError
-from raydl.saved_state import SavedState, pack, unpack
 from raydl.storage import Storage, Sum
-from raydl.tensor_files import TensorFile, view_of
-from raydl.worker_group import Draining, HandedIn, Lost, Published, StatesLost, WorkerReady
 
 # the bytes
 
@@ -89,9 +89,9 @@ def test_a_tensor_on_read_only_memory_is_no_copy_and_warns_of_nothing():
 _PEAK = """
 import json, sys, torch, numpy as np
 from pathlib import Path
-from raydl.checkpoint import Checkpoint, CheckpointStore
+from raydl.checkpoint.store import Checkpoint, CheckpointStore
 from raydl.storage import Storage, Sum
-from raydl.tensor_files import view_of
+from raydl.core.tensor_files import view_of
 
 FLOATS, NUM_WORKERS, WORKER_BYTES = 16 << 20, 16, 500_000_000
 
@@ -330,7 +330,7 @@ def test_workers_that_see_the_folder_write_their_files_and_others_send_them(
     assert pieces_of_driver == []
     # For whom it is sent to it is another folder, as a disk of another machine is.
     monkeypatch.setattr(Storage, "address", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr("raydl.on_ray.states.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("raydl.ray_backend.states.PIECE_BYTES", 10_000)
     fit(tmp_path / "unseen", steps=40)
     assert len(pieces_of_driver) >= 2
     assert not (tmp_path / "elsewhere").exists()

@@ -9,9 +9,9 @@ from histories import COUNTING, AllProgress, History, assert_same, config, count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raydl.core.reports import Outcome
 from raydl.errors import ExchangeError
-from raydl.exchange.local import LocalGroup
-from raydl.reports import Outcome
+from raydl.worker.in_process import LocalGroup
 
 # the same bits
 

@@ -8,11 +8,11 @@ import torch
 from conftest import tiny_images
 from histories import AllProgress, History, assert_same, config, counting
 
-from raydl.checkpoint import CheckpointStore
-from raydl.checkpoint_writer import checkpoint_of, snapshot_of
-from raydl.rules import Elastic
+from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.writer import checkpoint_of, snapshot_of
+from raydl.core.rules import Elastic
+from raydl.core.worker_group import Collected
 from raydl.storage import Storage
-from raydl.worker_group import Collected
 
 # a round in several fragments
 

@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_control_channel import halt_the_clock
 
-from raydl import cli, ray_session
+from raydl import cli
 from raydl.metrics import TAGS, tag_of
 from raydl.metrics.tags import OWN_METRIC
 from raydl.models import MODELS, LeNet
-from raydl.runs import control_channel as run_control_channel
-from raydl.runs.control_channel import ControlChannel, RunStatus, WorkerStatus
+from raydl.ray_backend import session as ray_session
+from raydl.run import control_channel as run_control_channel
+from raydl.run.control_channel import ControlChannel, RunStatus, WorkerStatus
 from raydl.storage import Storage
 
 LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]

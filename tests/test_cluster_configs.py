@@ -25,8 +25,8 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import cli as ray_cli
 
 from raydl import cli
-from raydl.methods import METHODS
-from raydl.spot_notice.__main__ import main as spot_notice
+from raydl.core.methods import METHODS
+from raydl.launch.spot_notice.__main__ import main as spot_notice
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "cluster_configs"
@@ -161,11 +161,11 @@ def test_every_worker_listens_for_the_notice_of_its_own_cloud(cloud, monkeypatch
     words = listen.split()
     # The launcher may run this again where one listens already.
     assert words[:4] == ["nohup", "flock", "--nonblock", "/tmp/spot_notice.lock"]
-    assert words[4:7] == ["python", "-m", "raydl.spot_notice"]
+    assert words[4:7] == ["python", "-m", "raydl.launch.spot_notice"]
     assert words[-1] == "&"
     options = words[7 : words.index(">>")]
     assert options == ["--provider", cloud]
-    monkeypatch.setattr("raydl.spot_notice.__main__.watch", lambda *_, **__: 0)
+    monkeypatch.setattr("raydl.launch.spot_notice.__main__.watch", lambda *_, **__: 0)
     assert spot_notice(options) == 0
 
 
@@ -605,8 +605,8 @@ def test_the_project_of_gcp_is_put_in_by_the_command_of_its_header():
 def test_the_docs_name_every_config_and_a_notice_that_is_understood(monkeypatch):
     text = (ROOT / "docs/clusters.md").read_text()
     assert set(re.findall(r"`([\w-]+)\.yaml`", text)) == set(NAMES)
-    monkeypatch.setattr("raydl.spot_notice.__main__.watch", lambda *_, **__: 0)
-    [options] = re.findall(r"^python -m raydl.spot_notice (.+)$", text, re.M)
+    monkeypatch.setattr("raydl.launch.spot_notice.__main__.watch", lambda *_, **__: 0)
+    [options] = re.findall(r"^python -m raydl.launch.spot_notice (.+)$", text, re.M)
     assert spot_notice(options.split()) == 0
 
 

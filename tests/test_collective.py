@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from raydl.collective.ray_collective import CollectiveGroup, CollectiveWork, GroupAddress
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.collective import CollectiveGroup, CollectiveWork, GroupAddress
 
 
 class Done:

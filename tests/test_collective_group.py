@@ -11,12 +11,12 @@ from members import HOST, Center, FakeRay, Ranks
 from ray.exceptions import RayActorError
 from ray.util.collective import types as ray_types
 
+from raydl.collective import ray_collective as collective
+from raydl.collective.process_group import TorchGroup, dist
+from raydl.collective.ray_collective import CenterStore, GroupAddress, RayGroup
+from raydl.collective.store import SECRET
 from raydl.config.tls import TlsFiles
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange import collective
-from raydl.exchange.collective import CenterStore, GroupAddress, RayGroup
-from raydl.exchange.process_group import TorchGroup, dist
-from raydl.exchange.store import SECRET
 
 SOON_S = 10.0
 

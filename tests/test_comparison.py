@@ -11,14 +11,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from raydl.comparison import Comparison, compare, pictures
-from raydl.comparison import report as reports
-from raydl.comparison.figures import Spread, make_rows
-from raydl.comparison.settings import plan
 from raydl.config import ScalingConfig, TrainConfig, TrainingConfig, to_dict
+from raydl.core.methods import METHODS
 from raydl.errors import ConfigError, DataError, NonFiniteLossError
-from raydl.methods import METHODS
 from raydl.metrics import COMPARED, TIME_PARTS
+from raydl.tools.comparison import Comparison, compare, pictures
+from raydl.tools.comparison import report as reports
+from raydl.tools.comparison.figures import Spread, make_rows
+from raydl.tools.comparison.settings import plan
 
 BASE = TrainConfig(
     training=TrainingConfig(samples=100, batch_size=10), scaling=ScalingConfig(num_workers=2)

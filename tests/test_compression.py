@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydl.compression import (
+from raydl.core.compression import (
     BFloat16,
     ErrorFeedback,
     Int8Blocks,

@@ -21,9 +21,9 @@ from raydl.config import (
     from_dict,
     to_dict,
 )
+from raydl.core.methods import METHODS, filled_in, resolve
 from raydl.errors import ConfigError, UnknownNameError
-from raydl.methods import METHODS, filled_in, resolve
-from raydl.trainer import Trainer
+from raydl.run.trainer import Trainer
 
 
 @pytest.mark.parametrize(

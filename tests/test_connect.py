@@ -20,9 +20,9 @@ from ray._private import services, utils
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-from raydl import ray_session
 from raydl.errors import ClusterError
-from raydl.ray_session import begin
+from raydl.ray_backend import session as ray_session
+from raydl.ray_backend.session import begin
 
 TOKEN = "a" * 64
 BOUND_S = 20

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from raydl.errors import ConfigError, DataError, RaydlError
-from raydl.runs import control_channel as run_session
-from raydl.runs.control_channel import (
+from raydl.run import control_channel as run_session
+from raydl.run.control_channel import (
     ControlChannel,
     RunStatus,
     WorkerStatus,

@@ -3,7 +3,6 @@
 import pytest
 from test_controller import BOTH, FakeRecorder, Stage, collected, report, scored
 
-from raydl.callbacks import StopAtAccuracy
 from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
@@ -13,11 +12,12 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.control import Controller, State
+from raydl.core.callbacks import StopAtAccuracy
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome
+from raydl.core.worker_group import Draining, GaveUp, Lost, Published, Scoring
+from raydl.elastic import Controller, State
 from raydl.errors import RaydlError
-from raydl.methods import resolve
-from raydl.reports import Outcome
-from raydl.worker_group import Draining, GaveUp, Lost, Published, Scoring
 
 LEASE_S = 3.0
 SIZES = [1, 2, (1, 4), (2, 5), 4]

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 from test_controller import Stage, collected, report, scored, snapshot
 
-from raydl.callbacks import StopAtAccuracy
-from raydl.control import State
-from raydl.reports import Outcome
-from raydl.worker_group import (
+from raydl.core.callbacks import StopAtAccuracy
+from raydl.core.reports import Outcome
+from raydl.core.worker_group import (
     Changed,
     Collected,
     Draining,
@@ -20,6 +19,7 @@ from raydl.worker_group import (
     TookOver,
     WorkerReady,
 )
+from raydl.elastic import State
 
 DIED = "the actor died"
 

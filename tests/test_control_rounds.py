@@ -5,11 +5,19 @@ from dataclasses import replace
 import pytest
 from test_controller import Stage, collected, report, scored
 
-from raydl.control import State
-from raydl.control.worker_registry import Phase
+from raydl.core.reports import Outcome
+from raydl.core.worker_group import (
+    Draining,
+    GaveUp,
+    HandedIn,
+    Lost,
+    Published,
+    TookOver,
+    WorkerReady,
+)
+from raydl.elastic import State
+from raydl.elastic.worker_registry import Phase
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
-from raydl.reports import Outcome
-from raydl.worker_group import Draining, GaveUp, HandedIn, Lost, Published, TookOver, WorkerReady
 
 DIED = "the actor died"
 

@@ -1,7 +1,7 @@
 """The controller against a simulated worker group in which anything may go wrong at any time.
 
-The simulation obeys the protocol of :class:`raydl.worker_group.WorkerGroup` and knows nothing of
-tensors: a worker is a round, the center a few numbers. Whatever goes wrong for a while, the run
+The simulation obeys the protocol of :class:`raydl.core.worker_group.WorkerGroup` and knows nothing
+of tensors: a worker is a round, the center a few numbers. Whatever goes wrong for a while, the run
 ends.
 """
 
@@ -14,9 +14,8 @@ import pytest
 from test_control_end import FIRST, LEASE_S, run
 from test_controller import record, snapshot
 
-from raydl.errors import ProcessLostError
-from raydl.reports import Outcome, WorkerReport
-from raydl.worker_group import (
+from raydl.core.reports import Outcome, WorkerReport
+from raydl.core.worker_group import (
     Collected,
     Draining,
     Evaluated,
@@ -29,6 +28,7 @@ from raydl.worker_group import (
     TookOver,
     WorkerReady,
 )
+from raydl.errors import ProcessLostError
 
 POLL_S = 0.25
 

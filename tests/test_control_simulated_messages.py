@@ -7,8 +7,8 @@ from test_control_end import run
 from test_control_simulated import SimCrew
 from test_controller import record
 
-from raydl.reports import Outcome
-from raydl.worker_group import Changed, Published
+from raydl.core.reports import Outcome
+from raydl.core.worker_group import Changed, Published
 
 
 class SimMessages(SimCrew):

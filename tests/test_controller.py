@@ -6,7 +6,6 @@
 import numpy as np
 import pytest
 
-from raydl.center import Snapshot
 from raydl.config import (
     CheckpointConfig,
     ElasticConfig,
@@ -16,13 +15,10 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.control import Controller, State
-from raydl.errors import ProcessLostError, RaydlError, ResourceError
-from raydl.faults import FaultPlan
-from raydl.faults.plan import Fault
-from raydl.methods import resolve
-from raydl.reports import Outcome, Record, WorkerReport
-from raydl.worker_group import (
+from raydl.core.center import Snapshot
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome, Record, WorkerReport
+from raydl.core.worker_group import (
     Changed,
     Collected,
     Draining,
@@ -35,6 +31,10 @@ from raydl.worker_group import (
     RunEnded,
     WorkerReady,
 )
+from raydl.elastic import Controller, State
+from raydl.errors import ProcessLostError, RaydlError, ResourceError
+from raydl.faults import FaultPlan
+from raydl.faults.plan import Fault
 
 BOTH = pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
 

@@ -17,11 +17,11 @@ from test_data import idx, pictures, png, write_parquet
 from raydl import cli
 from raydl.config import InputConfig
 from raydl.data import load
-from raydl.data.convert import ConvertConfig, convert, file_plan, regrouped
-from raydl.data.info import bytes_text, inspect
 from raydl.data.whole import UNFINISHED
 from raydl.errors import ConfigError, DataError
 from raydl.storage import Storage, open_filesystem
+from raydl.tools.convert import ConvertConfig, convert, file_plan, regrouped
+from raydl.tools.data_info import bytes_text, inspect
 
 
 def rows(count, num_classes=3):
@@ -468,7 +468,7 @@ def test_info_warns_of_what_streams_badly(tmp_path, monkeypatch):
     assert warning.endswith(" raydl data convert SRC DST makes smaller ones")
     convert(str(tmp_path), str(tmp_path / "out"), ConvertConfig(rows_per_group=20))
     assert inspect(str(tmp_path / "out"), input=few).warnings == ()
-    monkeypatch.setattr("raydl.data.info._LARGE_GROUP_BYTES", 1000)
+    monkeypatch.setattr("raydl.tools.data_info._LARGE_GROUP_BYTES", 1000)
     (warning,) = inspect(str(tmp_path / "out"), input=few).warnings
     assert warning.startswith("train has row groups of up to ")
 
@@ -576,8 +576,12 @@ def test_the_commands_of_the_page_are_understood(root, monkeypatch):
     shown = [words[2:] for words in lines if words[:2] == ["raydl", "data"]]
     assert {words[0] for words in shown} == {"info", "convert"}
     asked, known = [], inspect("digits")
-    monkeypatch.setattr("raydl.data.info.inspect", lambda *words: asked.append(words) or known)
-    monkeypatch.setattr("raydl.data.convert.convert", lambda *words, **_: asked.append(words) or [])
+    monkeypatch.setattr(
+        "raydl.tools.data_info.inspect", lambda *words: asked.append(words) or known
+    )
+    monkeypatch.setattr(
+        "raydl.tools.convert.convert", lambda *words, **_: asked.append(words) or []
+    )
     for words in shown:
         assert cli.main(["data", *words]) == 0
     assert asked[0] == ("digits",)

@@ -6,7 +6,7 @@ import torch
 from conftest import Ensemble, tiny_images
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.copies import Copies, sizes_of
+from raydl.core.copies import Copies, sizes_of
 
 LARGE = 1 << 18  # floats: a block of its own
 
@@ -94,7 +94,7 @@ def test_memory_that_was_made_ready_beforehand_is_taken_first():
 
 
 def test_a_worker_copies_state_and_center_to_memory_that_was_made_ready(monkeypatch):
-    monkeypatch.setattr("raydl.copies._LEAST_BYTES", 1)
+    monkeypatch.setattr("raydl.core.copies._LEAST_BYTES", 1)
     worker = trained_worker()
     worker.prepare_copy()()
     ready = {

@@ -15,8 +15,8 @@ from PIL import Image
 
 from raydl.config import InputConfig
 from raydl.data import Batches, ImageSet, Normalizer, channel_statistics, load
-from raydl.data.info import inspect
 from raydl.errors import DataError, UnknownNameError
+from raydl.tools.data_info import inspect
 
 
 def png(pixels):

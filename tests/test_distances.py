@@ -2,7 +2,7 @@
 
 import pytest
 
-from raydl.distances import Distances
+from raydl.core.replica import Distances
 
 
 def test_the_distance_of_all_is_that_of_the_newest_exchange_of_each_span():

@@ -8,12 +8,12 @@ import pytest
 from test_checkpoint import make
 from test_hold import Objects
 
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.store import CheckpointStore
 from raydl.config import RunConfig, TrainConfig
 from raydl.errors import CheckpointError, ConfigError, SupersededError
-from raydl.runs import hold
-from raydl.runs.driver_epoch import FOLDER, DriverEpoch
-from raydl.runs.folder import RunFolder
+from raydl.run import lock as hold
+from raydl.run.driver_epoch import FOLDER, DriverEpoch
+from raydl.run.folder import RunFolder
 from raydl.storage import Storage
 
 ME = {"driver": "process 7 on a", "since": "2026-11-23 09:00:00"}

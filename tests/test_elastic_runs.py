@@ -14,7 +14,7 @@ import pytest
 from clusters import ClusterRun, actors, actors_on, expendable, nodes
 from processes import stopped_processes
 
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]

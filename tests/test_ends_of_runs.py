@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from test_recorder import Store, collected, make
 
 import raydl
-from raydl import checkpoint_writer
-from raydl.checkpoint import CheckpointStore
-from raydl.control import State, controller
+from raydl.checkpoint import writer as checkpoint_writer
+from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.totals import Totals
+from raydl.elastic import State, controller
 from raydl.errors import CheckpointError, ConfigError
-from raydl.runs.totals import Totals
 from raydl.storage import Storage
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 import raydl
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.store import CheckpointStore
 from raydl.config import CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
-from raydl.scoring import score_run
+from raydl.run.evaluate import score_run
 from raydl.storage import Storage
 
 pytestmark = pytest.mark.cluster

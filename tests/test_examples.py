@@ -7,13 +7,13 @@ import pytest
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
 
-from raydl.center import first_snapshot
 from raydl.config import TrainConfig
+from raydl.core.center import first_snapshot
+from raydl.core.flat import FlatModel
 from raydl.data import Batches, ImageSet, Normalizer
-from raydl.evaluator import Evaluator
-from raydl.examples import NUM_EXAMPLES, Examples, example_rows
-from raydl.flat import FlatModel
-from raydl.task import Classification, predict
+from raydl.tasks import Classification, predict
+from raydl.worker.evaluator import Evaluator
+from raydl.worker.examples import NUM_EXAMPLES, Examples, example_rows
 
 RED = (0xCF, 0x22, 0x2E)
 

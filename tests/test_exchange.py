@@ -10,17 +10,16 @@ import torch
 from processes import resident_bytes
 from stores import StoreActor
 
-from raydl.center import Center
-from raydl.compression import ErrorFeedback, parse_codec
+from raydl.collective.exchange import GatheredExchange, SyncExchange
+from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
 from raydl.config import OptimizerConfig
+from raydl.core.center import Center
+from raydl.core.compression import ErrorFeedback, parse_codec
+from raydl.core.exchange import Header
+from raydl.core.optimizers import make_optimizer
+from raydl.core.rules import Elastic, Sends
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.collective import CollectiveGroup, GroupAddress
-from raydl.exchange.gathered import GatheredExchange
-from raydl.exchange.local import LocalGroup
-from raydl.exchange.sync import SyncExchange
-from raydl.optimizers import make_optimizer
-from raydl.rules import Elastic, Sends
-from raydl.step_plan import Header
+from raydl.worker.in_process import LocalGroup
 
 BETA = 0.5
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from conftest import Ensemble, linear, tiny_images
 
+from raydl.collective.strategy import COUNTED, SKIPPED, ExchangeProfiler
 from raydl.config import ExchangeConfig, MethodConfig, TrainConfig, TrainingConfig
-from raydl.errors import ConfigError, ExchangeError
-from raydl.exchange.local import LocalGroup
-from raydl.exchange_tuning import (
+from raydl.core.autotune import (
     ENOUGH,
     HIDDEN_STEP,
     SLACK,
@@ -23,10 +22,11 @@ from raydl.exchange_tuning import (
     share_of_bytes,
     waiting,
 )
-from raydl.methods import filled_in, resolve
+from raydl.core.methods import filled_in, resolve
+from raydl.core.reports import Outcome
+from raydl.errors import ConfigError, ExchangeError
 from raydl.metrics import TimeParts
-from raydl.reports import Outcome
-from raydl.schedules.profiler import COUNTED, SKIPPED, ExchangeProfiler
+from raydl.worker.in_process import LocalGroup
 
 PLAIN = ExchangeTuning(10, 0, "none")
 STEP_S = 0.02
@@ -233,7 +233,7 @@ def auto(**more):
 
 def wait_long(monkeypatch, seconds):
     """Let every worker believe that it waited so long in each round."""
-    from raydl.schedules import profiler
+    from raydl.collective import strategy as profiler
 
     real = profiler.ExchangeProfiler._measured
 

@@ -12,7 +12,7 @@ import pytest
 from test_fault_plan import kill
 
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts
-from raydl.on_ray.actors import WorkerActor
+from raydl.ray_backend.actors import WorkerActor
 
 WAIT_S = 60.0
 

@@ -7,9 +7,9 @@ import pytest
 from test_center import snapshot
 from test_controller import Stage
 
-from raydl.center import SnapshotShelf
-from raydl.control.refusals import Refusals
-from raydl.worker_group import Lost, Published, Refused
+from raydl.core.center import SnapshotShelf
+from raydl.core.worker_group import Lost, Published, Refused
+from raydl.elastic.refusals import Refusals
 
 
 def made(round, generation, *, value=0.0, is_kept=False):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from raydl.core.flat import FlatModel
 from raydl.errors import ShapeError
-from raydl.flat import FlatModel
 
 
 def test_weights_and_gradients_are_views_into_one_tensor():

@@ -6,7 +6,7 @@ import pytest
 
 from raydl import cli
 from raydl.config import RunConfig, TrainConfig
-from raydl.runs.folder import RunFolder
+from raydl.run.folder import RunFolder
 from raydl.storage import Storage
 
 

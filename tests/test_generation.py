@@ -2,10 +2,10 @@
 
 import pytest
 
-from raydl.control.generation import Generation
-from raydl.membership import Membership
-from raydl.reports import Outcome, WorkerReport
-from raydl.worker_group import RunEnded
+from raydl.core.membership import Membership
+from raydl.core.reports import Outcome, WorkerReport
+from raydl.core.worker_group import RunEnded
+from raydl.elastic.generation import Generation
 
 THREE = ("w0", "w1", "w2")
 

@@ -9,19 +9,19 @@ from conftest import linear, tiny_images
 from histories import History, assert_same, config
 
 import raydl
-from raydl.checkpoint import CheckpointStore
-from raydl.checkpoint_writer import checkpoint_of, snapshot_of
-from raydl.generators import (
+from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.writer import checkpoint_of, snapshot_of
+from raydl.core.worker_group import Collected
+from raydl.data.generators import (
     callers_generators_kept,
     generators_state,
     load_generators,
     seed_everything,
     seed_generators,
 )
-from raydl.scoring import score_run
+from raydl.run.evaluate import score_run
 from raydl.storage import Storage
-from raydl.task import Classification, build_model
-from raydl.worker_group import Collected
+from raydl.tasks import Classification, build_model
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.flat import FlatModel
 from raydl.data.text import TokenSet
 from raydl.errors import ShapeError
-from raydl.flat import FlatModel
 from raydl.models import GPT, MODELS
-from raydl.task import LanguageModel
+from raydl.tasks import LanguageModel
 
 GPTS = [name for name, row in MODELS.items() if row.reads_texts]
 TEXT = np.frombuffer(b"to be or not to be, that is the question. " * 12, np.uint8)

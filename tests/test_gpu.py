@@ -5,7 +5,6 @@ import pytest
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
 
-from raydl.center import first_snapshot
 from raydl.config import (
     MethodConfig,
     OptimizerConfig,
@@ -14,8 +13,9 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.flat import FlatModel
-from raydl.trainer import Trainer
+from raydl.core.center import first_snapshot
+from raydl.core.flat import FlatModel
+from raydl.run.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

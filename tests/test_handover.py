@@ -11,13 +11,13 @@ import torch
 from clusters import ClusterRun, actors, nodes
 from conftest import Ensemble, tiny_images
 
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.store import CheckpointStore
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.saved_state import SavedState, pack, unpack
 from raydl.errors import StateLostError
-from raydl.on_ray.states import Handovers
-from raydl.saved_state import SavedState, pack, unpack
+from raydl.ray_backend.states import Handovers
 from raydl.storage import Storage
-from raydl.worker import LAST
+from raydl.worker.loop import LAST
 
 # the file
 
@@ -121,7 +121,7 @@ def test_what_a_leaver_hands_in_outlives_later_checkpoints():
 
 _BLIND = """
 import sys
-from raydl.on_ray import states
+from raydl.ray_backend import states
 from raydl.storage import Storage
 from raydl.cli import main
 

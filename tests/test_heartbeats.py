@@ -2,7 +2,7 @@
 
 import pytest
 
-from raydl.heartbeats import Heartbeats
+from raydl.elastic.heartbeat import Heartbeats
 
 
 class Watch:

@@ -15,12 +15,12 @@ import pytest
 
 from raydl import cli
 from raydl.errors import ConfigError
-from raydl.runs import hold
+from raydl.run import lock as hold
 from raydl.storage import Storage
 
 HOLDER = """
 import sys
-from raydl.runs.hold import held
+from raydl.run.lock import held
 from raydl.storage import Storage
 with held(Storage(sys.argv[1]), "run.run_dir"):
     print("held", flush=True)

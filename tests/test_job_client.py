@@ -3,10 +3,10 @@
 import pytest
 from ray.exceptions import RpcError
 
-from raydl import ray_session
 from raydl.errors import RaydlError
-from raydl.on_ray import job_client
-from raydl.runs.job_end import SILENT, UNKNOWN
+from raydl.ray_backend import job_client
+from raydl.ray_backend import session as ray_session
+from raydl.ray_backend.job_end import SILENT, UNKNOWN
 
 
 class FakeClient:

@@ -17,7 +17,7 @@ import pytest
 from clusters import free_port, free_ports
 from processes import command_of, environment_of, processes_that
 
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from raydl.ledger import Ledger, num_done_by, share_round, split_evenly
-from raydl.schedules.trained import Trained
+from raydl.collective.strategy import Trained
+from raydl.data.ledger import Ledger, num_done_by, share_round, split_evenly
 
 
 def positions_in(state):

@@ -9,10 +9,10 @@ import time
 import pytest
 from test_controller import Stage
 
-from raydl.heartbeats import Heartbeats
-from raydl.on_ray.cluster import kill_process
-from raydl.on_ray.liveness import Liveness, Times, times_of
-from raydl.worker_group import Busy
+from raydl.core.worker_group import Busy
+from raydl.elastic.heartbeat import Heartbeats
+from raydl.ray_backend.cluster import kill_process
+from raydl.ray_backend.liveness import Liveness, Times, times_of
 
 
 def looked(*times, at=(1.0, 2.0)):

@@ -12,13 +12,13 @@ from test_message_workers import job as message_job
 from test_messages import request
 
 from benchmarks.scale import CountingWriter, Driver, simulated_clock
-from raydl.exchange.protocol import Completion, MessageId
-from raydl.membership import Membership
+from raydl.checkpoint.totals import Sum, Sums
+from raydl.core.exchange import Header
+from raydl.core.membership import Membership
+from raydl.core.worker_group import Changed, Draining, HandedIn
 from raydl.metrics.worker_curves import MOST, WorkerCurves
-from raydl.on_ray import cluster
-from raydl.runs.sums import Sum, Sums
-from raydl.step_plan import Header
-from raydl.worker_group import Changed, Draining, HandedIn
+from raydl.parameter_server.protocol import Completion, MessageId
+from raydl.ray_backend import cluster
 
 HOURS, POLL_S = 24, 20.0
 _NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.CodeType, types.FrameType)

@@ -11,12 +11,12 @@ from conftest import Ensemble, tiny_images
 from replicas import settings
 from test_controller import Stage, scored
 
-from raydl.checkpoint_writer import checkpoint_of, snapshot_of
+from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import OptimizerConfig
-from raydl.control.plateau import Plateau
-from raydl.optimizers import lr_at
-from raydl.rules import lr_factor
-from raydl.worker_group import Collected, Lost, Published, WorkerReady
+from raydl.core.optimizers import lr_at
+from raydl.core.rules import lr_factor
+from raydl.core.worker_group import Collected, Lost, Published, WorkerReady
+from raydl.elastic.plateau import Plateau
 
 SHARES = [i / 20 for i in range(20)]
 
@@ -73,8 +73,8 @@ def test_the_center_stands_still_after_patience_evaluations_that_were_no_better(
 
 def test_a_driver_does_not_wait_for_the_compiler_that_torch_imports_with_an_optimizer():
     code = (
-        "import sys, raydl.trainer; from raydl.config import OptimizerConfig; "
-        "from raydl.control.plateau import Plateau; Plateau(OptimizerConfig()); "
+        "import sys, raydl.run.trainer; from raydl.config import OptimizerConfig; "
+        "from raydl.elastic.plateau import Plateau; Plateau(OptimizerConfig()); "
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 from test_messages import enter, make_coordinator, settle
 
-from raydl.coordinator import COPIES
-from raydl.exchange.protocol import MessageId
-from raydl.ledger import Ledger, num_done_by
-from raydl.membership import Membership
-from raydl.reports import Outcome
+from raydl.core.membership import Membership
+from raydl.core.reports import Outcome
+from raydl.data.ledger import Ledger, num_done_by
+from raydl.parameter_server.coordinator import COPIES
+from raydl.parameter_server.protocol import MessageId
 
 FEW, MANY = 32, 256
 METHODS = pytest.mark.parametrize("method", ["async-easgd", "async-diloco", "async-sgd"])

@@ -13,20 +13,26 @@ import torch
 from conftest import Ensemble, tiny_images
 from test_message_workers import job, wait_for
 
-from raydl.blocks import BLOCK
 from raydl.config import ExchangeConfig, ScalingConfig
+from raydl.core.exchange import Header
+from raydl.core.membership import Membership
+from raydl.core.methods import resolve
+from raydl.core.optimizers import make_optimizer
+from raydl.core.reports import Outcome
+from raydl.core.rules import BLOCK, Elastic, Rule, Tally
+from raydl.core.untrained import UntrainedState
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.mapped import MappedCell, MappedExchange, can_be_shared
-from raydl.exchange.messages import ClientSession
-from raydl.exchange.protocol import NOTHING, Assignment, CellAddress, MessageId, Request, Response
-from raydl.exchange.shard import Shard
-from raydl.membership import Membership
-from raydl.methods import resolve
-from raydl.optimizers import make_optimizer
-from raydl.reports import Outcome
-from raydl.rules import Elastic, Rule, Tally
-from raydl.step_plan import Header
-from raydl.untrained import UntrainedState
+from raydl.parameter_server.client import ClientSession
+from raydl.parameter_server.protocol import (
+    NOTHING,
+    Assignment,
+    CellAddress,
+    MessageId,
+    Request,
+    Response,
+)
+from raydl.parameter_server.shard import Shard
+from raydl.parameter_server.shared_memory import MappedCell, MappedExchange, can_be_shared
 
 
 class Orderly:

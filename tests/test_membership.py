@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydl.membership import Candidates, Membership, next_membership
+from raydl.core.membership import Candidates, Membership, next_membership
 
 THREE = ("w0", "w1", "w2")
 FOUR = (*THREE, "w3")

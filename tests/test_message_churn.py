@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from scenarios import ALL, spans_of
 from test_messages import Add, enter, make_coordinator, make_shard, request, settle, values_of
 
-from raydl.compression import parse_codec
-from raydl.coordinator import Due
+from raydl.core.compression import parse_codec
+from raydl.core.exchange import Header
+from raydl.core.membership import Membership
+from raydl.core.reports import Outcome
+from raydl.core.rules import Elastic
 from raydl.errors import ExchangeError
-from raydl.exchange.protocol import Completion, MessageId
-from raydl.membership import Membership
-from raydl.reports import Outcome
-from raydl.rules import Elastic
-from raydl.step_plan import Header
+from raydl.parameter_server.coordinator import Due
+from raydl.parameter_server.protocol import Completion, MessageId
 
 
 def change(coordinator, generation, *worker_ids):

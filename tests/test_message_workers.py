@@ -8,12 +8,12 @@ import pytest
 from conftest import Ensemble, tiny_images
 
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.membership import Membership
+from raydl.core.reports import Outcome
+from raydl.data.ledger import Ledger
 from raydl.errors import ExchangeError
-from raydl.exchange import remote
-from raydl.exchange.protocol import MessageId
-from raydl.ledger import Ledger
-from raydl.membership import Membership
-from raydl.reports import Outcome
+from raydl.parameter_server import ray_transport as remote
+from raydl.parameter_server.protocol import MessageId
 
 
 def job(method, *, compression="none", center_shards=1, period=2, **training):

@@ -9,21 +9,20 @@ from processes import resident_bytes
 from ray.exceptions import ActorUnavailableError
 from scenarios import ALL, spans_of
 
-from raydl.compression import parse_codec
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.coordinator import Coordinator, Due
+from raydl.core.compression import parse_codec
+from raydl.core.exchange import Header, cells, shard_spans
+from raydl.core.membership import Membership
+from raydl.core.methods import resolve
+from raydl.core.optimizers import make_optimizer
+from raydl.core.reports import Outcome
+from raydl.core.rules import Elastic, Outer, Rule, Sends
+from raydl.data.ledger import Claim, Ledger
 from raydl.errors import ExchangeTimeoutError
-from raydl.exchange import remote
-from raydl.exchange.cells import cells, shard_spans
-from raydl.exchange.protocol import Completion, MessageId, Request
-from raydl.exchange.shard import Shard
-from raydl.ledger import Claim, Ledger
-from raydl.membership import Membership
-from raydl.methods import resolve
-from raydl.optimizers import make_optimizer
-from raydl.reports import Outcome
-from raydl.rules import Elastic, Outer, Rule, Sends
-from raydl.step_plan import Header
+from raydl.parameter_server import ray_transport as remote
+from raydl.parameter_server.coordinator import Coordinator, Due
+from raydl.parameter_server.protocol import Completion, MessageId, Request
+from raydl.parameter_server.shard import Shard
 
 
 class Add(Rule):

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from scenarios import loss_of, settings
 
 from raydl.config import ExchangeConfig, MethodConfig, RunConfig, ScalingConfig, TrainingConfig
-from raydl.methods import METHODS
-from raydl.reports import Outcome
-from raydl.rules import Elastic
-from raydl.trainer import Trainer
-from raydl.trust import DistanceTrend, DynamicWeights
+from raydl.core.methods import METHODS
+from raydl.core.replica import DistanceTrend, DynamicWeights
+from raydl.core.reports import Outcome
+from raydl.core.rules import Elastic
+from raydl.run.trainer import Trainer
 
 ELASTIC = [
     name

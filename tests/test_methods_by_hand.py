@@ -17,12 +17,11 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
+from raydl.core.methods import Method, resolve
+from raydl.core.reports import Outcome
+from raydl.core.rules import Rule, Sends
 from raydl.errors import ConfigError
-from raydl.method import Method
-from raydl.methods import resolve
-from raydl.reports import Outcome
-from raydl.rules import Rule, Sends
-from raydl.trainer import Trainer
+from raydl.run.trainer import Trainer
 
 # by hand, p = 2, constant gradients
 
@@ -214,7 +213,7 @@ def test_a_run_takes_a_rule_of_ones_own(tmp_path, strategy):
         ),
         (
             "test_methods_by_hand:Slope",
-            "method.name test_methods_by_hand:Slope is no subclass of raydl.rules.Rule",
+            "method.name test_methods_by_hand:Slope is no subclass of raydl.core.rules.Rule",
         ),
     ],
 )

@@ -12,15 +12,15 @@ from conftest import SHAPE, Ensemble, linear, tiny_images
 from processes import resident_bytes
 from test_message_workers import wait_for
 
+from raydl.collective.ray_collective import GroupAddress
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.job import Job
+from raydl.core.membership import Membership
+from raydl.core.methods import METHODS, resolve
+from raydl.core.reports import Outcome
 from raydl.data import Normalizer
-from raydl.exchange.collective import GroupAddress
-from raydl.job import Job
-from raydl.membership import Membership
-from raydl.methods import METHODS, resolve
-from raydl.on_ray.actors import CenterActor, ShardActor, WorkerActor
-from raydl.reports import Outcome
-from raydl.task import Classification
+from raydl.ray_backend.actors import CenterActor, ShardActor, WorkerActor
+from raydl.tasks import Classification
 
 NUM_WORKERS = 2
 IMAGES = tiny_images(31)

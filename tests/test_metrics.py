@@ -26,9 +26,9 @@ from raydl.metrics import (
 )
 from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.metrics.tensorboard import make_layout
-from raydl.on_ray import metrics as ray_metrics
-from raydl.on_ray.metrics import EXPORTED, RayMetrics, exported_name
-from raydl.report.events import read_history
+from raydl.ray_backend import ray_metrics
+from raydl.ray_backend.ray_metrics import EXPORTED, RayMetrics, exported_name
+from raydl.tools.report.events import read_history
 
 LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data", "synthetic:96"]
 LOCAL += ["--period", "2"]

@@ -11,12 +11,12 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import (
 from test_recorder import Store, make, record_at, report_of, score_at
 
 from raydl import cli
-from raydl.control import State
-from raydl.membership import Membership
+from raydl.core.membership import Membership
+from raydl.elastic import State
 from raydl.metrics import TIME_PARTS, TensorBoardWriter
 from raydl.metrics.stack_picture import StackHistory
 from raydl.metrics.tensorboard import make_layout
-from raydl.report.events import read_history
+from raydl.tools.report.events import read_history
 
 LAYOUT = "custom_scalars__config__"
 

@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 import ray
 
-from raydl.on_ray.metrics import RayMetrics
+from raydl.ray_backend.ray_metrics import RayMetrics
 
 BOUND_S = 90
 

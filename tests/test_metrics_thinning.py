@@ -5,7 +5,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from raydl.metrics import TensorBoardWriter, Thinned
 from raydl.metrics.thinning import Gathered, is_due
-from raydl.report.events import read_history
+from raydl.tools.report.events import read_history
 
 HOUR_S, DAY_S, WEEK_S = 3600.0, 86_400.0, 604_800.0
 

@@ -18,13 +18,13 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
+from raydl.core.flat import FlatModel
+from raydl.core.optimizers import OPTIMIZERS, make_optimizer
+from raydl.core.replica import Replica
+from raydl.core.rules import Elastic
 from raydl.errors import ShapeError, StepError
-from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
-from raydl.optimizers import OPTIMIZERS, make_optimizer
-from raydl.replica import Replica
-from raydl.rules import Elastic
-from raydl.task import Classification
+from raydl.tasks import Classification
 
 PLAIN = {"lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
 

@@ -21,14 +21,14 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
+from raydl.core.flat import FlatModel
 from raydl.errors import ConfigError, ShapeError, UnknownNameError
-from raydl.flat import FlatModel
 from raydl.models import MODELS
 from raydl.models.alexnet import LocalNorm
 from raydl.models.parts import channels_last
 from raydl.models.resnet import PlainShortcutBlock
-from raydl.task import Classification, DataShape, evaluate
-from raydl.trainer import Trainer
+from raydl.run.trainer import Trainer
+from raydl.tasks import Classification, DataShape, evaluate
 
 PUBLISHED = {
     "lenet": 431_080,

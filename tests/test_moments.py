@@ -8,9 +8,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_recorder import Memory, Store, make, record_at, report_of
 
 import raydl
-from raydl.control.curves import Curves
-from raydl.report.facts import read_run
-from raydl.worker_group import Evaluated
+from raydl.core.worker_group import Evaluated
+from raydl.elastic.curves import Curves
+from raydl.tools.report.facts import read_run
 
 
 class Heard:
@@ -98,8 +98,8 @@ class Timed(Memory):
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("raydl.recorder.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("raydl.recorder.time.time", lambda: 1e9 + now[0])
+    monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raydl.run.recorder.time.time", lambda: 1e9 + now[0])
     return now
 
 

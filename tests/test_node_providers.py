@@ -19,7 +19,7 @@ from ray.autoscaler._private.providers import _get_node_provider_cls
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from raydl.errors import ConfigError
-from raydl.node_providers.settings import azure_cluster, gcp_cluster
+from raydl.ray_backend.node_providers.settings import azure_cluster, gcp_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "cluster_configs"
@@ -38,8 +38,8 @@ STAND_INS = {
     ),
 }  # fmt: skip
 IMPORTED = {
-    "gcp": ("ray.autoscaler._private.gcp", "raydl.node_providers.gcp"),
-    "azure": ("ray.autoscaler._private._azure", "raydl.node_providers.azure"),
+    "gcp": ("ray.autoscaler._private.gcp", "raydl.ray_backend.node_providers.gcp"),
+    "azure": ("ray.autoscaler._private._azure", "raydl.ray_backend.node_providers.azure"),
 }
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import raydl
 from raydl.config import MethodConfig
 from raydl.errors import ShapeError, StepError
-from raydl.task import Classification
+from raydl.tasks import Classification
 
 METHODS = ["sync-easgd", "local-sgd", "sync-sgd", "async-easgd", "async-sgd", "hogwild-easgd"]
 BAD = [math.nan, math.inf, -math.inf, 1e30]

@@ -10,15 +10,15 @@ from conftest import SHAPE, Ensemble, linear, tiny_images
 from replicas import PLAIN, batches, deep, flattened, replica_of, settings
 from torch.nn import functional
 
-from raydl.center import Center, copied_to_cpu, joined_states, split_states
-from raydl.checkpoint import Checkpoint, CheckpointStore
+from raydl.checkpoint.store import Checkpoint, CheckpointStore
+from raydl.collective.exchange import GradientGroup
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig
-from raydl.exchange.inner import GradientGroup
-from raydl.exchange.local import LocalGroup
-from raydl.optimizers import make_optimizer
-from raydl.reports import Outcome
-from raydl.rules import MeanGradient, Tally
+from raydl.core.center import Center, copied_to_cpu, joined_states, split_states
+from raydl.core.optimizers import make_optimizer
+from raydl.core.reports import Outcome
+from raydl.core.rules import MeanGradient, Tally
 from raydl.storage import Storage
+from raydl.worker.in_process import LocalGroup
 
 
 def through_a_checkpoint(folder, ensemble, round):

@@ -22,9 +22,8 @@ from raydl.config import (
     TrainConfig,
     TrainingConfig,
 )
-from raydl.errors import ConfigError
-from raydl.methods import filled_in, resolve
-from raydl.optimizers import (
+from raydl.core.methods import filled_in, resolve
+from raydl.core.optimizers import (
     ELEMENTWISE,
     OPTIMIZERS,
     as_config,
@@ -32,8 +31,9 @@ from raydl.optimizers import (
     is_elementwise,
     parameters_of,
 )
-from raydl.task import Classification
-from raydl.trainer import Trainer
+from raydl.errors import ConfigError
+from raydl.run.trainer import Trainer
+from raydl.tasks import Classification
 
 # any of torch.optim
 
@@ -309,7 +309,7 @@ def test_a_function_that_returns_no_optimizer_is_told_so():
 
 def test_a_center_without_a_lock_steps_with_sgd_alone():
     config = TrainConfig(
-        method=MethodConfig(name="raydl.rules:MeanGradient", strategy="hogwild"),
+        method=MethodConfig(name="raydl.core.rules:MeanGradient", strategy="hogwild"),
         optimizer=OptimizerConfig(name="adamw"),
     )
     with pytest.raises(ConfigError, match=r"optimizer\.name must be sgd .*, got adamw"):

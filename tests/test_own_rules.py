@@ -14,11 +14,11 @@ from torch.optim import SGD
 
 import raydl
 from raydl.config import MethodConfig, TrainConfig
+from raydl.core.methods import METHODS, resolve
+from raydl.core.own_rule import check_rule, try_rule
+from raydl.core.rules import MeanGradient, Outer, Rule, Sends
 from raydl.errors import ConfigError, ShapeError
-from raydl.methods import METHODS, resolve
-from raydl.own_rule import check_rule, try_rule
-from raydl.rules import MeanGradient, Outer, Rule, Sends
-from raydl.task import Classification
+from raydl.tasks import Classification
 
 
 class Halfway(Rule):
@@ -157,7 +157,7 @@ def tried(rule, num_parameters=12):
             "RebindsData.update_center_() did not move the center in 16 updates on trial",
         ),
         (NoPeriod, "NoPeriod.period must be a whole number from 1 on, got 0"),
-        (SendsText, "SendsText.sends must be one of raydl.rules.Sends, got 'weights'"),
+        (SendsText, "SendsText.sends must be one of raydl.core.rules.Sends, got 'weights'"),
     ],
 )
 def test_what_is_wrong_is_told_by_name(kind, sentence):
@@ -178,7 +178,7 @@ def test_the_sentence_says_where_state_belongs():
     )
 
 
-@pytest.mark.parametrize("name", ["test_own_rules:WantsARate", "raydl.rules:Elastic"])
+@pytest.mark.parametrize("name", ["test_own_rules:WantsARate", "raydl.core.rules:Elastic"])
 def test_a_rule_by_name_that_wants_arguments(name):
     config = TrainConfig(method=MethodConfig(name=name))
     if name.endswith("Elastic"):  # it has a from_config of its own
@@ -429,7 +429,7 @@ def test_attached_models_are_of_a_dtype_that_can_be_exchanged(dtype, method, exc
 
 
 def test_a_rule_is_tried_before_it_is_attached_too():
-    from raydl.own_loop.terms import job_of
+    from raydl.worker.attach import job_of
 
     model = linear((1, 4, 4), 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

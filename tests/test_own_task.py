@@ -16,7 +16,7 @@ import raydl
 from raydl.cli import main
 from raydl.data import DataShape
 from raydl.errors import ConfigError, RaydlError, ShapeError
-from raydl.own_task import LossFromForward, ModelAndLoss
+from raydl.tasks import LossFromForward, ModelAndLoss
 
 SHAPE = DataShape((), 0, columns={"x": (3,), "y": ()})
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydl.stragglers import StragglerDetector, late_workers
+from raydl.elastic.stragglers import StragglerDetector, late_workers
 
 FIRST_PAUSE_S = 0.5
 

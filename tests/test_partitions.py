@@ -15,8 +15,8 @@ from benchmarks.outside import BACK_S, LEASE_S, UP_S, Run, Watched, falls, why_n
 from benchmarks.partitions import LONGEST_S, METHODS, SHORTEST_S, cuts_of, partitioned
 from benchmarks.ray_on_hosts import USUAL_PULL_MS
 from benchmarks.runs_on_hosts import cluster
-from raydl.checkpoint import CheckpointStore
-from raydl.ledger import Ledger
+from raydl.checkpoint.store import CheckpointStore
+from raydl.data.ledger import Ledger
 from raydl.storage import Storage
 
 NUMBER = int(os.environ.get("RAYDL_PARTITIONS", "6"))
@@ -105,8 +105,8 @@ import json, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from raydl.exchange.process_group import TorchGroup, is_done
-from raydl.exchange.store import SECRET
+from raydl.collective.process_group import TorchGroup, is_done
+from raydl.collective.store import SECRET
 
 place, host, is_first = sys.argv[1], sys.argv[2], sys.argv[3] == "0"
 STEP = timedelta(seconds=10)

@@ -7,11 +7,11 @@ from ray._private.state import state
 from ray.core.generated.autoscaler_pb2 import ClusterConfig
 from ray.exceptions import RpcError
 
-from raydl import ray_session
 from raydl.config import ScalingConfig
 from raydl.errors import ResourceError
-from raydl.on_ray import cluster
-from raydl.on_ray.cluster import what_is_missing
+from raydl.ray_backend import cluster
+from raydl.ray_backend import session as ray_session
+from raydl.ray_backend.cluster import what_is_missing
 
 
 def test_what_pending_workers_need_and_what_could_come_is_one_sentence():

@@ -7,10 +7,10 @@ from conftest import Ensemble, tiny_images
 from histories import AllProgress, History, config, counting
 
 import raydl
-from raydl.comparison.figures import COLUMNS, Run, make_rows
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
-from raydl.reports import Outcome
-from raydl.stop_condition import notes_on_period
+from raydl.core.reports import Outcome
+from raydl.core.stop_condition import notes_on_period
+from raydl.tools.comparison.figures import COLUMNS, Run, make_rows
 
 
 @pytest.mark.parametrize("method", ["diloco", "sync-easgd", "sync-sgd", "local-sgd"])

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from raydl import cli
+from raydl.collective.allreduce import AdaptiveAllreduce, ProcessGroupLink, Reducer, measure_network
+from raydl.core.cost_model import FLAT, choose, predict_s
+from raydl.core.methods import METHODS
+from raydl.core.rules import Elastic
 from raydl.errors import ConfigError, UnknownNameError
-from raydl.exchange.adaptive import AdaptiveAllreduce
-from raydl.exchange.allreduce import ProcessGroupLink, Reducer, measure_network
-from raydl.methods import METHODS
-from raydl.network import FLAT, choose, predict_s
-from raydl.plan import (
+from raydl.tools.plan import (
     NETWORKS,
     Plan,
     best_period,
@@ -30,7 +30,6 @@ from raydl.plan import (
     parse_network,
     predict,
 )
-from raydl.rules import Elastic
 
 SLOW = flat_network(2.0, 0.5)  # 2 s for a message, half a second for a byte
 INSTANT = flat_network(0.0, 0.0)
@@ -530,7 +529,8 @@ def test_without_matplotlib_the_picture_is_refused_before_anything_is_timed(monk
 
 def test_planning_needs_no_ray_and_the_formulas_no_torch():
     code = (
-        "import raydl.plan, sys; assert not {'ray', 'torch'} & set(sys.modules); import raydl.cli;"
+        "import raydl.tools.plan, sys; assert not {'ray', 'torch'} & set(sys.modules);"
+        "import raydl.cli;"
         "assert raydl.cli.main(['plan', '--step-s', '1', '--workers', '2']) == 0;"
         "assert 'ray' not in sys.modules"
     )

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.hosts import Hosts, why_not
 from benchmarks.ray_on_hosts import start_ray
-from raydl.plan import Plan, parse_network, predict
-from raydl.report.events import read_history
+from raydl.tools.plan import Plan, parse_network, predict
+from raydl.tools.report.events import read_history
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 

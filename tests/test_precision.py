@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 from raydl.config import OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.rules import Elastic, MeanGradient
 from raydl.data.samples import DataShape
-from raydl.evaluator import Evaluator
-from raydl.rules import Elastic, MeanGradient
-from raydl.task import Classification, LanguageModel, task_for, task_on
+from raydl.tasks import Classification, LanguageModel, task_for, task_on
+from raydl.worker.evaluator import Evaluator
 
 
 @pytest.mark.parametrize("rule", [Elastic(0.9), MeanGradient()])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.certificates import make_certificates
-from raydl.exchange import process_group
-from raydl.exchange.process_group import (
+from raydl.collective import process_group
+from raydl.collective.process_group import (
     TorchGroup,
     TunnelStore,
     dist,
@@ -19,8 +19,8 @@ from raydl.exchange.process_group import (
     make_gloo,
     unproven_peers,
 )
-from raydl.exchange.store import SECRET, StoreServer, proof
-from raydl.exchange.tunnel import GLOO_HOST
+from raydl.collective.store import SECRET, StoreServer, proof
+from raydl.collective.tunnel import GLOO_HOST
 
 SOON_S = 10.0
 HOST = "127.0.0.1"

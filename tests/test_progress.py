@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from raydl.metrics import TimeParts, communication_share, mean_parts
-from raydl.progress import PlainLines, ProgressView, panel
+from raydl.run.progress import PlainLines, ProgressView, panel
 
 VIEW = ProgressView(
     state="training",

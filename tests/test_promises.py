@@ -12,10 +12,10 @@ from conftest import ROOT
 import raydl
 from raydl import cli
 from raydl.config import TrainConfig
-from raydl.methods import METHODS
+from raydl.core.methods import METHODS
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.models import MODELS
-from raydl.versions import DISTRIBUTION, installed_version, requirements
+from raydl.run.versions import DISTRIBUTION, installed_version, requirements
 
 ROWS = [
     {

@@ -9,7 +9,7 @@ from torch.nn import functional
 import raydl
 from raydl.config import InputConfig, OptimizerConfig, RunConfig, ScalingConfig, TrainingConfig
 from raydl.errors import DataError
-from raydl.on_ray.dataset import from_ray
+from raydl.ray_backend.ray_data import from_ray
 
 pytestmark = [
     pytest.mark.cluster,

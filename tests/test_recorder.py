@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from conftest import SHAPE, linear, tiny_images
 
-from raydl.best import BestCenter
-from raydl.center import first_snapshot
-from raydl.checkpoint_writer import checkpoint_of, snapshot_of
+from raydl.checkpoint.best import BestCenter
+from raydl.checkpoint.totals import Totals
+from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import CheckpointConfig, TrainConfig, TrainingConfig
-from raydl.control import State
-from raydl.data.feed import LeftOut
+from raydl.core.autotune import Choice, ExchangeTuning
+from raydl.core.center import first_snapshot
+from raydl.core.flat import FlatModel
+from raydl.core.membership import Membership
+from raydl.core.reports import AllreduceReport, Record, WorkerReport
+from raydl.core.worker_group import Collected, Evaluated
+from raydl.data.loader import LeftOut
+from raydl.elastic import State
 from raydl.errors import CheckpointError
-from raydl.examples import Examples
-from raydl.exchange_tuning import Choice, ExchangeTuning
-from raydl.flat import FlatModel
-from raydl.membership import Membership
 from raydl.metrics import TAGS, TimeParts, tag_of
-from raydl.recorder import RunRecorder
-from raydl.reports import AllreduceReport, Record, WorkerReport
-from raydl.runs.totals import Totals
+from raydl.run.recorder import RunRecorder
 from raydl.storage import Storage
-from raydl.worker_group import Collected, Evaluated
+from raydl.worker.examples import Examples
 
 NOTHING = Totals()
 
@@ -129,7 +129,7 @@ def test_a_last_checkpoint_that_fails_is_an_error():
 
 def test_a_checkpoint_that_is_overdue_is_told_once(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("raydl.recorder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
     config = TrainConfig(checkpoint=CheckpointConfig(every_s=60.0))
     recorder, memory = make(Store(), config=config)
 
@@ -309,7 +309,7 @@ def test_sentences_of_one_moment_are_a_sample_apart_for_tensorboard_shows_one_fo
 
 def test_records_that_come_at_once_do_not_look_fast(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("raydl.recorder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
     recorder, memory = make(Store())
     recorder.event("generation 1: w0 starts")
     for at_s, num_samples in [(1.0, 100), (1.0, 200), (2.0, 300), (3.0, 400), (3.0, 500)]:
@@ -429,7 +429,7 @@ def at_round(round, staleness=2.0):
 def test_what_comes_after_a_checkpoints_round_is_not_counted_again_by_who_goes_on(monkeypatch):
     """A checkpoint of round 50, written when the run is at round 100 already."""
     now = [0.0]
-    monkeypatch.setattr("raydl.recorder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
     kept = []
     recorder, _ = make(Store(), before=Totals(time_parts=parts(data_io=7.0)))
     recorder.checkpoints._store.write = kept.append

@@ -21,20 +21,20 @@ from test_comparison import figures
 
 import raydl.data
 from raydl import Trainer, cli, errors, storage
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.store import CheckpointStore
 from raydl.cli import submitting
-from raydl.comparison import Comparison, compare
-from raydl.comparison.runner import take_complete
-from raydl.comparison.settings import plan
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, DataError
+from raydl.launch.submission import check_credentials
 from raydl.redaction import has_credentials, redact, redact_values
-from raydl.runs.folder import RunFolder
-from raydl.runs.hold import held, wait_until_free
-from raydl.scoring import score_run
+from raydl.run.evaluate import score_run
+from raydl.run.folder import RunFolder
+from raydl.run.lock import held, wait_until_free
+from raydl.run.trainer import Result
 from raydl.storage import Storage
-from raydl.submission import check_credentials
-from raydl.trainer import Result
+from raydl.tools.comparison import Comparison, compare
+from raydl.tools.comparison.runner import take_complete
+from raydl.tools.comparison.settings import plan
 
 # the function
 

@@ -2,7 +2,7 @@
 
 from test_controller import BOTH, Stage
 
-from raydl.worker_group import WorkerReady
+from raydl.core.worker_group import WorkerReady
 
 
 def test_who_is_not_there_can_not_be_removed_and_it_is_said_who_is():

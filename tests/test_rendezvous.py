@@ -10,9 +10,9 @@ import torch
 from own_loops import Threads, settings
 
 from raydl.config import MethodConfig
+from raydl.core.methods import METHODS
+from raydl.elastic.rendezvous import NO_COPY, Rendezvous, Signal
 from raydl.errors import AttachError
-from raydl.methods import METHODS
-from raydl.own_loop.rendezvous import NO_COPY, Rendezvous, Signal
 
 LEASE_S, TIMEOUT_S = 10.0, 100.0
 

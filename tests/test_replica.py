@@ -8,17 +8,17 @@ import torch
 from conftest import SHAPE, linear, tiny_images
 from torch.nn import functional
 
-from raydl.center import Mirror
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.center import Mirror
+from raydl.core.exchange import StepPlan
+from raydl.core.flat import FlatModel
+from raydl.core.optimizers import make_optimizer
+from raydl.core.replica import Replica
+from raydl.core.rules import Elastic, MeanGradient, Outer
 from raydl.data import Batches, Normalizer
 from raydl.errors import ExchangeError
-from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
-from raydl.optimizers import make_optimizer
-from raydl.replica import Replica
-from raydl.rules import Elastic, MeanGradient, Outer
-from raydl.step_plan import StepPlan
-from raydl.task import Classification
+from raydl.tasks import Classification
 
 
 def batches(images):

@@ -8,17 +8,17 @@ import torch
 from conftest import SHAPE, linear, tiny_images
 from torch.nn import functional
 
-from raydl.center import Mirror
 from raydl.config import OptimizerConfig, TrainingConfig
+from raydl.core.center import Mirror
+from raydl.core.exchange import Header, StepPlan
+from raydl.core.flat import FlatModel
+from raydl.core.optimizers import make_optimizer
+from raydl.core.replica import Replica
+from raydl.core.rules import Elastic, MeanGradient, Outer, Tally
 from raydl.data import Batches, Normalizer
 from raydl.errors import NonFiniteError
-from raydl.flat import FlatModel
 from raydl.metrics import TimeParts
-from raydl.optimizers import make_optimizer
-from raydl.replica import Replica
-from raydl.rules import Elastic, MeanGradient, Outer, Tally
-from raydl.step_plan import Header, StepPlan
-from raydl.task import Classification
+from raydl.tasks import Classification
 
 BETA = 0.5
 IMAGES = tiny_images(40)

@@ -12,13 +12,13 @@ from pyarrow import fs
 from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
 from raydl.metrics import TIME_PARTS
-from raydl.report import make_page, read_run, with_names_apart, write_report
-from raydl.report.events import Curve, Formed, History, Told
-from raydl.report.facts import RunFacts
-from raydl.report.html import element, table
-from raydl.report.sections import byte_size, duration
-from raydl.report.style import CSS
-from raydl.runs.status import RunStatus, to_json
+from raydl.run.status import RunStatus, to_json
+from raydl.tools.report import make_page, read_run, with_names_apart, write_report
+from raydl.tools.report.events import Curve, Formed, History, Told
+from raydl.tools.report.facts import RunFacts
+from raydl.tools.report.html import element, table
+from raydl.tools.report.sections import byte_size, duration
+from raydl.tools.report.style import CSS
 
 # a page, as a browser takes it
 

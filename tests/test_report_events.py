@@ -6,9 +6,9 @@ import pytest
 from test_report import Walk, facts_of, write_run
 
 from raydl.metrics import TensorBoardWriter
-from raydl.report import make_page, read_run
-from raydl.report.curves import charts_of
-from raydl.report.events import Curve, History, Told, read_history
+from raydl.tools.report import make_page, read_run
+from raydl.tools.report.curves import charts_of
+from raydl.tools.report.events import Curve, History, Told, read_history
 
 
 def event_files(folder):

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from raydl.center import first_snapshot
-from raydl.checkpoint import CheckpointStore
-from raydl.checkpoint_writer import checkpoint_of
+from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.writer import checkpoint_of
 from raydl.config import RunConfig, TrainConfig
+from raydl.core.center import first_snapshot
+from raydl.core.flat import FlatModel
+from raydl.core.worker_group import Collected
 from raydl.data.order import InBlocks, Shuffled
 from raydl.errors import ConfigError
-from raydl.flat import FlatModel
-from raydl.runs.folder import RunFolder
-from raydl.start import Start
-from raydl.worker_group import Collected
+from raydl.run.folder import RunFolder
+from raydl.run.resume import Start
 
 BEGAN = InBlocks([5, 5, 5, 5, 3], 0, block_samples=8)
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydl import blocks
 from raydl.config import MethodConfig
-from raydl.rules import (
+from raydl.core import rules as blocks
+from raydl.core.rules import (
     DelayedOuter,
     Elastic,
     MeanGradient,

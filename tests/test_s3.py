@@ -19,13 +19,15 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from test_checkpoint import make
 
 import raydl.data
-from raydl import checkpoint_writer, cli, ray_session
-from raydl.checkpoint import CheckpointStore
+from raydl import cli
+from raydl.checkpoint import writer as checkpoint_writer
+from raydl.checkpoint.store import CheckpointStore
 from raydl.data import load
 from raydl.errors import CheckpointError, RaydlError
-from raydl.runs import hold
-from raydl.runs.control_channel import ControlChannel, request_removal
-from raydl.runs.status import RunStatus, WorkerStatus
+from raydl.ray_backend import session as ray_session
+from raydl.run import lock as hold
+from raydl.run.control_channel import ControlChannel, request_removal
+from raydl.run.status import RunStatus, WorkerStatus
 from raydl.storage import Storage
 
 BOUND_S = 40
@@ -258,7 +260,7 @@ def test_a_checkpoint_that_was_cut_off_is_none_and_the_one_before_stays():
 DRIVER = """
 import sys
 from raydl import cli
-from raydl.runs import hold
+from raydl.run import hold
 hold.STALE_S = 1.0
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -7,10 +7,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_metrics_back import grow_old
 
-from raydl import cli, trainer
+from raydl import cli
 from raydl.cli import again
-from raydl.runs.folder import RunFolder
-from raydl.runs.hold import held
+from raydl.run import trainer
+from raydl.run.folder import RunFolder
+from raydl.run.lock import held
 from raydl.storage import Storage
 
 

@@ -9,12 +9,12 @@ from histories import config
 from scenarios import spans_of
 from test_messages import enter, make_coordinator, settle
 
-from raydl.coordinator import Due
+from raydl.core.membership import Membership
+from raydl.core.reports import Outcome
 from raydl.data import ImageSet
-from raydl.exchange.protocol import MessageId
-from raydl.membership import Membership
-from raydl.reports import Outcome
-from raydl.task import Classification
+from raydl.parameter_server.coordinator import Due
+from raydl.parameter_server.protocol import MessageId
+from raydl.tasks import Classification
 
 # the coordinator: batches of 5, two steps a round
 

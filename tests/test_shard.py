@@ -11,16 +11,16 @@ import torch
 from test_mapped_center import ASSIGNMENT, Orderly, open_shard, reach
 from test_messages import request
 
-from raydl.compression import parse_codec
 from raydl.config import OptimizerConfig
+from raydl.core.compression import parse_codec
+from raydl.core.exchange import Header
+from raydl.core.membership import Membership
+from raydl.core.optimizers import make_optimizer
+from raydl.core.rules import Outer, Rule, Sends, Tally
 from raydl.errors import ExchangeTimeoutError
-from raydl.exchange.mapped import MappedCell, open_cells
-from raydl.exchange.protocol import NOTHING, CellAddress, Completion, MessageId, Response
-from raydl.exchange.shard import Shard
-from raydl.membership import Membership
-from raydl.optimizers import make_optimizer
-from raydl.rules import Outer, Rule, Sends, Tally
-from raydl.step_plan import Header
+from raydl.parameter_server.protocol import NOTHING, CellAddress, Completion, MessageId, Response
+from raydl.parameter_server.shard import Shard
+from raydl.parameter_server.shared_memory import MappedCell, open_cells
 
 SOON_S = 5.0
 ENDS_ROUND = Completion(Header(), 1, 1, 0.1, 0)

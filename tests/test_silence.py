@@ -20,17 +20,17 @@ from test_recorder import collected as collected_round
 from test_recorder import flat_model
 
 import raydl
-from raydl import checkpoint_writer, silence
-from raydl.best import BestCenter
-from raydl.checkpoint import CheckpointStore
-from raydl.checkpoint_writer import CheckpointWriter
-from raydl.control import State
+from raydl import storage as silence
+from raydl.checkpoint import writer as checkpoint_writer
+from raydl.checkpoint.best import BestCenter
+from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.totals import Totals
+from raydl.checkpoint.writer import CheckpointWriter
+from raydl.core.worker_group import GaveUp, Published
+from raydl.elastic import State
 from raydl.errors import WORTH_RETRYING, StorageSilentError
 from raydl.metrics import Queued, queued
-from raydl.runs.totals import Totals
-from raydl.silence import SilenceTeller, within
-from raydl.storage import Storage, is_answer
-from raydl.worker_group import GaveUp, Published
+from raydl.storage import SilenceTeller, Storage, is_answer, within
 
 BOUND_S = 20
 

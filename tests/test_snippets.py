@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raydl import trainer
 from raydl.config import ScalingConfig
+from raydl.run import trainer
 
 pytestmark = [
     pytest.mark.cluster,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from benchmarks import counting
 from benchmarks.programs import ROOT
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -13,9 +13,9 @@ import pytest
 from clusters import nodes
 
 from raydl.errors import ConfigError
-from raydl.spot_notice.__main__ import main
-from raydl.spot_notice.clouds import MetadataError, make_source
-from raydl.spot_notice.watch import DrainError, drain_by_command, longest_try_s, watch
+from raydl.launch.spot_notice.__main__ import main
+from raydl.launch.spot_notice.clouds import MetadataError, make_source
+from raydl.launch.spot_notice.watch import DrainError, drain_by_command, longest_try_s, watch
 
 NOW = 1767225600.0  # 2026-01-01 00:00:00 UTC
 TOKEN_TTL = "X-aws-ec2-metadata-token-ttl-seconds"
@@ -153,7 +153,7 @@ def test_aws_is_asked_with_one_session_token_until_it_is_too_old():
 
 
 def test_a_token_whose_answer_is_lost_on_the_way_is_told_with_the_limit_of_hops(monkeypatch):
-    monkeypatch.setattr("raydl.spot_notice.clouds._ANSWER_S", 0.2)
+    monkeypatch.setattr("raydl.launch.spot_notice.clouds._ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the question, answers nothing
         source = make_source("aws", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(MetadataError) as told:
@@ -309,7 +309,7 @@ def test_a_wrong_provider_is_an_error_of_the_configuration():
 
 def test_the_watch_holds_neither_ray_nor_torch_in_memory():
     code = (
-        "import sys; from raydl.spot_notice.__main__ import main; main(['--provider', 'x']);"
+        "import sys; from raydl.launch.spot_notice.__main__ import main; main(['--provider', 'x']);"
         "sys.exit(bool({'ray', 'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
@@ -355,7 +355,7 @@ def test_the_notice_drains_the_node_of_a_real_cluster(names_its_node, monkeypatc
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         [node] = cluster.worker_nodes or [cluster.head_node]
         command = [
-            sys.executable, "-m", "raydl.spot_notice", "--provider", "gcp",
+            sys.executable, "-m", "raydl.launch.spot_notice", "--provider", "gcp",
             "--metadata-url", service.url, *(["--node-id", node.node_id] if names_its_node else []),
         ]  # fmt: skip
         with at_work() as told:

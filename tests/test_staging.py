@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from raydl.core.exchange import Staging
 from raydl.data.samples import to_device
-from raydl.exchange.staging import Staging
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

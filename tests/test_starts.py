@@ -11,13 +11,13 @@ from clusters import BOUND_S
 from processes import stopped_processes
 
 from raydl.config import ElasticConfig, ScalingConfig
-from raydl.heartbeats import Heartbeats
-from raydl.on_ray.calls import Calls
-from raydl.on_ray.cluster import Notices, node_here
-from raydl.on_ray.liveness import Liveness
-from raydl.on_ray.starts import Starts
-from raydl.on_ray.worker_group import RayWorkerGroup
-from raydl.worker_group import Lost
+from raydl.core.worker_group import Lost
+from raydl.elastic.heartbeat import Heartbeats
+from raydl.ray_backend.calls import Calls
+from raydl.ray_backend.cluster import Notices, node_here
+from raydl.ray_backend.liveness import Liveness
+from raydl.ray_backend.starts import Starts
+from raydl.ray_backend.worker_group import RayWorkerGroup
 
 
 class Watch:
@@ -98,7 +98,7 @@ class OneWorker(RayWorkerGroup):
 
 @pytest.mark.cluster
 def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster, monkeypatch):
-    monkeypatch.setattr("raydl.on_ray.worker_group.WorkerActor", Halted)
+    monkeypatch.setattr("raydl.ray_backend.worker_group.WorkerActor", Halted)
     before, worker_group = stopped_processes(), OneWorker(patience_s=1.0)
     worker_group.ask("w0")
     deadline, events = time.monotonic() + BOUND_S, []

@@ -11,22 +11,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raydl.center import Snapshot
 from raydl.config import RunConfig, ScalingConfig, TrainConfig, TrainingConfig
-from raydl.control.state import State
-from raydl.control.worker_registry import Phase, WorkerEntry
+from raydl.core.center import Snapshot
+from raydl.core.reports import Outcome, WorkerReport
+from raydl.elastic.state import State
+from raydl.elastic.worker_registry import Phase, WorkerEntry
 from raydl.errors import ConfigError, RaydlError, ResourceError, SupersededError
 from raydl.metrics import TIME_PARTS
-from raydl.progress import Silent
-from raydl.reports import Outcome, WorkerReport
-from raydl.run_loop import open_control_channel, remove, run_to_end
-from raydl.run_view import EventLog, RunView, how_it_ended, worker_status
-from raydl.runs import control_channel as run_control_channel
-from raydl.runs.control_channel import Request, read_status, request_removal
-from raydl.runs.status import WorkerStatus
+from raydl.run import control_channel as run_control_channel
+from raydl.run.control_channel import Request, read_status, request_removal
+from raydl.run.progress import Silent
+from raydl.run.status import WorkerStatus
+from raydl.run.trainer import Trainer, open_control_channel, remove, run_to_end
+from raydl.run.view import EventLog, RunView, how_it_ended, worker_status
 from raydl.storage import Storage
-from raydl.task import Classification
-from raydl.trainer import Trainer
+from raydl.tasks import Classification
 
 START = Snapshot(12, 3, 1, 150, 40, 9.0, True, None, None, {}, {"num_samples": 100})
 
@@ -136,7 +135,7 @@ def test_a_run_that_can_not_start_says_why(tmp_path, monkeypatch):
     def no_room(job, dataset, prepare, untrained, storage):
         raise ResourceError("this machine holds 1")
 
-    monkeypatch.setattr("raydl.trainer._make_worker_group", no_room)
+    monkeypatch.setattr("raydl.run.trainer._make_worker_group", no_room)
     with pytest.raises(ResourceError):
         trainer(tmp_path / "a").fit()
     assert read_status(str(tmp_path / "a")).state == "failed: this machine holds 1"

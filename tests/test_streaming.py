@@ -14,21 +14,21 @@ import torch
 from conftest import Ensemble, linear, tiny_images
 from PIL import Image
 
-from raydl.checkpoint_writer import checkpoint_of, snapshot_of
+from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import InputConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.reports import Losses
+from raydl.core.strategy import Round
+from raydl.core.worker_group import Collected
 from raydl.data import Batches, Dataset, load
-from raydl.data.feed import Feed
+from raydl.data.images import decode_one
+from raydl.data.ledger import Claim, Ledger, share_round
+from raydl.data.loader import Feed
 from raydl.data.order import InBlocks
-from raydl.data.pictures import decode_one
 from raydl.data.row_groups import GroupCache
 from raydl.data.table import StreamedTable
 from raydl.errors import ConfigError, DataError
-from raydl.ledger import Claim, Ledger, share_round
 from raydl.metrics import TimeParts
-from raydl.reports import Losses
-from raydl.schedules import Round
-from raydl.task import Classification, evaluate
-from raydl.worker_group import Collected
+from raydl.tasks import Classification, evaluate
 
 STREAMED = InputConfig(stream="always", shuffle_samples=8)
 
@@ -99,7 +99,7 @@ def test_threads_decode_large_pictures_and_who_asks_decodes_small_ones(
         threads.append(threading.current_thread().name)
         return decode_one(*words, **more)
 
-    monkeypatch.setattr("raydl.data.streamed.decode_one", noted)
+    monkeypatch.setattr("raydl.data.streaming.decode_one", noted)
     train.fetch(np.arange(6))
     assert len(threads) == 6
     assert all(thread.startswith(by) for thread in threads)

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from raydl import cli, ray_session
+from raydl import cli
 from raydl.cli import submitting
 from raydl.config import TrainConfig, to_dict
 from raydl.errors import ConfigError
-from raydl.submission import (
+from raydl.launch.submission import (
     EXCLUDES,
     check_what_travels,
     make_runtime_env,
     plan_run,
     without_ray,
 )
+from raydl.ray_backend import session as ray_session
 
 
 def plan_of(*words):

@@ -4,8 +4,8 @@ import pytest
 
 from raydl.cli import submitting
 from raydl.errors import RaydlError
-from raydl.runs.job_end import SILENT, UNKNOWN, Fate, JobState, judge
-from raydl.submission import Plan, Submitter
+from raydl.launch.submission import Plan, Submitter
+from raydl.ray_backend.job_end import SILENT, UNKNOWN, Fate, JobState, judge
 
 PLAN = Plan("digits", "/runs/digits", "--epochs 2 --run-dir /runs/digits")
 DONE = JobState("SUCCEEDED", 0)

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from raydl import cli
-from raydl.comparison import Comparison, compare
 from raydl.config import InputConfig
 from raydl.data import load, preparation_for
 from raydl.data.samples import DataShape
@@ -19,9 +18,10 @@ from raydl.data.text import TokenSet
 from raydl.errors import DataError, ShapeError, UnknownNameError
 from raydl.metrics import TIME_PARTS
 from raydl.models import MODELS
-from raydl.scoring import score_run
-from raydl.task import Classification, LanguageModel, evaluate, task_for
-from raydl.trainer import Trainer
+from raydl.run.evaluate import score_run
+from raydl.run.trainer import Trainer
+from raydl.tasks import Classification, LanguageModel, evaluate, task_for
+from raydl.tools.comparison import Comparison, compare
 
 TEXTS = DataShape((4,), 256)
 PICTURES = DataShape((1, 8, 8), 10)

@@ -2,13 +2,7 @@
 
 import pytest
 
-from raydl.texts import (
-    clock_text,
-    config_as_markdown,
-    escape_controls,
-    markdown_table,
-    seconds_text,
-)
+from raydl.text import clock_text, config_as_markdown, escape_controls, markdown_table, seconds_text
 
 
 @pytest.mark.parametrize(

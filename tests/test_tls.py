@@ -17,12 +17,12 @@ import torch.distributed as dist
 from processes import descendants_of, listeners_of
 
 from benchmarks.certificates import environment_of, make_certificates
+from raydl.collective.process_group import TorchGroup
+from raydl.collective.store import StoreServer
+from raydl.collective.tunnel import hidden_port
 from raydl.config import ExchangeConfig, ScalingConfig, TrainConfig
 from raydl.config.tls import check_device, check_tls, tls_files
 from raydl.errors import ConfigError
-from raydl.exchange.process_group import TorchGroup
-from raydl.exchange.store import StoreServer
-from raydl.exchange.tunnel import hidden_port
 
 HOSTS = ("127.0.1.1", "127.0.1.2")
 """To the workers two hosts, which meet on the loopback of this machine."""

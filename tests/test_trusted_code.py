@@ -14,18 +14,18 @@ from conftest import ROOT
 
 from raydl import cli
 from raydl.cli import runs
-from raydl.comparison.runner import take_complete
-from raydl.comparison.settings import Comparison, plan
 from raydl.config import RunConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, RaydlError, UntrustedCodeError
-from raydl.runs.folder import RunFolder
-from raydl.scoring import code_named, score_run
+from raydl.run.evaluate import code_named, score_run
+from raydl.run.folder import RunFolder
+from raydl.tools.comparison.runner import take_complete
+from raydl.tools.comparison.settings import Comparison, plan
 
 SPY = """
 import pathlib
 pathlib.Path({seen!r}).write_text("imported")
 import torch
-from raydl.task import Classification
+from raydl.tasks import Classification
 
 def net(shape, num_classes):
     inputs = shape[0] * shape[1] * shape[2]
@@ -147,10 +147,10 @@ def test_what_was_shown_is_what_runs_though_the_folder_changes_meanwhile(folder,
         ({"model": "subprocess:check_output"}, (("model", "subprocess:check_output"),)),
         ({"model": "raydl.cli:main"}, (("model", "raydl.cli:main"),)),
         ({"model": ":net"}, (("model", ":net"),)),
-        ({"task": "raydl.task:Classification", "model": "net"}, ()),
-        ({"task": "raydl.task:LanguageModel", "model": "os:abort"}, ()),  # its name, for messages
+        ({"task": "raydl.tasks:Classification", "model": "net"}, ()),
+        ({"task": "raydl.tasks:LanguageModel", "model": "os:abort"}, ()),  # its name, for messages
         ({"task": "mine:Task", "model": "os:abort"}, (("task", "mine:Task"),)),
-        ({"task": "raydl.task:evaluate"}, (("task", "raydl.task:evaluate"),)),
+        ({"task": "raydl.tasks:evaluate"}, (("task", "raydl.tasks:evaluate"),)),
         ({"task": ""}, (("task", ""),)),
     ],
 )
@@ -159,7 +159,7 @@ def test_what_needs_trust_is_all_that_raydl_does_not_know_by_name(settings, name
 
 
 def test_a_task_of_raydls_own_lets_nothing_be_imported_from_the_current_folder(folder, monkeypatch):
-    folder.names(task="raydl.task:Classification", model="net")
+    folder.names(task="raydl.tasks:Classification", model="net")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
     with pytest.raises(RaydlError, match="does not fit the run's model"):
         score_run("run")

@@ -8,8 +8,8 @@ from test_message_workers import job
 from test_messages import enter, make_coordinator
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.exchange.local import LocalCenterClient
-from raydl.exchange.protocol import MessageId
+from raydl.parameter_server.protocol import MessageId
+from raydl.worker.in_process import LocalCenterClient
 
 
 def turns(coordinator, *worker_ids, start=10, generations=None):

@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 import raydl
-from raydl.checkpoint import CheckpointStore
-from raydl.checkpoint_writer import checkpoint_of, snapshot_of
+from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import MethodConfig
+from raydl.core.flat import FlatModel
+from raydl.core.untrained import BufferNews, _weighted_sum
+from raydl.core.worker_group import Collected
 from raydl.data import Batches, Normalizer, load
 from raydl.errors import ConfigError, ShapeError
-from raydl.evaluator import Evaluator
-from raydl.flat import FlatModel
 from raydl.storage import Storage
-from raydl.task import Classification, evaluate
-from raydl.untrained import BufferNews, _weighted_sum
-from raydl.worker_group import Collected
+from raydl.tasks import Classification, evaluate
+from raydl.worker.evaluator import Evaluator
 
 METHODS = ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"]
 

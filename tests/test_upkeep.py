@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from raydl.on_ray.upkeep import give_way
+from raydl.ray_backend.actors import give_way
 
 STEPS = """
 import resource, sys, threading
 import torch
 from raydl import models
-from raydl.on_ray.upkeep import freeze_objects, keep_freed_memory
+from raydl.ray_backend.actors import freeze_objects, keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

@@ -8,7 +8,7 @@ from conftest import Ensemble, tiny_images
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.data import ImageSet
 from raydl.errors import NonFiniteLossError
-from raydl.worker import Outcome
+from raydl.worker.loop import Outcome
 
 METHODS = ["sync-easgd", "sync-measgd", "sync-sgd", "sync-msgd"]
 

@@ -14,20 +14,15 @@ from safetensors.torch import load_file
 from test_controller import BOTH, Stage, collected, report
 
 import raydl
-from raydl.checkpoint import CheckpointStore
+from raydl.checkpoint.store import CheckpointStore
 from raydl.config import ElasticConfig
-from raydl.control import State
-from raydl.errors import (
-    ConfigError,
-    InfrastructureError,
-    NonFiniteCenterError,
-    NonFiniteLossError,
-)
-from raydl.membership import Membership
-from raydl.reports import Outcome
-from raydl.rules import Outer
+from raydl.core.membership import Membership
+from raydl.core.reports import Outcome
+from raydl.core.rules import Outer
+from raydl.core.worker_group import Changed, Failed, GaveUp, Lost, Published, RunEnded, WorkerReady
+from raydl.elastic import State
+from raydl.errors import ConfigError, InfrastructureError, NonFiniteCenterError, NonFiniteLossError
 from raydl.storage import Storage
-from raydl.worker_group import Changed, Failed, GaveUp, Lost, Published, RunEnded, WorkerReady
 
 FAILED = InfrastructureError("w1", "OSError: [Errno 5] Input/output error")
 OWN = ZeroDivisionError("my own mistake")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from raydl.control.worker_registry import Phase, WorkerRegistry
-from raydl.membership import Membership
-from raydl.reports import WorkerReport
+from raydl.core.membership import Membership
+from raydl.core.reports import WorkerReport
+from raydl.elastic.worker_registry import Phase, WorkerRegistry
 
 LATE = "is late and left out"
 

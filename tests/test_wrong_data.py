@@ -14,14 +14,14 @@ from PIL import Image
 
 from raydl.config import InputConfig
 from raydl.data import Batches, Normalizer, load
-from raydl.data.convert import convert
+from raydl.data.datasets import streamed
 from raydl.data.files import find
-from raydl.data.from_parquet import streamed
-from raydl.data.info import inspect
 from raydl.data.parquet import open_groups
 from raydl.data.samples import part_of
 from raydl.errors import DataError
-from raydl.trial import first_samples
+from raydl.run.preflight import first_samples
+from raydl.tools.convert import convert
+from raydl.tools.data_info import inspect
 
 ALWAYS, NEVER = InputConfig(stream="always", shuffle_samples=8), InputConfig(stream="never")
 BOTH = pytest.mark.parametrize("input", [ALWAYS, NEVER], ids=["streamed", "in memory"])

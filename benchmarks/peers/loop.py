@@ -31,8 +31,8 @@ from torch.nn import functional
 
 from raydl import models
 from raydl.config import TrainConfig
+from raydl.core.rules import lr_factor
 from raydl.data import Dataset, load, preparation_for
-from raydl.rules import lr_factor
 
 _AGREE_STEPS = 20
 """Steps from one agreement of the ranks on the time to the next, in a run by seconds."""

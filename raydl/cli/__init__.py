@@ -23,8 +23,8 @@ from raydl.cli.submitting import submit
 from raydl.cli.training import train
 from raydl.errors import RaydlError
 from raydl.redaction import redact
-from raydl.texts import escape_controls
-from raydl.versions import installed_version
+from raydl.run.versions import installed_version
+from raydl.text import escape_controls
 
 __all__ = ["COMMANDS", "main", "parse_train"]
 
@@ -70,8 +70,8 @@ def _end_if_a_thread_hangs(status: int) -> None:
 
     The orderly end of Python, and of the libraries that it has loaded, could wait for that one.
     """
-    silence = sys.modules.get("raydl.silence")
-    if silence is None or not silence.is_anything_given_up():
+    storage = sys.modules.get("raydl.storage")
+    if storage is None or not storage.is_anything_given_up():
         return
     if sys.exc_info()[0] is not None:
         print(redact(traceback.format_exc()), end="", file=sys.stderr)

@@ -13,7 +13,7 @@ from functools import partial
 from raydl.cli import main
 from raydl.cli.options import parse_train
 from raydl.errors import CheckpointError, RaydlError
-from raydl.texts import escape_controls
+from raydl.text import escape_controls
 
 HOLD_WAIT_S = 180.0
 """How long a lock is waited for: a file server keeps that of a machine that went for a while."""
@@ -39,8 +39,8 @@ def _is_ours(words: Sequence[str]) -> bool:
     Raises:
         RaydlError: the options are wrong, or the folder can not be read.
     """
-    from raydl.runs.folder import RunFolder, this_submission
-    from raydl.runs.hold import wait_until_free
+    from raydl.run.folder import RunFolder, this_submission
+    from raydl.run.lock import wait_until_free
     from raydl.storage import in_words
 
     config = parse_train(words)

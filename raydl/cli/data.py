@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raydl.cli.options import list_commands, parse, print_table, say
 from raydl.redaction import redact_values
-from raydl.texts import clock_text, seconds_text
+from raydl.text import clock_text, seconds_text
 
 if TYPE_CHECKING:
-    from raydl.data.info import PartInfo, SourceInfo
+    from raydl.tools.data_info import PartInfo, SourceInfo
 
 _PLAIN_EVERY_S = 5.0
 _LISTED = 20
@@ -66,7 +66,7 @@ def _usage(given: str) -> str:
 def info(arguments: Sequence[str]) -> int:
     """Say what is in a data set; of large ones little is read."""
     options = parse(_InfoOptions, arguments, prog="raydl data info", description=info.__doc__)
-    from raydl.data.info import inspect
+    from raydl.tools.data_info import inspect
 
     found = inspect(options.source)
     if options.json:
@@ -81,9 +81,9 @@ def convert(arguments: Sequence[str]) -> int:
     options = parse(
         _ConvertOptions, arguments, prog="raydl data convert", description=convert.__doc__
     )
-    from raydl.data.convert import ConvertConfig
-    from raydl.data.convert import convert as convert_data
-    from raydl.data.info import bytes_text
+    from raydl.tools.convert import ConvertConfig
+    from raydl.tools.convert import convert as convert_data
+    from raydl.tools.data_info import bytes_text
 
     words = dataclasses.asdict(options)
     source, target = words.pop("source"), words.pop("target")
@@ -140,7 +140,7 @@ class _PlainLines:
 
 
 def _print_info(info: SourceInfo) -> None:
-    from raydl.data.info import bytes_text
+    from raydl.tools.data_info import bytes_text
 
     say(f"{info.source}: {info.holds} ({_kind(info)})")
     if info.holds == "text":
@@ -185,7 +185,7 @@ def _print_parts(parts: Sequence[PartInfo], *, unit: str) -> None:
 
 
 def _part_row(part: PartInfo) -> list[str]:
-    from raydl.data.info import bytes_text
+    from raydl.tools.data_info import bytes_text
 
     row = [part.name, f"{part.num_rows:,}"]
     if part.files:

@@ -11,7 +11,7 @@ from raydl.errors import ConfigError
 def list_methods(arguments: Sequence[str]) -> int:
     """List the training methods."""
     _check_takes_nothing("raydl methods", arguments)
-    from raydl.methods import METHODS
+    from raydl.core.methods import METHODS
 
     rows = [
         (r.name, r.strategy, str(r.period), f"{r.lr:g}", f"{r.momentum:g}", r.sentence)

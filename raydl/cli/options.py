@@ -22,7 +22,7 @@ from rich.table import Table
 from raydl.config import AUTO, ScalingConfig, TrainConfig
 from raydl.errors import ConfigError
 from raydl.redaction import redact
-from raydl.texts import escape_controls
+from raydl.text import escape_controls
 
 _Options = TypeVar("_Options")
 _ALIKE = 0.6

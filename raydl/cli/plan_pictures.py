@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raydl.errors import ConfigError
-from raydl.plan import Prediction
+from raydl.tools.plan import Prediction
 
 _BAR = 50
 _SUFFIXES = (".png", ".svg", ".pdf")

@@ -16,14 +16,14 @@ from raydl.cli.options import parse, print_table
 from raydl.cli.plan_pictures import bars, check_out, draw
 from raydl.config import MethodConfig, TrainConfig
 from raydl.config.checks import require
+from raydl.core.cost_model import Network
 from raydl.errors import ConfigError
-from raydl.network import Network
-from raydl.plan import Plan, Prediction, best_period, doublings, parse_network, predict
-from raydl.texts import seconds_text
+from raydl.text import seconds_text
+from raydl.tools.plan import Plan, Prediction, best_period, doublings, parse_network, predict
 
 if TYPE_CHECKING:
-    from raydl.method import Method
-    from raydl.task import DataShape
+    from raydl.core.methods import Method
+    from raydl.tasks import DataShape
 
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
 _TIMED_FOR_S = 3.0
@@ -119,7 +119,7 @@ def _workers(text: str) -> list[int]:
 
 def _methods(options: _PlanOptions) -> list[Method]:
     """Return the named methods with their defaults filled in, none twice."""
-    from raydl.methods import resolve
+    from raydl.core.methods import resolve
 
     names = dict.fromkeys(name.strip() for name in options.method.split(","))
     return [
@@ -139,8 +139,8 @@ def _workload(options: _PlanOptions, method: Method) -> _Workload:
             name="a network", parameters=options.parameters, num_bytes=num_bytes,
             step_s=options.step_s, is_step_measured=False,
         )  # fmt: skip
-    from raydl.flat import FlatModel
-    from raydl.task import Classification
+    from raydl.core.flat import FlatModel
+    from raydl.tasks import Classification
 
     shape = _data_shape(options)
     flat = FlatModel(Classification(options.model).build_model(shape), name=options.model)
@@ -157,7 +157,7 @@ def _workload(options: _PlanOptions, method: Method) -> _Workload:
 
 
 def _data_shape(options: _PlanOptions) -> DataShape:
-    from raydl.task import DataShape
+    from raydl.tasks import DataShape
 
     sides = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", options.data_shape)
     if sides is None:
@@ -175,11 +175,11 @@ def measure_step_s(model: str, shape: DataShape, method: Method, batch_size: int
     """
     import torch
 
-    from raydl.flat import FlatModel
+    from raydl.core.flat import FlatModel
+    from raydl.core.optimizers import make_optimizer
+    from raydl.core.replica import Replica
     from raydl.metrics import TimeParts
-    from raydl.optimizers import make_optimizer
-    from raydl.replica import Replica
-    from raydl.task import Classification
+    from raydl.tasks import Classification
 
     task = Classification(model)
     network = task.build_model(shape)
@@ -219,7 +219,7 @@ def _outlook(
     counts: Sequence[int],
 ) -> _Outlook:
     """Return what a method should cost with each number of workers."""
-    from raydl.rules import Sends
+    from raydl.core.rules import Sends
 
     plan = Plan(
         strategy=method.strategy,

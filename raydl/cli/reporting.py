@@ -24,7 +24,7 @@ def report(arguments: Sequence[str]) -> int:
     """Write one HTML page of a run, or of several, to send to somebody."""
     options = parse(_ReportOptions, arguments, prog="raydl report", description=report.__doc__)
     from raydl.errors import ConfigError
-    from raydl.report import write_report
+    from raydl.tools.report import write_report
 
     if not options.runs:
         raise ConfigError("report", "needs a run: name the folder of one, or of several")

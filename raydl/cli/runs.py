@@ -13,11 +13,11 @@ import tyro
 
 from raydl.cli.options import parse, print_table, say
 from raydl.redaction import redact_values
-from raydl.texts import clock_text
+from raydl.text import clock_text
 
 if TYPE_CHECKING:
     from raydl.errors import UntrustedCodeError
-    from raydl.runs.control_channel import RunStatus
+    from raydl.run.control_channel import RunStatus
 
 _ANSWER_S = 120.0
 """The longest wait for a person's answer, in seconds."""
@@ -38,7 +38,7 @@ class _EvaluateOptions:
 def score(arguments: Sequence[str]) -> int:
     """Score the newest checkpoint of a run on its test set."""
     options = parse(_EvaluateOptions, arguments, prog="raydl evaluate", description=score.__doc__)
-    from raydl.scoring import score_run
+    from raydl.run.evaluate import score_run
 
     trust = options.trust or ask_for_trust
     metrics = score_run(options.run, data=options.data, best=options.best, trust=trust)
@@ -70,7 +70,7 @@ class _CheckOptions:
 def check(arguments: Sequence[str]) -> int:
     """Check what a run has kept against its checksums."""
     options = parse(_CheckOptions, arguments, prog="raydl check", description=check.__doc__)
-    from raydl.check import check_run
+    from raydl.run.check import check_run
 
     damage = check_run(options.run)
     say(*damage or ["all that the run has kept is as it was written"])
@@ -88,7 +88,7 @@ class _StatusOptions:
 def status(arguments: Sequence[str]) -> int:
     """Show how a run stands, from any machine that sees its folder."""
     options = parse(_StatusOptions, arguments, prog="raydl status", description=status.__doc__)
-    from raydl.runs.control_channel import read_status
+    from raydl.run.control_channel import read_status
 
     seen = read_status(options.run)
     if options.json:
@@ -143,7 +143,7 @@ class _RemoveOptions:
 def remove(arguments: Sequence[str]) -> int:
     """Take one worker out of a run by name; with MIN:MAX workers the others train on."""
     options = parse(_RemoveOptions, arguments, prog="raydl remove", description=remove.__doc__)
-    from raydl.runs.control_channel import request_removal
+    from raydl.run.control_channel import request_removal
 
     say(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
     return 0

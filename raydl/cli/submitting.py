@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from raydl import ray_session, submission
+import raydl
 from raydl.cli.options import STOPPED, parse_train
 from raydl.config.checks import is_positive, require
 from raydl.errors import ConfigError, RaydlError
+from raydl.launch import submission
+from raydl.ray_backend import session as ray_session
 from raydl.redaction import redact
-from raydl.versions import requirements
+from raydl.run.versions import requirements
 
 if TYPE_CHECKING:
     from raydl.config import TrainConfig
-    from raydl.on_ray.job_client import RayJobs
+    from raydl.ray_backend.job_client import RayJobs
 
 _MIB = 2**20
 _Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -123,9 +125,9 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
 
 def _check(config: TrainConfig) -> None:
     """Refuse now what the driver would refuse in a minute; it alone sees data and own code."""
+    from raydl.core.methods import resolve  # imports torch
     from raydl.faults import FaultPlan
-    from raydl.methods import resolve  # imports torch
-    from raydl.task import Classification
+    from raydl.tasks import Classification
 
     if ":" not in config.model:
         Classification(config.model)
@@ -160,10 +162,10 @@ def _check_size(folder: str) -> None:
 
 def _connect(options: _SubmitOptions) -> RayJobs:
     address = ray_session.prepare_client(options.address)
-    from raydl.on_ray.job_client import RayJobs  # imports Ray
+    from raydl.ray_backend.job_client import RayJobs  # imports Ray
 
     environment = submission.make_runtime_env(
-        package=Path(submission.__file__).parent,
+        package=Path(raydl.__file__).parent,
         working_dir=options.working_dir,
         requirements=_requirements() if options.pip else (),
         stop_grace_s=options.stop_grace_s,

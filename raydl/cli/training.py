@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raydl import ray_session
 from raydl.cli.options import STOPPED, parse_train, say
+from raydl.ray_backend import session as ray_session
 
 if TYPE_CHECKING:
-    from raydl.trainer import Result
+    from raydl.run.trainer import Result
 
 _NO_METRICS = ("round", "samples", "seconds")
 """What an evaluation says beside the metrics of the task."""
@@ -22,8 +22,8 @@ def train(arguments: Sequence[str]) -> int:
     if config.scaling.max_workers and _may_be_there(config.data):
         ray_session.begin()
     # Imported here: --help and a wrong option should not wait for torch.
+    from raydl.run.trainer import Trainer
     from raydl.storage import parent_and_name
-    from raydl.trainer import Trainer
 
     result = Trainer.from_config(config).fit()
     metrics = result.metrics
@@ -55,7 +55,7 @@ def _may_be_there(source: str) -> bool:
 
 def _end_and_best(result: Result) -> str:
     """Return a line on why the run ended before its time, and one on the best center."""
-    from raydl.best import FILE  # imports torch, as the next does PyArrow
+    from raydl.checkpoint.best import FILE  # imports torch, as the next does PyArrow
     from raydl.storage import below
 
     why, best = result.metrics.get("ended_because"), result.metrics.get("best")

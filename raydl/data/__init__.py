@@ -4,11 +4,11 @@
 so that local paths, ``s3://`` and ``gs://`` are one code.
 """
 
-from raydl.data.batches import Batches, Normalizer, preparation_for
+from raydl.data.datasets import load
 from raydl.data.images import ImageSet, channel_statistics
+from raydl.data.loader import Batches, Normalizer, preparation_for
 from raydl.data.order import Order
 from raydl.data.samples import Batch, Dataset, DataShape, Prepare, Samples
-from raydl.data.sources import load
 
 __all__ = [
     "Batch",

@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raydl.data.files import Place
-from raydl.data.images import ImageSet, checked_set
-from raydl.data.pictures import decode_all
+from raydl.data.images import ImageSet, checked_set, decode_all
 from raydl.errors import DataError
 
 _IMAGE_COLUMNS = ("image", "img")

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raydl.data.ledger import split_evenly
 from raydl.data.order import Order, Shuffled
-from raydl.ledger import split_evenly
 
 Batch = Any
 """Tensors with one first dimension, that of the samples: a tuple, or a mapping by column.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from raydl.texts import markdown_table
+from raydl.text import markdown_table
 
 _NEWEST = 100
 """Memberships in the table, so that one written again and again stays small."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from raydl.metrics.writer import MetricsWriter
-from raydl.silence import GIVE_UP_S, TELL_S, give_up
+from raydl.storage import GIVE_UP_S, TELL_S, give_up
 
 MAX_WAITING = 20_000
 """Calls that wait at most; later ones are dropped, and counted."""

@@ -1,0 +1,1 @@
+"""Checkpoints: whole or absent, for any number of workers."""

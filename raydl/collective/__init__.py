@@ -1,0 +1,1 @@
+"""The synchronous methods: all ranks exchange at once, by one all-reduce."""

@@ -1,0 +1,384 @@
+"""All-reduce by messages between pairs, and the choice of the cheapest algorithm.
+
+Our reading of Tianhe-3's *Dynamic Allreduce* (Wei et al., Sci. Rep. 11:20244, gives its name
+and purpose, not its definition): the algorithm is chosen at run time, from message size,
+number of workers and measured latency and bandwidth. What each should cost is in
+``raydl.core.cost_model``. For CPU tensors: NCCL chooses among algorithms of its own. Beside a
+gradient the all-reduce runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from raydl.core.cost_model import FLAT, Network, Node, choose, doubling_steps, predict_s
+from raydl.core.reports import AllreduceReport
+
+
+class Handle(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object:
+        """Wait until it is done; raises RuntimeError if it failed or took too long."""
+
+
+class Link(Protocol):
+    """How one rank reaches the others.
+
+    Both methods start a message and return at once; the tensor belongs to the message until
+    its ``wait()`` returns. Messages between a pair arrive in the order they were sent. What
+    fails raises RuntimeError, here or in ``wait()``, within a time the link bounds.
+    """
+
+    rank: int
+    num_workers: int
+
+    def send(self, tensor: Tensor, to: int) -> Handle:
+        """Begin to send a tensor to a rank."""
+
+    def receive(self, tensor: Tensor, source: int) -> Handle:
+        """Begin to fill a tensor with what a rank sends."""
+
+
+class ProcessGroupLink:
+    """A link over a torch process group, whose time-out bounds every wait.
+
+    ``tag`` keeps its messages apart from others between the same ranks of the group.
+    """
+
+    def __init__(self, process_group: Any, rank: int, num_workers: int, tag: int = 0) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self._process_group = process_group
+        self._tag = tag
+
+    def send(self, tensor: Tensor, to: int) -> Any:
+        """Begin to send a tensor to a rank."""
+        return self._process_group.send([tensor], to, self._tag)
+
+    def receive(self, tensor: Tensor, source: int) -> Any:
+        """Begin to fill a tensor with what a rank sends."""
+        return self._process_group.recv([tensor], source, self._tag)
+
+
+class _Subset:
+    """A link among some ranks, numbered anew by their place in ``ranks``."""
+
+    def __init__(self, link: Link, ranks: Sequence[int]) -> None:
+        self.rank = ranks.index(link.rank)
+        self.num_workers = len(ranks)
+        self._link = link
+        self._ranks = ranks
+
+    def send(self, tensor: Tensor, to: int) -> Handle:
+        return self._link.send(tensor, self._ranks[to])
+
+    def receive(self, tensor: Tensor, source: int) -> Handle:
+        return self._link.receive(tensor, self._ranks[source])
+
+
+def _exchange(link: Link, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
+    # Both are started before either is waited for: a send may need its receiver to complete.
+    # Both sides know the sizes, so that neither sends or waits for an empty message.
+    handles = [link.receive(incoming, source)] if incoming.numel() else []
+    handles += [link.send(outgoing, to)] if outgoing.numel() else []
+    for handle in handles:
+        handle.wait()
+
+
+def ring(
+    link: Link, tensor: Tensor, scratch: Tensor, *, nodes: Sequence[Node], network: Network
+) -> None:
+    """Sum over all ranks by a chunked ring: reduce-scatter, then all-gather.
+
+    Every algorithm here has this signature. All ranks end with the same bits: each chunk is
+    summed once, along the ring, and copied from there.
+
+    Args:
+        link: the way to the other ranks.
+        tensor: shape [n], contiguous, the same n and dtype on every rank; becomes the sum.
+        scratch: overwritten; same dtype, at least n elements.
+        nodes, network: the node of each rank, what messages cost; only two-level looks.
+
+    Raises:
+        RuntimeError: a message failed; the tensor may be half reduced.
+    """
+    rank, p = link.rank, link.num_workers
+    left, right = (rank - 1) % p, (rank + 1) % p
+    chunks = torch.tensor_split(tensor, p)  # the last ones are empty if n < p
+    for step in range(p - 1):
+        outgoing, incoming = chunks[(rank - step) % p], chunks[(rank - step - 1) % p]
+        received = scratch[: incoming.numel()]
+        _exchange(link, outgoing, right, received, left)
+        incoming.add_(received)
+    for step in range(p - 1):
+        outgoing, incoming = chunks[(rank + 1 - step) % p], chunks[(rank - step) % p]
+        _exchange(link, outgoing, right, incoming, left)
+
+
+def recursive_doubling(
+    link: Link, tensor: Tensor, scratch: Tensor, *, nodes: Sequence[Node], network: Network
+) -> None:
+    """Sum over all ranks by exchanging whole tensors at distances 1, 2, 4, ...
+
+    If p is not a power of two, a rank from q on gives its tensor to rank - q and gets the
+    result back at the end. The same bits everywhere, since x + y and y + x are the same bits
+    (but for the payload of a NaN). Arguments and errors as in :func:`ring`.
+    """
+    rank, q = link.rank, 1 << (link.num_workers.bit_length() - 1)
+    received = scratch[: tensor.numel()]
+    if rank >= q:
+        link.send(tensor, rank - q).wait()
+        link.receive(tensor, rank - q).wait()
+        return
+    has_extra = rank + q < link.num_workers
+    if has_extra:
+        link.receive(received, rank + q).wait()
+        tensor.add_(received)
+    for step in doubling_steps(q):
+        _exchange(link, tensor, rank ^ step, received, rank ^ step)
+        tensor.add_(received)
+    if has_extra:
+        link.send(tensor, rank + q).wait()
+
+
+def two_level(
+    link: Link, tensor: Tensor, scratch: Tensor, *, nodes: Sequence[Node], network: Network
+) -> None:
+    """Sum to each node's leader, all-reduce among the leaders, copy back inside the nodes.
+
+    Inside a node by a binomial tree, among leaders by the cheaper of the other two. The same
+    bits everywhere, since a node's ranks copy their leader. Arguments and errors as in
+    :func:`ring`.
+    """
+    node, leaders = _Subset(link, _inside(nodes, link.rank)), _leaders(nodes)
+    _tree_reduce(node, tensor, scratch[: tensor.numel()], torch.add)
+    if link.rank in leaders:
+        apart = range(len(leaders))  # to each leader a node of its own
+        name, _ = choose(tensor.nbytes, apart, network, among=FLAT)
+        across = _Subset(link, leaders)
+        ALGORITHMS[name](across, tensor, scratch, nodes=apart, network=network)
+    _tree_copy(node, tensor)
+
+
+def _tree_reduce(link: Link, tensor: Tensor, scratch: Tensor, combine: Callable[..., Any]) -> None:
+    """Combine the tensors of all ranks into that of rank 0, spoiling those of others."""
+    for step in doubling_steps(link.num_workers):
+        if link.rank & step:
+            link.send(tensor, link.rank - step).wait()
+            return
+        if link.rank + step < link.num_workers:
+            link.receive(scratch, link.rank + step).wait()
+            combine(tensor, scratch, out=tensor)
+
+
+def _tree_copy(link: Link, tensor: Tensor) -> None:
+    """Copy the tensor of rank 0 to all ranks."""
+    for step in reversed(doubling_steps(link.num_workers)):
+        place = link.rank % (2 * step)
+        if place == step:
+            link.receive(tensor, link.rank - step).wait()
+        elif place == 0 and link.rank + step < link.num_workers:
+            link.send(tensor, link.rank + step).wait()
+
+
+def _inside(nodes: Sequence[Node], rank: int) -> list[int]:
+    return [r for r, node in enumerate(nodes) if node == nodes[rank]]
+
+
+def _leaders(nodes: Sequence[Node]) -> list[int]:
+    backwards = {node: len(nodes) - 1 - i for i, node in enumerate(reversed(nodes))}
+    return sorted(backwards.values())  # of a node's ranks the lowest came last
+
+
+ALGORITHMS: dict[str, Callable[..., None]] = {
+    "ring": ring,
+    "recursive-doubling": recursive_doubling,
+    "two-level": two_level,
+}
+"""How to sum, each called as :func:`ring` is; ``network.COSTS`` has their costs."""
+
+
+_PING_BYTES, _LOAD_BYTES = 8, 1 << 19
+
+
+def measure_network(link: Link, nodes: Sequence[Node]) -> Network:
+    """Measure latency and bandwidth, and return the same figures on every rank.
+
+    All ranks call this together. The ranks of a node are a chain, and so are the leaders; on
+    every line of a chain a small and a large message are exchanged, as in a round of an
+    algorithm. A line's best time counts, and of all lines the slowest, which sets the pace.
+    A kind of line that does not exist takes the figures of the other; for p = 1 all are 0.
+
+    Raises:
+        RuntimeError: a message failed.
+    """
+    across = _measure_chain(link, _leaders(nodes))
+    local = _measure_chain(link, _inside(nodes, link.rank))
+    figures = torch.tensor([*across, *local], dtype=torch.float64)
+    _tree_reduce(link, figures, torch.empty_like(figures), torch.maximum)
+    _tree_copy(link, figures)
+    a, b, local_a, local_b = figures.tolist()
+    return Network(a or local_a, b or local_b, local_a or a, local_b or b)
+
+
+def _measure_chain(link: Link, ranks: Sequence[int]) -> tuple[float, float]:
+    """Return the slower (latency, seconds per byte) of this rank's lines; (0, 0) for none."""
+    if link.rank not in ranks:
+        return 0.0, 0.0
+    index, found = ranks.index(link.rank), [(0.0, 0.0)]
+    # Lines 0-1, 2-3, ... before 1-2, 3-4, ...: so no circle of ranks waits for one another.
+    for even in (True, False):
+        other = index + 1 if (index % 2 == 0) == even else index - 1
+        if 0 <= other < len(ranks):
+            found.append(_measure_line(link, ranks[other]))
+    return max(a for a, _ in found), max(b for _, b in found)
+
+
+def _measure_line(link: Link, peer: int) -> tuple[float, float]:
+    """Return (latency, seconds per byte) of the line to a peer, from its best exchanges."""
+    outgoing = torch.zeros(_LOAD_BYTES, dtype=torch.uint8)
+    incoming = torch.empty_like(outgoing)
+
+    def exchange_s(num_bytes: int) -> float:
+        start = time.perf_counter()
+        _exchange(link, outgoing[:num_bytes], peer, incoming[:num_bytes], peer)
+        return time.perf_counter() - start
+
+    exchange_s(_LOAD_BYTES)  # waits for the peer to come, and warms the line
+    ping_s = load_s = math.inf
+    for turn in range(40):  # both sizes in turns, so that a stall does not fall on one only
+        if turn % 5:
+            ping_s = min(ping_s, exchange_s(_PING_BYTES))
+        else:
+            load_s = min(load_s, exchange_s(_LOAD_BYTES))
+    # Noise may hide the difference of both sizes; no line is faster than 1 TB/s.
+    return ping_s, max((load_s - ping_s) / (_LOAD_BYTES - _PING_BYTES), 1e-12)
+
+
+class Reducer:
+    """All-reduce of one rank, each message by the cheapest algorithm.
+
+    Its scratch is kept and only grows, so that a training loop allocates once.
+
+    Args:
+        link: the way to the other ranks.
+        nodes, network: the node of each rank, what messages cost; the same on every rank.
+    """
+
+    def __init__(self, link: Link, nodes: Sequence[Node], network: Network) -> None:
+        assert len(nodes) == link.num_workers
+        self.link = link
+        self.nodes = tuple(nodes)
+        self.network = network
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def allreduce(self, tensor: Tensor, *, algorithm: str | None = None) -> str:
+        """Replace ``tensor``, shape [n], by its sum over all ranks; return the algorithm.
+
+        Args:
+            tensor: contiguous, the same n and dtype on every rank.
+            algorithm: a name of the table, the same on every rank; None for the cheapest.
+
+        Raises:
+            RuntimeError: a message failed; the tensor may be half reduced.
+        """
+        name = algorithm or choose(tensor.nbytes, self.nodes, self.network)[0]
+        scratch = self._scratch.get(tensor.dtype)
+        if scratch is None or scratch.numel() < tensor.numel():
+            scratch = self._scratch[tensor.dtype] = torch.empty_like(tensor)
+        ALGORITHMS[name](self.link, tensor, scratch, nodes=self.nodes, network=self.network)
+        return name
+
+
+class AdaptiveAllreduce:
+    """Sums tensors over the ranks in the order in which they are given.
+
+    Latency and bandwidth are measured when it is made, by all ranks together.
+
+    Args:
+        link: the way to the other ranks.
+        nodes: the node of each rank.
+        algorithm: a name of ``allreduce.ALGORITHMS``, or ``auto``: the cheapest by prediction.
+        generation: the membership, for the report.
+
+    Raises:
+        RuntimeError: a message of the measurement failed.
+    """
+
+    def __init__(
+        self, link: Link, nodes: Sequence[Node], algorithm: str, *, generation: int = 0
+    ) -> None:
+        self._generation = generation
+        self._network = measure_network(link, nodes)
+        self._nodes = list(nodes)
+        self._reducer = Reducer(link, nodes, self._network)
+        self._algorithm = None if algorithm == "auto" else algorithm
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="allreduce")
+        self._lock = threading.Lock()
+        self._times: dict[int, list[float]] = {}
+
+    def start(self, tensor: Tensor) -> AdaptiveWork:
+        """Begin to replace ``tensor`` by its sum over the ranks, and return at once."""
+        return AdaptiveWork(self._pool.submit(self._reduce, tensor))
+
+    def _reduce(self, tensor: Tensor) -> None:
+        torch.set_num_threads(1)  # OpenMP counts threads per calling thread
+        start = time.perf_counter()
+        self._reducer.allreduce(tensor, algorithm=self._algorithm)
+        seconds = time.perf_counter() - start
+        with self._lock:
+            times = self._times.setdefault(tensor.nbytes, [])
+            times.append(seconds)
+            del times[:-101]
+
+    def report(self) -> AllreduceReport | None:
+        """Return how the largest messages so far are summed; None before the first."""
+        with self._lock:
+            if not self._times:
+                return None
+            num_bytes = max(self._times)
+            # The least: the others include waiting for ranks that came late.
+            measured_s = min(self._times[num_bytes])
+        if self._algorithm is None:
+            name, predicted_s = choose(num_bytes, self._nodes, self._network)
+        else:
+            name = self._algorithm
+            predicted_s = predict_s(name, num_bytes, self._nodes, self._network)
+        return AllreduceReport(self._generation, name, num_bytes, predicted_s, measured_s)
+
+    def close(self) -> None:
+        """Take no more; what is under way ends when the link is cut, or by its time-out."""
+        self._pool.shutdown(wait=False)
+
+
+class AdaptiveWork:
+    """A sum under way in the thread; its methods are those of a work of torch."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        """Return whether the sum came to its end, good or bad."""
+        return self._future.done()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for the sum.
+
+        Raises:
+            RuntimeError: a message failed, or the sum is not there within ``timeout``; then
+                it goes on.
+        """
+        seconds = None if timeout is None else timeout.total_seconds()
+        if not wait([self._future], seconds).done:
+            raise RuntimeError(f"the sum is not there after {seconds} s")
+        self._future.result()

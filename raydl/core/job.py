@@ -1,0 +1,66 @@
+"""What all workers of a run share, the model that they begin with, who is told of their steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from raydl.config import TrainConfig
+from raydl.core.flat import FlatModel
+from raydl.core.methods import Method
+from raydl.core.untrained import Untrained
+from raydl.data import Order
+from raydl.faults import FaultPlan
+from raydl.tasks import DataShape, Task, build_model
+
+
+class BeforeStep(Protocol):
+    """Is told of a local step that is about to begin; see :class:`raydl.faults.Injector`."""
+
+    def __call__(
+        self,
+        worker_id: str,
+        *,
+        rank: int,
+        num_workers: int,
+        local_step: int,
+        round: int,
+        seconds: float,
+    ) -> None:
+        """Do as the step requires; may block, or not come back."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers of a run share."""
+
+    config: TrainConfig
+    method: Method
+    task: Task
+    shape: DataShape
+    order: Order
+    """In which order the training samples come."""
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    """What is inflicted on the run, for chaos testing."""
+
+
+def first_model(job: Job, untrained: Untrained | None, *, device: str = "cpu") -> FlatModel:
+    """Return a model with the untrained state that the run's first model has.
+
+    Args:
+        job: says which model, and from which seed.
+        untrained: that state, by name; None: it is as the model is built.
+        device: where the model goes.
+
+    Raises:
+        ShapeError: this process builds another model than the first one.
+    """
+    model = build_model(job.task, job.shape, seed=job.config.training.seed).to(device)
+    names = None if untrained is None else untrained.keys()
+    flat = FlatModel(model, name=job.task.name, untrained=names)
+    if untrained is None:
+        flat.untrained.mark()
+    else:
+        flat.untrained.load_first(untrained)
+    return flat

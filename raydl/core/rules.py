@@ -1,0 +1,423 @@
+"""The update equations, over flat tensors.
+
+    symbol  name here       meaning
+    x_i     replica         parameters of worker i
+    c       center          the center variable
+    g_i     gradient        mini-batch gradient at x_i
+    eta     lr              learning rate of the local step (it lives in the optimizer)
+    alpha   moving_rate     share of the gap that one exchange closes
+    beta    beta            p * alpha
+    p       num_workers     workers that train now
+
+A *rule* says what is sent, and what the receipt changes. It knows no transport, no clock
+and no randomness: the same object serves every schedule. All right-hand sides use the
+values before the step.
+
+Sources: SC17 = You, Buluc, Demmel, arXiv 1708.02983; EASGD = Zhang, Choromanska, LeCun,
+arXiv 1412.6651.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from raydl.config import MethodConfig
+
+BLOCK = 1 << 19
+"""Floats of a block, 2 MiB: few enough that some vectors stay in the cache that cores share, and
+enough that a pass takes long beside the call that begins it."""
+
+
+def blocks_of(vector: Tensor) -> Iterator[slice]:
+    """Yield the blocks of a vector, shape [n], from its beginning; on a GPU all of it is one."""
+    length = BLOCK if vector.device.type == "cpu" else max(1, vector.numel())
+    for start in range(0, vector.numel(), length):
+        yield slice(start, start + length)
+
+
+def squared_distance(a: Tensor, b: Tensor, *, scratch: Tensor) -> float:
+    """Return |a - b|^2 of two vectors, shape [n]; ``scratch``, of that shape, is overwritten.
+
+    Of a long one ``torch.dist`` takes five times as long, and as much memory again.
+    """
+    squares = 0.0
+    for block in blocks_of(a):
+        gap = torch.sub(a[block], b[block], out=scratch[block])
+        squares += float(torch.dot(gap, gap))
+    return squares
+
+
+def moving_rate(beta: float, num_workers: int) -> float:
+    """Return alpha = beta / p, to be derived again whenever p changes."""
+    return beta / num_workers
+
+
+def moving_rate_limit(num_workers: int, *, lr_curvature: float = 0.0) -> float:
+    """Return the largest stable alpha when all workers exchange at once.
+
+    alpha <= (4 - 2*eta*h) / (2*(1 + p) - p*eta*h) on a quadratic of curvature h, where
+    ``lr_curvature`` is eta*h, in [0, 2).
+    """
+    p = num_workers
+    return (4 - 2 * lr_curvature) / (2 * (1 + p) - p * lr_curvature)
+
+
+def moving_rate_limit_in_turn(*, lr_curvature: float = 0.0) -> float:
+    """Return the largest stable alpha when workers exchange one by one, whatever p is.
+
+    alpha <= (4 - 2*eta*h) / (4 - eta*h), with ``lr_curvature`` = eta*h in [0, 2).
+    """
+    return (4 - 2 * lr_curvature) / (4 - lr_curvature)
+
+
+def elastic_difference(
+    replica: Tensor, center: Tensor, *, moving_rate: float, out: Tensor | None = None
+) -> Tensor:
+    """Return alpha * (x - c), shape [num_parameters], in ``out`` if given.
+
+    The replica subtracts it and the center adds it: what one gains is what the other
+    loses. (SC17, eq. 1 and 2.)
+    """
+    return torch.sub(replica, center, out=out).mul_(moving_rate)
+
+
+def elastic_center_(
+    center: Tensor, total: Tensor, *, num_messages: int, moving_rate: float
+) -> Tensor:
+    """Do c <- c + alpha * (total - n*c) in place; ``total`` = sum of n replicas is used up.
+
+    With n = p this is all workers at once (SC17, eq. 2), with n = 1 a single one.
+    """
+    for block in blocks_of(center):
+        gaps = total[block].sub_(center[block], alpha=num_messages)
+        center[block].add_(gaps, alpha=moving_rate)
+    return center
+
+
+def mix_buffers_(buffers: Tensor, total: Tensor, tally: Tally) -> Tensor:
+    """Do b <- b + (total - n*b) / p in place; ``total`` = sum of n workers' buffers is used up.
+
+    The buffers go towards the mean of the messages' by the share of the workers that sent
+    one: all at once they become the mean.
+    """
+    total.sub_(buffers, alpha=tally.num_messages)
+    return buffers.add_(total, alpha=1 / tally.num_workers)
+
+
+def lr_factor(
+    schedule: str,
+    share_done: float,
+    *,
+    warmup: float = 0.0,
+    milestones: Sequence[float] = (),
+    gamma: float = 0.1,
+) -> float:
+    """Return what the learning rate is multiplied by, 0..1.
+
+    It rises in a straight line from 0 to 1 during the warm-up, then follows the schedule.
+
+    Args:
+        schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``,
+            ``step`` (by gamma at each milestone); ``plateau`` is constant but for cuts that
+            no share of the run foretells.
+        share_done: 0..1 of the run's samples, by all workers, so that the course is the same
+            under any number of them.
+        warmup: the share of the run that is warm-up, in [0, 1).
+        milestones: shares of the whole run, after the warm-up.
+        gamma: what each milestone multiplies by.
+    """
+    if share_done < warmup:
+        return share_done / warmup
+    share = (share_done - warmup) / (1 - warmup)
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * share))
+    if schedule == "step":
+        return gamma ** sum(share_done >= milestone for milestone in milestones)
+    return 1 - share if schedule == "linear" else 1.0
+
+
+class Sends(enum.Enum):
+    """What a worker puts into an exchange."""
+
+    WEIGHTS = "weights"
+    """The weights at the start of the step: on their way while the gradient is computed."""
+    GRADIENT = "gradient"
+    """The sum of the gradients of the samples since the last exchange."""
+    PROGRESS = "progress"
+    """c - x after the step: how far the replica went from the center it last followed."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a total is made of."""
+
+    num_workers: int
+    """Workers that train now (p)."""
+    num_messages: int
+    """Messages summed into the total: p when all exchange at once, else 1."""
+    num_samples: float
+    """Samples behind these messages, since the exchange before."""
+
+
+class Rule:
+    """What an exchange does to replica and center. Subclass it to add a method.
+
+    Everything is elementwise over flat tensors, so a rule serves a slice as well as the
+    whole: fragments and shards of the center come for nothing.
+
+    Attributes:
+        sends: what travels. A rule that sends weights defines :meth:`pull`; after any other
+            exchange the replica becomes a copy of the center.
+        steps_replica: the replica takes optimizer steps of its own; otherwise the user's
+            optimizer lives at the center.
+        strategy: which exchanges happen when, where the user names none: ``sync``, ``async``,
+            ``hogwild`` or ``round_robin``.
+        period: local steps between exchanges, where the user names none.
+    """
+
+    sends: Sends = Sends.WEIGHTS
+    steps_replica: bool = True
+    strategy: str = "sync"
+    period: int = 10
+
+    @classmethod
+    def from_config(cls, config: MethodConfig) -> Rule:
+        """Return the rule with the user's settings; a rule with none ignores them."""
+        return cls()
+
+    def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
+        """Return what the replica subtracts after its local step, shape [num_parameters]."""
+        raise NotImplementedError
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Move the center in place by the total of the messages, which is used up."""
+        raise NotImplementedError
+
+    def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Put into ``out`` what :meth:`pull` returns; return the squared distance of the two.
+
+        All are of shape [n]; see :meth:`pull`.
+        """
+        squares = squared_distance(replica, center, scratch=out)
+        pull = self.pull(replica, center, tally, out=out)
+        if pull is not out:  # a rule may leave it alone
+            out.copy_(pull)
+        return squares
+
+    def meet_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Move the center in place by one replica's message, where one process may touch both.
+
+        Args:
+            replica: what is sent, weights, shape [n]; stays as it is.
+            center: shape [n].
+            tally: of one message.
+            out: gets what the replica subtracts after its local step, shape [n].
+
+        Returns:
+            The squared distance of the two before.
+        """
+        squares = self.measured_pull(replica, center, tally, out=out)
+        self.update_center_(center, replica.clone(), tally, None)
+        return squares
+
+    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
+        """Return the rule's own optimizer at the center, over one flat tensor; None: it has none.
+
+        Its state is kept in checkpoints. Rules with ``steps_replica = False`` get the user's
+        instead.
+        """
+        return None
+
+
+class Elastic(Rule):
+    """Elastic averaging: x <- x - eta*g - alpha*(x - c) ; c <- c + alpha*sum(x - c).
+
+    The term eta*g stands for the whole step of the inner optimizer: with momentum in it
+    this is MEASGD, with Nesterov's look-ahead EAMSGD. (SC17, eq. 1, 2, 5 and 6.)
+
+    Args:
+        beta: p * alpha, in (0, 1].
+    """
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    @classmethod
+    def from_config(cls, config: MethodConfig) -> Elastic:
+        """Return the rule with the user's beta."""
+        return cls(config.beta)
+
+    def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
+        """Return alpha * (x - c)."""
+        alpha = moving_rate(self.beta, tally.num_workers)
+        return elastic_difference(replica, center, moving_rate=alpha, out=out)
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Do c <- c + alpha * (sum(x) - n*c)."""
+        alpha = moving_rate(self.beta, tally.num_workers)
+        elastic_center_(center, total, num_messages=tally.num_messages, moving_rate=alpha)
+
+    def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Return |x - c|^2 by the one difference, a block at a time."""
+        if type(self) is not Elastic:  # whoever derives from it may have changed the pull
+            return super().measured_pull(replica, center, tally, out=out)
+        alpha, squares = moving_rate(self.beta, tally.num_workers), 0.0
+        for block in blocks_of(replica):
+            x, c = replica[block], center[block]
+            pull = elastic_difference(x, c, moving_rate=alpha, out=out[block])
+            squares += float(torch.dot(pull, pull))
+        return squares / alpha**2
+
+    def meet_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Do c <- c + alpha * (x - c): both sides take the one difference."""
+        if type(self) is not Elastic:  # whoever derives from it may have changed either side
+            return super().meet_(replica, center, tally, out=out)
+        squares = 0.0
+        for block in blocks_of(replica):
+            squares += self.measured_pull(replica[block], center[block], tally, out=out[block])
+            center[block].add_(out[block])
+        return squares
+
+
+class MeanGradient(Rule):
+    """The optimizer at the center steps along the mean gradient; replicas follow it.
+
+    g <- sum_i sum_samples grad / num_samples ; c <- optimizer(c, g) ; x_i <- c. With plain
+    SGD inside this is data-parallel SGD on the joined batch. (SC17, eq. 3 and 4, at the
+    master.)
+    """
+
+    sends = Sends.GRADIENT
+    steps_replica = False
+    period = 1
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Step the center's optimizer along total / num_samples; without samples it stays."""
+        if tally.num_samples == 0:  # none of a batch could be read
+            return
+        step_along_(center, total.div_(tally.num_samples), optimizer)
+
+
+class Outer(Rule):
+    """An outer optimizer steps along the mean progress D_i = c - x_i; replicas follow it.
+
+    With rate 1 and no momentum all at once this is local SGD, c <- mean(x_i); with Nesterov
+    momentum it is DiLoCo (arXiv 2311.08105): m <- mu*m + mean(D) ; c <- c - lr*(mean(D) + mu*m).
+    First come first served, rate 1 and one local step, it is SGD at the master: D = eta*g
+    (SC17; with more local steps Downpour), and with plain momentum MSGD at the master.
+
+    Args:
+        lr: the outer rate.
+        momentum: the outer momentum.
+        nesterov: look ahead along the momentum.
+    """
+
+    sends = Sends.PROGRESS
+
+    def __init__(self, lr: float = 1.0, *, momentum: float = 0.0, nesterov: bool = False) -> None:
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+
+    @classmethod
+    def from_config(cls, config: MethodConfig) -> Outer:
+        """Return the rule with the user's outer rate and momentum, if any."""
+        return cls(
+            1.0 if config.outer_lr is None else config.outer_lr,
+            momentum=config.outer_momentum or 0.0,
+        )
+
+    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
+        """Return torch's SGD with the outer rate and momentum."""
+        nesterov = self.nesterov and self.momentum > 0  # without momentum there is no ahead
+        return SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Step the outer optimizer along total / n."""
+        step_along_(center, total.div_(tally.num_messages), optimizer)
+
+
+class DelayedOuter(Outer):
+    """Outer Nesterov for progress that arrives one by one: :class:`DelayedNesterov`.
+
+    Its momentum is refreshed after as many arrivals as workers train.
+    """
+
+    def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
+        """Return the delayed Nesterov optimizer."""
+        return DelayedNesterov(tensors, lr=self.lr, momentum=self.momentum)
+
+    def update_center_(
+        self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
+    ) -> None:
+        """Step along D; every p-th arrival refreshes the momentum."""
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            group["every"] = tally.num_workers
+        super().update_center_(center, total, tally, optimizer)
+
+
+class DelayedNesterov(Optimizer):
+    """Nesterov momentum whose momentum moves once in N steps (arXiv 2401.09135, algorithm 3).
+
+    s <- s + D ; every N-th time: m <- mu*m + s/n ; c <- c - lr*(D/N + mu*m) ; s <- 0 ;
+    else: c <- c - lr*D/N. Momentum applied at every single arrival would count stale
+    progress N times over. n is the number of arrivals in s: it is N, but for the refresh after
+    N has fallen, when more have arrived.
+
+    Args:
+        tensors: one flat tensor.
+        lr: the outer rate.
+        momentum: mu.
+    """
+
+    def __init__(self, tensors: list[Tensor], *, lr: float, momentum: float) -> None:
+        super().__init__(tensors, {"lr": lr, "momentum": momentum, "every": 1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take in the progress in ``grad``."""
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                self._step(tensor, group, self.state[tensor])
+
+    def _step(self, tensor: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            state["arrivals"] = 0
+            state["sum"] = torch.zeros_like(tensor)
+            state["momentum_buffer"] = torch.zeros_like(tensor)
+        progress, every = tensor.grad, group["every"]
+        assert progress is not None
+        state["arrivals"] += 1
+        state["sum"].add_(progress)
+        tensor.sub_(progress, alpha=group["lr"] / every)
+        if state["arrivals"] >= every:
+            momentum = state["momentum_buffer"]
+            momentum.mul_(group["momentum"]).add_(state["sum"], alpha=1 / state["arrivals"])
+            tensor.sub_(momentum, alpha=group["lr"] * group["momentum"])
+            state["sum"].zero_()
+            state["arrivals"] = 0
+
+
+def step_along_(center: Tensor, direction: Tensor, optimizer: Optimizer | None) -> None:
+    """Let the optimizer at the center step along a flat gradient, shape [num_parameters]."""
+    assert optimizer is not None, "the center of this rule owns an optimizer"
+    center.grad = direction
+    optimizer.step()
+    center.grad = None

@@ -1,0 +1,16 @@
+"""The controller: poll, decide, act; one iteration per call.
+
+``controller`` has the states of a run and what each event changes. ``membership_policy`` decides
+when members come and go: in synchronous methods a change stops everybody for a moment, by messages
+nobody. ``worker_pool`` requests, releases and replaces workers, ``worker_registry`` knows where
+each stands and ``generation`` who trains together; ``center_manager`` knows what the center holds,
+and what is to be scored and written; ``failures`` says which errors stop a run.
+
+The controller owns no process and no file: a worker group acts for it, and a recorder writes down
+what it learns. So it is tested with fakes, a step at a time.
+"""
+
+from raydl.elastic.controller import Controller
+from raydl.elastic.state import Recorder, State
+
+__all__ = ["Controller", "Recorder", "State"]

@@ -1,0 +1,1 @@
+"""The methods with messages: workers exchange with the center one by one."""

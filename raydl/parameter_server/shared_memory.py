@@ -1,0 +1,340 @@
+"""The center in memory that all processes of its node may write: an exchange without a copy.
+
+A worker beside the center maps the center's memory and moves it by itself. What a message says
+besides - which samples are done, the loss, the float buffers - follows as a message that only
+settles, once the center has moved.
+
+Async: whoever moves the center, worker or shard, holds a lock for the whole of it. Hogwild: none.
+The lock goes with the process that holds it (and with children that it has forked since it joined:
+they hold the same file open): one that is killed half-way leaves some parameters moved and others
+not, which no worker can tell from an exchange with fragments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydl.config import TrainConfig
+from raydl.core.center import Mirror
+from raydl.core.compression import parse_codec
+from raydl.core.exchange import Header
+from raydl.core.methods import Method
+from raydl.core.rules import Rule, Sends, Tally
+from raydl.data.ledger import Span
+from raydl.errors import ExchangeTimeoutError
+from raydl.parameter_server.client import ClientSession
+from raydl.parameter_server.protocol import (
+    HOME,
+    NOTHING,
+    CellAddress,
+    CenterClient,
+    MessageId,
+    PendingResponse,
+    Response,
+    refusal_of,
+)
+
+_PAGE = 4096
+_TOKEN, _HOLDER, _SLOTS = 0, 1, 2
+"""Where the first page has its numbers: which memory this is, the process that holds the lock, and
+from there on the members."""
+_READ_S = 1.0
+"""How long who only reads waits for the lock, in seconds."""
+_PAUSES_S = (50e-6, 5e-3)
+"""The first and the longest pause between two looks at the lock, in seconds."""
+
+
+def can_be_shared(config: TrainConfig, method: Method) -> bool:
+    """Whether workers of the center's node may write its memory.
+
+    They can where a message says nothing of the center but the weights as they are, and the center
+    has no state that must keep in step with them.
+    """
+    rule = method.rule
+    return (
+        hasattr(os, "memfd_create")  # Linux
+        and method.strategy in ("async", "hogwild")
+        and rule.sends is Sends.WEIGHTS
+        and not method.has_center_optimizer
+        and not config.method.dynamic_weights
+        and parse_codec(config.exchange.compression).name == "none"
+        and config.scaling.device == "cpu"
+    )
+
+
+class MappedCell:
+    """A span of the center in a file of memory; see :meth:`create` and :meth:`open`.
+
+    Args:
+        file: the memory, an open file of this object's own.
+        size: parameters in it.
+        is_locked: one moves it at a time (async), or all at once (hogwild).
+        timeout_s: the longest wait for the lock, in seconds.
+    """
+
+    def __init__(self, file: int, size: int, *, is_locked: bool, timeout_s: float) -> None:
+        self._file = file
+        weakref.finalize(self, os.close, file)
+        self._is_locked = is_locked
+        self._timeout_s = timeout_s
+        memory = mmap.mmap(file, _length(size))
+        self._words = np.frombuffer(memory, np.int64, count=_PAGE // 8)
+        self.weights: Tensor = torch.frombuffer(
+            memory, dtype=torch.float32, count=size, offset=_PAGE
+        )
+        # The file's lock keeps other processes out; threads of one share it.
+        self._threads = threading.Lock()
+        self._slots: dict[str, int] = {}
+
+    @classmethod
+    def create(cls, weights: Tensor, *, is_locked: bool, timeout_s: float) -> MappedCell:
+        """Return new memory with these values. It goes with the last process that maps it."""
+        file = os.memfd_create("raydl-center")
+        os.truncate(file, _length(weights.numel()))
+        cell = cls(file, weights.numel(), is_locked=is_locked, timeout_s=timeout_s)
+        cell.weights.copy_(weights)
+        cell._words[_TOKEN] = random.SystemRandom().getrandbits(62)
+        return cell
+
+    @classmethod
+    def open(
+        cls, address: CellAddress, size: int, *, is_locked: bool, timeout_s: float
+    ) -> MappedCell | None:
+        """Return the memory at an address; None: this process can not reach it."""
+        try:
+            file = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # another user's, another container's, or gone
+            return None
+        if os.fstat(file).st_size != _length(size):
+            os.close(file)
+            return None
+        cell = cls(file, size, is_locked=is_locked, timeout_s=timeout_s)
+        return cell if cell._words[_TOKEN] == address.token else None
+
+    # members
+
+    def let_in(self, entered: Mapping[str, int]) -> None:
+        """Let these workers move the center from now on, and nobody else.
+
+        Not behind the lock, which a worker that is stopped may hold: one that is moving the center
+        right now ends that, as a message would that has been let in.
+
+        Args:
+            entered: by worker, the generation that it entered with.
+        """
+        for worker_id in self._slots.keys() - entered.keys():
+            self._words[self._slots.pop(worker_id)] = 0
+        free = iter(sorted({*range(_SLOTS, self._words.size)} - {*self._slots.values()}))
+        for worker_id, generation in entered.items():
+            slot = self._slots[worker_id] if worker_id in self._slots else next(free, None)
+            if slot is not None:  # else there are too many: it goes on by message
+                self._slots[worker_id] = slot
+                self._words[slot] = generation + 1
+
+    def address_for(self, worker_id: str) -> CellAddress | None:
+        """Return where a member finds this memory; None: it has no place in it."""
+        slot = self._slots.get(worker_id)
+        if slot is None:
+            return None
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return CellAddress(path, int(self._words[_TOKEN]), slot)
+
+    def entered(self, slot: int) -> int | None:
+        """Return the generation that the member of a slot entered with; None: there is none."""
+        return int(self._words[slot]) - 1 if self._words[slot] else None
+
+    # the lock
+
+    def held(self, number: int, generation: int) -> AbstractContextManager[None]:
+        """Hold the lock, if there is one.
+
+        Args:
+            number: of the exchange, for the error.
+            generation: the membership, for the error.
+
+        Raises:
+            ExchangeTimeoutError: somebody else held it for too long.
+        """
+        return self._hold(number, generation) if self._is_locked else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _hold(self, number: int, generation: int) -> Iterator[None]:
+        if not self._acquire(self._timeout_s):
+            holder = f"process {self._words[_HOLDER]}, which holds the center"
+            raise ExchangeTimeoutError(number, generation, self._timeout_s, [holder])
+        try:
+            yield
+        finally:
+            self._release()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[None]:
+        """Hold the lock, if it is to be had soon.
+
+        Who reads answers for the whole center, and must not wait for a worker that was stopped
+        while it held the lock: it reads then what hogwild's readers always do, a center of which
+        some blocks have moved.
+        """
+        is_held = self._is_locked and self._acquire(_READ_S)
+        try:
+            yield
+        finally:
+            if is_held:
+                self._release()
+
+    def _acquire(self, timeout_s: float) -> bool:
+        """Take the lock; return whether it was free in time."""
+        deadline = time.monotonic() + timeout_s
+        if not self._threads.acquire(timeout=timeout_s):
+            return False
+        pause_s, longest_s = _PAUSES_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    self._threads.release()
+                    return False
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+            else:
+                self._words[_HOLDER] = os.getpid()
+                return True
+
+    def _release(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._threads.release()
+
+
+def _length(size: int) -> int:
+    return _PAGE + 4 * size
+
+
+class MappedExchange:
+    """One worker's exchange of one fragment with a center whose memory it maps.
+
+    Beginning it moves the center and finds what the replica subtracts, both from the weights of
+    now; joining it waits for the orders alone, which came while the gradient was computed.
+
+    Args:
+        cell: the fragment of the center.
+        slot: this worker's among its members.
+        span: which of the flat parameters it is.
+        buffers: this worker's copy of the center's float buffers; moved in place.
+        rule: moves replica and center.
+        client: reaches the center for what else there is to say.
+        is_last: whether a round ends with this exchange.
+        session: knows what the worker must tell.
+    """
+
+    def __init__(
+        self,
+        cell: MappedCell,
+        slot: int,
+        *,
+        span: slice,
+        buffers: Tensor,
+        rule: Rule,
+        client: CenterClient,
+        is_last: bool,
+        session: ClientSession,
+    ) -> None:
+        self.span = span
+        self.center = Mirror(cell.weights, buffers)
+        self._cell = cell
+        self._slot = slot
+        self._rule = rule
+        self._client = client
+        self._is_last = is_last
+        self._session = session
+        self._pull = torch.empty_like(cell.weights)
+        self._distance_squared = 0.0
+        self._tally = Tally(1, 1, 0.0)
+        self._settling: PendingResponse | None = None
+        self._response: Response | None = None
+
+    def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
+        """Move the center, then send what settles the round.
+
+        Raises:
+            ExchangeError: the lock was not to be had, or this worker is no member any more; the
+                center has not moved.
+        """
+        assert self._settling is None, "an exchange is under way"
+        session = self._session
+        self._tally = Tally(session.num_workers, 1, header.num_samples)
+        with self._cell.held(session.version, session.generation):
+            self._check_in()
+            self._move(weights.detach())
+        session.num_bytes += 2 * self._pull.nbytes
+        if self._is_last:  # never before the center has moved: a settled sample counts
+            message = session.message(header, (0, 0), NOTHING, settled=buffers)
+            self._settling = self._client.request(HOME, message)
+
+    def _check_in(self) -> None:
+        """Raise an ExchangeError if this worker is not the member that it was."""
+        session, entered = self._session, self._cell.entered(self._slot)
+        session.raise_if(refusal_of(session.next_message_id(), entered, session.generation))
+
+    def _move(self, weights: Tensor) -> None:
+        self._distance_squared = self._rule.meet_(
+            weights, self.center.weights, self._tally, out=self._pull
+        )
+
+    def own_pull(self) -> tuple[Tensor, float]:
+        """Return what the replica subtracts, and its squared distance to the center before."""
+        return self._pull, self._distance_squared
+
+    def as_seen(self, weights: Tensor) -> Tensor:
+        """Return the weights: nothing has shortened them."""
+        return weights
+
+    def wait(self) -> tuple[Tally, Header]:
+        """Wait for the orders, if this is the last exchange of a round.
+
+        Raises:
+            ExchangeError: they did not come, or the worker was removed. The center has moved.
+        """
+        settling, self._settling = self._settling, None
+        self._response = settling.wait() if settling else None
+        if self._response:
+            self._session.raise_if(self._response.refusal)
+        return self._tally, Header()
+
+    def commit(self) -> None:
+        """Take note of the orders; the center itself has moved."""
+        if self._response and self._response.assignment:
+            if self._response.buffers.size and self.center.buffers.numel():
+                np.copyto(self.center.buffers.numpy(), self._response.buffers)
+            self._session.take_assignment(self._response.assignment)
+        self._response = None
+
+
+def open_cells(
+    client: CenterClient, message_id: MessageId, *, is_locked: bool, timeout_s: float
+) -> dict[Span, tuple[MappedCell, int]]:
+    """Return the spans of the center that this process can map, each with the worker's slot.
+
+    Raises:
+        ExchangeError: the center did not answer.
+    """
+    found = {}
+    for span, address in client.shared_cells(message_id).items():
+        size = span[1] - span[0]
+        cell = MappedCell.open(address, size, is_locked=is_locked, timeout_s=timeout_s)
+        if cell is not None:
+            found[span] = cell, address.slot
+    return found

@@ -1,0 +1,106 @@
+"""A ``ray.data.Dataset`` as the samples of a run: its blocks are the row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+
+from raydl.config import InputConfig
+from raydl.data import Dataset
+from raydl.data.datasets import numbered, split_groups, streamed
+from raydl.data.parquet import check_labels, chosen_columns, has_pictures
+from raydl.errors import DataError
+
+_SOURCE = "ray.data.Dataset"
+_READ_S = 600.0
+"""The longest wait for a block: Ray may have to fetch it from a disk, or make it anew."""
+
+
+@dataclass(frozen=True)
+class RayBlocks:
+    """Blocks of a dataset in Ray's object store, which spills to disk what does not fit."""
+
+    refs: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    columns: tuple[str, ...]
+
+    def read(self, number: int) -> pa.Table:
+        """Return the columns of a block.
+
+        Raises:
+            DataError: Ray has lost it and could not make it anew.
+        """
+        try:
+            table: pa.Table = ray.get(self.refs[number], timeout=_READ_S)
+        except ray.exceptions.RayError as error:
+            raise DataError(self.name(number), f"can not be read: {error}") from error
+        return table.select(list(self.columns))
+
+    def name(self, number: int) -> str:
+        """Return the block, for messages."""
+        return f"{_SOURCE}, block {number}"
+
+    def some(self, numbers: Sequence[int]) -> RayBlocks:
+        """Return some of the blocks."""
+        refs = tuple(self.refs[n] for n in numbers)
+        return replace(self, refs=refs, sizes=tuple(self.sizes[n] for n in numbers))
+
+
+def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
+    """Return the samples of Ray datasets, streamed.
+
+    Args:
+        data: a ``ray.data.Dataset``, of which a tenth of the blocks becomes the test set, or
+            ``{"train": ..., "test": ...}``.
+        seed: of that split.
+        input: how samples are read.
+
+    Raises:
+        DataError: there is nothing in it, or not enough blocks to split.
+    """
+    if isinstance(data, Mapping):
+        if set(data) != {"train", "test"}:
+            raise DataError(_SOURCE, f"must be named train and test, got {', '.join(data)}")
+        train, test = (_blocks_of(data[part], input) for part in ("train", "test"))
+    else:
+        train, test = split_groups(_blocks_of(data, input), seed=seed, source=_SOURCE)
+    names = _class_names(train, test)
+    return streamed(train, test, names=names, source=_SOURCE, input=input)
+
+
+def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
+    refs = data.materialize().to_arrow_refs()
+    look = ray.remote(num_cpus=0)(_look)
+    looks = ray.get([look.remote(ref) for ref in refs], timeout=_READ_S)
+    full = [(ref, *seen) for ref, seen in zip(refs, looks, strict=True) if seen[0]]
+    if not full:
+        raise DataError(_SOURCE, "holds no rows")
+    columns = chosen_columns(full[0][2], input.columns_named, _SOURCE)
+    if has_pictures(columns):
+        check_labels(full[0][2], columns, _SOURCE)
+    return RayBlocks(tuple(ref for ref, *_ in full), tuple(size for _, size, _ in full), columns)
+
+
+def _look(table: pa.Table) -> tuple[int, pa.Schema]:
+    """Return the rows of a block, and its columns."""
+    return table.num_rows, table.schema
+
+
+def _class_names(*parts: RayBlocks) -> tuple[str, ...]:
+    """Return a number for each class; none for a table."""
+    if not has_pictures(parts[0].columns):
+        return ()
+    largest = ray.remote(num_cpus=0)(_largest)
+    asked = [largest.remote(ref, part.columns[1]) for part in parts for ref in part.refs]
+    return numbered(max(ray.get(asked, timeout=_READ_S)), _SOURCE)
+
+
+def _largest(table: pa.Table, label: str) -> int:
+    """Return the largest label of a block; -1: it has none."""
+    largest = pc.max(table[label]).as_py()
+    return -1 if largest is None else int(largest)

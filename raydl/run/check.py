@@ -1,0 +1,33 @@
+"""Whether the files that a run has kept are as they were written."""
+
+from __future__ import annotations
+
+from raydl.checkpoint.best import FILE, read_best
+from raydl.checkpoint.store import CheckpointStore
+from raydl.errors import CheckpointError
+from raydl.redaction import redact
+from raydl.run.folder import open_run
+
+
+def check_run(path: str) -> list[str]:
+    """Read all checkpoints of a run, its best center and what it has trained.
+
+    Args:
+        path: the run's folder, a path or URI.
+
+    Returns:
+        A sentence for each file that is damaged.
+
+    Raises:
+        DataError: no run is there.
+    """
+    folder = open_run(path)
+    folder.read_config()  # which says so if no run is there
+    storage = folder.storage
+    damage = CheckpointStore(storage).find_damage()
+    if storage.exists(FILE):
+        try:
+            read_best(storage)
+        except CheckpointError as error:
+            damage.append(str(error))
+    return [redact(sentence) for sentence in damage]

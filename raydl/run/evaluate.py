@@ -1,0 +1,96 @@
+"""Scores what a run has kept, from its folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from raydl.checkpoint.best import read_best
+from raydl.checkpoint.store import CheckpointStore
+from raydl.config import TrainConfig
+from raydl.data import Batches, Dataset, load, preparation_for
+from raydl.data.generators import callers_generators_kept
+from raydl.errors import DataError, UntrustedCodeError
+from raydl.run.folder import RunFolder, open_run
+from raydl.storage import below
+from raydl.tasks import build_model, task_on
+from raydl.worker.evaluator import score
+
+_OWN_TASKS = ("auto", "raydl.tasks:Classification", "raydl.tasks:LanguageModel")
+"""Tasks that need no trust: raydl's, under the names that ``config.json`` has for them."""
+
+
+@callers_generators_kept()
+def score_run(
+    path: str,
+    *,
+    data: str | None = None,
+    best: bool = False,
+    trust: bool | Callable[[UntrustedCodeError], bool] = False,
+) -> dict[str, float]:
+    """Return the metrics of a run's newest center, or its best, on its test set.
+
+    Args:
+        path: the run's folder, a path or URI.
+        data: another source than the run's own; also the same one with its credentials, which
+            ``config.json`` does not have.
+        best: score the center that ``checkpoint.keep_best`` has kept.
+        trust: import and run the model or task of the user's own that ``config.json`` names, or a
+            function that is asked when it names one. Anybody that can write to the folder can name
+            any function that can be imported here.
+
+    Raises:
+        UntrustedCodeError: the folder names code that is not raydl's; nothing was imported.
+        CheckpointError: no run, no checkpoint or no best center is there.
+        DataError: the data can not be read or are of another kind.
+    """
+    folder = open_run(path)
+    config = folder.read_config()
+    _require_trust(folder, config, trust)
+    store = CheckpointStore(folder.storage)
+    center = read_best(folder.storage)[0] if best else store.read_center()[0]
+    dataset = _test_data(folder, config, data)
+    task = task_on(None, dataset.train.shape, config)
+    torch.set_num_threads(1)
+    model = build_model(task, dataset.train.shape, seed=config.training.seed)
+    try:
+        model.load_state_dict(center)
+    except RuntimeError as error:
+        raise DataError(dataset.source, f"does not fit the run's model: {error}") from error
+    test = Batches(dataset.test, preparation_for(dataset, config))
+    return score(task, model, test, config)
+
+
+def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:
+    """Return (setting, ``module:name``) of the code, not raydl's, that a score would run."""
+    if config.task not in _OWN_TASKS:
+        return (("task", config.task),)
+    is_named = config.task == "auto" and ":" in config.model
+    is_users = is_named and not config.model.startswith("torchvision:")
+    return (("model", config.model),) if is_users else ()
+
+
+def _require_trust(
+    folder: RunFolder, config: TrainConfig, trust: bool | Callable[[UntrustedCodeError], bool]
+) -> None:
+    """Raise an UntrustedCodeError unless the code that the folder names may run."""
+    names = code_named(config)
+    if not names or trust is True:
+        return
+    error = UntrustedCodeError(below(folder.root, "config.json"), names)
+    if trust is False or not trust(error):
+        raise error
+
+
+def _test_data(folder: RunFolder, config: TrainConfig, data: str | None) -> Dataset:
+    try:
+        return load(data or config.data, seed=config.training.seed, input=config.input)
+    except DataError as error:
+        if data or "data" not in folder.redacted_settings():
+            raise
+        raise DataError(
+            error.source,
+            f"{error.problem}; config.json does not keep the credentials that this URI was given: "
+            f"set them in the environment, or give the whole URI as --data",
+        ) from error

@@ -1,0 +1,209 @@
+"""One worker in this process, played to the controller as a worker group: for a debugger."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydl.core.center import Snapshot, SnapshotShelf
+from raydl.core.job import Job
+from raydl.core.membership import Membership
+from raydl.core.reports import Outcome, Record
+from raydl.core.saved_state import SavedState
+from raydl.core.worker_group import (
+    Changed,
+    Collected,
+    Event,
+    Failed,
+    Published,
+    Reported,
+    RunEnded,
+    WorkerReady,
+)
+from raydl.data import Batches, Dataset, Prepare
+from raydl.errors import NonFiniteError
+from raydl.faults import Fault
+from raydl.parameter_server.server import CenterServer, make_shard
+from raydl.parameter_server.shard import ShardState
+from raydl.worker.evaluator import Evaluator
+from raydl.worker.in_process import LocalCenterClient, LocalGroup
+from raydl.worker.loop import Worker
+
+
+class LocalWorkerGroup:
+    """One worker in this process: every :meth:`poll` runs one round of it.
+
+    Args:
+        job: what the worker does.
+        dataset: training and test set.
+        prepare: makes its samples ready for the model.
+        untrained: the untrained state of the run's first model.
+    """
+
+    def __init__(
+        self, job: Job, dataset: Dataset, prepare: Prepare, untrained: dict[str, np.ndarray]
+    ) -> None:
+        self._job = job
+        self._train = Batches(dataset.train, prepare)
+        self._test = Batches(dataset.test, prepare)
+        self._shelf = SnapshotShelf()
+        self._events: list[Event] = []
+        self._running = False
+        self._untrained = untrained
+
+    def open(self, snapshot: Snapshot) -> None:
+        """Build the worker."""
+        torch.set_num_threads(self._job.config.scaling.num_threads)
+        self._shelf.put(snapshot)
+        # The evaluation model first: building it draws from the same generator.
+        self._evaluator = Evaluator(self._job, self._test, self._untrained)
+        self._worker = Worker(
+            self._job,
+            "w0",
+            batches=self._train,
+            publish=self._shelf.put,
+            untrained=self._untrained,
+        )
+        self._service = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
+        self._others = [
+            make_shard(self._job, snapshot, index, None)
+            for index in range(1, self._job.config.exchange.center_shards)
+        ]
+
+    def _states_of_others(self) -> list[ShardState]:
+        return [shard.state() for shard in self._others]
+
+    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
+        """Say that the one worker is ready."""
+        assert worker_id == "w0"
+        self._events.append(WorkerReady(worker_id))
+
+    def end(self, worker_id: str) -> None:
+        """Do nothing: the worker is this process."""
+
+    def avoid(self, node: str) -> bool:
+        """Return False: there is no other node."""
+        return False
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Run one round, if the worker trains, and return what happened."""
+        if self._running:
+            self._run_round()
+        records: tuple[Record, ...] = ()
+        if self._service:
+            for due in self._service.coordinator.take_due():
+                self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
+            records = self._service.coordinator.take_records()
+        self._events.append(
+            Published(
+                self._shelf.rounds(),
+                records,
+                num_changes=self._shelf.num_changes(),
+                told_s=time.monotonic(),
+            )
+        )
+        events, self._events = self._events, []
+        return events
+
+    def _run_round(self) -> None:
+        diverged = None
+        try:
+            outcome = self._worker.run_round()
+        except NonFiniteError as error:
+            outcome, diverged = Outcome.BROKEN, error
+        except Exception as error:  # the user's own: it is raised once a checkpoint is written
+            self._events.append(Failed("w0", error))
+            outcome = Outcome.BROKEN
+        report = self._worker.report()
+        self._events.append(Reported(report))
+        if outcome is not Outcome.GO_ON:
+            self._running = False
+            round, generation = self._worker.copy_age[0], self._generation
+            self._events.append(RunEnded("w0", outcome, round, generation, error=diverged))
+
+    def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
+        """Start to train."""
+        if self._service:
+            self._service.open(membership)
+            for shard in self._others:
+                shard.open(membership)
+            self._events.append(Changed())
+        self._enter(membership, self._snapshot(round), own_states)
+
+    def _enter(
+        self, membership: Membership, snapshot: Snapshot, own_states: dict[str, Any]
+    ) -> None:
+        """Let the worker join a generation."""
+        transport: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
+        if self._service:
+            transport = LocalCenterClient([self._service, *self._others], self._service.coordinator)
+        state = own_states.get("w0")
+        own_state = state.load() if isinstance(state, SavedState) else state
+        self._worker.join(membership, transport, snapshot, own_state)
+        self._generation = membership.generation
+        self._running = True
+
+    def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
+        """Let the one worker leave after an error, and come back."""
+        assert self._service
+        states = [shard.change(membership) for shard in self._others]
+        snapshot = self._service.change(membership, states)
+        self._events.append(Changed())
+        if membership.worker_ids:
+            self._enter(membership, snapshot, own_states)
+
+    def dismiss(self, worker_id: str) -> None:
+        """Do nothing: nobody leaves."""
+
+    def abandon(self, generation: int) -> None:
+        """Do nothing: no exchange can fail."""
+
+    def publish(self, worker_id: str) -> None:
+        """Put the worker's copy of the center on the shelf."""
+        self._shelf.adopt(self._worker.center())
+
+    def rebuild_center(self, worker_id: str | None) -> str:
+        """Do nothing: the center is this process."""
+        return ""
+
+    def hand_in(self, worker_id: str) -> None:
+        """Do nothing: nobody leaves."""
+
+    def hand_over(self, worker_id: str, state: SavedState) -> None:
+        """Do nothing: nobody comes."""
+
+    def forget(self, state: SavedState) -> None:
+        """Do nothing: nothing was handed in."""
+
+    def inflict(self, fault: Fault) -> None:
+        """Do nothing: the center is this process."""
+
+    def vote(self, generation: int, **votes: float) -> None:
+        """Hand the votes to who decides."""
+        decider = self._service.coordinator if self._service else self._worker
+        decider.vote(generation, **votes)
+
+    def evaluate(self, round: int) -> None:
+        """Score the center at once."""
+        snapshot = self._snapshot(round)
+        self._events.append(self._evaluator.evaluate(snapshot))
+
+    def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
+        """Take the worker's kept state."""
+        kept = self._worker.take_kept(round)
+        self._events.append(Collected(self._snapshot(round), {"w0": kept}))
+
+    def _snapshot(self, round: int) -> Snapshot:
+        snapshot = self._shelf.get(round)
+        assert snapshot is not None, "the controller asks only for what is published"
+        return snapshot
+
+    def waiting_for(self) -> str:
+        """Return nothing: the worker is this process."""
+        return ""
+
+    def close(self) -> None:
+        """Do nothing: there is no process but this one."""

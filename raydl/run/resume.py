@@ -1,0 +1,163 @@
+"""Where a run begins or goes on, as its folder has it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from raydl.checkpoint.best import BestCenter
+from raydl.checkpoint.store import CheckpointStore
+from raydl.checkpoint.totals import Totals
+from raydl.checkpoint.writer import snapshot_of
+from raydl.config import TrainConfig
+from raydl.core.callbacks import callbacks_of
+from raydl.core.center import Snapshot, first_snapshot
+from raydl.core.flat import FlatModel
+from raydl.core.stop_condition import StopCondition
+from raydl.data.order import Order
+from raydl.errors import CheckpointError, ConfigError
+from raydl.run.folder import RunFolder
+from raydl.storage import below
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, or goes on."""
+
+    folder: RunFolder
+    store: CheckpointStore
+    best: BestCenter
+    snapshot: Snapshot
+    own_states: dict[str, Any]
+    seconds: float
+    sentences: list[str]
+    before: Totals = field(default_factory=Totals)
+    """What earlier starts came to."""
+    is_trained: bool = False
+    """Nothing is left to train, but the run did not come to write its end."""
+    ended: tuple[str, str] = ("", "")
+    """By what the run was ended before its time, and why."""
+    result: dict[str, Any] = field(default_factory=dict)
+    """The figures of a run that is trained, where it came to write them."""
+
+    @classmethod
+    def open(
+        cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, order: Order
+    ) -> Start:
+        """Return the start that the run's folder holds, or a new one.
+
+        Args:
+            folder: of the run.
+            config: its settings.
+            flat: the run's first model; it gets the untrained state of the checkpoint.
+            order: of the training samples.
+
+        Raises:
+            ConfigError: the run is complete, or began with other samples or another order.
+            CheckpointError: none of its checkpoints can be read, or some have no manifest.
+            ShapeError: the checkpoint is of another model.
+        """
+        num_samples = order.num_samples
+        epoch = folder.epoch.number
+        store = CheckpointStore(folder.storage, keep=config.checkpoint.keep, driver_epoch=epoch)
+        best = BestCenter(folder.storage, flat, driver_epoch=epoch)
+        if not config.run.resume:
+            return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
+        folder.open_again(config)
+        known = best.open_again() if config.checkpoint.keep_best else []
+        if not store.names() and not folder.storage.exists("result.json"):
+            _refuse_without_manifest(folder, store)
+            sentences = [*known, f"no checkpoint yet: the run begins anew in {folder.root}"]
+            first = first_snapshot(flat, num_samples)
+            return cls(folder, store, best, first, {}, 0.0, sentences)
+        checkpoint, sentences = store.read()
+        snapshot = snapshot_of(checkpoint, flat)
+        flat.load_untrained(checkpoint.center, checkpoint.state.get("untrained", {}))
+        _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
+        result = _result_at(folder, snapshot)
+        ended_by, why = result.get("ended_by"), result.get("ended_because")
+        ended = (ended_by, why) if ended_by else tuple(checkpoint.state.get("ended", ("", "")))
+        is_trained = _is_complete(config, snapshot, ended_by=ended[0])
+        if is_trained and result and store.has_trained(snapshot.round):
+            _refuse_complete(snapshot, *ended)
+        own_states = store.take_over(checkpoint)
+        told = (
+            f"the run in {folder.root} is trained to its end; its missing files are written"
+            if is_trained
+            else f"resuming from round {snapshot.round} in {folder.root}"
+        )
+        return cls(
+            folder,
+            store,
+            best,
+            snapshot,
+            own_states,
+            checkpoint.seconds,
+            [*sentences, *known, told],
+            Totals.of(checkpoint, folder.storage),
+            is_trained,
+            ended,
+            result,
+        )
+
+
+def _refuse_without_manifest(folder: RunFolder, store: CheckpointStore) -> None:
+    """Raise a CheckpointError rather than begin anew over checkpoints that can not be read."""
+    names = store.without_manifest()
+    if names:
+        raise CheckpointError(
+            below(folder.root, "checkpoints"),
+            f"holds {', '.join(names)} without manifest.json, so none of them can be read; put the "
+            f"manifests back, or begin anew in another folder",
+        )
+
+
+def _refuse_other_order(order: Order, num_before: int, name_before: str | None) -> None:
+    """Raise ConfigError if the positions of the run's ledger are of other samples than now.
+
+    Args:
+        order: of now.
+        num_before: samples that the run began with.
+        name_before: the order that it began with; earlier checkpoints say none.
+    """
+    if num_before != order.num_samples:
+        raise ConfigError(
+            "data", f"has {order.num_samples} training samples, the run began with {num_before}"
+        )
+    if name_before and name_before != order.name:
+        raise ConfigError(
+            "input",
+            f"has the samples {order.name}, the run began with them {name_before}, so some would "
+            f"be trained on twice; keep the settings of input, and row groups or blocks, to resume",
+        )
+
+
+def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> bool:
+    """Whether by these settings there is nothing left to train."""
+    stop_condition = StopCondition.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
+    is_reached = stop_condition.is_reached(
+        num_samples=snapshot.num_samples, num_steps=snapshot.local_step, seconds=snapshot.seconds
+    )
+    return is_reached or ended_by in [callback.name for callback in callbacks_of(config.training)]
+
+
+def _refuse_complete(snapshot: Snapshot, ended_by: str, ended_because: str) -> NoReturn:
+    raise ConfigError(
+        "run.resume",
+        f"the run is complete: {ended_because}; change {ended_by.partition(' ')[0]} to train on"
+        if ended_by
+        else f"the run is complete at epoch {snapshot.epoch}, step {snapshot.local_step}; "
+        f"raise training.epochs (or steps, samples, seconds) to train on",
+    )
+
+
+def _result_at(folder: RunFolder, snapshot: Snapshot) -> dict[str, Any]:
+    """Return the figures of a start that came to its end with this snapshot; none if none did."""
+    try:
+        result = json.loads(folder.storage.read_bytes("result.json"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(result, dict) or result.get("stopped_by"):
+        return {}
+    return result if result.get("samples") == snapshot.num_samples else {}

@@ -1,0 +1,1 @@
+"""What is made of runs and data beside the training; nothing above needs these."""

@@ -1,0 +1,193 @@
+"""The table on the terminal and the text of ``comparison.md``."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from raydl.metrics import TIME_PARTS
+from raydl.redaction import redact
+from raydl.run.versions import installed_version
+from raydl.text import markdown_table
+from raydl.tools.comparison.figures import COLUMNS, Row, Run, Spread
+from raydl.tools.comparison.pictures import PICTURES
+from raydl.tools.comparison.settings import Comparison
+
+_HEAD = ["method", "strategy", "runs", "at target", *(name for name, _ in COLUMNS.values())]
+_NOTES = """\
+Medians over seeds, with the least and the greatest in brackets. *At target*: how many runs
+reached it; time and samples are those of the first evaluation that did, in training time, and a
+run that never does counts as later than all others. *Communication*: share of the workers' time
+since initialization. *Exchanges*: one of a synchronous method takes all workers, one of the others
+a single worker. *Local steps each*: those of a worker before each of its exchanges, mean; fewer
+than its period where a round was cut short. *Staleness*: exchanges of others between two of the
+same worker, mean."""
+_END_WORDS = {
+    "samples": "{:,} samples each",
+    "seconds": "{:g} seconds of training each",
+    "epochs": "{} epochs each",
+    "steps": "{:,} local steps of each worker",
+}
+
+
+def describe(comparison: Comparison) -> str:
+    """Return in one line what all runs have in common."""
+    base, training = comparison.base, comparison.base.training
+    ends = [text.format(v) for e, text in _END_WORDS.items() if (v := getattr(training, e))]
+    first, last = training.seed, training.seed + comparison.seeds - 1
+    seeds = f"seeds {first} to {last}" if last > first else f"seed {first}"
+    workers = base.scaling.wanted()
+    place = "in one process" if workers == "0" else f"{workers} workers"
+    return (
+        f"{base.model} on {redact(base.data)}, {place}, {', '.join(ends)}, "
+        f"batches of {training.batch_size}, {seeds}, target {comparison.target:.2%}"
+    )
+
+
+def sentence(run: Run, target: float) -> str:
+    """Return what is printed when a run ended."""
+    who = f"{run.method}, seed {run.seed}: "
+    if run.figures is None:
+        return f"{who}failed: {run.reason}"
+    seconds, samples = run.to_target(target)
+    reached = f"after {seconds:.1f} s, {samples:,} samples"
+    accuracy = run.figures["center_accuracy"]
+    shown = _written(-math.inf if accuracy is None else accuracy, "{:.2%}")
+    return (
+        f"{who}{shown} in {run.figures['seconds']:.1f} s; "
+        f"{target:.2%} {reached if math.isfinite(seconds) else 'not reached'}"
+    )
+
+
+def machine() -> dict[str, str]:
+    """Return what the driver runs on: system, CPUs, versions."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": str(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()),
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in ("torch", "ray", "raydl")},
+    }
+
+
+def _spread(spread: Spread, pattern: str) -> str:
+    """Return ``median (low to high)``; the brackets only where they say more."""
+    values = (spread.median, spread.low, spread.high)
+    median, low, high = (_written(value, pattern) for value in values)
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def _cells(row: Row) -> list[str]:
+    names = [row.method, row.strategy, f"{row.num_runs} of {row.num_planned}"]
+    if not row.num_runs:
+        return [*names, f"failed: {row.reason}" if row.reason else "not run"]
+    spreads = [_spread(row.figures[name], pattern) for name, (_, pattern) in COLUMNS.items()]
+    return [*names, f"{row.num_reached} of {row.num_runs}", *spreads]
+
+
+def print_table(rows: Sequence[Row], target: float) -> None:
+    """Print medians and the target's spread to the terminal; the report holds the rest."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    names = ("s to target", "samples to", "accuracy", "comm.", "exch.", "steps", "stale")
+    for name in ("at target", *names):
+        table.add_column(name, justify="right")
+    for row in rows:
+        if row.num_runs:
+            shown = list(COLUMNS.items())[: len(names)]
+            texts = [_median(row.figures[name], pattern) for name, (_, pattern) in shown]
+            table.add_row(row.method, f"{row.num_reached} of {row.num_runs}", *texts)
+    if table.row_count:
+        Console().print(f"\nmedians over seeds, target {target:.2%}", highlight=False)
+        Console().print(table)
+    for row in rows:
+        if row.num_runs < row.num_planned:
+            why = f"failed: {row.reason}" if row.reason else "not all were run"
+            print(f"{row.method}: {row.num_runs} of {row.num_planned} runs; {why}")
+
+
+def _median(spread: Spread, pattern: str) -> str:
+    return _written(spread.median, pattern)
+
+
+def _written(value: float, pattern: str) -> str:
+    """Return a figure in its format: ``never`` for infinity, a dash for one that is absent."""
+    if math.isfinite(value):
+        return pattern.format(value)
+    return "never" if value > 0 else "-"
+
+
+def markdown(
+    comparison: Comparison,
+    runs: Sequence[Run],
+    rows: Sequence[Row],
+    out: Path,
+    command: str,
+) -> str:
+    """Return the text of ``comparison.md``; pictures that lie in ``out`` are shown."""
+    num_done = sum(run.figures is not None for run in runs)
+    parts = [
+        f"# {len(rows)} methods compared",
+        f"All else equal: {describe(comparison)}.",
+        f"```bash\n{command}\n```" if command else "",
+        f"{num_done} of {len(runs)} runs are complete. " + _machine_sentence(machine()),
+        "## Results",
+        markdown_table(_HEAD, [_cells(row) for row in rows]),
+        _NOTES + _evaluations(runs),
+        _failures(runs),
+        "## Time parts",
+        "Seconds per worker, mean over seeds; training starts after initialization.",
+        markdown_table(["method", *TIME_PARTS], [_part_cells(row) for row in rows if row.num_runs]),
+        "## Pictures",
+        _pictures(out),
+        "## Settings of the methods",
+        markdown_table(["method", "period", "lr", "momentum"], _settings(runs)),
+        "Each run's `config.json` holds all of its settings. "
+        f"Curves: `tensorboard --logdir {out}`, where *HParams* has a row for every run; "
+        "figures of every run: `comparison.json`.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _machine_sentence(found: Mapping[str, str]) -> str:
+    versions = ", ".join(f"{k} {found[k]}" for k in ("python", "torch", "ray", "raydl"))
+    return f"The driver's machine: {found['system']}, {found['cpus']} CPUs; {versions}."
+
+
+def _part_cells(row: Row) -> list[str]:
+    return [row.method, *(f"{row.parts[part]:.2f}" for part in TIME_PARTS)]
+
+
+def _failures(runs: Sequence[Run]) -> str:
+    lines = [f"- {run.method}, seed {run.seed}: {run.reason}" for run in runs if run.reason]
+    note = "Failed runs; `error.txt` in a run's folder has the traceback:"
+    return "\n".join([note, "", *lines]) if lines else ""
+
+
+def _evaluations(runs: Sequence[Run]) -> str:
+    """Return how fine the way to the target was looked at."""
+    counts = [len(run.figures["evaluations"]) for run in runs if run.figures is not None]
+    if not counts:
+        return ""
+    return (
+        f"\nThe center was scored {min(counts)} to {max(counts)} times a run: no figure is finer."
+    )
+
+
+def _settings(runs: Sequence[Run]) -> list[list[str]]:
+    rows = {}
+    for run in runs:
+        lr, mu = run.config.optimizer.lr, run.config.optimizer.momentum or 0.0
+        rows[run.method] = [run.method, str(run.config.method.period), f"{lr:g}", f"{mu:g}"]
+    return list(rows.values())
+
+
+def _pictures(out: Path) -> str:
+    shown = [f"![{text}]({name})" for name, text in PICTURES.items() if (out / name).exists()]
+    return "\n\n".join(shown) or "None were drawn: `pip install matplotlib` first."

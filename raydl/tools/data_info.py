@@ -1,0 +1,380 @@
+"""What is in a source, told from footers, labels and one picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raydl.config import InputConfig
+from raydl.data.datasets import Layout, find_layout
+from raydl.data.files import Place
+from raydl.data.images import ImageSet, decode_one, labelled_files, mode_of
+from raydl.data.parquet import ParquetGroups, class_names_of, has_pictures, open_groups
+from raydl.data.table import arrays_of, row_bytes
+from raydl.data.text import TokenSet, load_text
+from raydl.errors import DataError
+from raydl.tools.convert import batches_of, image_sets
+
+_LARGE_GROUP_BYTES = 64 << 20
+"""A worker has a few row groups in memory at once; beyond this each, they are worth a word."""
+_CONVERT = "raydl data convert SRC DST"
+_MODES = {1: "grey", 3: "RGB"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartInfo:
+    """What is known of the training set or of the test set."""
+
+    name: str
+    """train or test; of a set without a test part all is train."""
+    num_rows: int
+    """Pictures, rows of a table, or tokens of a text."""
+    files: tuple[str, ...] = ()
+    """Where it lies; of binary layouts those of both parts. Class folders have too many."""
+    group_rows: tuple[int, ...] = ()
+    """Rows of each row group, of Parquet."""
+    group_bytes: tuple[int, ...] = ()
+    """Bytes of each row group: pictures encoded, columns not compressed."""
+    class_counts: tuple[int, ...] = ()
+    """Rows of each class."""
+    num_unlabelled: int = 0
+    """Rows whose label is missing, or belongs to no class."""
+    classes_per_group: float | None = None
+    """Different labels in a row group, on average; of Parquet pictures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnInfo:
+    """A column of a table."""
+
+    name: str
+    type: str
+    """Arrow's name of its type."""
+    shape: tuple[int, ...] | None
+    """Of one row, going by the first; None: a task can not read it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceInfo:
+    """What is in a source."""
+
+    source: str
+    kind: str
+    """What lies there: parquet, folders, idx, cifar, npz, text, synthetic."""
+    holds: str
+    """pictures, table or text."""
+    parts: tuple[PartInfo, ...]
+    has_test: bool
+    """Whether it has a test part; else a run splits a tenth off."""
+    picture_shape: tuple[int, ...] = ()
+    """Channels, height, width of the first picture."""
+    mode: str = ""
+    """grey or RGB."""
+    class_names: tuple[str, ...] = ()
+    columns: tuple[ColumnInfo, ...] = ()
+    num_tokens: int = 0
+    vocabulary: int = 0
+    decoded_bytes: int
+    """What all of it takes in memory."""
+    is_streamed: bool
+    """Whether a run would read it as it is needed, with settings as they come."""
+    warnings: tuple[str, ...] = ()
+
+
+def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
+    """Return what is in a source; of Parquet and class folders little is read.
+
+    Args:
+        source: what :func:`raydl.data.load` reads.
+        input: how a run would read it.
+
+    Raises:
+        DataError: it can not be read.
+    """
+    config, layout = input or InputConfig(), find_layout(source)
+    if layout.kind == "text":
+        return _of_text(layout, source)
+    if layout.kind == "folders":
+        info = _of_folders(layout, source)
+    elif layout.kind == "parquet":
+        info = _of_parquet(layout, source, config)
+    else:
+        info = _of_sets(layout, source)
+    return replace(info, warnings=_warnings(info, config))
+
+
+def _of_text(layout: Layout, source: str) -> SourceInfo:
+    data = load_text(layout.name, context=1)
+    train, test = (part for part in (data.train, data.test) if isinstance(part, TokenSet))
+    return SourceInfo(
+        source=source,
+        kind="text",
+        holds="text",
+        parts=(
+            PartInfo(name="train", num_rows=len(train.tokens)),
+            PartInfo(name="test", num_rows=len(test.tokens)),
+        ),
+        has_test=False,
+        num_tokens=len(train.tokens) + len(test.tokens),
+        vocabulary=train.vocabulary,
+        decoded_bytes=train.tokens.nbytes + test.tokens.nbytes,
+        is_streamed=False,
+    )
+
+
+def _of_folders(layout: Layout, source: str) -> SourceInfo:
+    found = [labelled_files(place) for place in (*layout.train, *layout.test)]
+    names = max((names for _, _, names in found), key=len)
+    first = found[0][0][0]
+    shape = _picture_shape(first.read(), source=first.name)
+    parts = [
+        PartInfo(
+            name=name,
+            num_rows=len(labels),
+            class_counts=_counts(labels, len(names)),
+        )
+        for name, (_, labels, _) in zip(("train", "test"), found, strict=False)
+    ]
+    return _of_pictures(layout.kind, source, parts, names, shape)
+
+
+def _of_sets(layout: Layout, source: str) -> SourceInfo:
+    sets: list[ImageSet] = image_sets(layout, seed=0)
+    files = tuple(place.name for place in layout.train)
+    parts = [
+        PartInfo(
+            name=name,
+            num_rows=part.num_samples,
+            files=files,
+            class_counts=_counts(part.labels, part.num_classes),
+        )
+        for name, part in zip(("train", "test"), sets, strict=False)
+    ]
+    return _of_pictures(layout.kind, source, parts, sets[0].class_names, sets[0].image_shape)
+
+
+def _of_pictures(
+    kind: str,
+    source: str,
+    parts: Sequence[PartInfo],
+    names: Sequence[str],
+    shape: tuple[int, ...],
+    *,
+    is_streamed: bool = False,
+) -> SourceInfo:
+    return SourceInfo(
+        source=source,
+        kind=kind,
+        holds="pictures",
+        parts=tuple(parts),
+        has_test=len(parts) > 1,
+        picture_shape=shape,
+        mode=_MODES.get(shape[0], ""),
+        class_names=tuple(names),
+        decoded_bytes=sum(part.num_rows for part in parts) * int(np.prod(shape)),
+        is_streamed=is_streamed,
+    )
+
+
+def _of_parquet(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
+    files = [part for part in (layout.train, layout.test) if part]
+    groups = [open_groups(part, columns=config.columns_named) for part in files]
+    bare = [_part_of(name, g) for name, g in zip(("train", "test"), groups, strict=False)]
+    if not has_pictures(groups[0].columns):
+        each = row_bytes(groups[0].read_first())
+        return SourceInfo(
+            source=source,
+            kind="parquet",
+            holds="table",
+            parts=tuple(bare),
+            has_test=len(groups) > 1,
+            columns=_columns(groups[0]),
+            decoded_bytes=sum(part.num_rows for part in bare) * each,
+            is_streamed=config.streams(lambda: bare[0].num_rows * each),
+        )
+    labels = [_labels(g) for g in groups]
+    names = _class_names(groups, labels)
+    parts = [_counted(part, each, len(names)) for part, each in zip(bare, labels, strict=True)]
+    shape = _picture_shape(_first_picture(groups[0]), source=groups[0].name(0))
+    is_streamed = config.streams(lambda: bare[0].num_rows * int(np.prod(shape)))
+    return _of_pictures("parquet", source, parts, names, shape, is_streamed=is_streamed)
+
+
+def _part_of(name: str, groups: ParquetGroups) -> PartInfo:
+    sizes = [size for file in groups.files for size in _group_bytes(file, groups.columns)]
+    return PartInfo(
+        name=name,
+        num_rows=sum(groups.sizes),
+        files=tuple(file.name for file in groups.files),
+        group_rows=groups.sizes,
+        group_bytes=tuple(sizes),
+    )
+
+
+def _group_bytes(file: Place, columns: Sequence[str]) -> list[int]:
+    """Return the bytes of these columns in each row group that has rows; the footer tells."""
+    try:
+        with file.filesystem.open_input_file(file.path) as stream:
+            footer = pq.ParquetFile(stream).metadata
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(file.name, f"can not be read: {reason}") from error
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    return [
+        sum(
+            group.column(i).total_uncompressed_size
+            for i in range(group.num_columns)
+            if group.column(i).path_in_schema.split(".")[0] in columns
+        )
+        for group in groups
+        if group.num_rows
+    ]
+
+
+def _labels(groups: ParquetGroups) -> list[np.ndarray]:
+    """Return the labels of each row group, -1 where there is none; no other column is read."""
+    only = replace(groups, columns=groups.columns[1:])
+    tables = (only.read(number)[0] for number in range(len(groups.sizes)))
+    return [column.cast(pa.int64()).fill_null(-1).to_numpy() for column in tables]
+
+
+def _class_names(groups: Sequence[ParquetGroups], labels: Sequence[list[np.ndarray]]) -> list[str]:
+    """Return names as the files tell them, else as many numbers as the labels need."""
+    told = [class_names_of(part.schema) or [] for part in groups]
+    names = max(told, key=len)
+    largest = max(int(array.max()) for part in labels for array in part)
+    return names or [str(label) for label in range(largest + 1)]
+
+
+def _counted(part: PartInfo, labels: list[np.ndarray], num_classes: int) -> PartInfo:
+    joined = np.concatenate(labels)
+    is_known = (joined >= 0) & (joined < num_classes)
+    counts = _counts(joined[is_known], num_classes)
+    different = [len(np.unique(array)) for array in labels]
+    return replace(
+        part,
+        class_counts=counts,
+        num_unlabelled=int((~is_known).sum()),
+        classes_per_group=sum(different) / len(different),
+    )
+
+
+def _counts(labels: np.ndarray, num_classes: int) -> tuple[int, ...]:
+    return tuple(np.bincount(labels, minlength=num_classes).tolist())
+
+
+def _first_picture(groups: ParquetGroups) -> bytes:
+    """Return the first picture, encoded; no row group is read as a whole."""
+    file, image = groups.files[groups.index[0][0]], groups.columns[0]
+    batch = next(batches_of(file, [image], num_rows=1))
+    value = batch.column(0)[0].as_py()
+    data = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(data, bytes):
+        raise DataError(file.name, f"column {image!r} must hold encoded pictures; row 0 has none")
+    return data
+
+
+def _picture_shape(data: bytes, *, source: str) -> tuple[int, ...]:
+    """Return channels, height, width of a picture."""
+    mode = mode_of(data, 0, source=source)
+    return decode_one(data, 0, mode=mode, source=source).shape
+
+
+def _columns(groups: ParquetGroups) -> tuple[ColumnInfo, ...]:
+    file = groups.files[groups.index[0][0]]
+    row = pa.Table.from_batches([next(batches_of(file, groups.columns, num_rows=1))])
+    return tuple(
+        ColumnInfo(name=name, type=str(row[name].type), shape=_shape(row.select([name])))
+        for name in row.column_names
+    )
+
+
+def _shape(row: pa.Table) -> tuple[int, ...] | None:
+    """Return the shape of a table's one row; None: it holds no numbers."""
+    try:
+        (array,) = arrays_of(row, source="").values()
+    except DataError:
+        return None
+    return array.shape[1:]
+
+
+def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
+    found = [w for part in info.parts for w in _group_warnings(part, config)]
+    for part in info.parts:
+        if part.num_unlabelled:
+            found.append(
+                f"{part.name} has {part.num_unlabelled:,} rows whose label is missing or of no "
+                f"class: a run stops at them, or with --on-bad-sample skip leaves them out"
+            )
+        if _is_sorted(part):
+            found.append(
+                f"{part.name} is sorted by class, a row group holds "
+                f"{part.classes_per_group:.1f} of {np.count_nonzero(part.class_counts)}: streamed, "
+                f"which mixes only a few row groups, it trains badly; shuffle its rows "
+                f"({_CONVERT} --shuffle does it with class folders and arrays)"
+            )
+    found += _empty_classes(info)
+    unread = [column.name for column in info.columns if column.shape is None]
+    if unread:
+        found.append(
+            f"{', '.join(unread)}: no numbers, a run can not read them; name the others with "
+            f"--input.columns"
+        )
+    if info.kind != "parquet" and info.decoded_bytes > config.max_memory_bytes:
+        found.append(
+            f"takes {bytes_text(info.decoded_bytes)} decoded, and only Parquet is streamed: "
+            f"{_CONVERT} makes it"
+        )
+    return tuple(found)
+
+
+def _empty_classes(info: SourceInfo) -> list[str]:
+    """Return a sentence if classes have no rows: one mistyped label makes many of them."""
+    counted = [part.class_counts for part in info.parts if part.class_counts]
+    counts = [sum(of_class) for of_class in zip(*counted, strict=True)]
+    empty = [number for number, count in enumerate(counts) if not count]
+    if not empty:
+        return []
+    last = f" to {empty[-1]}" if len(empty) > 1 else ""
+    return [
+        f"{len(empty)} of {len(counts)} classes have no rows (from {empty[0]}{last}), and a model "
+        f"learns all of them; see whether a label is mistyped"
+    ]
+
+
+def _is_sorted(part: PartInfo) -> bool:
+    """Whether a row group holds less than half as many classes as one of rows at random would."""
+    num_classes = np.count_nonzero(part.class_counts)
+    if part.classes_per_group is None or num_classes < 2 or len(part.group_rows) < 2:
+        return False
+    missed = (1 - 1 / num_classes) ** np.mean(part.group_rows)
+    return bool(part.classes_per_group < num_classes * (1 - missed) / 2)
+
+
+def _group_warnings(part: PartInfo, config: InputConfig) -> list[str]:
+    largest = max(part.group_bytes, default=0)
+    if len(part.group_rows) == 1 and part.num_rows > config.shuffle_samples:
+        what = f"has one row group of all its {part.num_rows:,} rows ({bytes_text(largest)})"
+    elif largest > _LARGE_GROUP_BYTES:
+        what = f"has row groups of up to {bytes_text(largest)}"
+    else:
+        return []
+    return [
+        f"{part.name} {what}; a worker that streams holds a row group as a whole, and "
+        f"{_CONVERT} makes smaller ones"
+    ]
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return a size as a person reads it: ``12.4 MiB``."""
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} bytes"
+    units = ["TiB", "GiB", "MiB", "KiB"]
+    unit = "bytes"
+    while num_bytes >= 1000 and units:
+        num_bytes, unit = num_bytes / 1024, units.pop()
+    return f"{num_bytes:,.1f} {unit}"

@@ -1,0 +1,135 @@
+"""The page as a whole: of one run, or of several side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from raydl.tools.report import sections
+from raydl.tools.report.charts import color_class, legend, swatch
+from raydl.tools.report.curves import charts_of
+from raydl.tools.report.facts import RunFacts, moment
+from raydl.tools.report.html import Html, element, table
+from raydl.tools.report.sections import duration, speed, written
+from raydl.tools.report.style import CSS
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""What a browser may fetch for this page: nothing."""
+_OWN = ("run.run_dir",)
+"""Settings that always differ between two runs."""
+
+
+def make_page(runs: Sequence[RunFacts], *, now: float | None = None) -> str:
+    """Return the page.
+
+    Args:
+        runs: one, or several to compare.
+        now: Unix time that the page names as its own; None: the clock's.
+    """
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    body = _of_one(runs[0]) if len(runs) == 1 else _of_several(list(runs))
+    written_at = moment(time.time() if now is None else now)
+    page = element(
+        "html",
+        element(
+            "head",
+            element("meta", charset="utf-8"),
+            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+            element("title", title),
+            element("style", Html(CSS)),
+        ),
+        element("body", *body, element("footer", f"Written by raydl report, {written_at}.")),
+        lang="en",
+    )
+    return f"<!doctype html>\n{page}\n"
+
+
+def _of_one(run: RunFacts) -> list[Html | None]:
+    parts = sections.time_parts([run])
+    return [
+        element("h1", run.name),
+        element("p", sections.subtitle(run), class_="sub"),
+        sections.headline(run),
+        sections.notes(run),
+        *_curves([run]),
+        *_titled("Where the time went", parts),
+        *_details(run),
+    ]
+
+
+def _of_several(runs: list[RunFacts]) -> list[Html | None]:
+    keys = legend([(run.name, at) for at, run in enumerate(runs)])
+    return [
+        element("h1", f"{len(runs)} runs compared"),
+        _comparison(runs),
+        *_titled("Settings that differ", _differences(runs)),
+        *_curves(runs, keys),
+        *_titled("Where the time went", sections.time_parts(runs)),
+        *(_section(run, at) for at, run in enumerate(runs)),
+    ]
+
+
+def _section(run: RunFacts, at: int) -> Html:
+    return element(
+        "section",
+        element("h2", swatch(color_class(at)), " ", run.name),
+        element("p", sections.subtitle(run), class_="sub"),
+        sections.headline(run),
+        sections.notes(run),
+        *_details(run, level="h3"),
+        class_="run",
+    )
+
+
+def _curves(runs: Sequence[RunFacts], keys: Html | None = None) -> list[Html | None]:
+    figures = charts_of(runs)
+    if not figures:
+        return []
+    return [element("h2", "Curves"), keys, element("div", *figures, class_="charts")]
+
+
+def _details(run: RunFacts, level: str = "h2") -> list[Html]:
+    return [
+        *_titled("Exchange", sections.exchange(run), level),
+        *_titled("Workers", sections.workers(run), level),
+        *_titled("Membership", sections.timeline(run), level),
+        *_titled("Faults that fired", sections.faults(run), level),
+        *_titled("Checkpoints", sections.checkpoints(run), level),
+        *_titled("Configuration", sections.configuration(run), level),
+    ]
+
+
+def _titled(title: str, content: Html | None, level: str = "h2") -> list[Html]:
+    return [] if content is None else [element(level, title), content]
+
+
+def _comparison(runs: Sequence[RunFacts]) -> Html:
+    """Return a row of headline figures per run."""
+    head = ["run", "method", "center accuracy", "samples", "time", "samples/s", "workers",
+            "communication", "ended"]  # fmt: skip
+    rows: list[list[object]] = []
+    for at, run in enumerate(runs):
+        rows.append([
+            element("span", swatch(color_class(at)), " ", run.name, class_="key"),
+            run.setting("method.name"),
+            written(run.figure("center_accuracy"), "{:.2%}"),
+            written(run.figure("samples"), "{:,.0f}"),
+            duration(run.figure("seconds")),
+            written(speed(run), "{:,.0f}"),
+            sections.most_workers(run),
+            written(run.figure("communication_share"), "{:.1%}"),
+            run.ending,
+        ])  # fmt: skip
+    return table(head, rows, numbers=tuple(head[2:8]))
+
+
+def _differences(runs: Sequence[RunFacts]) -> Html | None:
+    """Return the settings in which the runs differ, or None."""
+    names = dict.fromkeys(name for run in runs for name in run.config if name not in _OWN)
+    rows: list[list[object]] = []
+    for name in names:
+        values = [run.setting(name) if name in run.config else "" for run in runs]
+        if len(set(values)) > 1:
+            rows.append([element("code", name), *values])
+    return table(["setting", *(run.name for run in runs)], rows) if rows else None

@@ -1,0 +1,673 @@
+"""Keep your own training loop: a replica that exchanges with the others when it is due.
+
+The arithmetic is :class:`raydl.core.replica.Replica`'s, and the strategies say which exchanges
+happen when, as in ``raydl.worker.loop``; but here the user's loop calls. An exchange that is due
+begins at the end of the step before, so that it is on its way while the user's code computes the
+gradient. What all workers must agree on is checked before anything starts; a model belongs to one
+handle at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from raydl.collective.strategy import SyncStrategy, Trained
+from raydl.config import TrainConfig, TrainingConfig, dotted, to_dict
+from raydl.core.center import Snapshot, copied_to_cpu, first_snapshot
+from raydl.core.exchange import Header, StepPlan, cell_size
+from raydl.core.flat import FlatModel
+from raydl.core.job import Job
+from raydl.core.methods import check_weights, resolve
+from raydl.core.optimizers import parameters_of
+from raydl.core.own_rule import try_rule
+from raydl.core.replica import Replica
+from raydl.core.reports import Outcome
+from raydl.core.rules import Rule, Sends
+from raydl.core.strategy import Strategy, WorkerContext, plan_round
+from raydl.core.untrained import Untrained, as_tensors
+from raydl.data import DataShape
+from raydl.data.loader import Step
+from raydl.elastic.rendezvous import Age, Signal
+from raydl.elastic.rendezvous_client import Entry, RendezvousClient
+from raydl.errors import AttachError, ConfigError, ExchangeError, ShapeError, StepError
+from raydl.metrics import TimeParts
+from raydl.parameter_server.strategy import AsyncStrategy
+from raydl.tasks import Batch
+
+_HOLDERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Any], str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By model, its handle, which may be gone without having been detached, and the run's name."""
+
+
+def claim(model: nn.Module, holder: object, name: str) -> None:
+    """Note that a model is attached.
+
+    Args:
+        model: of the user.
+        holder: the handle; the claim ends with it.
+        name: of the run.
+
+    Raises:
+        ConfigError: another handle has it.
+    """
+    holder_now, name_now = _HOLDERS.get(model, (lambda: None, ""))
+    if holder_now() is not None:
+        raise ConfigError(
+            "model",
+            f"is attached to {name_now!r} already, and would wait for itself; call detach() of "
+            f"that handle first, or leave its `with`",
+        )
+    _HOLDERS[model] = weakref.ref(holder), name
+
+
+def release(model: nn.Module) -> None:
+    """Let others attach a model."""
+    _HOLDERS.pop(model, None)
+
+
+ENDLESS = 2**62
+"""Steps of a loop that only its owner ends."""
+
+
+class TheirLoop:
+    """The place of a task: the user's loop knows model and loss.
+
+    Args:
+        name: of the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def build_model(self, shape: DataShape) -> nn.Module:
+        """Never asked for."""
+        raise AssertionError("the model is given")
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Never asked for."""
+        raise AssertionError("the user's loop computes the loss")
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Never asked for."""
+        raise AssertionError("the user's loop scores the model")
+
+
+class Endless:
+    """The order of steps: each comes once."""
+
+    num_samples = ENDLESS
+    name = "endless"
+
+    def rows(self, epoch: int, positions: Any) -> Any:
+        """Return the positions."""
+        return positions
+
+    def cuts(self, epoch: int) -> None:
+        """Return None: there are no blocks."""
+        return None
+
+    def near(self, epoch: int, position: int) -> Any:
+        """Return no rows: nothing is read."""
+        return ()
+
+
+def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -> Job:
+    """Return what all workers do, without an end.
+
+    Args:
+        config: with the method, the workers, how they exchange, how they come and go.
+        model: of the user.
+        optimizer: of the user.
+        rule: of the user's own, instead of the method's.
+
+    Raises:
+        ConfigError: something in it does not go together with a loop of one's own.
+        ShapeError: the model has nothing to train, or not all of one kind.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError("model", f"must be a torch.nn.Module, got a {type(model).__name__}")
+    FlatModel.check(model)
+    check_optimizer(optimizer, model)
+    if config.scaling.min_workers < 1:
+        raise ConfigError("num_workers", f"must be 1 or more, got {config.scaling.wanted()}")
+    name = type(model).__name__
+    method = resolve(config, rule)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    check_weights(name, trained, config, method)
+    if method.has_own_rule:
+        size = sum(p.numel() for p in trained)
+        fragments = config.exchange.fragments
+        size = cell_size(size, num_shards=1, num_fragments=fragments)
+        try_rule(method.rule, size, device=trained[0].device)
+    if not method.rule.steps_replica:
+        raise ConfigError(
+            "method.name",
+            f"can not be {method.name}: its optimizer steps at the center, and yours is here; "
+            f"take local-sgd with method.period 1",
+        )
+    if method.finds_tuning:
+        raise ConfigError("method.period", "must be a number with a loop of your own, got auto")
+    for setting, value in (
+        ("method.group_size", config.method.group_size),
+        ("exchange.center_shards", config.exchange.center_shards),
+    ):
+        if value > 1:
+            raise ConfigError(setting, f"must be 1 with a loop of your own, got {value}")
+    return Job(config, method, TheirLoop(name), DataShape((), 0), Endless())
+
+
+def endless_training() -> TrainingConfig:
+    """Return the length of a training that only its owner ends: a step is a sample."""
+    return TrainingConfig(steps=ENDLESS, batch_size=1)
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise a ConfigError unless an optimizer holds a model's parameters, and no others."""
+    if not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise ConfigError("optimizer", f"must be a torch.optim.Optimizer, got a {kind}")
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "optimizer", "can not be LBFGS: it asks for the loss several times in a step"
+        )
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
+    missing = [name for key, name in trained.items() if key not in held]
+    if missing:
+        raise ConfigError(
+            "optimizer",
+            f"does not hold {len(missing)} of the model's {len(trained)} parameters, {missing[0]} "
+            f"for example; make it of model.parameters(), and call requires_grad_(False) on "
+            f"those that are not trained",
+        )
+    others = len(held - trained.keys())
+    if others:
+        raise ConfigError(
+            "optimizer",
+            f"holds {others} parameters that are not the model's and would not be exchanged; "
+            f"attach one module that has them all",
+        )
+
+
+def terms_of(job: Job, model: nn.Module) -> dict[str, Any]:
+    """Return what all workers of a run must agree on, by setting."""
+    config = job.config
+    settings = {"method": to_dict(config.method), "exchange": to_dict(config.exchange)}
+    return {**dotted(settings), "num_workers": config.scaling.wanted(), "model": _layout_of(model)}
+
+
+def _layout_of(model: nn.Module) -> str:
+    """Return in short which tensors a model has: two models of one layout fit each other."""
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+    ]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return (
+        f"{trained:,} trained parameters, {len(tensors)} tensors in all "
+        f"({zlib.crc32(repr(tensors).encode()):08x})"
+    )
+
+
+_MOST_SKIPPED = 50
+"""A GradScaler halves its scale with each step that is skipped; more of them lead nowhere."""
+
+
+class Attached:
+    """A model and an optimizer of the user's, and their exchanges with those of other workers.
+
+    Args:
+        model: on its device; its parameters become views of one tensor.
+        optimizer: over its parameters.
+        job: what all workers do; the job has no end, and its samples are steps.
+        rendezvous: the way to the others.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, *, job: Job, rendezvous: RendezvousClient
+    ) -> None:
+        claim(model, self, rendezvous.name)
+        self._job, self._rendezvous, self._optimizer = job, rendezvous, optimizer
+        self._method = job.method
+        self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
+        flat = FlatModel(model, name=job.task.name)
+        self._parts = TimeParts.on(flat.weights.device)
+        self._replica = Replica(
+            flat,
+            job.task,
+            rule=job.method.rule,
+            make_optimizer=lambda _: optimizer,
+            time_parts=self._parts,
+            has_dynamic_weights=job.config.method.dynamic_weights,
+            who=_who(weakref.ref(self)),  # a handle that is dropped goes at once
+        )
+        self._flat = self._replica.flat
+        self._flat.release_gradients()
+        self.local_step = 0
+        """Local steps so far; of one that came later, with those of the others before it."""
+        self._generation = 0
+        self._loaded: Snapshot | None = None
+        self._loaded_untrained: Mapping[str, Any] = {}
+        self._strategy: Strategy | None = None
+        self._trained = Trained()
+        self._feedback: dict[Any, Any] = {}
+        self._is_behind = self._is_away = False
+        self._num_failed = self._num_skipped = 0
+        self._steps: list[Step] = []
+        self._at = 0
+        self._sums = Header()
+        self._began_at = time.monotonic()
+        weakref.finalize(
+            self, rendezvous.fall_silent
+        ).atexit = False  # a loop that forgot to detach
+        self._round_at, self._waited_before = 0.0, 0.0
+        self._step_s = self._waited_s = 0.0
+
+    # what the user's loop asks
+
+    def step(self) -> None:
+        """Take the optimizer's step, and exchange as far as it is due; for ``optimizer.step()``.
+
+        With gradients that are not finite, as a GradScaler's may be, nothing is done: neither the
+        replica nor the center moves, and the step does not count.
+
+        Raises:
+            AttachError: this worker can not go on together with others; see its sentence.
+            ExchangeError: no round was completed in ``elastic.max_restarts`` attempts.
+            StepError: the gradients of 50 steps in a row were not finite, or the weights are not.
+        """
+        self._check_step()
+        if not self._has_finite_gradients():
+            self._skip_step()
+            return
+        self._num_skipped = 0
+        if self._strategy is None:  # the gradient is that of the weights before
+            self._optimizer.step()
+            self.local_step += 1
+            self._join()
+            return
+        try:
+            self._take_step(self._strategy)
+        except ExchangeError as error:
+            self._fall_behind(error)
+            self._join()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's: with them this object serves ``torch.amp.GradScaler`` as one."""
+        return self._optimizer.param_groups
+
+    @property
+    def rank(self) -> int:
+        """This worker's, 0..num_workers-1 in this generation."""
+        return self._inside().place[0]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that train now."""
+        return self._inside().place[1]
+
+    @property
+    def generation(self) -> int:
+        """How often the workers have changed, as far as this one has noticed."""
+        self._inside()
+        return self._generation
+
+    @property
+    def worker_id(self) -> str:
+        """Stable, and never used again."""
+        self._inside()
+        return self._rendezvous.worker_id
+
+    def center_state_dict(self) -> dict[str, Tensor]:
+        """Return the model's state dict with the center's weights and buffers, on the CPU."""
+        center = self._newest_center()
+        return self._flat.state_dict_of(*_tensors_of(center), center.untrained)
+
+    @contextlib.contextmanager
+    def center(self) -> Iterator[nn.Module]:
+        """Let the model hold the center's weights and buffers, for an evaluation; then its own."""
+        center = self._newest_center()
+        self._flat.rebind()
+        kept = self._flat.weights.clone(), self._flat.buffers.clone()
+        kept_untrained = self._flat.untrained.own()
+        self._is_away = True
+        try:
+            self._hold(*_tensors_of(center))
+            self._flat.untrained.load(center.untrained)
+            yield self._flat.model
+        finally:
+            self._hold(*kept)
+            self._flat.untrained.load(kept_untrained)
+            self._is_away = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this worker needs to go on later, on the CPU: its model, the center."""
+        center = self._rendezvous.center() or self._center()
+        weights, buffers = _tensors_of(center)
+        untrained = as_tensors(center.untrained)
+        return {
+            "local_step": self.local_step,
+            "replica": self._replica.state_dict(),
+            "untrained": as_tensors(self._flat.untrained.arrays()),
+            "center": {
+                **vars(center), "weights": weights, "buffers": buffers, "untrained": untrained,
+            },
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; before this worker comes to the others.
+
+        Where workers bring different centers, the one with most exchanges is taken.
+
+        Raises:
+            AttachError: this worker trains already.
+        """
+        if self._strategy is not None:
+            raise AttachError(
+                self._rendezvous.name,
+                "load_state_dict comes first: before `with`, step() and the question for a rank",
+            )
+        center = state["center"]
+        arrays = {name: center[name].numpy() for name in ("weights", "buffers")}
+        untrained = {name: tensor.numpy() for name, tensor in center.get("untrained", {}).items()}
+        self._loaded = Snapshot(**{**center, **arrays, "untrained": untrained})
+        self._flat.untrained.load(state.get("untrained", {}))  # earlier states have none
+        self._loaded_untrained = state["replica"].get("untrained", {})
+        self._replica.load_state_dict(state["replica"])
+        self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
+        self.local_step = state["local_step"]
+
+    def detach(self) -> None:
+        """Leave; the others go on. What was done since the last exchange goes with this worker."""
+        self._rendezvous.leave(self._center)
+        release(self._flat.model)
+
+    def __enter__(self) -> Attached:
+        self._inside()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    # entering a generation
+
+    def _inside(self) -> Strategy:
+        """Return the schedule of this generation; enter one first, if it must be."""
+        if self._strategy is None:
+            self._join()
+        assert self._strategy is not None
+        return self._strategy
+
+    def _join(self) -> None:
+        """Enter the next generation and open its first round.
+
+        Raises:
+            ExchangeError: it failed again and again.
+        """
+        while True:
+            try:
+                self._enter()
+            except ExchangeError as error:
+                self._count_failure(error)
+                continue
+            try:
+                return self._open_round()
+            except ExchangeError as error:
+                self._fall_behind(error)
+
+    def _fall_behind(self, error: ExchangeError) -> None:
+        """Undo what an exchange that failed has done in part."""
+        if self._strategy is not None:
+            self._strategy.undo_round()
+        self._replica.undo_()
+        self._is_behind = True
+        self._count_failure(error)
+
+    def _count_failure(self, error: ExchangeError) -> None:
+        """Give up after too many in a row, without a round between them."""
+        self._num_failed += 1
+        if self._num_failed >= self._job.config.elastic.max_restarts:
+            raise error
+
+    def _enter(self) -> None:
+        with self._parts.measure("initialization"):
+            before = self._strategy
+            age = _age_of(before) if before else self._loaded_age()
+            entry = self._rendezvous.enter(age, self._center, self._first_untrained)
+            snapshot = entry.snapshot or self._center()
+            if entry.untrained is not None:
+                self._take_over_untrained(entry.untrained, snapshot)
+            self._take_over(snapshot)
+            context = WorkerContext(
+                config=self._job.config,
+                method=self._method,
+                membership=entry.membership,
+                worker_id=self._rendezvous.worker_id,
+                flat=self._flat,
+                time_parts=self._parts,
+                cuts=self._job.order.cuts,
+                feedback=self._feedback,
+            )
+            self._strategy = self._make_strategy(context, entry, snapshot)
+            self._generation = entry.membership.generation
+
+    def _first_untrained(self) -> Untrained:
+        """Return the untrained state of this worker's model, which all begin with."""
+        self._flat.untrained.mark()
+        return self._flat.untrained.arrays()
+
+    def _take_over_untrained(self, first: Untrained, snapshot: Snapshot) -> None:
+        """Begin with the untrained state of the others; what was loaded is this worker's own."""
+        self._flat.untrained.load_first(first)
+        self._flat.untrained.load(snapshot.untrained)
+        self._flat.untrained.load(self._loaded_untrained)
+
+    def _loaded_age(self) -> Age:
+        if self._loaded is None:
+            return 0, 0
+        return self._loaded.round, int(self._loaded.ledger["num_changes"])
+
+    def _take_over(self, snapshot: Snapshot) -> None:
+        """Let the replica go on from where a generation starts."""
+        follows = self._method.rule.sends is not Sends.WEIGHTS
+        if self._strategy is not None:
+            weights = self._strategy.catch_up(snapshot, is_behind=self._is_behind)
+            if weights is not None:
+                self._hold(weights, torch.tensor(snapshot.buffers))
+        elif self._loaded is None:
+            self.local_step = max(self.local_step, snapshot.local_step)
+            self._hold(*_tensors_of(snapshot))
+        elif follows and self._loaded.round != snapshot.round:
+            self._hold(*_tensors_of(snapshot))
+        if follows and not self._method.is_sync:  # the center went on meanwhile
+            self._hold(*_tensors_of(snapshot))
+        self._is_behind = False
+
+    def _make_strategy(self, context: WorkerContext, entry: Entry, snapshot: Snapshot) -> Strategy:
+        transport: Any = entry.transport
+        if self._method.is_sync:
+            return SyncStrategy(context, transport, snapshot, self._trained)
+        return AsyncStrategy(
+            context, transport, snapshot, incarnation=0, local_step=self.local_step
+        )
+
+    # a round, step by step
+
+    def _open_round(self) -> None:
+        strategy = self._inside()
+        if self._method.is_sync and len(strategy.exchanges) > 1:  # they arrive one by one
+            self._replica.keep()
+        round = strategy.next_round(self.local_step)
+        parts = len(strategy.exchanges)
+        self._plan = plan_round(round.num_steps, fragments=parts, delay=round.delay)
+        self._steps, self._at, self._num_flying = round.steps(), 0, 0
+        self._round_at, self._waited_before = time.perf_counter(), self._waited()
+        self._begin(strategy)
+
+    def _begin(self, strategy: Strategy) -> None:
+        """Begin a step; send what is due in it, while the user's code computes its gradient."""
+        strategy.begin_step(self._at, float(self._optimizer.param_groups[0]["lr"]))
+        if not self._is_ahead:
+            return
+        begin, _ = self._plan[self._at]
+        self._num_flying += len(begin)
+        if begin:
+            self._replica.begin(self._step_plan(strategy, begin, []))
+
+    def _step_plan(self, strategy: Strategy, begin: list[int], join: list[int]) -> StepPlan:
+        return StepPlan.around(
+            strategy.exchanges, begin, join, make_header=lambda: self._make_header(strategy)
+        )
+
+    def _take_step(self, strategy: Strategy) -> None:
+        begin, join = self._plan[self._at]
+        step_plan = self._step_plan(strategy, [] if self._is_ahead else begin, join)
+        num_steps = self._replica.num_steps
+        try:
+            sums = self._replica.step_as_it_is(step_plan)
+        finally:
+            if self._replica.num_steps > num_steps:
+                self._note_step()
+        self._sums = sums or self._sums
+        self._num_flying += (0 if self._is_ahead else len(begin)) - len(join)
+        if self._at < len(self._plan):
+            self._check_signal(strategy)
+            self._begin(strategy)
+        else:
+            self._close_round(strategy)
+
+    def _has_finite_gradients(self) -> bool:
+        """Whether the gradients are finite; with none at all they are."""
+        gradients = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]
+        found = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        if math.isfinite(float(nn.utils.get_total_norm(found))):
+            return True
+        # The squares of large numbers may have been too large for a sum.
+        return all(bool(torch.isfinite(gradient).all()) for gradient in found)
+
+    def _skip_step(self) -> None:
+        self._num_skipped += 1
+        if self._num_skipped == _MOST_SKIPPED:
+            raise StepError(
+                self._rendezvous.worker_id,
+                self.local_step,
+                f"the gradients were not finite {_MOST_SKIPPED} times in a row, so it was not "
+                f"taken; lower the learning rate, or look at the data of that step",
+            )
+
+    def _note_step(self) -> None:
+        """Count a local step, even if its exchange failed."""
+        self._trained.add(*self._steps[self._at])
+        self.local_step += 1
+        self._at += 1
+
+    def _check_signal(self, strategy: Strategy) -> None:
+        """Leave a generation that is over, unless an exchange under way may yet arrive."""
+        if self._rendezvous.signal is Signal.OVER and not self._num_flying:
+            raise ExchangeError(strategy.version, self._generation, "the generation is over")
+
+    def _close_round(self, strategy: Strategy) -> None:
+        self._waited_s = self._waited() - self._waited_before
+        in_steps_s = time.perf_counter() - self._round_at - self._waited_s
+        self._step_s = max(0.0, in_steps_s) / len(self._plan)
+        decision = strategy.settle(self._sums, self.local_step)
+        self._num_failed = 0
+        self._trained.keep_first(0)
+        strategy.take_records()  # nobody reads them; they would pile up
+        if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
+            self._open_round()
+        else:
+            self._join()
+
+    def _make_header(self, strategy: Strategy) -> Header:
+        if self._rendezvous.signal is Signal.REGROUP:
+            strategy.vote(regroup=1.0)
+        return Header(
+            distance=self._replica.distance_squared,
+            step_s=self._step_s,
+            waited_s=self._waited_s,
+            elapsed_s=time.monotonic() - self._began_at,
+            **strategy.votes(),
+        )
+
+    def _waited(self) -> float:
+        """Return the seconds that this worker waited for exchanges so far."""
+        return self._parts.as_dict()["device_device_parameters"]
+
+    # weights
+
+    def _check_step(self) -> None:
+        self._rendezvous.check()
+        if self._is_away:
+            problem = "step() inside `with elastic.center()`: the model holds the center there"
+            raise AttachError(self._rendezvous.name, problem)
+        try:
+            self._flat.rebind()
+        except ShapeError as error:
+            raise AttachError(
+                self._rendezvous.name,
+                f"{error}; move or convert the model before it is attached",
+            ) from error
+
+    def _hold(self, weights: Tensor, buffers: Tensor) -> None:
+        """Put other weights and buffers into the model."""
+        self._flat.rebind()
+        self._flat.weights.copy_(weights)
+        self._flat.buffers.copy_(buffers)
+
+    def _center(self) -> Snapshot:
+        """Return the center as this worker knows it."""
+        if self._strategy is not None:
+            return self._strategy.snapshot(is_kept=False, local_step=self.local_step)
+        if self._loaded is not None:
+            return self._loaded
+        first = first_snapshot(self._flat, ENDLESS)
+        return dataclasses.replace(first, local_step=self.local_step)
+
+    def _newest_center(self) -> Snapshot:
+        """Return the center as it is now, wherever it is."""
+        self._inside()
+        return self._rendezvous.center() or self._center()
+
+
+def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
+    """Return what tells (worker, its local step) of a handle, while that exists."""
+
+    def who() -> tuple[str, int]:
+        attached = handle()
+        assert attached is not None, "a step is its handle's"
+        return attached._rendezvous.worker_id, attached.local_step
+
+    return who
+
+
+def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:
+    return torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
+
+
+def _age_of(strategy: Strategy) -> Age:
+    """Return the age of a worker's copy of the center, by the ledger that it knows.
+
+    By messages others may know the same ledger, and later weights: so their exchanges count, too.
+    """
+    return strategy.ledger_round, strategy.num_changes + strategy.version
