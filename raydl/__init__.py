@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raydl.tasks import Classification, LanguageModel, LossFromForward, ModelAndLoss
 
 _HOMES = {
-    "Callback": "callbacks",
+    "Callback": "core.callbacks",
     "CheckpointConfig": "config",
     "ElasticConfig": "config",
     "EvaluationConfig": "config",
@@ -44,16 +44,16 @@ _HOMES = {
     "ScalingConfig": "config",
     "TrainConfig": "config",
     "TrainingConfig": "config",
-    "Evaluated": "worker_group",
+    "Evaluated": "core.worker_group",
     "RaydlError": "errors",
-    "Classification": "task",
-    "LanguageModel": "task",
+    "Classification": "tasks",
+    "LanguageModel": "tasks",
     "DataShape": "data",
-    "LossFromForward": "own_task",
-    "ModelAndLoss": "own_task",
-    "attach": "on_ray.attach",
-    "Result": "trainer",
-    "Trainer": "trainer",
+    "LossFromForward": "tasks",
+    "ModelAndLoss": "tasks",
+    "attach": "ray_backend.attach",
+    "Result": "run.trainer",
+    "Trainer": "run.trainer",
 }
 
 __all__ = [
