@@ -76,7 +76,7 @@ class Misspelt(Halfway):
 
 
 class MisspeltName(Halfway):
-    shedule = "async"
+    stategy = "async"
 
 
 class NoPull(Rule):
@@ -144,8 +144,8 @@ def tried(rule, num_parameters=12):
         (Counts, "Counts.update_center_() changed the rule's attribute calls: a resumed run and"),
         (CountsInPlace, "CountsInPlace.pull() changed the rule's attribute seen: a resumed run"),
         (Nested, "Nested.update_center_() changed the rule's attribute memory: a resumed run and"),
-        (Misspelt, "Misspelt.schedule has no 'asynchronous'; did you mean async"),
-        (MisspeltName, "MisspeltName has no 'shedule'; did you mean schedule"),
+        (Misspelt, "Misspelt.strategy has no 'asynchronous'; did you mean async"),
+        (MisspeltName, "MisspeltName has no 'stategy'; did you mean strategy"),
         (NoPull, "NoPull sends weights and has no pull() (docs/algorithms.md)"),
         (British, "British sends progress and has no update_center_(); is update_centre_() meant?"),
         (PullsWithoutOut, "PullsWithoutOut.pull() must take (self, replica:"),
@@ -261,7 +261,7 @@ class HoldsMore(Halfway):
     """Values that are hard to compare, and names that are near those of settings."""
 
     periods = (2, 4)
-    schedules = {"a": 1}  # noqa: RUF012
+    strategies = {"a": 1}  # noqa: RUF012
     _period = 3
 
     def __init__(self):

@@ -188,7 +188,7 @@ def test_the_trees_of_the_docs_are_on_the_disk(root):
 
 def test_the_modules_that_the_architecture_names_exist(root):
     text = (root / "docs/architecture.md").read_text()
-    named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text)
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
     assert len(named) > 30
     for name in named:
         assert (root / "raydl" / name).exists() or (root / name).exists(), name

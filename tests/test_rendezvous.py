@@ -305,8 +305,8 @@ class Loops:
 
 def die(elastic):
     """Go without a word, as a killed process does."""
-    elastic._door._ended.set()
-    elastic._door._close_transport()
+    elastic._rendezvous._ended.set()
+    elastic._rendezvous._close_transport()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@
     p       num_workers     workers that train now
 
 A *rule* says what is sent, and what the receipt changes. It knows no transport, no clock
-and no randomness: the same object serves every schedule. All right-hand sides use the
+and no randomness: the same object serves every strategy. All right-hand sides use the
 values before the step.
 
 Sources: SC17 = You, Buluc, Demmel, arXiv 1708.02983; EASGD = Zhang, Choromanska, LeCun,
