@@ -277,7 +277,7 @@ class Crowd:
         center = actor.options(
             max_concurrency=threads, scheduling_strategy=_on(self._home)
         ).remote()
-        opened = center.open.remote(job, self._snapshot, [])
+        opened = center.start_center.remote(job, self._snapshot, [])
         [(_, pid)] = _answers([opened])
         self.centers[method] = center, pid
         place = GroupAddress(f"{self._run_id}-{method}", 1, "cpu", _BOUND_S / 2)

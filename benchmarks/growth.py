@@ -172,7 +172,7 @@ class MemoryCrew:
         self._workers: list[str] = []
         self._events: list[Any] = []
 
-    def ask(self, worker_id: str, own_state: Any = None) -> None:
+    def request_worker(self, worker_id: str, own_state: Any = None) -> None:
         """Let a worker be up at once."""
         from raydl.core.worker_group import WorkerReady
 

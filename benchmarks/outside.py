@@ -75,9 +75,9 @@ class Watched:
                     found.append((at, path.parent.name, json.loads(path.read_text())))
         for _, name, manifest in sorted(found, key=lambda one: one[:2]):
             self._seen.add(name)
-            self.take(name, manifest)
+            self.note_manifest(name, manifest)
 
-    def take(self, name: str, manifest: dict[str, Any]) -> None:
+    def note_manifest(self, name: str, manifest: dict[str, Any]) -> None:
         """Note a checkpoint, and whether it belongs after those before it."""
         now = Written(manifest["driver_epoch"], manifest["generation"], manifest["round"])
         before = max(self.written, default=now)

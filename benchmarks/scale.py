@@ -79,7 +79,7 @@ def settling(num_workers: int, num_turns: int) -> Found:
     )
     coordinator = Coordinator(config, resolve(config), Ledger(1_281_167))
     ids = [f"w{rank}" for rank in range(num_workers)]
-    coordinator.open(Membership(1, tuple(ids)))
+    coordinator.begin_generation(Membership(1, tuple(ids)))
     for worker_id in ids:
         coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
     nothing, kept = np.empty(0, np.float32), {}
@@ -150,7 +150,7 @@ class ChurningCrew:
         self._random = random.Random(0)
         self._num_polls = 0
 
-    def ask(self, worker_id: str, own_state: Any = None) -> None:
+    def request_worker(self, worker_id: str, own_state: Any = None) -> None:
         """Let a worker be up with the next poll."""
         self._starting.append(worker_id)
 
@@ -481,7 +481,7 @@ def _grown_center(num_workers: int, hours: float) -> float:
     flat = FlatModel(torch.nn.Linear(10, 1))
     service = CenterServer(job, first_snapshot(flat, 60_000))
     members = [f"w{i}" for i in range(num_workers)]
-    service.open(Membership(1, tuple(members)))
+    service.begin_generation(Membership(1, tuple(members)))
     entered = dict.fromkeys(members, 1)
     trained = dict.fromkeys(members, 0)
     chance, weights, nothing = random.Random(0), np.zeros(11, np.float32), np.empty(0, np.float32)
@@ -574,7 +574,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
             for worker_id, worker in workers.items():
                 self._calls.expect(worker.run.remote(), worker_id, lambda end: [], generation=1)
 
-        def ask(self, worker_id: str, own_state: Any = None) -> None:
+        def request_worker(self, worker_id: str, own_state: Any = None) -> None:
             """Do nothing: it is up."""
 
         def form(self, membership: Any, round: int, own_states: Any) -> None:

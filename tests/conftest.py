@@ -166,9 +166,9 @@ class Ensemble:
             make_shard(self.job, snapshot, i, None, has_neighbours=self.has_neighbours)
             for i in range(1, num_shards)
         ]
-        self.service.open(membership)
+        self.service.begin_generation(membership)
         for shard in self.others:
-            shard.open(membership)
+            shard.begin_generation(membership)
         return LocalCenterClient([self.service, *self.others], self.service.coordinator)
 
     def now(self) -> Any:

@@ -141,7 +141,7 @@ class Ranks:
     def close(self):
         """Leave what is not left; no thread stays behind."""
         for group in self.groups.values():
-            group._group.leave()
+            group._group.abort()
             if group.adaptive:
                 group.adaptive.close()
         for thread in self._threads:

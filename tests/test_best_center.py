@@ -26,7 +26,7 @@ def center_at(value, round, flat):
 
 def offer(best, flat, *scores):
     for round, value in enumerate(scores, 1):
-        if best.take(center_at(value, round, flat)):
+        if best.note_center(center_at(value, round, flat)):
             best.write()
 
 
@@ -72,10 +72,12 @@ def test_a_best_center_that_could_not_be_written_waits_and_is_tried_again(tmp_pa
     with pytest.raises(CheckpointError, match=r"best.safetensors: could not be written: no space"):
         offer(best, flat, 0.9)
     assert read_best(storage)[1].metrics == {"accuracy": 0.5}
-    assert best.take(accuracy(0.2)), "a worse one comes, without its weights: the best still waits"
+    assert best.note_center(accuracy(0.2)), (
+        "a worse one comes, without its weights: the best still waits"
+    )
     best.write()
     assert read_best(storage)[1].metrics == best.kept.metrics == {"accuracy": 0.9}
-    assert not best.take(accuracy(0.2))
+    assert not best.note_center(accuracy(0.2))
 
 
 def test_a_best_center_that_could_not_be_written_is_tried_once_more_at_the_very_end(tmp_path):

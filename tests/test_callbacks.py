@@ -233,7 +233,7 @@ def test_a_signal_while_the_last_center_is_scored_is_heard(is_sync):
 
 def test_without_callbacks_nobody_asks_for_the_end():
     listeners = Listeners()
-    listeners.take(accuracy(1.0))
+    listeners.note_score(accuracy(1.0))
     assert (listeners.ended_by, listeners.ended_because) == ("", "")
 
 

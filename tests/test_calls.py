@@ -78,7 +78,7 @@ def worker_group(monkeypatch):
     """A worker group that has just begun; references are the objects themselves."""
     monkeypatch.setattr("raydl.ray_backend.worker_group.ray.put", lambda value: value)
     worker_group = Bare()
-    worker_group.open(center_of(7))
+    worker_group.start_center(center_of(7))
     return worker_group
 
 
@@ -110,9 +110,9 @@ def test_the_score_of_a_center_that_was_made_again_does_not_come(worker_group):
     worker_group._calls.expect("score", "evaluator", list, task="evaluation")
     worker_group._calls.expect("state", "w0", list, task="state of w0")
     worker_group.rebuild_center(None)
-    assert worker_group._calls.take("score") is None
-    assert worker_group._calls.take("state") is not None
-    assert worker_group._calls.take("opened").who == "center"
+    assert worker_group._calls.pop_call("score") is None
+    assert worker_group._calls.pop_call("state") is not None
+    assert worker_group._calls.pop_call("opened").who == "center"
 
 
 # many answers
@@ -153,7 +153,7 @@ def test_answers_of_many_workers_that_come_one_after_another_are_taken_in_few_po
     while len([ref for ready in polls for ref in ready]) < 256:
         polls.append(calls.wait(0.25))
         for ref in polls[-1]:
-            calls.take(ref)
+            calls.pop_call(ref)
     assert len(polls) <= 5
     assert arrivals.now < 0.5
 

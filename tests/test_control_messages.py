@@ -40,7 +40,7 @@ def test_a_worker_that_comes_later_joins_while_the_others_train():
 
 def test_until_the_center_knows_of_a_change_nothing_else_is_decided():
     stage = stage_of((2, 3)).after(WorkerReady("w2"))
-    assert stage.step(Lost("w1", DIED)) == [("ask", "w3")]
+    assert stage.step(Lost("w1", DIED)) == [("request_worker", "w3")]
     stage.controller.request_stop("SIGTERM")
     assert stage.step() == []
     assert stage.step(Changed()) == [("vote", "stop"), ("change", 3, ("w0", "w2"))]
@@ -49,7 +49,7 @@ def test_until_the_center_knows_of_a_change_nothing_else_is_decided():
 def test_a_lost_worker_is_counted_out_and_its_replacement_joins():
     stage = stage_of((1, 2))
     told = stage.step(Lost("w1", DIED))
-    assert told == [("ask", "w2"), ("change", 2, ("w0",))]
+    assert told == [("request_worker", "w2"), ("change", 2, ("w0",))]
     assert stage.said[-1] == "generation 2: w1 was lost"
     stage.step(Changed())
     assert stage.step(WorkerReady("w2")) == [("change", 3, ("w0", "w2"))]
@@ -69,7 +69,7 @@ def test_several_may_be_lost_at_once_and_all_of_them():
 
 def test_who_leaves_does_so_after_an_exchange_and_its_replacement_gets_its_state():
     stage = stage_of((1, 2))
-    assert stage.step(Draining("w0")) == [("ask", "w2"), ("dismiss", "w0")]
+    assert stage.step(Draining("w0")) == [("request_worker", "w2"), ("dismiss", "w0")]
     assert stage.step(WorkerReady("w2")) == [], "it is on its way to its next exchange"
     told = stage.step(*stage.end("left", 5, "w0"))
     assert told == [("change", 2, ("w1",)), ("hand_in", "w0")]

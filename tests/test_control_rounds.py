@@ -52,7 +52,7 @@ def test_a_newcomer_that_dies_while_it_joins_is_left_behind():
     stage = regrouping()
     stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
     stage.step()
-    assert stage.step(Lost("w2", DIED)) == [("ask", "w3"), ("abandon", 2)]
+    assert stage.step(Lost("w2", DIED)) == [("request_worker", "w3"), ("abandon", 2)]
     stage.step(*stage.end("broken", 7, "w0", "w1"))
     assert stage.step() == [("form", 3, ("w0", "w1"), 7)]
     assert stage.said[-1] == "generation 3: w2 was lost"
@@ -67,7 +67,7 @@ def test_a_run_that_ends_in_the_round_of_a_regroup_just_ends():
 @pytest.mark.parametrize("leaver", ["w0", "w1"])
 def test_who_leaves_hands_in_its_state_and_the_replacement_gets_it(leaver):
     stage = Stage().start()
-    assert stage.step(Draining(leaver)) == [("ask", "w2"), ("vote", "regroup")]
+    assert stage.step(Draining(leaver)) == [("request_worker", "w2"), ("vote", "regroup")]
     stage.step(WorkerReady("w2"))
     told = stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)), scored(7))
     assert told == [("hand_in", leaver)], "but it stays: its copy may be needed"
@@ -109,7 +109,7 @@ def test_a_replica_that_can_not_be_taken_over_costs_no_more_than_itself():
 
 def test_who_is_lost_with_a_replica_that_it_took_over_does_not_leave_it_to_the_next_one():
     stage = handing_over()
-    assert stage.step(Lost("w2", DIED))[:2] == [("forget", {"mine": 1}), ("ask", "w3")]
+    assert stage.step(Lost("w2", DIED))[:2] == [("forget", {"mine": 1}), ("request_worker", "w3")]
     assert ("form", 2, ("w0", "w3"), 7) in stage.step(WorkerReady("w3"))
     assert stage.worker_group.own_states == {}
 
@@ -198,7 +198,7 @@ def test_a_removed_worker_leaves_after_the_round():
 @pytest.mark.parametrize("lost", ["w0", "w1", "w2"])
 def test_when_a_worker_is_lost_the_others_go_on_from_the_furthest_round(lost):
     stage = Stage((1, 3)).start("w0", "w1", "w2")
-    assert stage.step(Lost(lost, DIED)) == [("ask", "w3"), ("abandon", 1)]
+    assert stage.step(Lost(lost, DIED)) == [("request_worker", "w3"), ("abandon", 1)]
     assert stage.state is State.RECOVERING
     first, second = (w for w in ("w0", "w1", "w2") if w != lost)
     assert stage.step(*stage.end("broken", 6, first)) == []

@@ -74,7 +74,7 @@ class SimCrew:
 
     # what the controller calls
 
-    def ask(self, worker_id, own_state=None):
+    def request_worker(self, worker_id, own_state=None):
         assert worker_id not in self.workers
         worker = self.workers[worker_id] = SimWorker()
 

@@ -101,8 +101,8 @@ class FakeWorkerGroup:
         events, self.events = self.events, []
         return events
 
-    def ask(self, worker_id, own_state=None):
-        self.told.append(("ask", worker_id))
+    def request_worker(self, worker_id, own_state=None):
+        self.told.append(("request_worker", worker_id))
         self.asked_with[worker_id] = own_state
 
     def form(self, membership, round, own_states):
@@ -224,7 +224,7 @@ class Stage:
 
 def test_workers_are_asked_for_and_train_when_all_are_ready_in_the_order_of_their_numbers():
     stage = Stage()
-    assert stage.worker_group.told == [("ask", "w0"), ("ask", "w1")]
+    assert stage.worker_group.told == [("request_worker", "w0"), ("request_worker", "w1")]
     assert stage.step(WorkerReady("w1")) == []
     assert stage.step(WorkerReady("w0")) == [("form", 1, ("w0", "w1"), 0)]
     assert stage.said == ["1 of 2 workers are ready", "generation 1: w0, w1 start"]
@@ -289,7 +289,7 @@ def test_waiting_is_bounded_and_says_what_for():
 
 def test_a_newcomer_that_dies_while_it_starts_is_replaced_and_the_others_train_on():
     stage = Stage((2, 3)).start()
-    assert stage.step(Lost("w2", "the actor died")) == [("ask", "w3")]
+    assert stage.step(Lost("w2", "the actor died")) == [("request_worker", "w3")]
     assert stage.state is State.TRAINING
 
 
@@ -319,7 +319,7 @@ def test_a_center_lost_before_the_first_generation_is_started_again_as_it_was(is
 
 def test_a_worker_that_drains_before_it_trains_is_ended_and_replaced():
     stage = Stage().after(WorkerReady("w0"))
-    assert stage.step(Draining("w0")) == [("end", "w0"), ("ask", "w2")]
+    assert stage.step(Draining("w0")) == [("end", "w0"), ("request_worker", "w2")]
 
 
 # scores and curves

@@ -52,7 +52,7 @@ def test_a_run_without_records_goes_on_after_what_its_folder_holds(tmp_path, nam
     (tmp_path / "config.json").write_text("{}")
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert DriverEpoch.take(Storage(str(tmp_path)), ME).number == number
+    assert DriverEpoch.claim_next(Storage(str(tmp_path)), ME).number == number
 
 
 def test_of_many_who_take_an_epoch_at_once_no_two_have_the_same(tmp_path):
@@ -61,7 +61,7 @@ def test_of_many_who_take_an_epoch_at_once_no_two_have_the_same(tmp_path):
     def take():
         start.wait(timeout=10)
         for _ in range(5):
-            taken.append(DriverEpoch.take(Storage(str(tmp_path)), ME))
+            taken.append(DriverEpoch.claim_next(Storage(str(tmp_path)), ME))
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:
@@ -78,20 +78,20 @@ def test_a_driver_that_is_halted_while_it_takes_an_epoch_gets_none(tmp_path):
         """Another driver starts after this one has looked, and before it writes."""
 
         def write_bytes(self, name, data):
-            assert DriverEpoch.take(Storage(str(tmp_path)), OTHER).number == 1
+            assert DriverEpoch.claim_next(Storage(str(tmp_path)), OTHER).number == 1
             super().write_bytes(name, data)
 
-    assert DriverEpoch.take(Halted(str(tmp_path)), ME) is None
+    assert DriverEpoch.claim_next(Halted(str(tmp_path)), ME) is None
     (name,) = records(tmp_path)
     assert json.loads((tmp_path / FOLDER / name).read_text()) == {**OTHER, "driver_epoch": 1}
 
 
 def test_a_driver_is_told_who_took_the_run_over(tmp_path):
     storage = Storage(str(tmp_path))
-    epoch = DriverEpoch.take(storage, ME)
+    epoch = DriverEpoch.claim_next(storage, ME)
     epoch.check()
     epoch.raise_if_over()
-    DriverEpoch.take(storage, OTHER)
+    DriverEpoch.claim_next(storage, OTHER)
     epoch.raise_if_over()  # it has not looked yet
     with pytest.raises(SupersededError) as caught:
         epoch.check()
@@ -106,7 +106,7 @@ def test_a_holder_notices_by_itself_that_its_epoch_is_over(tmp_path, monkeypatch
     monkeypatch.setattr(hold, "BEAT_S", 0.02)
     storage, noticed = Objects(str(tmp_path)), threading.Event()
     with hold.held(storage, "run.run_dir") as epoch:
-        DriverEpoch.take(storage, OTHER)
+        DriverEpoch.claim_next(storage, OTHER)
         while not epoch.is_over and not noticed.wait(0.01):
             pass
         (claim,) = (tmp_path / "drivers").iterdir()
@@ -130,11 +130,11 @@ CHANGES = {
 @pytest.mark.parametrize("change", list(CHANGES.values()), ids=list(CHANGES))
 def test_a_driver_whose_epoch_is_over_changes_no_file(tmp_path, change):
     storage = Storage(str(tmp_path))
-    epoch = DriverEpoch.take(storage, ME)
+    epoch = DriverEpoch.claim_next(storage, ME)
     mine = storage.guarded(epoch.check)
     for name in ("a", "b", "folder/x"):
         mine.write_bytes(name, f"{name} before".encode())
-    DriverEpoch.take(storage, OTHER)
+    DriverEpoch.claim_next(storage, OTHER)
     before = contents(tmp_path)
     with pytest.raises(SupersededError):
         change(mine, tmp_path)
@@ -150,14 +150,14 @@ def contents(path):
 
 def test_a_driver_that_is_halted_while_it_writes_puts_nothing_in_place(tmp_path):
     storage = Storage(str(tmp_path))
-    epoch = DriverEpoch.take(storage, ME)
+    epoch = DriverEpoch.claim_next(storage, ME)
     storage.write_bytes("result.json", b"the other's")
     looks = []
 
     def check():
         looks.append(1)
         if len(looks) == 2:  # it has written aside, and is about to rename
-            DriverEpoch.take(storage, OTHER)
+            DriverEpoch.claim_next(storage, OTHER)
         epoch.check()
 
     with pytest.raises(SupersededError):

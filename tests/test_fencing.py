@@ -127,15 +127,17 @@ def test_a_copy_from_before_is_not_gone_on_from_where_the_center_has_a_newer_gen
 
 def test_refusals_are_counted_by_kind_and_told_less_often_the_more_there_are():
     refusals = Refusals()
-    assert refusals.take("center a", {"snapshots": 0}) == []
-    assert refusals.take("center a", {"snapshots": 1}) == [
+    assert refusals.note_refused("center a", {"snapshots": 0}) == []
+    assert refusals.note_refused("center a", {"snapshots": 1}) == [
         "refused a late snapshot that an earlier generation had made: nothing was changed by it"
     ]
-    told = [refusals.take("center a", {"snapshots": n}) for n in range(1, 1000)]
+    told = [refusals.note_refused("center a", {"snapshots": n}) for n in range(1, 1000)]
     assert sum(map(len, told)) < 10
-    (sentence,) = refusals.take("shard 1", {"messages": 3})
+    (sentence,) = refusals.note_refused("shard 1", {"messages": 3})
     assert sentence.startswith("refused 3 late messages that a worker ")
-    refusals.take("center b", {"snapshots": 1})  # the center was started again, and counts anew
+    refusals.note_refused(
+        "center b", {"snapshots": 1}
+    )  # the center was started again, and counts anew
     assert refusals.counts == {"snapshots": 1000, "messages": 3}
 
 

@@ -24,7 +24,7 @@ class Watch:
 
 def test_who_does_not_answer_in_time_is_found():
     watch = Watch()
-    watch.heartbeats.ask("w0")
+    watch.heartbeats.expect_answer("w0")
     assert watch.look_on(until=10.0) == {}
     assert watch.heartbeats.owed_s("w0") == 10.0
     assert watch.look_on(until=12.0) == {"w0": 10.5}
@@ -43,29 +43,29 @@ def test_who_was_not_asked_owes_nothing():
 def test_an_answer_renews_the_lease():
     watch = Watch()
     for until in (8.0, 16.0, 24.0):
-        watch.heartbeats.ask("w0")
+        watch.heartbeats.expect_answer("w0")
         assert watch.look_on(until) == {}
         watch.heartbeats.answer("w0")
         assert watch.heartbeats.owed_s("w0") == 0.0
-    watch.heartbeats.ask("w0")
+    watch.heartbeats.expect_answer("w0")
     assert watch.look_on(until=40.0) == {"w0": 34.5}
 
 
 def test_asking_again_does_not():
     watch = Watch()
-    watch.heartbeats.ask("w0")
+    watch.heartbeats.expect_answer("w0")
     watch.look_on(until=6.0)
-    watch.heartbeats.ask("w0")
+    watch.heartbeats.expect_answer("w0")
     assert watch.heartbeats.owed_s("w0") == 6.0
     assert watch.look_on(until=12.0) == {"w0": 10.5}
 
 
 def test_each_has_a_lease_of_its_own():
     watch = Watch()
-    watch.heartbeats.ask("w0")
+    watch.heartbeats.expect_answer("w0")
     watch.look_on(until=3.0)
-    watch.heartbeats.ask("w1")
-    watch.heartbeats.ask("w2")
+    watch.heartbeats.expect_answer("w1")
+    watch.heartbeats.expect_answer("w2")
     watch.look_on(until=5.0)
     watch.heartbeats.answer("w2")
     assert watch.look_on(until=20.0) == {"w0": 10.5, "w1": 13.5}
@@ -74,7 +74,7 @@ def test_each_has_a_lease_of_its_own():
 @pytest.mark.parametrize("away_s", [1.5, 60.0, 86400.0])
 def test_while_the_one_who_asks_is_away_no_lease_runs(away_s):
     watch = Watch()
-    watch.heartbeats.ask("w0")
+    watch.heartbeats.expect_answer("w0")
     watch.look_on(until=4.0)
     watch.now += away_s
     assert watch.heartbeats.expired() == []
@@ -87,7 +87,7 @@ def test_who_was_asked_at_the_end_of_a_long_absence_owes_its_answer_from_then_on
     """It is asked, and then looked for: the absence before is not its time."""
     watch = Watch()
     watch.now = 60.0
-    watch.heartbeats.ask("w0")
+    watch.heartbeats.expect_answer("w0")
     watch.now = 60.25
     assert watch.heartbeats.expired() == []
     assert watch.heartbeats.owed_s("w0") == pytest.approx(0.0, abs=0.25)
@@ -96,7 +96,7 @@ def test_who_was_asked_at_the_end_of_a_long_absence_owes_its_answer_from_then_on
 
 def test_usual_time_between_two_looks_counts():
     watch = Watch()
-    watch.heartbeats.ask("w0")
+    watch.heartbeats.expect_answer("w0")
     for _ in range(10):
         watch.now += 1.0
         assert watch.heartbeats.expired() == []

@@ -74,7 +74,7 @@ class Large:
 
     def leave(self):
         """Leave all groups, and wait for torch's threads: none may end as the process does."""
-        self.each(lambda g: g.leave())
+        self.each(lambda g: g.abort())
         self.pool.shutdown()
         for thread in set(threading.enumerate()) - self.threads_before:
             thread.join(5.0)
@@ -90,7 +90,7 @@ def large():
 
     yield make
     for group in made:
-        group.leave()
+        group.abort()
 
 
 def num_connections():
@@ -140,13 +140,13 @@ def test_members_that_send_to_each_other_connect_with_all(large):
 def test_when_one_of_many_leaves_the_sums_of_all_others_fail(large):
     members = large(timeout_s=60.0)
     members.connect()
-    members.groups[5].leave()
+    members.groups[5].abort()
 
     def sum_then_leave(group):
         try:
             return total(group)
         finally:
-            group.leave()
+            group.abort()
 
     began = time.monotonic()
     others = [g for g in members.groups if g is not members.groups[5]]
@@ -165,7 +165,7 @@ def test_a_large_group_that_lacks_a_member_gives_up_in_its_time(large):
 
 def test_one_that_leaves_a_large_group_as_it_forms_is_free_at_once(large):
     members = large(timeout_s=60.0)
-    threading.Timer(0.3, lambda: members.each(lambda g: g.leave(), members.groups[1:3])).start()
+    threading.Timer(0.3, lambda: members.each(lambda g: g.abort(), members.groups[1:3])).start()
     began = time.monotonic()
     found = members.connect(members.groups[1:3])
     assert [str(error) for error in found] == ["the group was left while it was formed"] * 2

@@ -66,9 +66,9 @@ def test_a_process_is_looked_at_once_a_second_and_forgotten_once_it_answers():
 def test_those_that_owe_an_answer_for_long_are_looked_at_before_their_lease_ends():
     now = 0.0
     heartbeats = Heartbeats(10.0, clock=lambda: now)
-    heartbeats.ask("w1")
+    heartbeats.expect_answer("w1")
     now = 2.0
-    heartbeats.ask("w2")
+    heartbeats.expect_answer("w2")
     now = 2.6
     assert heartbeats.silent(2.5) == ["w1"]
 

@@ -64,11 +64,11 @@ def test_the_center_stands_still_after_patience_evaluations_that_were_no_better(
     scores = [0.5, 0.6, 0.6, 0.55, 0.6, 0.7, 0.6, 0.6]
     cuts = []
     for score in scores:
-        sentence = plateau.take({name: score if sign > 0 else 1 - score})
+        sentence = plateau.note_score({name: score if sign > 0 else 1 - score})
         assert bool(sentence) == (plateau.num_cuts > (cuts[-1] if cuts else 2))
         cuts.append(plateau.num_cuts)
     assert cuts == [2, 2, 2, 3, 3, 3, 3, 4]
-    assert Plateau(OptimizerConfig()).take({name: 0.1}) == ""
+    assert Plateau(OptimizerConfig()).note_score({name: 0.1}) == ""
 
 
 def test_a_driver_does_not_wait_for_the_compiler_that_torch_imports_with_an_optimizer():
@@ -94,7 +94,7 @@ def test_a_driver_does_not_wait_for_the_compiler_that_torch_imports_with_an_opti
 def test_a_plateau_is_told_from_progress_whatever_the_sign_of_the_score(name, scores, num_cuts):
     plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=1))
     for score in scores:
-        plateau.take({name: score})
+        plateau.note_score({name: score})
     assert plateau.num_cuts == num_cuts
 
 

@@ -65,14 +65,14 @@ def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0",
         is_locked=is_locked,
         shared_s=timeout_s,
     )
-    shard.open(Membership(1, workers))
+    shard.begin_generation(Membership(1, workers))
     return shard
 
 
 def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, timeout_s=5.0):
     """Return a worker's exchange with a center of its node, as another process would have it."""
     [(span, address)] = shard.shared_cells(worker_id).items()
-    cell = MappedCell.open(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
+    cell = MappedCell.open_address(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
     session = ClientSession(worker_id, 1, 0, UntrainedState("", {}), ledger={}, ledger_round=0)
     session.take_assignment(ASSIGNMENT)
     return MappedExchange(
@@ -254,15 +254,15 @@ def test_a_completion_that_is_refused_is_told():
 @pytest.mark.parametrize("path", ["/proc/1/fd/999", "/proc/{pid}/fd/999", "/proc/self/exe"])
 def test_memory_that_can_not_be_reached_is_left_to_messages(path):
     address = CellAddress(path.format(pid=os.getpid()), 1, 2)
-    assert MappedCell.open(address, 2, is_locked=True, timeout_s=1.0) is None
+    assert MappedCell.open_address(address, 2, is_locked=True, timeout_s=1.0) is None
 
 
 def test_memory_of_another_center_is_not_written():
     shard = open_shard(2)
     [address] = shard.shared_cells("w0").values()
     other = CellAddress(address.path, address.token + 1, address.slot)
-    assert MappedCell.open(other, 2, is_locked=True, timeout_s=1.0) is None
-    assert MappedCell.open(address, 3, is_locked=True, timeout_s=1.0) is None
+    assert MappedCell.open_address(other, 2, is_locked=True, timeout_s=1.0) is None
+    assert MappedCell.open_address(address, 3, is_locked=True, timeout_s=1.0) is None
 
 
 # processes

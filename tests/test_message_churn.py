@@ -24,7 +24,7 @@ def change(coordinator, generation, *worker_ids):
 
 
 def leave(coordinator, worker_id, *, generation=1):
-    coordinator.leave(MessageId(worker_id, generation, 0, 9))
+    coordinator.leave_generation(MessageId(worker_id, generation, 0, 9))
 
 
 def settling(worker_id, sequence, values, **message_id):
@@ -130,7 +130,7 @@ def test_a_vote_outlives_changes_of_membership():
 def test_a_late_message_of_a_lost_worker_is_refused_changes_nothing_and_is_counted():
     coordinator = make_coordinator()
     shard = make_shard(Add(), 2, settles=coordinator)
-    shard.open(Membership(1, ("w0", "w1")))
+    shard.begin_generation(Membership(1, ("w0", "w1")))
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     shard.change(Membership(7, ("w0",)))
@@ -154,7 +154,7 @@ def test_a_late_message_of_a_lost_worker_is_refused_changes_nothing_and_is_count
 def test_a_message_of_an_earlier_life_is_refused():
     coordinator = make_coordinator()
     shard = make_shard(Add(), 2)
-    shard.open(Membership(1, ("w0", "w1")))
+    shard.begin_generation(Membership(1, ("w0", "w1")))
     enter(coordinator, "w1")
     for generation, workers in ((2, ("w0",)), (3, ("w0", "w1"))):
         shard.change(Membership(generation, workers))
@@ -185,7 +185,7 @@ def test_a_worker_removed_while_its_message_is_applied_is_refused(codec):
             return coordinator.settle(message)
 
     shard = make_shard(Add(), 2, settles=Settles(), codec=codec)
-    shard.open(Membership(1, ("w0", "w1")))
+    shard.begin_generation(Membership(1, ("w0", "w1")))
     enter(coordinator, "w1")
     message = settling("w1", 1, encoded(codec, [1, 2]), span=(0, 2))
     assert "no longer a member" in shard.exchange(message).refusal
@@ -229,7 +229,7 @@ def test_a_newcomer_and_its_shard_begin_with_the_same_copy_of_the_center(is_lock
     """Its first answer is the difference to that copy, though others moved the center since."""
     codec = "topk:1"  # of small whole numbers nothing is lost
     shard = make_shard(Elastic(1.0), 4, is_locked=is_locked, codec=codec)
-    shard.open(Membership(1, ("w0", "w1")))
+    shard.begin_generation(Membership(1, ("w0", "w1")))
     old = CodedWorker("w0", 1, [0.0] * 4, codec)
     old.exchange(shard, [4.0, 8.0, 0.0, -4.0])  # alpha 1/2
     state = shard.change(Membership(2, ("w0", "w2")))
@@ -248,7 +248,7 @@ def test_a_newcomer_and_its_shard_begin_with_the_same_copy_of_the_center(is_lock
 def test_a_worker_that_comes_back_does_not_go_on_with_its_old_letters():
     codec = "topk:1"
     shard = make_shard(Elastic(1.0), 2, codec=codec)
-    shard.open(Membership(1, ("w0", "w1")))
+    shard.begin_generation(Membership(1, ("w0", "w1")))
     CodedWorker("w0", 1, [0.0, 0.0], codec).exchange(shard, [4.0, 8.0])
     shard.change(Membership(2, ("w1",)))
     state = shard.change(Membership(3, ("w0", "w1")))
@@ -422,7 +422,7 @@ class Crowd:
         if assignment.outcome is Outcome.GO_ON:
             self.held[worker_id] = spans
         else:
-            self.coordinator.leave(MessageId(worker_id, self.entered[worker_id], 0, 9))
+            self.coordinator.leave_generation(MessageId(worker_id, self.entered[worker_id], 0, 9))
 
     def happen(self, kind, number):
         workers = sorted(self.held)

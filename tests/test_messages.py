@@ -45,7 +45,7 @@ def make_shard(rule, size, *, is_locked=True, spans=None, settles=None, codec="n
         codec=parse_codec(codec),
         settles=settles,
     )
-    shard.open(Membership(0, ("w0", "w1")))
+    shard.begin_generation(Membership(0, ("w0", "w1")))
     return shard
 
 
@@ -101,7 +101,7 @@ def test_a_repeated_message_is_answered_and_changes_nothing():
 
 def test_a_message_of_a_generation_that_has_passed_is_refused_and_changes_nothing():
     shard = make_shard(Add(), 2)
-    shard.open(Membership(3, ("w0", "w1")))
+    shard.begin_generation(Membership(3, ("w0", "w1")))
     response = shard.exchange(request("w0", 0, [1, 2], generation=2))
     assert "the center refused w0: it entered generation 3" in response.refusal
     assert values_of(shard).tolist() == [0, 0]
@@ -242,7 +242,7 @@ def make_coordinator(
     clock = (lambda: now[0]) if now else (lambda: 0.0)
     ledger = ledger or Ledger(num_samples)
     coordinator = Coordinator(config, resolve(config), ledger, clock=clock)
-    coordinator.open(Membership(1, workers))
+    coordinator.begin_generation(Membership(1, workers))
     return coordinator
 
 
@@ -278,7 +278,7 @@ def test_what_a_member_has_reserved_stays_and_what_a_lost_one_has_is_free():
     coordinator = make_coordinator(ledger=ledger)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
-    coordinator.open(Membership(2, ("w1",)))
+    coordinator.begin_generation(Membership(2, ("w1",)))
     assert ledger.reserved_by("w0") == []
     assert ledger.reserved_by("w1") == [(0, (60, 75)), (0, (75, 100))]
     assert spans_of(enter(coordinator, "w1", generation=2)) == [(60, 70)]
@@ -313,10 +313,10 @@ def test_a_finished_run_assignment_everyone_to_leave_and_wants_one_kept_snapshot
     assert coordinator.take_due() == []
     last = settle(coordinator, "w1")
     assert last.outcome is Outcome.FINISHED
-    coordinator.leave(MessageId("w0", 1, 0, 9))
+    coordinator.leave_generation(MessageId("w0", 1, 0, 9))
     assert coordinator.take_due() == []  # a message of w1 to another shard may be on its way
     for _ in range(2):  # told twice, counted once
-        coordinator.leave(MessageId("w1", 1, 0, 9))
+        coordinator.leave_generation(MessageId("w1", 1, 0, 9))
     assert coordinator.take_due() == [Due(last.version, True)]
     assert coordinator.state()["num_samples"] == 20
 
@@ -341,7 +341,7 @@ def test_calls_that_are_repeated_are_answered_as_before():
     assert enter(coordinator, "w0") is first  # nothing is claimed twice
     enter(coordinator, "w1")  # nobody's turn comes before
     shard = make_shard(Elastic(0.5), 2, settles=coordinator)
-    shard.open(Membership(1, ("w0", "w1")))
+    shard.begin_generation(Membership(1, ("w0", "w1")))
     coordinator.take_turn(MessageId("w0", 1, 0, 1))
     coordinator.take_turn(MessageId("w0", 1, 0, 1))  # the turn is held, not waited for
     completion = Completion(Header(), 2, ALL, 0.1, 80)
@@ -371,8 +371,8 @@ def test_what_a_worker_had_claimed_goes_back_when_its_generation_ends():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     enter(coordinator, "w1")
-    coordinator.open(Membership(2, ("w1",)))
-    coordinator.open(Membership(3, ("w0", "w1")))
+    coordinator.begin_generation(Membership(2, ("w1",)))
+    coordinator.begin_generation(Membership(3, ("w0", "w1")))
     assert spans_of(enter(coordinator, "w1", generation=3)) == [(0, 10)]
 
 

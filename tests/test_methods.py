@@ -344,9 +344,9 @@ def test_a_replica_that_comes_back_from_far_away_hardly_moves_the_center(method,
 def test_spans_are_trusted_by_their_own_distances_and_always_without_dynamic_weights():
     dynamic_weights = DynamicWeights(is_on=True)
     for _ in range(5):
-        dynamic_weights.take(0, 2.0)
-        dynamic_weights.take(8, 2.0)
-    dynamic_weights.take(8, 100.0)
+        dynamic_weights.note_distance(0, 2.0)
+        dynamic_weights.note_distance(8, 2.0)
+    dynamic_weights.note_distance(8, 100.0)
     assert (
         dynamic_weights.distrust_at(0),
         dynamic_weights.distrust_at(8),
@@ -355,7 +355,7 @@ def test_spans_are_trusted_by_their_own_distances_and_always_without_dynamic_wei
     again, never = DynamicWeights(is_on=True), DynamicWeights(is_on=False)
     for other in (again, never):
         other.load(dynamic_weights.state())
-    again.take(0, 100.0)
+    again.note_distance(0, 100.0)
     assert again.distrust_at(0) == 1
     assert never.state() == []
 

@@ -58,7 +58,7 @@ def train(actors, config, generation=1):
         ShardActor.options(max_concurrency=4).remote(job, first, i)
         for i in range(1, config.exchange.center_shards)
     ]
-    ray.get(center.open.remote(job, first, others), timeout=120)
+    ray.get(center.start_center.remote(job, first, others), timeout=120)
     normalizer = Normalizer.of(IMAGES)
     shards = [center, *others]
     ray.get(

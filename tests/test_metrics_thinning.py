@@ -73,7 +73,7 @@ def test_a_point_stands_for_the_records_before_it():
     gathered.add({"train/loss": 3.0, "exchange/count": 7, "worker_step_s/w0": 0.1, "train/lr": 0.2})
     gathered.add({"train/loss": 1.0, "exchange/count": 8, "worker_step_s/w1": 0.5, "train/lr": 0.1})
     gathered.add({"exchange/count": 9, "worker_step_s/w0": 0.3})  # no loss was read
-    assert gathered.take() == {
+    assert gathered.pop_point() == {
         "train/loss": 2.0,
         "exchange/count": 9,
         "worker_step_s/w0": pytest.approx(0.2),

@@ -32,7 +32,7 @@ class Driver:
 
     def hear(self, now, told_s, *records, sender="w0"):
         self.now = now
-        self.curves.take(records, {}, sender=sender, told_s=told_s)
+        self.curves.add_records(records, {}, sender=sender, told_s=told_s)
 
     @property
     def moments(self):

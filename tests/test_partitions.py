@@ -32,13 +32,13 @@ def manifest(round, generation, driver_epoch=1, **more):
 
 def test_a_checkpoint_of_an_earlier_generation_or_driver_or_round_is_found_stale():
     watched = Watched()
-    watched.take("a", manifest(10, 1))
-    watched.take("b", manifest(12, 1))
-    watched.take("c", manifest(11, 2))  # the next generation went on from an earlier round
-    watched.take("d", manifest(11, 2, 2, copy_of="c"))
+    watched.note_manifest("a", manifest(10, 1))
+    watched.note_manifest("b", manifest(12, 1))
+    watched.note_manifest("c", manifest(11, 2))  # the next generation went on from an earlier round
+    watched.note_manifest("d", manifest(11, 2, 2, copy_of="c"))
     assert watched.stale == []
     for stale in (manifest(20, 1, 2), manifest(30, 5, 1), manifest(10, 2, 2)):
-        watched.take("x", stale)
+        watched.note_manifest("x", stale)
     assert len(watched.stale) == 3
 
 
@@ -139,7 +139,7 @@ def result():
 print("up", flush=True)
 for line in sys.stdin:
     name, *arguments = json.loads(line)
-    print(json.dumps(group.leave() if name == "leave" else globals()[name](*arguments)), flush=True)
+    print(json.dumps(group.abort() if name == "abort" else globals()[name](*arguments)), flush=True)
 """
 
 
@@ -191,7 +191,7 @@ def test_a_sum_that_a_partition_cut_off_ends_nowhere_and_does_not_reach_the_next
         hosts.cut(1)
         both(members, "start", 10)
         assert both(members, "done", 1.5) == [False, False]
-        first.do("leave")  # which closes its connections: nobody hears of it
+        first.do("abort")  # which closes its connections: nobody hears of it
         first.do("form", 2, 0, 1)
         first.do("start", 100)
         assert first.do("result") == 100
@@ -199,7 +199,7 @@ def test_a_sum_that_a_partition_cut_off_ends_nowhere_and_does_not_reach_the_next
         hosts.join(1)
         assert second.do("result") == "failed", "it hears that it was left"
         assert first.do("result") == 100
-        second.do("leave")
+        second.do("abort")
         both(members, "form", 3, "RANK", 2)
         both(members, "start", 1000)
         assert both(members, "result") == [2000, 2000]

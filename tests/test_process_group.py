@@ -98,7 +98,7 @@ def members(pool):
     yield make
     for each in made:
         for group in each.groups:
-            group.leave()
+            group.abort()
     pool.shutdown()
     for thread in set(threading.enumerate()) - before:
         thread.join(5.0)  # none may end as the process does
@@ -336,7 +336,7 @@ def test_a_tunnel_ends_as_its_member_leaves(members, files):
     found.connect(hosts=HOSTS, tls=files)
     work = found.groups[0].start_allreduce(torch.ones(10))
     began = time.monotonic()
-    found.groups[1].leave()
+    found.groups[1].abort()
     with pytest.raises(RuntimeError):
         work.wait()
     assert time.monotonic() - began < SOON_S / 2
@@ -443,8 +443,8 @@ def test_a_group_can_be_cut_and_what_is_under_way_fails_at_once_on_both_sides(me
 def test_to_leave_twice_or_before_it_is_connected_does_nothing(members):
     group = members(2).groups[0]
     group.cut()
-    group.leave()
-    group.leave()
+    group.abort()
+    group.abort()
     assert group.is_left
     assert group.process_group is None
 
@@ -519,6 +519,6 @@ def test_a_group_on_a_device_is_aborted_where_it_is_cut_and_not_where_it_is_left
     made = on_device.process_group
     on_device.cut()
     assert made.aborted == 1
-    on_device.leave()
+    on_device.abort()
     assert made.aborted == 1
     assert on_device.process_group is None

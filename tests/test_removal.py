@@ -14,10 +14,10 @@ def test_who_is_not_there_can_not_be_removed_and_it_is_said_who_is():
 def test_who_trains_leaves_after_its_next_exchange_and_nobody_takes_its_place(is_sync):
     stage = Stage((1, 3), is_sync=is_sync).start("w0", "w1", "w2")
     assert stage.controller.remove("w1") == (True, "w1 leaves after its next exchange")
-    assert not [told for told in stage.steps(2) if told[0] == "ask"]
+    assert not [told for told in stage.steps(2) if told[0] == "request_worker"]
     assert stage.controller.remove("w1") == (True, "w1 is leaving already")
     assert stage.controller.remove("w2") == (True, "w2 leaves after its next exchange")
-    assert not [told for told in stage.steps(2) if told[0] == "ask"]
+    assert not [told for told in stage.steps(2) if told[0] == "request_worker"]
 
 
 def test_with_the_fewest_that_may_train_another_one_takes_its_place():
@@ -26,7 +26,7 @@ def test_with_the_fewest_that_may_train_another_one_takes_its_place():
     assert stage.controller.remove("w1")[1] == (
         "w1 leaves after its next exchange; another one takes its place, for fewer may not train"
     )
-    assert stage.worker_group.told[-1] == ("ask", "w3")
+    assert stage.worker_group.told[-1] == ("request_worker", "w3")
 
 
 def test_who_does_not_train_yet_is_ended_at_once():

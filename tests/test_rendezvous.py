@@ -31,13 +31,13 @@ class Gathering:
             clock=lambda: self.now,
         )
 
-    def ask(self, worker_id, generation=0, age=(0, 0)):
-        return self.rendezvous.ask(worker_id, generation=generation, age=age)
+    def poll(self, worker_id, generation=0, age=(0, 0)):
+        return self.rendezvous.poll_invitation(worker_id, generation=generation, age=age)
 
     def come(self, *worker_ids, generation=0, age=(0, 0)):
         """Let workers come and ask until nothing changes; return whom each was called with."""
         for _ in range(2):
-            calls = [self.ask(w, generation, age) for w in worker_ids]
+            calls = [self.poll(w, generation, age) for w in worker_ids]
         return [call and call.membership.worker_ids for call in calls]
 
     def pass_s(self, seconds, **members):
@@ -65,44 +65,44 @@ def test_ranks_go_by_the_ids_whoever_comes_first():
 
 def test_a_time_out_says_how_many_came_and_what_to_change():
     gathering = Gathering((4, 4))
-    gathering.ask("w0")
+    gathering.poll("w0")
     for second in range(1, 100):
         gathering.now = float(second)
-        assert gathering.ask("w0") is gathering.ask("w1") is None
+        assert gathering.poll("w0") is gathering.poll("w1") is None
     gathering.now = TIMEOUT_S
     with pytest.raises(AttachError, match=r"waited for 100 s: 2 of 4 workers came; start the oth"):
-        gathering.ask("w0")
+        gathering.poll("w0")
 
 
 def test_who_comes_later_is_a_vote_and_then_a_member():
     gathering = Gathering((1, 2))
     gathering.come("w0")
-    assert gathering.ask("w1") is None
+    assert gathering.poll("w1") is None
     assert gathering.hear("w0", 1) is Signal.REGROUP
-    call = gathering.ask("w0", 1, (5, 9))
+    call = gathering.poll("w0", 1, (5, 9))
     assert call.membership.worker_ids == ("w0", "w1")
     assert (call.source, call.age) == ("w0", (5, 9))
-    assert gathering.ask("w1") == call
+    assert gathering.poll("w1") == call
 
 
 def test_nobody_is_asked_to_make_room_where_there_is_none():
     gathering = Gathering((1, 1))
     gathering.come("w0")
-    assert gathering.ask("w1") is None
+    assert gathering.poll("w1") is None
     assert gathering.hear("w0", 1) is Signal.GO_ON
     for _ in range(19):
         gathering.pass_s(5, w0=1)
-        assert gathering.ask("w1") is None
+        assert gathering.poll("w1") is None
     gathering.pass_s(5, w0=1)
     with pytest.raises(AttachError, match="for a place: 1 workers are attached"):
-        gathering.ask("w1")
+        gathering.poll("w1")
 
 
 def three_of(min_workers):
     """Return a meeting in whose generation 2 three train."""
     gathering = Gathering((min_workers, 3))
     gathering.come("w0", "w1")
-    gathering.ask("w2")
+    gathering.poll("w2")
     gathering.come("w0", "w1", generation=1)
     assert gathering.rendezvous.membership.worker_ids == ("w0", "w1", "w2")
     return gathering
@@ -136,11 +136,11 @@ def test_survivors_wait_for_the_others_no_longer_than_a_lease():
 def test_the_copy_that_is_furthest_goes_on_unless_it_is_of_somebody_who_was_left_out():
     gathering = Gathering((2, 3))
     gathering.come("w0", "w1")
-    gathering.ask("w0", 1, (4, 8))
-    assert gathering.ask("w1", 1, (5, 10)).source == "w1"
-    gathering.ask("late", 1, (9, 9))
-    gathering.ask("w0", 2, (6, 12))
-    call = gathering.ask("w1", 2, (6, 12))
+    gathering.poll("w0", 1, (4, 8))
+    assert gathering.poll("w1", 1, (5, 10)).source == "w1"
+    gathering.poll("late", 1, (9, 9))
+    gathering.poll("w0", 2, (6, 12))
+    call = gathering.poll("w1", 2, (6, 12))
     assert call.membership.worker_ids == ("w0", "w1", "late")
     assert call.source == "w0"
 
@@ -150,18 +150,18 @@ def test_without_a_copy_all_start_from_the_one_at_the_rendezvous():
     gathering.come("w0")
     gathering.rendezvous.take_center()
     gathering.pass_s(LEASE_S)
-    call = gathering.ask("w1")
+    call = gathering.poll("w1")
     assert (call.source, call.age) == (None, NO_COPY)
 
 
 def test_who_has_left_for_good_need_not_be_replaced():
     gathering = Gathering((3, 3))
     gathering.come("w0", "w1", "w2")
-    assert not gathering.rendezvous.leave("w0", 1)
+    assert not gathering.rendezvous.leave_rendezvous("w0", 1)
     assert gathering.hear("w1", 1) is Signal.OVER
     assert gathering.come("w1", "w2", generation=1) == [("w1", "w2")] * 2
-    assert not gathering.rendezvous.leave("w1", 2)
-    assert gathering.rendezvous.leave("w2", 2)
+    assert not gathering.rendezvous.leave_rendezvous("w1", 2)
+    assert gathering.rendezvous.leave_rendezvous("w2", 2)
     assert gathering.come("w3", "w4") == [None, None]  # it begins anew, with three
 
 
@@ -175,7 +175,7 @@ def test_who_is_lost_must_be_replaced():
 
 def test_who_dies_at_the_door_is_not_waited_for():
     gathering = Gathering((2, 2))
-    gathering.ask("w0")
+    gathering.poll("w0")
     gathering.now = LEASE_S
     assert gathering.come("w1") == [None]
 
@@ -199,11 +199,11 @@ def test_by_messages_the_others_stay_as_they_are():
     gathering = by_messages((2, 3))
     gathering.come("w0", "w1")
     gathering.rendezvous.take_center()
-    call = gathering.ask("w2")
+    call = gathering.poll("w2")
     assert call.generation == 2
     assert call.membership.worker_ids == ("w0", "w1", "w2")
     assert gathering.hear("w0", 1) is Signal.GO_ON
-    gathering.rendezvous.leave("w0", 1)
+    gathering.rendezvous.leave_rendezvous("w0", 1)
     assert gathering.rendezvous.membership.worker_ids == ("w1", "w2")
     assert [m.generation for m in gathering.rendezvous.take_changes()] == [1, 2, 3]
 
@@ -212,7 +212,7 @@ def test_by_messages_who_comes_again_leaves_and_enters():
     gathering = by_messages((2, 2))
     gathering.come("w0", "w1")
     gathering.rendezvous.take_center()
-    call = gathering.ask("w0", 1)
+    call = gathering.poll("w0", 1)
     assert call.generation == 3
     assert [m.worker_ids for m in gathering.rendezvous.take_changes()] == [
         ("w0", "w1"), ("w1",), ("w1", "w0")
@@ -234,8 +234,8 @@ def test_by_messages_a_start_whose_first_worker_dies_begins_again():
     gathering.come("w0", "w1")
     gathering.pass_s(LEASE_S, w1=1)
     assert gathering.hear("w1", 1) is Signal.OVER
-    assert gathering.ask("w2") is None
-    call = gathering.ask("w1", 1)
+    assert gathering.poll("w2") is None
+    call = gathering.poll("w1", 1)
     assert call.membership.worker_ids == ("w1", "w2")
     assert call.source == "w1"
 

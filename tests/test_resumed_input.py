@@ -26,7 +26,7 @@ def resume(tmp_path, order, *, is_old=False):
     flat = FlatModel(torch.nn.Linear(2, 1))
     folder = RunFolder(config)
     with folder.held(resume=False):
-        start = Start.open(folder, config, flat, order=BEGAN)
+        start = Start.from_folder(folder, config, flat, order=BEGAN)
         folder.write_config(config)
         snapshot = dataclasses.replace(first_snapshot(flat, 23), round=1, num_samples=5)
         collected = Collected(snapshot, {})
@@ -37,7 +37,7 @@ def resume(tmp_path, order, *, is_old=False):
     again = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     folder = RunFolder(again)
     with folder.held(resume=True):
-        return Start.open(folder, again, flat, order=order)
+        return Start.from_folder(folder, again, flat, order=order)
 
 
 @pytest.mark.parametrize(

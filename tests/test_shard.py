@@ -73,7 +73,7 @@ def shard_of(weights, *, spans=None, rule=None, buffers=(), codec=None, **more):
         codec=parse_codec(codec) if codec else None,
         **more,
     )
-    shard.open(Membership(0, ("w0", "w1")))
+    shard.begin_generation(Membership(0, ("w0", "w1")))
     return shard
 
 
@@ -210,7 +210,7 @@ def test_who_stays_goes_on_and_who_comes_back_counts_its_messages_anew():
 def test_a_shard_that_is_opened_again_lets_all_enter_anew():
     shard = shard_of([0.0])
     shard.exchange(request("w0", 0, [1.0]))
-    shard.open(Membership(4, ("w0",)))
+    shard.begin_generation(Membership(4, ("w0",)))
     assert "it entered generation 4" in shard.exchange(request("w0", 1, [1.0])).refusal
     assert not shard.exchange(request("w0", 0, [1.0], generation=4)).refusal
     assert lists(shard.state()) == [[2.0]]
@@ -271,7 +271,7 @@ def test_letters_of_who_stays_go_on_and_newcomers_begin_with_the_center_of_now()
     assert cell.letters["w0"] is stays
     assert cell.letters["w2"].entered == 2
     assert cell.letters["w2"].mirror.tolist() == state.weights[0].tolist()
-    shard.open(Membership(2, ("w0", "w2")))
+    shard.begin_generation(Membership(2, ("w0", "w2")))
     assert cell.letters["w0"] is not stays
 
 
@@ -306,7 +306,7 @@ def test_memory_is_where_the_shard_says_and_holds_the_center():
     addresses = [cell.address_for(worker_id) for worker_id in ("w0", "w1")]
     assert cell.address_for("w2") is None
     assert all(address.path.startswith(f"/proc/{os.getpid()}/fd/") for address in addresses)
-    opened = MappedCell.open(addresses[0], 2, is_locked=True, timeout_s=1.0)
+    opened = MappedCell.open_address(addresses[0], 2, is_locked=True, timeout_s=1.0)
     assert opened.weights.tolist() == [1.0, 2.0]
     opened.weights.add_(1.0)
     assert cell.weights.tolist() == [2.0, 3.0]
@@ -332,9 +332,9 @@ def test_memory_that_is_not_what_was_meant_is_closed_again():
     cell.let_in({"w0": 0})
     address, before = cell.address_for("w0"), len(os.listdir("/proc/self/fd"))
     for size in (1, 3, 2000):
-        assert MappedCell.open(address, size, is_locked=True, timeout_s=1.0) is None
+        assert MappedCell.open_address(address, size, is_locked=True, timeout_s=1.0) is None
     wrong = dataclasses.replace(address, token=address.token - 1)
-    assert MappedCell.open(wrong, 2, is_locked=True, timeout_s=1.0) is None
+    assert MappedCell.open_address(wrong, 2, is_locked=True, timeout_s=1.0) is None
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -343,7 +343,7 @@ def two():
     """The memory as two processes have it."""
     cell = MappedCell.create(torch.zeros(1), is_locked=True, timeout_s=0.3)
     cell.let_in({"w0": 0})
-    return cell, MappedCell.open(cell.address_for("w0"), 1, is_locked=True, timeout_s=0.3)
+    return cell, MappedCell.open_address(cell.address_for("w0"), 1, is_locked=True, timeout_s=0.3)
 
 
 @pytest.mark.parametrize("other", [0, 1])

@@ -100,7 +100,7 @@ class OneWorker(RayWorkerGroup):
 def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster, monkeypatch):
     monkeypatch.setattr("raydl.ray_backend.worker_group.WorkerActor", Halted)
     before, worker_group = stopped_processes(), OneWorker(patience_s=1.0)
-    worker_group.ask("w0")
+    worker_group.request_worker("w0")
     deadline, events = time.monotonic() + BOUND_S, []
     while not events:
         assert time.monotonic() < deadline

@@ -105,7 +105,7 @@ def test_members_who_know_the_secret_meet(server, pool):
     stores = [KeysWith(server, b"s" * 32) for _ in groups]
     assert list(pool.map(connected, groups, stores)) == ["", "", ""]
     for group in groups:
-        group.leave()
+        group.abort()
 
 
 def test_a_stranger_who_took_a_ranks_place_is_refused_and_gets_nothing_but_proofs(server, pool):
@@ -117,7 +117,7 @@ def test_a_stranger_who_took_a_ranks_place_is_refused_and_gets_nothing_but_proof
         assert "rank 0" not in problem
         assert "rank 1" not in problem
     for group in groups:
-        group.leave()
+        group.abort()
 
 
 def test_a_stranger_who_says_nothing_is_refused_within_the_time_out(server, pool):
@@ -129,4 +129,4 @@ def test_a_stranger_who_says_nothing_is_refused_within_the_time_out(server, pool
     assert "rank 1: " in connected(group, KeysWith(server, b"s" * 32))
     assert time.monotonic() - began < SOON_S
     silent.result(timeout=SOON_S)
-    group.leave()
+    group.abort()

@@ -225,14 +225,14 @@ def test_a_buffer_that_comes_back_to_where_it_began_is_told():
     flat = FlatModel(Mixed((1, 4, 4), 3))
     flat.untrained.mark()
     news = BufferNews(flat.untrained)
-    assert news.take() == {}
+    assert news.pop_changes() == {}
     for counter in (1, 0):
         flat.model.norm.num_batches_tracked.fill_(counter)
-        taken = news.take()
+        taken = news.pop_changes()
         assert {name: int(value) for name, value in taken.items()} == {
             "norm.num_batches_tracked": counter
         }
-    assert news.take() == {}
+    assert news.pop_changes() == {}
 
 
 def test_a_buffer_that_is_written_by_its_data_is_told():
@@ -240,7 +240,7 @@ def test_a_buffer_that_is_written_by_its_data_is_told():
     flat.untrained.mark()
     news = BufferNews(flat.untrained)
     flat.model.norm.num_batches_tracked.data.add_(3)
-    assert int(news.take()["norm.num_batches_tracked"]) == 3
+    assert int(news.pop_changes()["norm.num_batches_tracked"]) == 3
 
 
 # a teacher that follows its student
@@ -558,8 +558,8 @@ def test_a_buffer_of_another_kind_than_before_is_told(other):
     flat.untrained.mark()
     news = BufferNews(flat.untrained)
     flat.model.held = other
-    assert np.array_equal(news.take()["held"], other.resolve_conj().numpy())
-    assert news.take() == {}
+    assert np.array_equal(news.pop_changes()["held"], other.resolve_conj().numpy())
+    assert news.pop_changes() == {}
 
 
 def test_a_parameter_that_is_registered_as_a_buffer_too_is_trained():

@@ -40,7 +40,7 @@ def test_a_worker_whose_machine_failed_is_ended_and_replaced(is_sync):
     stage = Stage((1, 2), is_sync=is_sync).start()
     told = stage.step(Failed("w1", FAILED))
     assert ("end", "w1") in told
-    assert ("ask", "w2") in told
+    assert ("request_worker", "w2") in told
     assert any("w1 was lost: the machine of w1 failed: OSError" in said for said in stage.said)
     assert stage.state is not State.DONE
 
@@ -48,7 +48,7 @@ def test_a_worker_whose_machine_failed_is_ended_and_replaced(is_sync):
 @BOTH
 def test_a_newcomer_whose_machine_fails_as_it_starts_is_replaced_too(is_sync):
     stage = Stage((1, 2), is_sync=is_sync).start("w0")
-    assert stage.step(failed("w1")) == [("end", "w1"), ("ask", "w2")]
+    assert stage.step(failed("w1")) == [("end", "w1"), ("request_worker", "w2")]
 
 
 @BOTH
@@ -66,15 +66,15 @@ def test_the_budget_of_a_worker_passes_to_its_replacements(is_sync):
 def test_errors_of_an_hour_ago_do_not_count():
     stage = Stage((1, 2), elastic={"max_worker_errors": 1}).start("w0")
     for number in range(1, 5):
-        assert stage.step(failed(f"w{number}"))[-1] == ("ask", f"w{number + 1}")
+        assert stage.step(failed(f"w{number}"))[-1] == ("request_worker", f"w{number + 1}")
         stage.now += 3601.0
         stage.step(report("w0", number))
 
 
 def test_errors_of_two_workers_are_counted_apart():
     stage = Stage((1, 3), elastic={"max_worker_errors": 1}).start("w0")
-    assert ("ask", "w3") in stage.step(failed("w1"))
-    assert ("ask", "w4") in stage.step(failed("w2"))
+    assert ("request_worker", "w3") in stage.step(failed("w1"))
+    assert ("request_worker", "w4") in stage.step(failed("w2"))
 
 
 def test_no_further_worker_is_started_on_a_node_whose_workers_fail_again_and_again():
@@ -88,7 +88,7 @@ def test_no_further_worker_is_started_on_a_node_whose_workers_fail_again_and_aga
 
 def test_replace_replaces_a_worker_whatever_was_raised():
     stage = Stage((1, 2), elastic={"on_worker_error": "replace"}).start("w0")
-    assert ("ask", "w2") in stage.step(Failed("w1", OWN))
+    assert ("request_worker", "w2") in stage.step(Failed("w1", OWN))
     assert any("w1 was lost: ZeroDivisionError: my own mistake" in said for said in stage.said)
 
 
@@ -124,7 +124,7 @@ def test_a_users_own_error_stops_the_run_after_a_checkpoint_and_is_raised_then(i
     error = FAILED if is_stop else OWN
     stage = Stage(is_sync=is_sync, elastic=elastic).start()
     told = stage.step(Failed("w1", error))
-    assert ("ask", "w2") not in told
+    assert ("request_worker", "w2") not in told
     outcome = "broken" if is_sync else "stopped"
     ends = stage.end(outcome, 7, "w0", generation=1)
     ends += [] if is_stop else stage.end("broken", 7, "w1", generation=1)

@@ -79,7 +79,7 @@ class BestCenter:
                 return [f"{error}; the best center is looked for anew"]
         return []
 
-    def take(self, evaluated: Evaluated) -> bool:
+    def note_center(self, evaluated: Evaluated) -> bool:
         """Note a center if it came along and is the best; return whether one waits."""
         with self._lock:
             rival = self._waiting or self.kept

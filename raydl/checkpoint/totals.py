@@ -75,7 +75,7 @@ class Sums:
         at = bisect.bisect_right(self._notes, round, key=lambda known: known.round)
         return self._notes[max(at - 1, 0)]
 
-    def take(self, round: int) -> Sum:
+    def pop_sum(self, round: int) -> Sum:
         """Return the sum of a checkpoint's round, or the newest before it; forget what is older."""
         taken = self.up_to(round)
         self._notes = self._notes[self._notes.index(taken) :]

@@ -245,7 +245,7 @@ class CheckpointWriter:
 
     def score(self, evaluated: Evaluated) -> None:
         """Write the center that was scored if it came along and is the best."""
-        if self._best.take(evaluated) and not self._is_best_due:
+        if self._best.note_center(evaluated) and not self._is_best_due:
             self._is_best_due = True
             self._work.submit(self._write_best)
 

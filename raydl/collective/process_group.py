@@ -87,7 +87,7 @@ class TorchGroup:
         except RuntimeError as error:
             problem = self._tunnel.problem(TOLD_S) if self._tunnel else ""
             if self.is_left:  # the thread that left may not have seen the tunnel yet
-                self.leave()
+                self.abort()
             if problem:
                 raise RuntimeError(f"no connection by TLS: {problem}") from error
             raise
@@ -121,7 +121,7 @@ class TorchGroup:
         # Another thread may leave at any moment. Each of both writes before it reads what
         # the other writes, so that one of them closes the connections.
         if self.is_left:
-            self.leave()
+            self.abort()
             raise RuntimeError("the group was left while it was formed")
         if not self._is_cuda:
             self._check_peers(store.get(SECRET))
@@ -217,7 +217,7 @@ class TorchGroup:
         elif process_group is not None:
             _close_connections(process_group, self._peers)
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """Leave, without waiting for what is under way."""
         self.is_left = True
         if not self._is_cuda:

@@ -203,7 +203,7 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
 
     def destroy_group(self) -> None:
         """Leave, without waiting for what is under way."""
-        self.torch.leave()
+        self.torch.abort()
 
     def allreduce(self, tensor: list[Tensor], allreduce_options: Any = None) -> None:
         """Replace the tensor by its sum (or product, least, greatest) over the group."""

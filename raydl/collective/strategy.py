@@ -555,7 +555,7 @@ class SyncStrategy:
 
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
-        return self._aggregator.take()
+        return self._aggregator.pop_records()
 
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the group sums, where it chooses for itself."""

@@ -158,7 +158,7 @@ class Listeners:
         """The reason it gave."""
         self._callbacks = tuple(callbacks)
 
-    def take(self, evaluated: Evaluated) -> None:
+    def note_score(self, evaluated: Evaluated) -> None:
         """Call all with a score, each with a copy; what one of them raises comes as it is.
 
         Raises:

@@ -120,7 +120,7 @@ class DynamicWeights:
         self._dynamic_weights: dict[int, DistanceTrend] = {}
         self._distrust: dict[int, float] = {}
 
-    def take(self, start: int, distance: float) -> None:
+    def note_distance(self, start: int, distance: float) -> None:
         """Take in the distance to a span at an exchange."""
         self._distrust[start] = self._dynamic_weights.setdefault(start, DistanceTrend()).distrust(
             distance
@@ -321,7 +321,9 @@ class Replica:
         if self._rule.sends is Sends.PROGRESS:
             return torch.sub(exchange.center.weights, weights, out=self._pull[span])
         if self._dynamic_weights.is_on:
-            self._dynamic_weights.take(span.start, self._distance_squared(exchange, weights) ** 0.5)
+            self._dynamic_weights.note_distance(
+                span.start, self._distance_squared(exchange, weights) ** 0.5
+            )
         return self._trusted(weights, exchange)
 
     def _check_message(self, message: Tensor, exchange: Exchange, num_samples: int) -> None:

@@ -64,7 +64,7 @@ class Losses:
             self._num_samples += num_samples
         self._unread.clear()
 
-    def take(self) -> dict[str, float]:
+    def pop_state(self) -> dict[str, float]:
         """Read, and hand over what came since the last time."""
         self.read()
         taken = self.state_dict()
@@ -240,7 +240,7 @@ class RecordAggregator:
         """Whether there is something to record, and the last record is old enough."""
         return self._num_messages > 0 and self._clock() - self._since >= _RECORD_EVERY_S
 
-    def take(self) -> tuple[Record, ...]:
+    def pop_records(self) -> tuple[Record, ...]:
         """Hand over the records that nobody has taken yet."""
         with self._lock:
             records, self._records = self._records, []

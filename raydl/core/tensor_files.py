@@ -143,11 +143,11 @@ def read(pieces: Iterator[bytes], num_bytes: int) -> tuple[dict[str, Tensor], di
         ValueError: it is damaged.
     """
     source = _Pieces(pieces)
-    size = int.from_bytes(bytes(source.take(8)), "little")
+    size = int.from_bytes(bytes(source.read_bytes(8)), "little")
     if not 0 < size <= min(num_bytes - 8, _MAX_HEADER_BYTES):
         raise ValueError("it is damaged: its header is longer than the file")
     try:
-        header = json.loads(bytes(source.take(size)))
+        header = json.loads(bytes(source.read_bytes(size)))
         metadata = header.pop("__metadata__", None) or {}
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         tensors, at = {}, 0
@@ -155,11 +155,11 @@ def read(pieces: Iterator[bytes], num_bytes: int) -> tuple[dict[str, Tensor], di
             begin, end = entry["data_offsets"]
             if begin != at or end < begin or 8 + size + end > num_bytes:
                 raise ValueError(f"{name} is not where it should be")
-            tensors[name] = _tensor_in(source.take(end - begin), -begin, entry)
+            tensors[name] = _tensor_in(source.read_bytes(end - begin), -begin, entry)
             at = end
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"it is damaged: {error}") from error
-    if len(source.take(1)):
+    if len(source.read_bytes(1)):
         raise ValueError("it is damaged: its length is another")
     return tensors, metadata
 
@@ -171,7 +171,7 @@ class _Pieces:
         self._pieces = pieces
         self._rest = memoryview(b"")
 
-    def take(self, num_bytes: int) -> np.ndarray:
+    def read_bytes(self, num_bytes: int) -> np.ndarray:
         """Return the next bytes, fewer at the end."""
         taken = torch.empty(num_bytes, dtype=torch.uint8).numpy()
         filled = 0

@@ -212,7 +212,7 @@ class BufferNews:
         self._untrained = untrained
         self._told: dict[str, Tensor] = {}
 
-    def take(self) -> dict[str, np.ndarray]:
+    def pop_changes(self) -> dict[str, np.ndarray]:
         """Return copies of the buffers of the state dict that differ from what was told of them."""
         state = self._untrained
         now = {k: t.detach() for k, t in state.buffers().items() if state.is_saved(k)}

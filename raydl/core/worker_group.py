@@ -232,11 +232,11 @@ Event = (
 class WorkerGroup(Protocol):
     """The processes of a run. No call waits; what they lead to comes as events."""
 
-    def open(self, snapshot: Snapshot) -> None:
+    def start_center(self, snapshot: Snapshot) -> None:
         """Start the center with a first snapshot."""
         ...
 
-    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
+    def request_worker(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Ask for one more worker; it starts when the cluster has room.
 
         Args:

@@ -193,7 +193,7 @@ class Controller:
 
     def note_refused(self, process: str, refused: Mapping[str, int]) -> None:
         """Note what a process has refused so far, by kind, and log what is news."""
-        for sentence in self._refusals.take(process, refused):
+        for sentence in self._refusals.note_refused(process, refused):
             self._log(sentence)
 
     def request_stop(self, reason: str) -> None:
@@ -371,10 +371,10 @@ class Controller:
 
     def _on_score(self, evaluated: Evaluated) -> None:
         self._recorder.evaluated(evaluated)
-        self._listeners.take(evaluated.without_center())
+        self._listeners.note_score(evaluated.without_center())
         if not self._worker_pool.is_hiring:  # no round is left in which to learn more slowly
             return
-        sentence = self._plateau.take(evaluated.metrics)
+        sentence = self._plateau.note_score(evaluated.metrics)
         if sentence:
             self._log(sentence)
 
@@ -400,7 +400,7 @@ class Controller:
 
     def _add_records(self, records: tuple[Record, ...], sender: str, told_s: float) -> None:
         run = self._run
-        if run and self._curves.take(records, run.reports, sender=sender, told_s=told_s):
+        if run and self._curves.add_records(records, run.reports, sender=sender, told_s=told_s):
             self._worker_pool.saw_progress()
             self._center_manager.times.saw_epoch(self._curves.epoch)
 

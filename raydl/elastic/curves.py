@@ -37,7 +37,7 @@ class Curves:
         """Epochs that are complete."""
         return int(self.last.epoch) if self.last else 0
 
-    def take(
+    def add_records(
         self,
         records: tuple[Record, ...],
         reports: dict[str, WorkerReport],

@@ -35,7 +35,7 @@ class Heartbeats:
         self._asked: dict[str, float] = {}
         self._looked_at = clock()
 
-    def ask(self, who: str) -> None:
+    def expect_answer(self, who: str) -> None:
         """Note that an answer is owed from now on, if none is yet."""
         self._asked.setdefault(who, self._clock())
 

@@ -29,7 +29,7 @@ class Plateau:
         self._config = config
         self._decider = _decider(config) if config.lr_schedule == "plateau" else None
 
-    def take(self, metrics: Mapping[str, float]) -> str:
+    def note_score(self, metrics: Mapping[str, float]) -> str:
         """Take in the scores of the center; return a sentence if they ask for a cut.
 
         What counts is the accuracy, or the loss where there is none; any better score counts.

@@ -32,7 +32,7 @@ class Refusals:
             total.update(refused)
         return {kind: total[kind] for kind in _KINDS if total[kind]}
 
-    def take(self, process: str, refused: Mapping[str, int]) -> list[str]:
+    def note_refused(self, process: str, refused: Mapping[str, int]) -> list[str]:
         """Note what a process has refused so far; return a sentence for each kind with news.
 
         A kind is told when its first one is refused, and whenever there are twice as many.

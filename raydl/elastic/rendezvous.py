@@ -126,7 +126,7 @@ class Rendezvous:
         self._names.add(worker_id)
         return worker_id
 
-    def ask(self, worker_id: str, *, generation: int, age: Age) -> Invitation | None:
+    def poll_invitation(self, worker_id: str, *, generation: int, age: Age) -> Invitation | None:
         """Wait to join; return what a worker is called into, or None: ask again.
 
         Args:
@@ -167,7 +167,7 @@ class Rendezvous:
             return Signal.REGROUP if is_wanted else Signal.GO_ON
         return Signal.OVER if now - self._over_since >= self._grace_s() else Signal.REGROUP
 
-    def leave(self, worker_id: str, generation: int) -> bool:
+    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
         """Let a worker go for good; return whether nobody is left."""
         now = self._clock()
         self._rendezvous.pop(worker_id, None)
@@ -404,7 +404,7 @@ class RendezvousServer:
         with self._lock:
             return self._rendezvous.name_one(wish)
 
-    def ask(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
+    def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
         """Return the generation that a worker waiting to join is called into; None: ask again.
 
         Raises:
@@ -412,7 +412,7 @@ class RendezvousServer:
         """
         with self._lock:
             try:
-                return self._rendezvous.ask(worker_id, generation=generation, age=age)
+                return self._rendezvous.poll_invitation(worker_id, generation=generation, age=age)
             finally:
                 self._follow()
 
@@ -423,10 +423,10 @@ class RendezvousServer:
             self._follow()
             return signal
 
-    def leave(self, worker_id: str, generation: int) -> bool:
+    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
         """Let a worker go; return whether its copy of the center should stay here."""
         with self._lock:
-            is_last = self._rendezvous.leave(worker_id, generation)
+            is_last = self._rendezvous.leave_rendezvous(worker_id, generation)
             self._follow()
             return is_last and self._job.method.is_sync
 
@@ -507,7 +507,7 @@ class RendezvousServer:
         if before:
             snapshot = service.change(membership, [])
         else:  # in rank order, where the method keeps to it
-            service.open(membership)
+            service.begin_generation(membership)
             snapshot = service.snapshot(Due(service.coordinator.version, is_kept=False), list)
         self._starts = {w: s for w, s in self._starts.items() if w in self._members}
         self._starts.update(dict.fromkeys(self._members - before, snapshot))

@@ -31,7 +31,7 @@ class RendezvousBackend(Protocol):
         """Return the id of a worker that comes for the first time."""
         ...
 
-    def ask(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
+    def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
         """Return the generation that a worker waiting to join is called into; None: ask again."""
         ...
 
@@ -39,7 +39,7 @@ class RendezvousBackend(Protocol):
         """Note that a worker is there; return what it should do."""
         ...
 
-    def leave(self, worker_id: str, generation: int) -> bool:
+    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
         """Let a worker go; return whether its copy of the center should stay."""
         ...
 
@@ -201,7 +201,7 @@ class RendezvousClient:
 
     def _wait_for_call(self, point: RendezvousBackend, age: Age) -> Invitation:
         """Wait to be called; the meeting itself bounds the wait."""
-        while (call := point.ask(self.worker_id, self._stay.generation, age)) is None:
+        while (call := point.poll_invitation(self.worker_id, self._stay.generation, age)) is None:
             time.sleep(_ASK_EVERY_S)
         return call
 
@@ -227,7 +227,7 @@ class RendezvousClient:
         """Return the center as it is now, where it is at the meeting point; None: it is not."""
         return self._point.center() if self._point and not self._ended.is_set() else None
 
-    def leave(self, own: Callable[[], Snapshot]) -> None:
+    def leave_rendezvous(self, own: Callable[[], Snapshot]) -> None:
         """Leave for good; the others go on.
 
         Args:
@@ -237,7 +237,7 @@ class RendezvousClient:
         self._ended.set()
         if point is not None and not was_ended:
             with contextlib.suppress(AttachError):  # it was lost, and nobody comes any more
-                if point.leave(self.worker_id, self._stay.generation):
+                if point.leave_rendezvous(self.worker_id, self._stay.generation):
                     point.put(self._stay.generation, own())
         self._close_transport()
 

@@ -73,7 +73,7 @@ class WorkerPool:
         self._asked[worker_id] = self._num_asked
         self._num_asked += 1
         self._worker_registry.add(worker_id)
-        self._worker_group.ask(worker_id, self._own_states.get(worker_id))
+        self._worker_group.request_worker(worker_id, self._own_states.get(worker_id))
 
     def stop_hiring(self) -> None:
         """Ask for nobody any more: the run is about to end."""

@@ -56,7 +56,7 @@ class Gathered:
         mean = self._newest.get(name, 0.0)
         self._newest[name] = mean + (value - mean) / count
 
-    def take(self) -> dict[str, float]:
+    def pop_point(self) -> dict[str, float]:
         """Return the point that stands for all of them, and begin anew."""
         taken, self._newest, self._counts = self._newest, {}, {}
         return taken
@@ -110,12 +110,12 @@ class Thinned:
 
     def _write(self) -> None:
         if self._gathered:
-            values = self._gathered.take()
+            values = self._gathered.pop_point()
             self._writer.scalars(values, num_samples=self._num_samples, unix_s=self._unix_s)
 
     def go_back(self, *, num_samples: int) -> None:
         """Hide the points from a sample on, those too that are yet to be written."""
-        self._gathered.take()
+        self._gathered.pop_point()
         self._writer.go_back(num_samples=num_samples)
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:

@@ -121,7 +121,7 @@ class TimeParts:
         """Note what the worker is at from now on, until it leaves the part."""
         self._now = (part, at_s)
 
-    def leave(self) -> None:
+    def end_part(self) -> None:
         """Note that the worker has left the part that it was at."""
         self._now = None
 
@@ -160,7 +160,7 @@ class _Measure:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._parts.leave()
+        self._parts.end_part()
         if self._mark is None:
             self._parts.add(self._part, time.perf_counter() - self._start)
             return

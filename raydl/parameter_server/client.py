@@ -249,7 +249,7 @@ class ClientSession:
     def _completion(self, header: Header) -> Completion:
         """Return what ends the round."""
         num_bytes, self.num_bytes = self.num_bytes, 0
-        news = self._news.take()
+        news = self._news.pop_changes()
         return Completion(header, self.local_step, self.num_trained, self.lr, num_bytes, news)
 
     def raise_if(self, refusal: str) -> None:

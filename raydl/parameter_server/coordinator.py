@@ -104,7 +104,7 @@ class Dues:
                 self.want(self._checkpoint, is_kept=True)
             self.end_checkpoint()
 
-    def take(self) -> list[Due]:
+    def pop_due(self) -> list[Due]:
         """Return what is wanted, once: all that is kept, and the newest other."""
         due, self._wanted = self._wanted, []
         return [d for i, d in enumerate(due) if d.is_kept or i == len(due) - 1]
@@ -120,7 +120,7 @@ class Turns:
         self._order: tuple[str, ...] = ()
         self._whose: str | None = None
 
-    def open(self, order: tuple[str, ...]) -> None:
+    def begin_generation(self, order: tuple[str, ...]) -> None:
         """Begin with the first of an order."""
         self._order, self._whose = order, order[0] if order else None
 
@@ -218,14 +218,14 @@ class Coordinator:
         self.num_refused = 0
         """Calls of workers that are no members, or were others then."""
 
-    def open(self, membership: Membership) -> None:
+    def begin_generation(self, membership: Membership) -> None:
         """Begin with new members alone. Votes and turns of those before end with them."""
         with self._changed:
             self._ledger.release(members=membership.worker_ids)  # claims of before are void
-            self._members.open(membership, seen=self._num_settled)
+            self._members.begin_generation(membership, seen=self._num_settled)
             self._votes, self._is_end = {}, False
             self._dues.end_checkpoint()
-            self._turns.open(membership.worker_ids)
+            self._turns.begin_generation(membership.worker_ids)
             self._watch.run(not self._members.is_closed)
             self._changed.notify_all()
 
@@ -433,7 +433,7 @@ class Coordinator:
         self._told_at = self._num_settled
         return self._ledger.as_told()
 
-    def leave(self, message_id: MessageId) -> None:
+    def leave_generation(self, message_id: MessageId) -> None:
         """Note that a worker has left; when all have, the last snapshot is due.
 
         Only now no message is on its way to any shard. Its steps after the last message are taken,
@@ -596,12 +596,12 @@ class Coordinator:
     def take_due(self) -> list[Due]:
         """Return the snapshots that are wanted: all that are kept, and the newest other."""
         with self._changed:
-            return self._dues.take()
+            return self._dues.pop_due()
 
     def take_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
         with self._changed:
-            return self._aggregator.take()
+            return self._aggregator.pop_records()
 
     def state(self, *, is_kept: bool = False) -> dict[str, Any]:
         """Return the counters of a snapshot, by its own field names.

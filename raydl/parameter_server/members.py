@@ -60,7 +60,7 @@ class Members:
         self._newcomers_step = local_step
         self._least_step_s: float | None = None
 
-    def open(self, membership: Membership, *, seen: int) -> None:
+    def begin_generation(self, membership: Membership, *, seen: int) -> None:
         """Begin with new members alone.
 
         Args:

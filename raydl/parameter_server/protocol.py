@@ -187,6 +187,6 @@ class CenterClient(Protocol):
         """Let the next in rank order begin. Does not wait."""
         ...
 
-    def leave(self, message_id: MessageId) -> None:
+    def leave_generation(self, message_id: MessageId) -> None:
         """Leave the generation, all messages being answered."""
         ...

@@ -116,10 +116,10 @@ class RayCenterClient:
             self._turn_end.wait_for_any()
             self._turn_end = None
 
-    def leave(self, message_id: MessageId) -> None:
+    def leave_generation(self, message_id: MessageId) -> None:
         """Leave the generation."""
         self._finish_turn()
-        send = functools.partial(self._shards[HOME].leave.remote, message_id)
+        send = functools.partial(self._shards[HOME].leave_generation.remote, message_id)
         self._delivery(send, HOME, message_id, self._timeout_s).wait_for_any()
 
     def close(self) -> None:

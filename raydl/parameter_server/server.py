@@ -94,10 +94,10 @@ class CenterServer:
         """Messages and calls to the home shard and its coordinator that came too late."""
         return self.home.num_refused + self.coordinator.num_refused
 
-    def open(self, membership: Membership) -> None:
+    def begin_generation(self, membership: Membership) -> None:
         """Begin a generation."""
-        self.coordinator.open(membership)
-        self.home.open(membership)
+        self.coordinator.begin_generation(membership)
+        self.home.begin_generation(membership)
 
     def change(self, membership: Membership, others: list[ShardState]) -> Snapshot:
         """Let workers join and leave while the others go on.

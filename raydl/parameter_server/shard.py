@@ -185,7 +185,7 @@ class Shard:
         self.num_repeated = 0
         """Messages that had been applied before."""
 
-    def open(self, membership: Membership) -> None:
+    def begin_generation(self, membership: Membership) -> None:
         """Take messages of these workers from now on, who all enter with this generation."""
         with self._aggregator_lock:
             self._entered = {}

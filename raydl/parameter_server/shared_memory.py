@@ -110,7 +110,7 @@ class MappedCell:
         return cell
 
     @classmethod
-    def open(
+    def open_address(
         cls, address: CellAddress, size: int, *, is_locked: bool, timeout_s: float
     ) -> MappedCell | None:
         """Return the memory at an address; None: this process can not reach it."""
@@ -334,7 +334,7 @@ def open_cells(
     found = {}
     for span, address in client.shared_cells(message_id).items():
         size = span[1] - span[0]
-        cell = MappedCell.open(address, size, is_locked=is_locked, timeout_s=timeout_s)
+        cell = MappedCell.open_address(address, size, is_locked=is_locked, timeout_s=timeout_s)
         if cell is not None:
             found[span] = cell, address.slot
     return found

@@ -205,7 +205,7 @@ class AsyncStrategy:
         if self._in_turn:
             self._client.end_turn(self._session.next_message_id())
         if self._assignment.outcome is not Outcome.GO_ON:
-            self._client.leave(self._session.next_message_id())
+            self._client.leave_generation(self._session.next_message_id())
         return Decision(self._assignment.outcome, keep=self._assignment.keep, publishes=False)
 
     def vote(self, **votes: float) -> None:

@@ -117,7 +117,7 @@ class CenterActor:
         self._faults: list[tuple[int, str]] = []
         self._process = uuid.uuid4().hex
 
-    def open(
+    def start_center(
         self,
         job: Job,
         snapshot: Snapshot,
@@ -237,7 +237,7 @@ class CenterActor:
         opened = [shard.form.remote(membership) for shard in self._others]
         states = ray.get(opened, timeout=START_S)
         service = self._at_home
-        service.open(membership)
+        service.begin_generation(membership)
         due = Due(service.coordinator.version, is_kept=False)
         return membership.generation, service.snapshot(due, lambda: states)
 
@@ -275,9 +275,9 @@ class CenterActor:
         """End a worker's turn."""
         self._at_home.coordinator.end_turn(message_id)
 
-    def leave(self, message_id: MessageId) -> None:
+    def leave_generation(self, message_id: MessageId) -> None:
         """Let a worker leave."""
-        self._at_home.coordinator.leave(message_id)
+        self._at_home.coordinator.leave_generation(message_id)
 
     def vote(self, generation: int, votes: dict[str, float]) -> None:
         """Cast votes."""
@@ -313,7 +313,7 @@ class ShardActor:
 
     def form(self, membership: Membership) -> ShardState:
         """Begin a generation; return what all start from."""
-        self._shard.open(membership)
+        self._shard.begin_generation(membership)
         return self._shard.state()
 
     def change(self, membership: Membership) -> ShardState:

@@ -256,9 +256,9 @@ class RayRendezvousBackend:
         worker_id: str = self.call("register", wish, terms)
         return worker_id
 
-    def ask(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
+    def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
         """Return the generation that a worker waiting to join is called into; None: ask again."""
-        call: Invitation | None = self.call("ask", worker_id, generation, age)
+        call: Invitation | None = self.call("poll_invitation", worker_id, generation, age)
         return call
 
     def hear(self, worker_id: str, generation: int) -> Signal:
@@ -266,9 +266,9 @@ class RayRendezvousBackend:
         signal: Signal = self.call("hear", worker_id, generation)
         return signal
 
-    def leave(self, worker_id: str, generation: int) -> bool:
+    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
         """Let a worker go; return whether its copy of the center should stay."""
-        return bool(self.call("go", worker_id, generation))
+        return bool(self.call("leave_rendezvous", worker_id, generation))
 
     def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
         """Take in the center that a generation starts from, or ends with."""
@@ -328,17 +328,17 @@ class RendezvousActor:
         """Name a worker."""
         return self._server.register(wish, terms)
 
-    def ask(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
+    def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
         """Call a worker that waits to join."""
-        return self._server.ask(worker_id, generation, age)
+        return self._server.poll_invitation(worker_id, generation, age)
 
     def hear(self, worker_id: str, generation: int) -> Signal:
         """Note that a worker is there."""
         return self._server.hear(worker_id, generation)
 
-    def go(self, worker_id: str, generation: int) -> bool:
+    def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
         """Let a worker go."""
-        return self._server.leave(worker_id, generation)
+        return self._server.leave_rendezvous(worker_id, generation)
 
     def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
         """Take in the center."""
@@ -378,6 +378,6 @@ class RendezvousActor:
         """End a worker's turn."""
         self._server.service.coordinator.end_turn(message_id)
 
-    def leave(self, message_id: MessageId) -> None:
+    def leave_generation(self, message_id: MessageId) -> None:
         """Let a worker's messages end."""
-        self._server.service.coordinator.leave(message_id)
+        self._server.service.coordinator.leave_generation(message_id)

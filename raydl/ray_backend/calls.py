@@ -82,7 +82,7 @@ class Calls:
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         return list(ready)
 
-    def take(self, ref: Any) -> Call | None:
+    def pop_call(self, ref: Any) -> Call | None:
         """Return the call behind a reference; None: it was forgotten meanwhile."""
         return self._by_ref.pop(ref, None)
 

@@ -167,7 +167,7 @@ class RayWorkerGroup:
         """Return the options of an actor that should live on the driver's node."""
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._home, soft=True)}
 
-    def open(self, snapshot: Snapshot) -> None:
+    def start_center(self, snapshot: Snapshot) -> None:
         """Start the center."""
         self._know(snapshot)
         self._backup.begin(*self._known_optimizer)
@@ -203,7 +203,7 @@ class RayWorkerGroup:
         ]
         self._shards = [center, *others]
         self._is_open = False
-        opened = center.open.remote(self._job, snapshot, others, optimizer)
+        opened = center.start_center.remote(self._job, snapshot, others, optimizer)
         self._calls.expect(opened, "center", self._on_opened)
 
     def _on_opened(self, place: Place) -> list[Event]:
@@ -234,7 +234,7 @@ class RayWorkerGroup:
         self._start_center(copy, self._backup.state)
         return f"its optimizer is as it was after {self._backup.version:,} exchanges"
 
-    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
+    def request_worker(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Ask for one more worker."""
         options = worker_options(
             self._job.config.scaling, not_on=self._notices.nodes | self._avoided
@@ -336,7 +336,7 @@ class RayWorkerGroup:
         """Return what happened."""
         self._ask_for_news()
         for ref in self._calls.wait(timeout_s):
-            call = self._calls.take(ref)
+            call = self._calls.pop_call(ref)
             if call is not None:  # its process may have been lost a moment ago
                 self._events += self._answer(ref, call)
         while self._late:
@@ -405,10 +405,10 @@ class RayWorkerGroup:
         for worker_id in self._places.keys() & self._workers.keys() - asked:
             ref = self._workers[worker_id].report.remote()
             self._calls.expect(ref, worker_id, _on_report, can_wait=True)
-            self._heartbeats.ask(worker_id)
+            self._heartbeats.expect_answer(worker_id)
         if self._is_open and "center" not in asked:
             self._calls.expect(self._center.poll.remote(), "center", self._on_poll)
-            self._heartbeats.ask("center")
+            self._heartbeats.expect_answer("center")
         if self._is_open and self._backup.is_due(now):
             self._ask_for_backup()
         for index in range(1, len(self._shards)):
@@ -416,7 +416,7 @@ class RayWorkerGroup:
             if who not in asked:
                 ref = self._shards[index].ping.remote()
                 self._calls.expect(ref, who, self._on_ping, can_wait=True)
-                self._heartbeats.ask(who)
+                self._heartbeats.expect_answer(who)
         self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
         self._events += [Draining(worker_id) for worker_id in self._notices.new(homes)]
@@ -461,7 +461,7 @@ class RayWorkerGroup:
             return self._take_error(error, call)
         except ActorUnavailableError:
             if self._is_question(call):
-                self._heartbeats.ask(call.who)  # asked again, it may answer yet
+                self._heartbeats.expect_answer(call.who)  # asked again, it may answer yet
                 return []
             return self._give_up_or_lose(call, "the connection to it broke")
         except RayError as error:

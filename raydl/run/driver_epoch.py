@@ -48,7 +48,7 @@ class DriverEpoch:
         self._over: SupersededError | None = None
 
     @classmethod
-    def take(cls, storage: Storage, holder: Mapping[str, Any]) -> DriverEpoch | None:
+    def claim_next(cls, storage: Storage, holder: Mapping[str, Any]) -> DriverEpoch | None:
         """Take the next epoch of a run; None: another driver took one at the same time.
 
         Args:

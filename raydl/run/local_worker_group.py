@@ -54,7 +54,7 @@ class LocalWorkerGroup:
         self._running = False
         self._untrained = untrained
 
-    def open(self, snapshot: Snapshot) -> None:
+    def start_center(self, snapshot: Snapshot) -> None:
         """Build the worker."""
         torch.set_num_threads(self._job.config.scaling.num_threads)
         self._shelf.put(snapshot)
@@ -76,7 +76,7 @@ class LocalWorkerGroup:
     def _states_of_others(self) -> list[ShardState]:
         return [shard.state() for shard in self._others]
 
-    def ask(self, worker_id: str, own_state: SavedState | None = None) -> None:
+    def request_worker(self, worker_id: str, own_state: SavedState | None = None) -> None:
         """Say that the one worker is ready."""
         assert worker_id == "w0"
         self._events.append(WorkerReady(worker_id))
@@ -127,9 +127,9 @@ class LocalWorkerGroup:
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Start to train."""
         if self._service:
-            self._service.open(membership)
+            self._service.begin_generation(membership)
             for shard in self._others:
-                shard.open(membership)
+                shard.begin_generation(membership)
             self._events.append(Changed())
         self._enter(membership, self._snapshot(round), own_states)
 

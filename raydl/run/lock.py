@@ -98,7 +98,7 @@ def _take_epoch(storage: Storage, setting: str) -> DriverEpoch:
         ConfigError: another driver took one at the same time, or the folder can not be written.
     """
     try:
-        epoch = DriverEpoch.take(storage, _me())
+        epoch = DriverEpoch.claim_next(storage, _me())
     except OSError as error:
         problem = f"{storage.root} can not be written: {in_words(error)}"
         raise ConfigError(setting, problem) from error

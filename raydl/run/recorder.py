@@ -380,7 +380,7 @@ class RunRecorder:
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
-        reached = self._sums.take(collected.snapshot.round)
+        reached = self._sums.pop_sum(collected.snapshot.round)
         totals = self._totals(reached)
         run = self._controller
         ended = (run.ended_by, run.ended_because) if run and collected.is_last else ("", "")

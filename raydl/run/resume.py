@@ -42,7 +42,7 @@ class Start:
     """The figures of a run that is trained, where it came to write them."""
 
     @classmethod
-    def open(
+    def from_folder(
         cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, order: Order
     ) -> Start:
         """Return the start that the run's folder holds, or a new one.

@@ -287,7 +287,9 @@ class Trainer:
         folder = RunFolder(config)
         with entered_within(folder.storage, folder.held(resume=config.run.resume)):
             order = dataset.train.order(config.training.seed)
-            start = within(folder.storage, lambda: Start.open(folder, config, flat, order=order))
+            start = within(
+                folder.storage, lambda: Start.from_folder(folder, config, flat, order=order)
+            )
             start.sentences.extend(_notes_on(trial, method))
             start.sentences.extend(
                 notes_on_period(config, period=method.period, num_samples=order.num_samples)
@@ -343,7 +345,7 @@ class Trainer:
         examples: Examples,
     ) -> Result:
         config, snapshot = self.config, start.snapshot
-        worker_group.open(snapshot)
+        worker_group.start_center(snapshot)
         with self._recorded(job, flat, start, view, examples) as recorder:
             controller = Controller(
                 worker_group,

@@ -394,7 +394,7 @@ class Attached:
 
     def detach(self) -> None:
         """Leave; the others go on. What was done since the last exchange goes with this worker."""
-        self._rendezvous.leave(self._center)
+        self._rendezvous.leave_rendezvous(self._center)
         release(self._flat.model)
 
     def __enter__(self) -> Attached:

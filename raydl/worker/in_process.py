@@ -45,7 +45,7 @@ class LocalGroup:
                 here[rank] = tensor.clone()
             self._changed.notify_all()
 
-    def leave(self, rank: int) -> None:
+    def remove_member(self, rank: int) -> None:
         """Let a member go: sums that it has handed nothing in for fail, for those who wait too."""
         with self._changed:
             self._gone.add(rank)
@@ -107,7 +107,7 @@ class LocalMember:
 
     def close(self) -> None:
         """Leave the group: what this member has not handed in yet fails, here and at the others."""
-        self._group.leave(self._rank)
+        self._group.remove_member(self._rank)
 
 
 class LocalWork:
@@ -160,7 +160,7 @@ class Coordinates(Protocol):
         """End a worker's turn."""
         ...
 
-    def leave(self, message_id: MessageId) -> None:
+    def leave_generation(self, message_id: MessageId) -> None:
         """Let a worker leave."""
         ...
 
@@ -205,9 +205,9 @@ class LocalCenterClient:
         """Let the next in rank order begin."""
         self._coordinator.end_turn(message_id)
 
-    def leave(self, message_id: MessageId) -> None:
+    def leave_generation(self, message_id: MessageId) -> None:
         """Leave the generation."""
-        self._coordinator.leave(message_id)
+        self._coordinator.leave_generation(message_id)
 
 
 class LocalPendingResponse:

@@ -363,7 +363,7 @@ class Worker:
 
     def _make_header(self, strategy: Strategy) -> Header:
         return Header(
-            **self._losses.take(),
+            **self._losses.pop_state(),
             distance=self.replica.distance_squared,
             step_s=self._step_s,
             waited_s=self._waited_s,

@@ -61,7 +61,9 @@ class Metadata:
         # Never through a proxy: the address means this machine.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def ask(self, path: str, headers: dict[str, str], *, method: str = "GET") -> tuple[int, str]:
+    def send_request(
+        self, path: str, headers: dict[str, str], *, method: str = "GET"
+    ) -> tuple[int, str]:
         """Return (HTTP status, text).
 
         Raises:
@@ -83,7 +85,7 @@ class Metadata:
         Raises:
             MetadataError: there was none, or its status is not 200.
         """
-        status, text = self.ask(path, headers)
+        status, text = self.send_request(path, headers)
         if status != 200:
             raise MetadataError(f"{self._url}{path} answers with status {status}")
         return text
@@ -115,7 +117,7 @@ class Aws:
     def _get(self, path: str) -> str | None:
         if not self._token:
             self._token = self._new_token()
-        status, text = self._metadata.ask(path, {"X-aws-ec2-metadata-token": self._token})
+        status, text = self._metadata.send_request(path, {"X-aws-ec2-metadata-token": self._token})
         if status in (200, 404):
             return text if status == 200 else None
         self._token = ""  # 401: it is too old
@@ -125,7 +127,7 @@ class Aws:
         ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
         path = "/latest/api/token"
         try:
-            status, text = self._metadata.ask(path, ttl, method="PUT")
+            status, text = self._metadata.send_request(path, ttl, method="PUT")
         except MetadataError as error:
             # Its answer may pass few hops: one that has passed too many is lost without a word.
             hint = "in a container with a network of its own, set HttpPutResponseHopLimit to 2"
