@@ -242,7 +242,7 @@ def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
 @pytest.mark.cluster
 def test_the_processes_of_a_cluster_of_ones_own_have_torch_before_they_are_needed(tmp_path):
     code = (
-        "import sys, ray; from raydl import ray_session; ray_session.begin(); "
+        "import sys, ray; from raydl.ray_backend import session; session.begin(); "
         "ray_session.connect(); has_torch = ray.remote(lambda: 'torch' in sys.modules); "
         "sys.exit(not ray.get(has_torch.remote(), timeout=60))"
     )

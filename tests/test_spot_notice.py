@@ -319,7 +319,7 @@ def test_the_watch_holds_neither_ray_nor_torch_in_memory():
 # A node without work would be gone at once, so somebody works there, and tells when it drains.
 AT_WORK = """
 import json, ray, time
-from raydl import ray_session
+from raydl.ray_backend import session as ray_session
 ray.init(logging_level="ERROR")
 @ray.remote(num_cpus=1)
 class Worker:
