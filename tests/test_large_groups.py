@@ -72,7 +72,7 @@ class Large:
     def connect(self, groups=None, **more):
         return self.each(lambda g: g.connect(self.store, host="127.0.0.1", **more), groups)
 
-    def leave(self):
+    def abort(self):
         """Leave all groups, and wait for torch's threads: none may end as the process does."""
         self.each(lambda g: g.abort())
         self.pool.shutdown()
