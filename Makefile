@@ -11,7 +11,7 @@ BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost li
 	startup growth accuracy streaming layout partitions chaos
 BENCH_OPTIONS ?=
 
-.PHONY: train test test-slow soak mutants test-gpu bench lint check clean help
+.PHONY: train test test-fast test-slow soak mutants test-gpu bench lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -38,8 +38,11 @@ check: $(VENV)/installed-dev  ## format, lint and types, without writing
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check  ## check, and run all but the slow tests
-	$(BIN)/pytest
+test: check test-fast  ## check, and run all but the slow tests
+	$(BIN)/pytest -m 'cluster and not slow and not gpu'
+
+test-fast: $(VENV)/installed-dev  ## the tests that start no Ray cluster, in parallel
+	$(BIN)/pytest -m 'not cluster and not slow and not gpu' --numprocesses auto --dist loadscope
 
 test-slow: $(VENV)/installed-dev  ## the tests that take minutes
 	$(BIN)/pytest -m slow --ignore=tests/test_soak.py
