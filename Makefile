@@ -11,7 +11,7 @@ BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost li
 	startup growth accuracy streaming layout partitions chaos
 BENCH_OPTIONS ?=
 
-.PHONY: train test test-fast test-slow soak mutants test-gpu bench lint check clean help
+.PHONY: train test test-fast test-slow soak mutants test-gpu bench docs lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -28,6 +28,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 train: $(VENV)/installed  ## train LeNet on the bundled digits with 2 workers
 	$(BIN)/raydl train --data digits --model lenet --method sync-easgd --workers 2 --epochs 60
 	@echo '  both need:    . $(BIN)/activate    (once in this shell)'
+
+docs: $(VENV)/installed-dev  ## the documentation as a site, in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lint: $(VENV)/installed-dev  ## format and mend what can be mended
 	$(BIN)/ruff format .

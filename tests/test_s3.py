@@ -260,8 +260,8 @@ def test_a_checkpoint_that_was_cut_off_is_none_and_the_one_before_stays():
 DRIVER = """
 import sys
 from raydl import cli
-from raydl.run import hold
-hold.STALE_S = 1.0
+from raydl.run import lock
+lock.STALE_S = 1.0
 sys.exit(cli.main(sys.argv[1:]))
 """
 
