@@ -85,7 +85,7 @@ class Ordeal:
 
     Args:
         made: hosts with Ray.
-        rule: of the run, one of :data:`RULES`.
+        rule: of the run, one of ``RULES``.
         seed: of the strikes.
         seconds: the storm lasts.
     """
@@ -257,7 +257,7 @@ def weathered(rule: str, *, seed: int, seconds: float, out: Path | None = None) 
     """Return what a storm of so many seconds does to a run.
 
     Args:
-        rule: one of :data:`RULES`.
+        rule: one of ``RULES``.
         seed: of the strikes.
         seconds: the storm lasts.
         out: a folder for what the run prints, however it ends.

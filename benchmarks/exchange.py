@@ -67,7 +67,7 @@ def count_of(num_parameters: int) -> int:
 
 
 def one_node(repeats: int) -> dict[str, Any]:
-    """Measure all sizes on the node of this process; see :func:`one_size`."""
+    """Measure all sizes on the node of this process; see ``one_size``."""
     return {name: one_size(num_parameters, repeats) for name, num_parameters in SIZES.items()}
 
 
@@ -222,7 +222,7 @@ def on_two_hosts(part: str, repeats: int, folder: Path, *, mbit: float) -> tuple
 
 
 def new_folder() -> Path:
-    """Return a folder for :func:`on_two_hosts`, which removes it; its path is short."""
+    """Return a folder for ``on_two_hosts``, which removes it; its path is short."""
     return Path(tempfile.mkdtemp(prefix="raydl-"))
 
 

@@ -118,7 +118,7 @@ class Hosts:
         self._switched().configure("ip", f"link set port{range(self.number)[host]} nomaster")
 
     def join(self, host: int) -> None:
-        """Let everything through again after :meth:`cut`.
+        """Let everything through again after ``cut``.
 
         Raises:
             HostsError: the machine does not permit it.

@@ -89,7 +89,7 @@ def speed(hosts: Hosts, num_steps: Callable[[], int], mbit: float) -> float:
 def by_turns(
     hosts: Hosts, num_steps: Callable[[], int], mbits: Sequence[int], *, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the steps per second without a limit and at each rate; see :func:`speed`."""
+    """Return the steps per second without a limit and at each rate; see ``speed``."""
     cases = {
         "unlimited": partial(speed, hosts, num_steps, UNLIMITED_MBIT),
         **{f"{mbit} Mbit/s": partial(speed, hosts, num_steps, mbit) for mbit in mbits},
@@ -98,7 +98,7 @@ def by_turns(
 
 
 def tell(report: Report, speeds: Mapping[str, Sequence[float]], mbits: Sequence[int]) -> None:
-    """Report what :func:`by_turns` returned, and what is kept at each rate."""
+    """Report what ``by_turns`` returned, and what is kept at each rate."""
     report.table(
         ("link", "steps per second"),
         [(name, Spread.of(of).text(".1f")) for name, of in speeds.items()],

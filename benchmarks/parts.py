@@ -29,7 +29,7 @@ from raydl.ray_backend import session as ray_session
 
 
 def parser_of_parts(doc: str | None, **more: dict[str, Any]) -> argparse.ArgumentParser:
-    """Return a benchmark's options, with those for the processes that :func:`connected` starts.
+    """Return a benchmark's options, with those for the processes that ``connected`` starts.
 
     Args:
         doc: of the benchmark.
@@ -87,5 +87,5 @@ def ray_here() -> Iterator[None]:
 
 
 def write_answer(path: Path, answer: Mapping[str, Any]) -> None:
-    """Write what :func:`connected` returns."""
+    """Write what ``connected`` returns."""
     path.write_text(json.dumps(answer))

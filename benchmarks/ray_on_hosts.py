@@ -88,7 +88,7 @@ def rejoin_ray(
         hosts: of the cluster.
         host: not that of the head.
         folder: a new one for what the node writes; its path is short.
-        environment: what :func:`start_ray` returned.
+        environment: what ``start_ray`` returned.
         timeout_s: the longest start.
 
     Raises:
@@ -116,7 +116,7 @@ def join_ray(
         hosts: of the cluster.
         host: not that of the head.
         folder: a new one for what the node writes; its path is short.
-        environment: what :func:`start_ray` returned.
+        environment: what ``start_ray`` returned.
     """
     ray = str(Path(sys.executable).with_name("ray"))
     words = [ray, "start", "--address", environment["RAY_ADDRESS"], *_place(hosts, host, folder)]

@@ -144,7 +144,7 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
 
 
 def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) -> Recovery:
-    """Return what a kill costs Ray Train with so many workers; see :func:`raydl_case`.
+    """Return what a kill costs Ray Train with so many workers; see ``raydl_case``.
 
     Raises:
         WatchError: the run did not do what was waited for.

@@ -36,7 +36,7 @@ UNLIMITED_MBIT = 10_000
 BOUND_S = 600.0
 """The longest run."""
 PAUSING_MODEL = "benchmarks.runs_on_hosts:pausing_lenet"
-"""What ``--model`` takes for :func:`pausing_lenet`."""
+"""What ``--model`` takes for ``pausing_lenet``."""
 _PAUSE = "RAYDL_BENCHMARK_PAUSE_S"
 _FEWEST_RECORDS = 4
 _AT_ONCE_S = 0.1
@@ -137,9 +137,9 @@ def cluster(
 
     Args:
         number: of hosts that train.
-        pause_s: of the workers of :func:`pausing_lenet`.
+        pause_s: of the workers of ``pausing_lenet``.
         has_master: one host more, host 0, holds driver and center, and no worker.
-        mtu: of the links, see :class:`Hosts`.
+        mtu: of the links, see ``Hosts``.
         pull_ms: how long a node waits for an object before it asks for it once more.
 
     Raises:

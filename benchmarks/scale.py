@@ -288,7 +288,7 @@ class Driver:
         num_workers: of them.
         writer: of the curves.
         folder: of the run; None: no status is written.
-        more: see :class:`ChurningCrew`.
+        more: see ``ChurningCrew``.
     """
 
     def __init__(

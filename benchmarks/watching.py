@@ -1,6 +1,6 @@
 """Looks at a training run from outside: when each of its workers began each step.
 
-The run trains :func:`lenet` of this module, which notes each step, when its backward begins, in a
+The run trains ``lenet`` of this module, which notes each step, when its backward begins, in a
 file of its process, in a folder that the environment names; so nothing that a run says of itself is
 trusted. Times are those of ``time.monotonic()``, which all processes of a machine share.
 """

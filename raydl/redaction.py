@@ -1,7 +1,7 @@
 """Credentials in URIs, removed wherever a person or a file sees one.
 
 A URI may say who asks, and prove it: ``s3://KEY:SECRET@bucket/x``, ``…?sig=…&token=…``. The
-storage layer gets a URI as it was given. Everything else shows :func:`redact` of it: what is left
+storage layer gets a URI as it was given. Everything else shows ``redact`` of it: what is left
 names the same place, and opens it where the environment has the credentials.
 
 Removed are user and password before an ``@``, and parameters whose names end as those of secrets

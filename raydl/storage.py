@@ -6,9 +6,9 @@ it is written in place.
 
 A file system that hangs, a file server that went away or an S3 that takes connections and says
 nothing, blocks its caller, and nothing ends such a call. So all calls while a run trains are
-made in threads that can be left behind; see :meth:`Storage.unanswered`. A store that does not
+made in threads that can be left behind; see ``Storage.unanswered``. A store that does not
 answer is given up within half a minute, and what it said becomes the rest of one sentence: see
-:func:`in_words`. Endpoints and credentials: docs/storage.md.
+``in_words``. Endpoints and credentials: docs/storage.md.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def below(place: str, name: str) -> str:
 
 
 def parent_and_name(place: str) -> tuple[str, str]:
-    """Return a path or URI taken apart again, as :func:`below` would put it together."""
+    """Return a path or URI taken apart again, as ``below`` would put it together."""
     scheme, base, query = _split(place)
     parent, slash, name = base.rstrip("/").rpartition("/")
     return f"{scheme}{parent or slash}{query}", name
@@ -346,7 +346,7 @@ class Storage:
         self.write_pieces(name, [data])
 
     def write_pieces(self, name: str, pieces: Iterable[Any]) -> Sum:
-        """Write a file as :meth:`write_bytes` does, from contents that come in pieces."""
+        """Write a file as ``write_bytes`` does, from contents that come in pieces."""
         with self._calling(f"to write {name}"):
             sums = []
 
@@ -364,7 +364,7 @@ class Storage:
             yield piece
 
     def copy_in(self, local: str, name: str) -> None:
-        """Write a file that lies on this machine, piece by piece; like :meth:`write_bytes` else."""
+        """Write a file that lies on this machine, piece by piece; like ``write_bytes`` else."""
         with open(local, "rb") as source:
             self.write_pieces(name, iter(lambda: source.read(_CHUNK_BYTES), b""))
 
@@ -649,7 +649,7 @@ def within(
 
 @contextmanager
 def entered_within(storage: Storage, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter and leave a context that needs a storage, each as :func:`within` does."""
+    """Enter and leave a context that needs a storage, each as ``within`` does."""
     within(storage, context.__enter__)
     try:
         yield

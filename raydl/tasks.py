@@ -1,7 +1,7 @@
 """What is learned: a task builds the model, and knows the loss and the metrics of a batch.
 
 Images into classes, the next token of a text, a class of your own with the methods of
-:class:`Task`, or a task made of a model and a loss. The worker's loop knows nothing else of it.
+``Task``, or a task made of a model and a loss. The worker's loop knows nothing else of it.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def predict(task: Predicts, model: nn.Module, inputs: Tensor) -> tuple[int, ...]
 
 
 OwnFactory = Callable[..., nn.Module]
-"""Builds a model; of a :class:`DataShape`, or of nothing."""
+"""Builds a model; of a ``DataShape``, or of nothing."""
 OwnLoss = Callable[[nn.Module, Batch], Tensor]
 """Returns the mean loss of a model over a batch, a scalar with a gradient."""
 OwnMetrics = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
@@ -369,7 +369,7 @@ class ModelAndLoss:
     """A model of your own, and the loss that it is to make small.
 
     Args:
-        build: returns the model; takes the :class:`DataShape`, or nothing.
+        build: returns the model; takes the ``DataShape``, or nothing.
         loss: of (model, batch), the mean over the samples of the batch.
         metrics: of (model, batch), sums over the samples; the loss is added where it is not among
             them.
@@ -422,7 +422,7 @@ class LossFromForward(ModelAndLoss):
     place. What comes back has the loss as its attribute or its key ``loss``, or first.
 
     Args:
-        build: returns the model; takes the :class:`DataShape`, or nothing.
+        build: returns the model; takes the ``DataShape``, or nothing.
         metrics: of (model, batch), sums over the samples.
     """
 

@@ -1,6 +1,6 @@
 """The controller against a simulated worker group in which anything may go wrong at any time.
 
-The simulation obeys the protocol of :class:`raydl.core.worker_group.WorkerGroup` and knows nothing
+The simulation obeys the protocol of ``raydl.core.worker_group.WorkerGroup`` and knows nothing
 of tensors: a worker is a round, the center a few numbers. Whatever goes wrong for a while, the run
 ends.
 """

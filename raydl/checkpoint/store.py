@@ -13,7 +13,7 @@ Nothing is ever written over: a round that is written again comes to lie beside 
 round-00000120.1, and the first is deleted when the second is whole. So at any moment of a
 write one that can be read is there.
 
-Every start of a run has a number, its driver epoch (:mod:`raydl.run.driver_epoch`). From the
+Every start of a run has a number, its driver epoch (``raydl.run.driver_epoch``). From the
 second on it is part of the names, round-00000120-e2, and a driver deletes what its own epoch and
 earlier ones wrote, never what a later one did. What a later epoch wrote is newer, whatever the
 rounds: an earlier driver that was halted and wakes up may complete a checkpoint, which then does
@@ -21,8 +21,8 @@ not count. Since it may as well delete the one that a later driver goes on from,
 copies it to a name of its own first.
 
 States of workers do not pass through the memory of the driver: a worker
-on another machine writes its file itself (:class:`DistantState`), into the folder that it is told,
-and reads it itself (:class:`SavedState`).
+on another machine writes its file itself (``DistantState``), into the folder that it is told,
+and reads it itself (``SavedState``).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Checkpoint:
     workers: Mapping[str, dict[str, Any] | DistantState | SavedState]
     """Each worker's own state, by id, in the order of the ranks: nested values, or where they are.
 
-    What is read has :class:`SavedState`."""
+    What is read has ``SavedState``."""
 
 
 class _DamagedError(CheckpointError):
@@ -113,7 +113,7 @@ class CheckpointStore:
         self._late: set[str] = set()
 
     def names(self) -> list[str]:
-        """Return the whole checkpoints, oldest first, without those :meth:`read` found damaged.
+        """Return the whole checkpoints, oldest first, without those ``read`` found damaged.
 
         One of a later driver epoch is newer than one of an earlier, whatever their rounds.
         """
@@ -180,7 +180,7 @@ class CheckpointStore:
         return name
 
     def take_over(self, checkpoint: Checkpoint) -> dict[str, SavedState]:
-        """Copy the checkpoint that :meth:`read` returned to a name of this driver's epoch.
+        """Copy the checkpoint that ``read`` returned to a name of this driver's epoch.
 
         Before anything counts on it: the driver that wrote it may be halted and wake up, and
         deletes then what it takes for old. It knows no name of this epoch.
@@ -300,7 +300,7 @@ class CheckpointStore:
         """Delete all but the ``keep`` newest, of which ``written`` is always one.
 
         It was written whole a moment ago, and nothing was deleted before: so at least one
-        that can be read stays, whatever became of the others. One that :meth:`read` found
+        that can be read stays, whatever became of the others. One that ``read`` found
         damaged counts for nothing, nor does one whose round was written again.
         """
         try:

@@ -119,7 +119,7 @@ class CheckpointWriter:
         best: where the best center goes.
         order: name of the order of the samples.
         after: called when a checkpoint was written; an ``OSError`` of it is a failure to be told.
-        unanswered: see :meth:`raydl.storage.Storage.unanswered`.
+        unanswered: see ``raydl.storage.Storage.unanswered``.
         refuge: a folder on another disk, for the newest center if the storage does not take it;
             None: one of the system's temporary folders.
     """
@@ -169,7 +169,7 @@ class CheckpointWriter:
             collected: the states of a round.
             seconds: training time up to it, over all starts.
             totals: what all starts did up to it.
-            ended: see :func:`checkpoint_of`.
+            ended: see ``checkpoint_of``.
         """
         self._unwritten = collected
         write = self._work.submit(self._write, collected, seconds, totals, ended)
@@ -269,7 +269,7 @@ class CheckpointWriter:
     def take_failures(self) -> list[str]:
         """Return, once, what could not be written; the next time it may go through.
 
-        Of checkpoints the newest is not among them: see :meth:`close`.
+        Of checkpoints the newest is not among them: see ``close``.
         """
         said = []
         while self._troubles:
@@ -385,7 +385,7 @@ class _Work:
             self._calls.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of all, after :meth:`close`; return whether it has come."""
+        """Wait for the end of all, after ``close``; return whether it has come."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

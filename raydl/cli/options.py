@@ -1,6 +1,6 @@
 """Options and tables, as all commands read and print them.
 
-The options of ``train`` are the fields of :class:`raydl.config.TrainConfig`, by tyro. A field
+The options of ``train`` are the fields of ``raydl.config.TrainConfig``, by tyro. A field
 with a flag in its metadata gets that short name; the others keep their dotted ones.
 """
 

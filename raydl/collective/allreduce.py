@@ -132,7 +132,7 @@ def recursive_doubling(
 
     If p is not a power of two, a rank from q on gives its tensor to rank - q and gets the
     result back at the end. The same bits everywhere, since x + y and y + x are the same bits
-    (but for the payload of a NaN). Arguments and errors as in :func:`ring`.
+    (but for the payload of a NaN). Arguments and errors as in ``ring``.
     """
     rank, q = link.rank, 1 << (link.num_workers.bit_length() - 1)
     received = scratch[: tensor.numel()]
@@ -158,7 +158,7 @@ def two_level(
 
     Inside a node by a binomial tree, among leaders by the cheaper of the other two. The same
     bits everywhere, since a node's ranks copy their leader. Arguments and errors as in
-    :func:`ring`.
+    ``ring``.
     """
     node, leaders = _Subset(link, _inside(nodes, link.rank)), _leaders(nodes)
     _tree_reduce(node, tensor, scratch[: tensor.numel()], torch.add)
@@ -205,7 +205,7 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
     "recursive-doubling": recursive_doubling,
     "two-level": two_level,
 }
-"""How to sum, each called as :func:`ring` is; ``network.COSTS`` has their costs."""
+"""How to sum, each called as ``ring`` is; ``network.COSTS`` has their costs."""
 
 
 _PING_BYTES, _LOAD_BYTES = 8, 1 << 19

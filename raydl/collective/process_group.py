@@ -1,7 +1,7 @@
 """A process group of torch that any thread can leave at once: gloo for CPU tensors, or NCCL.
 
 torch bounds an operation by a time-out, but has no call to give one up before. Here a wait
-goes in slices, between which the waiter looks around (:func:`is_done`), and leaving closes
+goes in slices, between which the waiter looks around (``is_done``), and leaving closes
 the connections, so that peers that wait for this member fail at once too.
 """
 
@@ -74,7 +74,7 @@ class TorchGroup:
             store: where they meet.
             host: the address that they reach this one by.
             tls: the certificates of this node; None: connections are in plain.
-            has_pairs: any two members will send to each other (:meth:`link`). Else a large gloo
+            has_pairs: any two members will send to each other (``link``). Else a large gloo
                 group connects as a ring, along which torch sums and gathers.
 
         With certificates all that gloo sends to another host goes through TLS.
@@ -251,7 +251,7 @@ class TunnelStore(dist.Store):  # type: ignore[misc]
         store: of the generation.
         tunnel: of this member.
         rank: this member's.
-        ways: see :func:`raydl.collective.tunnel.seen_by`.
+        ways: see ``raydl.collective.tunnel.seen_by``.
     """
 
     def __init__(self, store: Any, tunnel: Tunnel, rank: int, ways: dict[int, int]) -> None:

@@ -271,7 +271,7 @@ class CollectiveGroup:
         address: where they meet.
         worker_ids: all members, by rank.
         rank: this one's.
-        center: the actor that keeps the keys by which they meet; see :class:`CenterStore`.
+        center: the actor that keeps the keys by which they meet; see ``CenterStore``.
         algorithm: of the sum: ``library`` (torch's own), a name of ``allreduce.ALGORITHMS``,
             or ``auto`` for what is predicted to be fastest on the network as measured now.
         abandoned: once it is set, forming the group and every wait in it raise at once.
@@ -370,7 +370,7 @@ class CollectiveGroup:
         return self.adaptive.report() if self.adaptive else None
 
     def wait_for(self, work: Any, round: int) -> None:
-        """Wait for an operation of a round. Raises what :class:`CollectiveWork` does."""
+        """Wait for an operation of a round. Raises what ``CollectiveWork`` does."""
         start = time.monotonic()
         try:
             if self.address.device == "cuda":

@@ -3,8 +3,8 @@
 When an exchange fails, the ledger that all go on with says what each worker has claimed. A
 worker may have trained on less: it came out of its round early, or was a round behind and
 those claims are of a round that it never saw. So survivors compare, and tell each other
-(:class:`Trained`). The first rounds of a generation are measured, and all its workers choose by
-them how often to exchange (:class:`ExchangeProfiler`).
+(``Trained``). The first rounds of a generation are measured, and all its workers choose by
+them how often to exchange (``ExchangeProfiler``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The settings of a run, as frozen dataclasses.
 
-Each class checks its own fields; :class:`TrainConfig` checks what spans several. A field's
+Each class checks its own fields; ``TrainConfig`` checks what spans several. A field's
 metadata may name the short flag it has on the command line (``{"flag": "beta"}``); every
 other field is reached by its dotted name (``--exchange.timeout-s``).
 
@@ -120,7 +120,7 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
-    """Build a configuration from what :func:`to_dict` returned, perhaps through JSON.
+    """Build a configuration from what ``to_dict`` returned, perhaps through JSON.
 
     Raises:
         ConfigError: a key is no setting of this version.

@@ -19,7 +19,7 @@ exchanges so.)
 
 The worker that waits least is the slowest one: its waiting is the link's, the others wait for this
 worker too, which no tuning helps. Where it waits too much, E follows from w; the first of
-:func:`candidates` by which little would be waited is taken.
+``candidates`` by which little would be waited is taken.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Callbacks: what is called in the driver whenever the center was scored, and at the end.
 
-:class:`Callback` is what one looks like. :class:`StopAtAccuracy` and :class:`Patience` are the two
+``Callback`` is what one looks like. ``StopAtAccuracy`` and ``Patience`` are the two
 that settings ask for; they use nothing that one of your own could not::
 
     class UntilLunch(raydl.Callback):
@@ -124,7 +124,7 @@ def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
 
     Raises:
         ConfigError: they are no list, or one is a class, has not the methods of
-            :class:`Callback`, or would have to be awaited.
+            ``Callback``, or would have to be awaited.
     """
     if not isinstance(callbacks, Iterable):
         name = type(callbacks).__name__

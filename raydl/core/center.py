@@ -1,8 +1,8 @@
 """The center variable: what remembers, while replicas explore.
 
-:class:`Center` is the variable itself, or a span of it. In a synchronous method every rank
+``Center`` is the variable itself, or a span of it. In a synchronous method every rank
 keeps the same one, moved by the same totals; otherwise it lives in the center's shards.
-:class:`SnapshotShelf` holds committed copies for those who evaluate and write checkpoints.
+``SnapshotShelf`` holds committed copies for those who evaluate and write checkpoints.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ class Snapshot:
     optimizer: dict[str, Any]
     """State of the optimizer at the center; empty where the rule has none."""
     ledger: dict[str, Any]
-    """State of the :class:`raydl.data.ledger.Ledger` at this round."""
+    """State of the ``raydl.data.ledger.Ledger`` at this round."""
     num_cuts: int = 0
     """How often the learning rate was cut up to here, for the schedule ``plateau``."""
     tuning: ExchangeTuning | None = None
     """What the workers chose to exchange by, if they did."""
     untrained: dict[str, np.ndarray] = field(default_factory=dict)
     """What differs from the untrained state that this start of the run began with, by name; see
-    :class:`raydl.core.flat.UntrainedState`."""
+    ``raydl.core.flat.UntrainedState``."""
 
     def is_finite(self) -> bool:
-        """Whether all values of the center are finite; see :func:`raydl.core.flat.is_finite`."""
+        """Whether all values of the center are finite; see ``raydl.core.flat.is_finite``."""
         return is_finite(view_of(self.weights)) and is_finite(view_of(self.buffers))
 
 
 class Center:
     """The center variable c, or one span of it, with its optimizer if it has any.
 
-    Several threads may call :meth:`apply_` at once: they then add to the same memory with no
+    Several threads may call ``apply_`` at once: they then add to the same memory with no
     order between them, as Hogwild does. Who wants an order holds a lock around it.
 
     Args:
@@ -122,11 +122,11 @@ class Center:
             optimizer.state[tensor] = self._states.setdefault(place, state)
 
     def keep(self) -> None:
-        """Remember the state as it is now, for :meth:`undo_`."""
+        """Remember the state as it is now, for ``undo_``."""
         self._kept = self.weights.clone(), self.buffers.clone(), self.optimizer_state()
 
     def undo_(self) -> None:
-        """Go back to what :meth:`keep` remembered."""
+        """Go back to what ``keep`` remembered."""
         assert self._kept is not None, "keep comes first"
         weights, buffers, state = self._kept
         self.weights.copy_(weights)
@@ -144,7 +144,7 @@ class Center:
         return copied_to_cpu(optimizer.state_dict()) if optimizer else {}
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`optimizer_state` returned."""
+        """Take over what ``optimizer_state`` returned."""
         _, optimizer = self._handle()
         if optimizer is None or not state:
             return

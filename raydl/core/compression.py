@@ -35,7 +35,7 @@ class Codec(Protocol):
     """Turns a vector of float32 into bytes and back."""
 
     name: str
-    """As :func:`parse_codec` understands it."""
+    """As ``parse_codec`` understands it."""
 
     def num_bytes(self, num_values: int) -> int:
         """Return the exact size of the message of so many values, in bytes."""
@@ -211,7 +211,7 @@ class ErrorFeedback:
         return {"residual": self.residual.to("cpu", copy=True)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what :meth:`state_dict` returned, and forget the last message."""
+        """Take over what ``state_dict`` returned, and forget the last message."""
         self.residual, self._next = state["residual"].clone(), torch.zeros(0)
         self._is_open = False
 

@@ -62,7 +62,7 @@ class Copies:
         """Make memory ready for the next copy, as far as it is not there; in any thread.
 
         Args:
-            sizes: of its tensors, as :func:`sizes_of` returns them.
+            sizes: of its tensors, as ``sizes_of`` returns them.
         """
         ready = Counter(block.num_bytes for block in list(self._blocks) if block.is_free)
         missing = Counter(size for size in sizes if size >= _LEAST_BYTES) - ready

@@ -1,6 +1,6 @@
 """The exchange between a replica and the center, as both sides see it.
 
-:class:`StepPlan` says which exchanges start and complete in one local step; :class:`Exchange` is
+``StepPlan`` says which exchanges start and complete in one local step; ``Exchange`` is
 what every transport implements. Spans say which of the flat parameters each shard of the center
 and each fragment holds; where a device's parameters go to a center that lies elsewhere, they are
 staged through host memory.
@@ -71,7 +71,7 @@ class Exchange(Protocol):
 
     @property
     def center(self) -> Center | Mirror:
-        """The center's span as it was before this exchange, until :meth:`commit`."""
+        """The center's span as it was before this exchange, until ``commit``."""
         ...
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
@@ -110,7 +110,7 @@ class Exchange(Protocol):
 
 
 class Partners(Protocol):
-    """Workers that share one replica; see :class:`raydl.collective.exchange.GradientGroup`."""
+    """Workers that share one replica; see ``raydl.collective.exchange.GradientGroup``."""
 
     def mean_(
         self, gradients: Tensor, num_samples: int, is_reached: bytearray

@@ -5,7 +5,7 @@ float buffers (batch-norm statistics) views into a third. Nothing else in raydl 
 
 What a model has beside these, its *untrained state*, stays where it is: frozen parameters,
 integer buffers, buffers of another dtype than the weights, and masks. No exchange averages it;
-:class:`raydl.core.untrained.UntrainedState` makes it equal in all processes at the start.
+``raydl.core.untrained.UntrainedState`` makes it equal in all processes at the start.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class FlatModel:
         return note
 
     def is_reached(self, since: Sequence[int]) -> bytearray:
-        """Return, by parameter, 1 if a backward pass has reached it since :attr:`num_reached`."""
+        """Return, by parameter, 1 if a backward pass has reached it since ``num_reached``."""
         return bytearray(now > before for now, before in zip(self.num_reached, since, strict=True))
 
     def note_reached(self, is_reached: bytearray) -> None:
@@ -152,7 +152,7 @@ class FlatModel:
         """Return the names of the parameters that no backward pass has reached of late.
 
         Args:
-            since: :attr:`num_reached` as it was then.
+            since: ``num_reached`` as it was then.
             span: those of which a part is in it alone, of the flat parameters; None: all.
 
         Where nobody watches there are none.
@@ -244,7 +244,7 @@ class FlatModel:
         Args:
             weights: shape [num_parameters].
             buffers: shape [num_buffers].
-            untrained: arrays of the untrained state, as :meth:`UntrainedState.changed` returns
+            untrained: arrays of the untrained state, as ``UntrainedState.changed`` returns
                 them; what is not among them is as the model has it.
         """
         self.rebind()

@@ -15,7 +15,7 @@ from raydl.tasks import DataShape, Task, build_model
 
 
 class BeforeStep(Protocol):
-    """Is told of a local step that is about to begin; see :class:`raydl.faults.Injector`."""
+    """Is told of a local step that is about to begin; see ``raydl.faults.Injector``."""
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 A method is a *rule* (what an exchange computes) under a *strategy* (which exchanges happen when),
 with a period and an inner optimizer. Names follow SC17 (arXiv 1708.02983), where they are
-from there. :class:`Method` knows which settings go together.
+from there. ``Method`` knows which settings go together.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ What an optimizer holds depends on what it looks at:
 
 A parameter that a step's loss did not reach has no gradient, and torch then leaves it and its
 state alone. A flat tensor can not: with the first such step the elementwise ones change over to
-the model's own parameters, and take their state along (:func:`split_by_parameter`).
+the model's own parameters, and take their state along (``split_by_parameter``).
 
 A hook of torch's own runs before every step: it hands the gradient of the flat tensor down to
 the views, and shortens one that is too long, over all groups together. One exploding batch
@@ -59,7 +59,7 @@ ELEMENTWISE = frozenset(
 """Those that look at no parameter's shape, and so are the same on any slice of it."""
 
 _BY_FIELD = ("lr", "momentum", "nesterov", "weight_decay")
-"""Settings that have a field of their own in :class:`raydl.config.OptimizerConfig`."""
+"""Settings that have a field of their own in ``raydl.config.OptimizerConfig``."""
 
 
 def make_optimizer(

@@ -1,7 +1,7 @@
 """A replica: a model on one flat buffer, its inner optimizer, and one local step.
 
 The step of every synchronous and asynchronous method is the same; only the transport
-behind :class:`raydl.core.exchange.Exchange` differs.
+behind ``raydl.core.exchange.Exchange`` differs.
 
 A worker that comes back after a failure is far from where the others went. With dynamic
 weights it is pulled hard and pulls the center little:
@@ -69,7 +69,7 @@ class Distances:
         return dict(self._squares)
 
     def load(self, state: Mapping[int, float]) -> None:
-        """Take over what :meth:`state` returned."""
+        """Take over what ``state`` returned."""
         self._squares = dict(state)
 
 
@@ -104,7 +104,7 @@ class DistanceTrend:
         return {"logs": list(self._logs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Take over what ``state_dict`` returned."""
         self._logs = deque(state["logs"], maxlen=_REMEMBERED)
 
 
@@ -135,7 +135,7 @@ class DynamicWeights:
         return [[start, trust.state_dict()] for start, trust in self._dynamic_weights.items()]
 
     def load(self, state: list[list[Any]]) -> None:
-        """Take over what :meth:`state` returned, where that matters."""
+        """Take over what ``state`` returned, where that matters."""
         for start, seen in state if self.is_on else ():
             self._dynamic_weights[start] = DistanceTrend()
             self._dynamic_weights[start].load_state_dict(seen)
@@ -224,7 +224,7 @@ class Replica:
     def step_as_it_is(self, step_plan: StepPlan = _SILENT) -> Header | None:
         """Take one local step along gradients that the optimizer's parameters have already.
 
-        Whoever computed them counts each step as one sample. Returns and raises as :meth:`step`.
+        Whoever computed them counts each step as one sample. Returns and raises as ``step``.
         """
 
         def gradient() -> tuple[Tensor, int]:
@@ -486,11 +486,11 @@ class Replica:
                     self._moves.append((exchange.span, before.sub_(weights)))
 
     def keep(self) -> None:
-        """Remember what exchanges do to the replica from here on, for :meth:`undo_`."""
+        """Remember what exchanges do to the replica from here on, for ``undo_``."""
         self._moves = []
 
     def undo_(self) -> None:
-        """Undo what exchanges did since :meth:`keep`; local steps since then stay."""
+        """Undo what exchanges did since ``keep``; local steps since then stay."""
         for span, move in self._moves or ():
             self.flat.weights[span].add_(move)
         self._moves = None
@@ -572,7 +572,7 @@ class Replica:
         }
 
     def _load_optimizer(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
-        """Take over what :meth:`_optimizer_state` returned."""
+        """Take over what ``_optimizer_state`` returned."""
         if self._optimizer is None or not state["optimizer"]:
             return
         # The user's own, of an attached loop, is the one there is.
@@ -606,7 +606,7 @@ class Replica:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, copies: bool = True) -> None:
-        """Take over what :meth:`state_dict` returned; without ``copies`` for good."""
+        """Take over what ``state_dict`` returned; without ``copies`` for good."""
         self.flat.weights.copy_(state["weights"])
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])

@@ -76,7 +76,7 @@ class Losses:
         return {"loss_sum": self._sum, "loss_samples": self._num_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Take over what ``state_dict`` returned."""
         self._sum, self._num_samples = state["loss_sum"], state["loss_samples"]
 
 

@@ -174,7 +174,7 @@ class Rule:
     whole: fragments and shards of the center come for nothing.
 
     Attributes:
-        sends: what travels. A rule that sends weights defines :meth:`pull`; after any other
+        sends: what travels. A rule that sends weights defines ``pull``; after any other
             exchange the replica becomes a copy of the center.
         steps_replica: the replica takes optimizer steps of its own; otherwise the user's
             optimizer lives at the center.
@@ -204,9 +204,9 @@ class Rule:
         raise NotImplementedError
 
     def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
-        """Put into ``out`` what :meth:`pull` returns; return the squared distance of the two.
+        """Put into ``out`` what ``pull`` returns; return the squared distance of the two.
 
-        All are of shape [n]; see :meth:`pull`.
+        All are of shape [n]; see ``pull``.
         """
         squares = squared_distance(replica, center, scratch=out)
         pull = self.pull(replica, center, tally, out=out)
@@ -354,7 +354,7 @@ class Outer(Rule):
 
 
 class DelayedOuter(Outer):
-    """Outer Nesterov for progress that arrives one by one: :class:`DelayedNesterov`.
+    """Outer Nesterov for progress that arrives one by one: ``DelayedNesterov``.
 
     Its momentum is refreshed after as many arrivals as workers train.
     """

@@ -62,7 +62,7 @@ class DistantState(Protocol):
 
 
 SavedPlace = tuple[str, str, Sum]
-"""Of a :class:`SavedState`: the storage's address, the name of the file, its checksum."""
+"""Of a ``SavedState``: the storage's address, the name of the file, its checksum."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def unpack(data: bytearray) -> dict[str, Any]:
-    """Return what :func:`pack` was given; its tensors lie in ``data``."""
+    """Return what ``pack`` was given; its tensors lie in ``data``."""
     tensors, metadata = tensor_files.parse(data)
     return _state_of(tensors, metadata or {})
 

@@ -166,7 +166,7 @@ class Strategy(Protocol):
         ...
 
     def prepare_copy(self) -> Callable[[], None]:
-        """Return what makes memory ready for :meth:`snapshot`, in any thread."""
+        """Return what makes memory ready for ``snapshot``, in any thread."""
         ...
 
     def undo_round(self) -> None:

@@ -1,7 +1,7 @@
 """Safetensors files, written and read piece by piece, so that no copy of them lies in memory.
 
-:class:`TensorFile` has the bytes that ``safetensors.torch.save`` would return, straight from the
-memory of the tensors. :func:`seal` adds a checksum of all that a file holds, names, tensors and a
+``TensorFile`` has the bytes that ``safetensors.torch.save`` would return, straight from the
+memory of the tensors. ``seal`` adds a checksum of all that a file holds, names, tensors and a
 few values, for files that stand alone: it lies in the metadata, with the values. Plain PyTorch
 loads both.
 """
@@ -72,7 +72,7 @@ class TensorFile:
         """Of the whole file."""
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the contents in order, in pieces of up to :data:`PIECE_BYTES`."""
+        """Yield the contents in order, in pieces of up to ``PIECE_BYTES``."""
         for part in self._parts:
             memory = _memory_of(part)
             for start in range(0, len(memory), PIECE_BYTES):

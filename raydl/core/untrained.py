@@ -257,7 +257,7 @@ def as_tensors(arrays: Untrained) -> dict[str, Tensor]:
 
 
 def tensor_of(values: Any, dtype: torch.dtype) -> Tensor:
-    """Return an array of :func:`_array_of`, or a tensor, as a tensor of a dtype.
+    """Return an array of ``_array_of``, or a tensor, as a tensor of a dtype.
 
     Raises:
         RuntimeError: its elements have another size.

@@ -1,8 +1,8 @@
 """What the controller commands: workers, the center and an evaluator, as one group.
 
 The controller sees a worker group through this protocol alone.
-:class:`raydl.ray_backend.worker_group.RayWorkerGroup` implements it with Ray actors, and
-:class:`raydl.run.local_worker_group.LocalWorkerGroup` in this process, for a debugger.
+``raydl.ray_backend.worker_group.RayWorkerGroup`` implements it with Ray actors, and
+``raydl.run.local_worker_group.LocalWorkerGroup`` in this process, for a debugger.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Failed:
-    """A process raised. Of a worker in its loop a :class:`RunEnded` follows, unless it is lost."""
+    """A process raised. Of a worker in its loop a ``RunEnded`` follows, unless it is lost."""
 
     name: str
     """``w3`` for a worker, ``center``, or ``evaluator``."""
     error: Exception
-    """An :class:`InfrastructureError` where its machine failed; else what the code there raised."""
+    """An ``InfrastructureError`` where its machine failed; else what the code there raised."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class WorkerGroup(Protocol):
         ...
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Let the workers of a generation cast votes; see :class:`raydl.core.exchange.Header`."""
+        """Let the workers of a generation cast votes; see ``raydl.core.exchange.Header``."""
         ...
 
     def publish(self, worker_id: str) -> None:

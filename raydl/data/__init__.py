@@ -1,6 +1,6 @@
 """Training data: pictures read once, kept as uint8, normalised per batch.
 
-:func:`load` is the one entry; everything on storage goes through PyArrow's file systems,
+``load`` is the one entry; everything on storage goes through PyArrow's file systems,
 so that local paths, ``s3://`` and ``gs://`` are one code.
 """
 

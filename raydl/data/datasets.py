@@ -1,6 +1,6 @@
 """Opens data of any kind by the name of its source.
 
-What lies under a name is told without reading it, in one place (:func:`find_layout`).
+What lies under a name is told without reading it, in one place (``find_layout``).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Layout:
 
 
 def find_layout(source: str) -> Layout:
-    """Return what lies under a name that :func:`raydl.data.load` takes.
+    """Return what lies under a name that ``raydl.data.load`` takes.
 
     A folder of which nothing is known is one of class folders; there may be none in it.
 
@@ -358,7 +358,7 @@ def load_pictures(layout: Layout, *, seed: int) -> Dataset:
     """Return a dataset of pictures that lie in no Parquet; they are read as a whole.
 
     Raises:
-        DataError: as :func:`load`.
+        DataError: as ``load``.
     """
     if layout.kind == "synthetic":
         return _synthetic(layout.name, seed=seed)

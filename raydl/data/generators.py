@@ -50,7 +50,7 @@ def generators_state(device: torch.device) -> dict[str, Any]:
 
 
 def load_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Take over what :func:`generators_state` returned, perhaps by way of a checkpoint."""
+    """Take over what ``generators_state`` returned, perhaps by way of a checkpoint."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

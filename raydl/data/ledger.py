@@ -309,7 +309,7 @@ class Ledger:
     def as_told(self) -> dict[str, Any]:
         """Return the state for one that makes a lost ledger again, in few objects.
 
-        As :meth:`state_dict`: what is claimed and not done counts as free. But neighbours are one
+        As ``state_dict``: what is claimed and not done counts as free. But neighbours are one
         span, and spans are not copied: it is told often, behind a lock.
         """
         free = {epoch: list(spans) for epoch, spans in self._free.items()}
@@ -326,7 +326,7 @@ class Ledger:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], *, cuts: Cuts = _no_blocks) -> Ledger:
-        """Return the ledger that :meth:`state_dict` described; to claim from it, give the cuts."""
+        """Return the ledger that ``state_dict`` described; to claim from it, give the cuts."""
         ledger = cls(state["num_samples"], cuts=cuts)
         ledger.epoch = state["epoch"]
         ledger.num_changes = state.get("num_changes", 0)
@@ -343,7 +343,7 @@ class Ledger:
 
 
 def num_done_by(state: dict[str, Any]) -> int:
-    """Return the positions completed since epoch 0 by what :meth:`Ledger.state_dict` returned."""
+    """Return the positions completed since epoch 0 by what ``Ledger.state_dict`` returned."""
     done: int = state["epoch"] * state["num_samples"]
     for _, num_done, _ in state["open"]:
         done += num_done

@@ -118,7 +118,7 @@ class Prepare(Protocol):
         """Return a batch to train on, on the device it is on.
 
         Args:
-            batch: of :meth:`Samples.fetch`.
+            batch: of ``Samples.fetch``.
             rows: its samples, int64, shape [B].
             epoch: the pass over the data, or None where the samples are scored.
         """

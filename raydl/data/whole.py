@@ -1,4 +1,4 @@
-"""Folders of files that are whole or not there, for :func:`raydl.tools.convert.convert`.
+"""Folders of files that are whole or not there, for ``raydl.tools.convert.convert``.
 
 A folder that is new is written under a hidden name beside it and renamed. On object stores, which
 have no renaming, and in an empty folder that is there already, a file named ``.unfinished`` lies

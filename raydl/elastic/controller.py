@@ -116,7 +116,7 @@ class Controller:
         self.stop_reason = ""
         """What asked for an end that is none of the run's own: a signal."""
         self.ended_by = ""
-        """The callback that ended the run; see :class:`raydl.core.callbacks.Listeners`."""
+        """The callback that ended the run; see ``raydl.core.callbacks.Listeners``."""
         self.ended_because = ""
         """What it said."""
         self.worker_registry = WorkerRegistry(

@@ -1,7 +1,7 @@
 """Decides what follows from an error in a worker: it is replaced or rolled back, or the run stops.
 
 Failures of a machine (memory, a disk, a device) are told apart from errors of the code that ran
-on it. :class:`WorkerErrors` holds the budget of replacements, :class:`RunFailure` the error that a
+on it. ``WorkerErrors`` holds the budget of replacements, ``RunFailure`` the error that a
 run stops with and the replicas that were rolled back instead.
 """
 
@@ -67,7 +67,7 @@ def raise_if_of_machine(name: str, error: BaseException) -> None:
     """Raise an InfrastructureError in place of an exception that is a failure of the machine.
 
     Args:
-        name: the process, as in :class:`raydl.errors.InfrastructureError`.
+        name: the process, as in ``raydl.errors.InfrastructureError``.
         error: what was raised there.
     """
     problem = failure_of_machine(error)

@@ -3,7 +3,7 @@
 A run of raydl has a controller that starts workers and watches them. Users who keep their own loop
 start their workers, too; so these come to a rendezvous and say which they are. It forms a
 generation of the workers that are there, and tells the members when it is over.
-:class:`Rendezvous` knows no Ray and no thread; :class:`RendezvousServer` holds the lock, and the
+``Rendezvous`` knows no Ray and no thread; ``RendezvousServer`` holds the lock, and the
 center to start from. An actor wraps one; a test uses it as it is.
 """
 

@@ -22,7 +22,7 @@ _HEAR_EVERY_S = 0.5
 
 
 class RendezvousBackend(Protocol):
-    """A :class:`raydl.elastic.rendezvous.RendezvousServer`, from wherever a worker is.
+    """A ``raydl.elastic.rendezvous.RendezvousServer``, from wherever a worker is.
 
     Every call may raise an AttachError: it was lost, or does not answer.
     """

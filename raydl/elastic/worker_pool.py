@@ -317,7 +317,7 @@ class WorkerPool:
     def decide(
         self, now: Membership | None, *, waited_s: float = 0.0
     ) -> tuple[Membership | None, str]:
-        """Return the next membership and why; see :func:`raydl.core.membership.next_membership`."""
+        """Return the next membership and why; see ``raydl.core.membership.next_membership``."""
         scaling, group_size = self._config.scaling, self._config.method.group_size
         sort_key = self._place if now is None and group_size > 1 else None
         return next_membership(

@@ -2,8 +2,8 @@
 
 Ray starts the driver of a job once. If the head's machine goes, or the driver is killed, the
 actors go with it; who submitted the job has to submit it again, and ``--resume`` goes on from
-the newest checkpoint. This module decides and waits; :mod:`raydl.ray_backend.job_client` does the
-talking, behind the protocol :class:`Jobs`.
+the newest checkpoint. This module decides and waits; ``raydl.ray_backend.job_client`` does the
+talking, behind the protocol ``Jobs``.
 """
 
 from __future__ import annotations

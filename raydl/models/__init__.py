@@ -211,7 +211,7 @@ def require_fit(
 
     Args:
         name: of the model.
-        factory: what :func:`find` returned for it; nothing is known of another one.
+        factory: what ``find`` returned for it; nothing is known of another one.
         input_shape: of one sample.
         data: the data in words, for the message.
 

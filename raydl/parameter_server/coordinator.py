@@ -4,7 +4,7 @@ Synchronous methods need none: every rank keeps the ledger and sees the same vot
 messages the ledger is here, beside the center's home shard: a worker's message ends its
 round, counts its samples as done and is answered with what to do next. Workers join and
 leave while the others go on; what a lost one had claimed is claimed again. For methods in rank
-order (``round_robin``) :class:`Turns` says whose turn it is.
+order (``round_robin``) ``Turns`` says whose turn it is.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Coordinator:
         seconds: seconds trained before.
         local_step: local steps of each worker before, the mean.
         untrained: what the center has of the untrained state; see
-            :class:`raydl.core.center.Snapshot`.
+            ``raydl.core.center.Snapshot``.
         clock: seconds, rising.
     """
 
@@ -249,7 +249,7 @@ class Coordinator:
     def dismiss(self, worker_id: str) -> None:
         """Let one worker leave after its next exchange, with ``Outcome.LEFT``.
 
-        The others go on, and it stays a member until :meth:`change`. Where the run is over
+        The others go on, and it stays a member until ``change``. Where the run is over
         with that exchange it is told so, as the others are.
         """
         with self._changed:
@@ -423,7 +423,7 @@ class Coordinator:
         )
 
     def _copy_due(self, outcome: Outcome) -> dict[str, Any] | None:
-        """Return the ledger for orders that should have it; see :data:`COPIES`.
+        """Return the ledger for orders that should have it; see ``COPIES``.
 
         Claims are not told: a center that is made again begins without members.
         """
@@ -524,7 +524,7 @@ class Coordinator:
     def vote(self, generation: int, **votes: float) -> None:
         """Ask all workers to ``stop``, to ``regroup``, or to keep a checkpoint.
 
-        A vote of a generation before the last :meth:`open` is ignored; changes of membership
+        A vote of a generation before the last ``open`` is ignored; changes of membership
         since then do not matter to it.
         """
         with self._changed:

@@ -90,7 +90,7 @@ class Assignment:
     ledger: dict[str, Any] | None = None
     """The ledger, what is claimed as free, so that a lost center can be made again from a worker.
     Where many train, with some assignments alone: see
-    :data:`raydl.parameter_server.coordinator.COPIES`."""
+    ``raydl.parameter_server.coordinator.COPIES``."""
     keep: int | None = None
     """Keep the state as it is after this exchange, under this number."""
     num_cuts: int = 0

@@ -163,7 +163,7 @@ class RayPendingResponse:
         return response
 
     def wait_for_any(self) -> Any:
-        """Wait for whatever the call returns; see :meth:`wait`."""
+        """Wait for whatever the call returns; see ``wait``."""
         number, generation = self._message_id.sequence, self._message_id.generation
         deadline = time.monotonic() + self._timeout_s
         while True:

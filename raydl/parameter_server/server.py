@@ -167,7 +167,7 @@ class CenterServer:
         """Return a copy of what the optimizer of the whole center remembers.
 
         Args:
-            others: what the other shards' own :meth:`Shard.optimizer_states` returned.
+            others: what the other shards' own ``Shard.optimizer_states`` returned.
         """
         states = self.home.optimizer_states()
         for other in others:

@@ -76,7 +76,7 @@ def can_be_shared(config: TrainConfig, method: Method) -> bool:
 
 
 class MappedCell:
-    """A span of the center in a file of memory; see :meth:`create` and :meth:`open`.
+    """A span of the center in a file of memory; see ``create`` and ``open``.
 
     Args:
         file: the memory, an open file of this object's own.

@@ -348,7 +348,7 @@ class ShardActor:
 
 @ray.remote(concurrency_groups={"loop": 1, "control": 1, "files": 1})
 class WorkerActor:
-    """Hosts one :class:`Worker`: the loop in one thread, questions to it in another.
+    """Hosts one ``Worker``: the loop in one thread, questions to it in another.
 
     A third one writes what the worker holds for a checkpoint, beside the training.
     """

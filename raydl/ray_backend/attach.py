@@ -212,7 +212,7 @@ class Transports:
 class RayRendezvousBackend:
     """The rendezvous as calls of its actor.
 
-    See :class:`raydl.elastic.rendezvous_client.RendezvousBackend`.
+    See ``raydl.elastic.rendezvous_client.RendezvousBackend``.
 
     Args:
         name: of the run.

@@ -1,4 +1,4 @@
-"""The jobs of a Ray cluster, over its REST interface; see :class:`raydl.launch.submission.Jobs`."""
+"""The jobs of a Ray cluster, over its REST interface; see ``raydl.launch.submission.Jobs``."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def exported_name(tag: Tag) -> str:
 
 
 class RayMetrics:
-    """Keeps a gauge for each curve, from the driver; see :class:`raydl.metrics.MetricsWriter`.
+    """Keeps a gauge for each curve, from the driver; see ``raydl.metrics.MetricsWriter``.
 
     Args:
         run: the value of the label ``run``.

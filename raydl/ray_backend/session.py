@@ -1,6 +1,6 @@
 """Reaching a Ray cluster: the one a job runs in, or one started for this run.
 
-Ray reads its environment when it is imported, so :func:`prepare` comes before that.
+Ray reads its environment when it is imported, so ``prepare`` comes before that.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def dashboard_url(address: str) -> str:
 
 
 def begin() -> None:
-    """Start the local cluster in a thread, if :func:`connect` would start one, and return at once.
+    """Start the local cluster in a thread, if ``connect`` would start one, and return at once.
 
     Ray's start is seconds of waiting for one process after the other; the caller's imports and
-    data come meanwhile. :func:`connect` waits for it, and raises what it raised. If nobody
+    data come meanwhile. ``connect`` waits for it, and raises what it raised. If nobody
     connects, the end of this process ends the cluster.
     """
     global _beginning

@@ -36,7 +36,7 @@ _HANDOVERS = "handovers"
 
 
 class RayState:
-    """What a worker holds for a checkpoint; see :class:`raydl.checkpoint.store.DistantState`.
+    """What a worker holds for a checkpoint; see ``raydl.checkpoint.store.DistantState``.
 
     Args:
         worker: its actor.

@@ -7,7 +7,7 @@
 
 So ``raydl status`` and ``raydl remove`` work wherever the run's folder can be seen, on a
 shared disk or an object store, without joining the Ray cluster. The driver holds a
-:class:`ControlChannel`; a person's side is :func:`read_status` and :func:`request_removal`.
+``ControlChannel``; a person's side is ``read_status`` and ``request_removal``.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def request_removal(folder: str, worker_id: str, *, timeout_s: float = 30.0) -> 
 
     Args:
         folder: the run's folder, a path or URI.
-        worker_id: whom, as :func:`read_status` names it.
+        worker_id: whom, as ``read_status`` names it.
         timeout_s: how long to wait for the answer, in seconds.
 
     Raises:

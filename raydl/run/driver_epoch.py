@@ -11,7 +11,7 @@ GCS and Azure do. Each start writes its record and then looks: of two that took 
 second to look sees the other, and gives up.
 
 Between such a look and the write that follows lies a moment. What is written by then has a name
-that holds the epoch (:mod:`raydl.checkpoint.store`), or says in its content of which epoch it is.
+that holds the epoch (``raydl.checkpoint.store``), or says in its content of which epoch it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raydl.storage import Storage
 FOLDER = "driver-epochs"
 _NAME = re.compile(r"(\d{8,})-[0-9a-f]{8}\.json")
 _OF_CHECKPOINT = re.compile(r"-e(\d+)")
-"""What a checkpoint's name has of the epoch that wrote it; see :mod:`raydl.checkpoint.store`."""
+"""What a checkpoint's name has of the epoch that wrote it; see ``raydl.checkpoint.store``."""
 
 
 class DriverEpoch:
@@ -71,11 +71,11 @@ class DriverEpoch:
 
     @property
     def is_over(self) -> bool:
-        """Whether :meth:`check` has found a newer one."""
+        """Whether ``check`` has found a newer one."""
         return self._over is not None
 
     def raise_if_over(self) -> None:
-        """Raise what :meth:`check` has found; asks nobody.
+        """Raise what ``check`` has found; asks nobody.
 
         Raises:
             SupersededError: a newer driver has the run.

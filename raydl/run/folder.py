@@ -245,7 +245,7 @@ def open_run(path: str) -> RunFolder:
 
 
 def _is_of_raydl(values: Any) -> bool:
-    """Whether the content of a ``config.json`` is what :meth:`RunFolder.write_config` writes."""
+    """Whether the content of a ``config.json`` is what ``RunFolder.write_config`` writes."""
     return (
         isinstance(values, dict) and "versions" in values and isinstance(values.get("config"), dict)
     )

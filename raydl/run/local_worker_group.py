@@ -34,7 +34,7 @@ from raydl.worker.loop import Worker
 
 
 class LocalWorkerGroup:
-    """One worker in this process: every :meth:`poll` runs one round of it.
+    """One worker in this process: every ``poll`` runs one round of it.
 
     Args:
         job: what the worker does.

@@ -10,7 +10,7 @@ driver left behind. Every driver writes its claim before it looks for others, so
 start at once at least one sees the other; the first by name stays.
 
 Neither holds back a driver that is halted, loses its lock or claim to another, and wakes up. So
-each start takes a driver epoch besides: see :mod:`raydl.run.driver_epoch`.
+each start takes a driver epoch besides: see ``raydl.run.driver_epoch``.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def wait_until_free(
 ) -> None:
     """Wait while another driver, or what a file server still takes for one, holds the lock.
 
-    Returns after ``wait_s`` seconds at the latest: :func:`held` then says who holds it. Makes
-    nothing, and waits for no claim on an object store, since :func:`held` does that.
+    Returns after ``wait_s`` seconds at the latest: ``held`` then says who holds it. Makes
+    nothing, and waits for no claim on an object store, since ``held`` does that.
     """
     if storage.local_path is None:
         return

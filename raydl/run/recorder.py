@@ -79,7 +79,7 @@ _NOTHING = Totals()
 
 
 class RunRecorder:
-    """The recorder of a real run; see :class:`raydl.elastic.Recorder`.
+    """The recorder of a real run; see ``raydl.elastic.Recorder``.
 
     Args:
         config: the settings.
@@ -97,7 +97,7 @@ class RunRecorder:
         after_checkpoint: called when one was written, and at the end: copies the curves. An
             ``OSError`` that it raises is told, and ends nothing.
         storage: the run's folder; None: one that always answers.
-        refuge: see :class:`raydl.checkpoint.writer.CheckpointWriter`.
+        refuge: see ``raydl.checkpoint.writer.CheckpointWriter``.
     """
 
     def __init__(

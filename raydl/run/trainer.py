@@ -198,7 +198,7 @@ class Trainer:
     Args:
         task: what is learned, or the name of a model: it classifies pictures, or tells the
             next token of a text, as the data are. With ``loss`` a function that builds a model.
-        data: anything :func:`raydl.data.load` knows, a loaded dataset, a ``ray.data.Dataset``,
+        data: anything ``raydl.data.load`` knows, a loaded dataset, a ``ray.data.Dataset``,
             or one of these for each of ``{"train": ..., "test": ...}``.
         method: a named method, or its settings, or a rule of your own.
         training: epochs or steps, batch size, seed.

@@ -219,7 +219,7 @@ def read_parts(source: str, *, seed: int) -> dict[str, Part]:
     """Return the parts of a source by name, train and, where there is one, test.
 
     Args:
-        source: what :func:`raydl.data.load` reads, but no text.
+        source: what ``raydl.data.load`` reads, but no text.
         seed: of synthetic data.
 
     Raises:
@@ -332,7 +332,7 @@ def convert(
     *,
     on_rows: Callable[[str, int, int], None] = _silent,
 ) -> list[WrittenPart]:
-    """Write a source as Parquet into a folder; :func:`raydl.data.load` reads the same of both.
+    """Write a source as Parquet into a folder; ``raydl.data.load`` reads the same of both.
 
     Files are named train-00000-of-00002.parquet and test-…; a source without a test part
     gets none, so that a run splits it as it splits the source. After an error, or a cut, there is

@@ -89,7 +89,7 @@ def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
     """Return what is in a source; of Parquet and class folders little is read.
 
     Args:
-        source: what :func:`raydl.data.load` reads.
+        source: what ``raydl.data.load`` reads.
         input: how a run would read it.
 
     Raises:

@@ -1,6 +1,6 @@
 """Keep your own training loop: a replica that exchanges with the others when it is due.
 
-The arithmetic is :class:`raydl.core.replica.Replica`'s, and the strategies say which exchanges
+The arithmetic is ``raydl.core.replica.Replica``'s, and the strategies say which exchanges
 happen when, as in ``raydl.worker.loop``; but here the user's loop calls. An exchange that is due
 begins at the end of the step before, so that it is on its way while the user's code computes the
 gradient. What all workers must agree on is checked before anything starts; a model belongs to one
@@ -370,7 +370,7 @@ class Attached:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; before this worker comes to the others.
+        """Go on from what ``state_dict`` returned; before this worker comes to the others.
 
         Where workers bring different centers, the one with most exchanges is taken.
 

@@ -19,7 +19,7 @@ class LocalGroup:
     """Members that meet in shared memory and sum in the order of their ranks.
 
     Args:
-        num_workers: members; each takes its own :meth:`member`.
+        num_workers: members; each takes its own ``member``.
         timeout_s: the longest wait for the others, in seconds.
         generation: the membership it belongs to, for messages.
     """
@@ -77,7 +77,7 @@ class LocalGroup:
 
 
 class LocalMember:
-    """One rank's side of a :class:`LocalGroup`."""
+    """One rank's side of a ``LocalGroup``."""
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
@@ -90,7 +90,7 @@ class LocalMember:
         return self._group.num_workers
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> LocalWork:
-        """Hand in the tensor; the sum is taken in :meth:`LocalWork.wait`."""
+        """Hand in the tensor; the sum is taken in ``LocalWork.wait``."""
         turn, self._turn = self._turn, self._turn + 1
         self._group.arrive(self._rank, turn, tensor)
         return LocalWork(self._group, tensor, turn, round)
@@ -146,7 +146,7 @@ class TakesMessages(Protocol):
 
 
 class Coordinates(Protocol):
-    """Who gives orders; see :class:`raydl.parameter_server.coordinator.Coordinator`."""
+    """Who gives orders; see ``raydl.parameter_server.coordinator.Coordinator``."""
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders of a worker."""

@@ -472,9 +472,9 @@ class Worker:
             self._held[LAST] = held
 
     def hold_kept(self, round: int) -> None:
-        """Hold the state kept at that round, as :meth:`take_kept` finds it, to be written.
+        """Hold the state kept at that round, as ``take_kept`` finds it, to be written.
 
-        It is held until :meth:`release`, or until two newer ones are: that of the last round may be
+        It is held until ``release``, or until two newer ones are: that of the last round may be
         wanted while the one before it is being written.
         """
         held = pack(self.take_kept(round))

@@ -107,7 +107,7 @@ class Aws:
         self._token = ""
 
     def notice(self, now: float) -> Notice | None:
-        """Return the notice, if there is one; see :class:`Source`."""
+        """Return the notice, if there is one; see ``Source``."""
         for page, read in self._pages.items():
             text = self._get(f"/latest/meta-data/{page}")
             if text is not None:
@@ -162,7 +162,7 @@ class Gcp:
         self._metadata = metadata
 
     def notice(self, now: float) -> Notice | None:
-        """Return the notice, if there is one; see :class:`Source`."""
+        """Return the notice, if there is one; see ``Source``."""
         path = "/computeMetadata/v1/instance/preempted"
         text = self._metadata.get(path, {"Metadata-Flavor": "Google"}).strip()
         if text not in ("TRUE", "FALSE"):
@@ -182,7 +182,7 @@ class Azure:
         self._name = ""
 
     def notice(self, now: float) -> Notice | None:
-        """Return the notice, if there is one; see :class:`Source`."""
+        """Return the notice, if there is one; see ``Source``."""
         path = "/metadata/scheduledevents?api-version=2020-07-01"
         text = self._metadata.get(path, {"Metadata": "true"})
         try:

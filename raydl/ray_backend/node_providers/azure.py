@@ -15,7 +15,7 @@ class AzureNodeProvider(RayAzureNodeProvider):  # type: ignore[misc]
 
     @staticmethod
     def bootstrap_config(cluster_config: dict[str, Any]) -> dict[str, Any]:
-        """Return the cluster as it is started; see :func:`azure_cluster`."""
+        """Return the cluster as it is started; see ``azure_cluster``."""
         return azure_cluster(cluster_config)
 
     def _create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> None:

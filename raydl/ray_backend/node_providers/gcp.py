@@ -14,5 +14,5 @@ class GcpNodeProvider(GCPNodeProvider):  # type: ignore[misc]
 
     @staticmethod
     def bootstrap_config(cluster_config: dict[str, Any]) -> dict[str, Any]:
-        """Return the cluster as it is started; see :func:`gcp_cluster`."""
+        """Return the cluster as it is started; see ``gcp_cluster``."""
         return gcp_cluster(cluster_config)

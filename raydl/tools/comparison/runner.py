@@ -39,7 +39,7 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
 
     Args:
         comparison: what is compared.
-        fit: does one run; None: :func:`train`.
+        fit: does one run; None: ``train``.
         command: what the report says it was started with.
 
     Returns:
