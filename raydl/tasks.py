@@ -1,4 +1,4 @@
-"""What is learned: a task builds the model, and knows the loss and the metrics of a batch.
+"""Tasks: each builds the model, and knows the loss and the metrics of a batch.
 
 Images into classes, the next token of a text, a class of your own with the methods of
 ``Task``, or a task made of a model and a loss. The worker's loop knows nothing else of it.

@@ -1,4 +1,4 @@
-"""What ``raydl submit`` starts on the cluster after a driver was lost; no command for people.
+"""Resumes a run on the cluster after its driver was lost; ``raydl submit`` starts this, not people.
 
 Only there, where the run's folder can be seen, is it known how far the lost one came. It reads
 the folder and decides; what it then starts is ``raydl train``, which checks and writes.

@@ -1,4 +1,4 @@
-"""What data hold, and Parquet made of them: ``raydl data info``, ``raydl data convert``."""
+"""``raydl data info`` describes a data set, ``raydl data convert`` makes Parquet of it."""
 
 from __future__ import annotations
 

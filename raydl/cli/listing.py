@@ -1,4 +1,4 @@
-"""What there is to choose from: ``raydl methods``, ``raydl models``."""
+"""``raydl methods`` and ``raydl models`` list what can be chosen."""
 
 from __future__ import annotations
 

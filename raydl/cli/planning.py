@@ -1,4 +1,4 @@
-"""What a run will cost, before it runs: ``raydl plan``."""
+"""``raydl plan`` predicts the cost of a run before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a run, by its folder: ``raydl evaluate``, ``check``, ``status``, ``remove``."""
+"""Commands on the folder of a run: ``raydl evaluate``, ``check``, ``status``, ``remove``."""
 
 from __future__ import annotations
 

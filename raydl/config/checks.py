@@ -1,4 +1,4 @@
-"""What every setting's check is made of."""
+"""Checks that settings share."""
 
 from __future__ import annotations
 

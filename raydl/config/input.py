@@ -1,4 +1,4 @@
-"""How samples are read, and what is done to them on their way into a batch."""
+"""Settings of the input: reading samples, and augmenting batches."""
 
 from __future__ import annotations
 

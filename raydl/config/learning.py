@@ -1,4 +1,4 @@
-"""What is learned and how: the method, the local step, the length of the training."""
+"""Settings of the learning: the method, the local step, the length of the training."""
 
 from __future__ import annotations
 

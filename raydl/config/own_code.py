@@ -1,4 +1,4 @@
-"""What a setting names by ``module:name``: code of your own."""
+"""Imports code of your own that a setting names by ``module:name``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often to exchange, how long an exchange may take, how it is shortened: by measured times.
+"""Chooses how often to exchange, with which fragments, delay and codec, by measured times.
 
     symbol  name here     meaning
     t       step_s        seconds of one local step, waiting not counted

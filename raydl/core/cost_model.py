@@ -1,4 +1,4 @@
-"""What a message costs, and with it each way to sum over all workers.
+"""The cost of a message, and with it of each all-reduce algorithm.
 
 A message of S bytes takes a + S b seconds, and a round of messages as long as its slowest one:
 

@@ -1,4 +1,4 @@
-"""What all workers of a run share, the model that they begin with, who is told of their steps."""
+"""The job that all workers of a run share: settings, method, task, data and first model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who trains: pure functions of what is known now.
+"""Decides who trains next, by pure functions of what is known now.
 
 A membership is numbered by its generation. The controller asks here and acts on the
 answer; nothing here acts.

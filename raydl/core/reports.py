@@ -1,4 +1,4 @@
-"""What a worker tells of its training, and the books in which exchanges are added up."""
+"""The reports of a worker, and the aggregator that adds up exchanges to records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run goes, until samples, local steps or seconds; and what is due on the way."""
+"""The end of a run, by samples, local steps or seconds, and what is due before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule is to the worker's loop."""
+"""The strategy of an exchange, as the worker's loop sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model has that is neither trained nor averaged: its untrained state.
+"""The untrained state of a model: what is neither trained nor averaged.
 
 Frozen parameters, integer buffers, buffers of another dtype than the weights, and masks. No
 exchange averages it; it is made equal in all processes at the start, and kept in checkpoints.

@@ -1,4 +1,4 @@
-"""What the controller commands: workers, the center and an evaluator, as one group.
+"""The worker group that the controller commands: workers, the center and an evaluator.
 
 The controller sees a worker group through this protocol alone.
 ``raydl.ray_backend.worker_group.RayWorkerGroup`` implements it with Ray actors, and

@@ -1,4 +1,4 @@
-"""Which samples of this epoch are claimed, done, or given back.
+"""The ledger: which samples of an epoch are claimed, done, or given back.
 
 Positions 0..n-1 count along the epoch's order; which sample stands at a position is not
 known here. Over an epoch every position is completed exactly once: what is claimed is

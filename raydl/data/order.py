@@ -1,4 +1,4 @@
-"""In which order the samples of a set come, in each epoch; the same on all workers."""
+"""The order of samples in each epoch; the same on all workers."""
 
 from __future__ import annotations
 

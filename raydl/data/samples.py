@@ -1,4 +1,4 @@
-"""What a set of samples is to the rest of raydl: rows, batches of them, and their order."""
+"""A set of samples, as the rest of raydl sees it: rows, batches of them, and their order."""
 
 from __future__ import annotations
 

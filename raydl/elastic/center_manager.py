@@ -1,4 +1,4 @@
-"""What the center holds, and what of it is to be scored and written."""
+"""Keeps track of what the center holds, and has it scored and written."""
 
 from __future__ import annotations
 

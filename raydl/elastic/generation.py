@@ -1,4 +1,4 @@
-"""What the controller knows of the generation that trains."""
+"""A generation: the members that train together, and which of them have ended or gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has not answered for too long."""
+"""Heartbeats: finds processes that have not answered within their lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the center stands still: torch's ReduceLROnPlateau, asked at each evaluation."""
+"""Cuts the learning rate when the center stands still, by torch's ReduceLROnPlateau."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came too late and was refused: counted by kind, and told, less often the more there is."""
+"""Counts late messages and files that were refused, and logs them, less often as they grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands, and who takes down what the controller learns."""
+"""The states of a run, and the recorder that the controller reports to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the others wait for a worker that is late, in a synchronous method.
+"""Detects stragglers: workers that the others wait for longer than is usual, in rounds.
 
 No constant says it: what recent rounds took, how much they differ, and what it costs to go on
 without somebody.

@@ -1,4 +1,4 @@
-"""What the controller knows of each worker, from the moment it is asked for."""
+"""The registry of workers: each one's phase, node and last report, from its request on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a fault to the present process."""
+"""Inflicts a fault on the present process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides, inside a process of the run, which faults are due, and fires each once."""
+"""Decides, inside a process of the run, which faults are due, and fires each once."""
 
 from __future__ import annotations
 

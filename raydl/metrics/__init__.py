@@ -1,4 +1,4 @@
-"""What is measured: SC17's eight time parts, and every curve with its sentence.
+"""Metrics: SC17's eight time parts, and every curve with its sentence.
 
 time_parts.py   a worker's seconds, by part
 tags.py         the names of all curves, each with its sentence

@@ -1,4 +1,4 @@
-"""Who trained when: the memberships of a run as a table."""
+"""The memberships of a run as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a worker's time goes: the eight parts of SC17."""
+"""A worker's time in eight parts, as SC17 divides it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers have curves of their own, and under which names, so that names stay few.
+"""Chooses the workers that have curves of their own, so that names stay few.
 
 Ids are never used again: with a replacement every 30 s a run would have 2,900 curves more each day.
 """

@@ -1,4 +1,4 @@
-"""Where measurements go: the protocol, and several such places at once."""
+"""The protocol of metrics writers, and several such writers at once."""
 
 from __future__ import annotations
 

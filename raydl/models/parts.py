@@ -1,4 +1,4 @@
-"""What several families share: the check of the pictures' size, their layout, first weights."""
+"""Parts that several families share: checks of the image size, layout, first weights."""
 
 from __future__ import annotations
 

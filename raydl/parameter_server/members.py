@@ -1,4 +1,4 @@
-"""Who trains by messages, and what the center knows of each."""
+"""The members that train by messages, and what the center knows of each."""
 
 from __future__ import annotations
 

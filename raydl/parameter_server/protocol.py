@@ -1,4 +1,4 @@
-"""What a worker and the center say to one another, and what carries it.
+"""The protocol between a worker and the center: messages, and the transport that carries them.
 
 A message carries worker, generation, incarnation and sequence number, so that the center
 refuses what is late and does not apply twice what is repeated. Workers come and go while the

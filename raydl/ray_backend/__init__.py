@@ -1,1 +1,1 @@
-"""The worker group as Ray actors: what is started where, called, watched, and given up."""
+"""Ray: actors, the worker group made of them, the cluster, Ray Data and Ray's metrics."""

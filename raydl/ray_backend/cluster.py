@@ -1,4 +1,4 @@
-"""What a run needs to know and do on a cluster: what fits, and how a process is ended."""
+"""A run's view of the Ray cluster: what fits, where processes are, how to end one."""
 
 from __future__ import annotations
 

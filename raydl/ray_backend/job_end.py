@@ -1,4 +1,4 @@
-"""What the end of a Ray job means for who submitted it: done, stopped, failed, or lost."""
+"""The end of a Ray job, for its submitter: done, stopped, failed, or lost."""
 
 from __future__ import annotations
 

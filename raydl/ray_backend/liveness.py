@@ -1,4 +1,4 @@
-"""Whether a process that does not answer is busy: its node tells the CPU time that it has used.
+"""Tells a busy process from a dead one: its node reports the CPU time that it has used.
 
 Code that holds Python's interpreter lock, a long native call or the pickling of a large state,
 keeps a process from answering. It is at work all the same, and to kill it would lose that work,

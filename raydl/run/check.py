@@ -1,4 +1,4 @@
-"""Whether the files that a run has kept are as they were written."""
+"""Checks the files of a run against their checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which start of a run may change its files: the newest one.
+"""The driver epoch: of all starts of a run, only the newest may change its files.
 
     runs/NAME/driver-epochs/00000003-5f0c9a1e.json    the third start: which process, since when
 

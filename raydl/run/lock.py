@@ -1,4 +1,4 @@
-"""Who may write to a run's folder: one driver at a time, and each start with a number of its own.
+"""The lock of a run's folder: one driver at a time, each start with a number of its own.
 
 On a disk the driver holds a lock on ``driver.lock``, which the system takes back when the
 process ends, however it ends. Where there are no locks, on an object store, it claims:

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a run goes on."""
+"""The terminal's panel while a run goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run begins or goes on, as its folder has it."""
+"""The start of a run: from the beginning, or from what its folder holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run stands at one moment, and the file ``status.json`` that says so."""
+"""The status of a run at one moment, and the file ``status.json`` that has it."""
 
 from __future__ import annotations
 

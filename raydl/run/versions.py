@@ -1,4 +1,4 @@
-"""Which versions are installed.
+"""The versions that are installed.
 
 The distribution is called ``elastic-raydl``: on the package index ``raydl`` is another project.
 """

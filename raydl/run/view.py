@@ -1,4 +1,4 @@
-"""How a run stands, gathered for its control channel from the controller and the recorder."""
+"""Gathers a run's status for the control channel, from the controller and the recorder."""
 
 from __future__ import annotations
 

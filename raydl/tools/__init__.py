@@ -1,1 +1,1 @@
-"""What is made of runs and data beside the training; nothing above needs these."""
+"""Tools beside the training: reports, comparisons, plans, data conversion."""

@@ -1,4 +1,4 @@
-"""What is in a source, told from footers, labels and one picture of it."""
+"""Describes a source, from footers, labels and one image of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will cost before it runs: step time, communication and scaling, by formulas.
+"""Predicts a run before it runs: step time, communication and scaling, by formulas.
 
 A worker repeats rounds of tau local steps and one exchange. It takes
 

@@ -1,4 +1,4 @@
-"""What each cloud says about the end of a spot machine, and how it is asked."""
+"""Asks each cloud's metadata service about the end of a spot machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of the runs: one row per method, the first at the target on top."""
+"""The figures of a comparison: one row per method, the first at the target on top."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: settings that all runs share, and the runs they lead to."""
+"""The settings of a comparison: those that all runs share, and the runs they lead to."""
 
 from __future__ import annotations
 

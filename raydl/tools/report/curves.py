@@ -1,4 +1,4 @@
-"""Which curves the page shows, of one run or of several over each other."""
+"""The curves of the page, of one run or of several over each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run, gathered for its page."""
+"""Reads the facts of a run from its folder, for its page."""
 
 from __future__ import annotations
 

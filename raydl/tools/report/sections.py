@@ -1,4 +1,4 @@
-"""What the page says of one run, section by section."""
+"""The sections of the page of one run."""
 
 from __future__ import annotations
 
