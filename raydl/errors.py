@@ -284,7 +284,7 @@ class NonFiniteLossError(NonFiniteError):
 class NonFiniteCenterError(NonFiniteError):
     """The center has values that are NaN, infinite or beyond 1e19: it is not kept.
 
-    What replicas send is finite, so a step of the center itself was too long.
+    Replicas send finite values alone, so a step of the center itself was too long.
 
     Args:
         round: of the center.
@@ -342,7 +342,7 @@ class ProcessLostError(RaydlError):
 
 
 class StalledError(RaydlError):
-    """What a run needs to go on did not come in the time that is given to it."""
+    """A run lacks something that it needs to go on, and its time limit has passed."""
 
     exit_status = WORTH_RETRYING
 

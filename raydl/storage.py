@@ -82,7 +82,7 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
         # PyArrow quotes the URI: its own error must not be the cause in a traceback either.
         raise type(error)(redact(str(error))) from None
     if filesystem.type_name == "s3":
-        # What a URI can not say: its options again, with fewer attempts.
+        # A URI can not say it: its options again, with fewer attempts.
         _, (options,) = filesystem.__reduce__()
         retries = fs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS)
         # In the background PyArrow writes from a copy of all that is not sent yet.
@@ -136,7 +136,7 @@ def _split(place: str) -> tuple[str, str, str]:
 
 
 class Sum(NamedTuple):
-    """What tells whether a file is as it was written."""
+    """Size and checksum of a file, to compare it with what was written."""
 
     num_bytes: int
     crc32: int
@@ -556,7 +556,7 @@ TELL_S = 8.0
 GIVE_UP_S = 45.0
 """After so long without an answer nothing waits for it any more, in seconds."""
 _GRACE_S = 1.0
-"""What a call is given of a storage that was given up before, in seconds."""
+"""Time-out of a call to a storage that was given up before, in seconds."""
 _LOOK_EVERY_S = 0.05
 _RELEASE_S = 5.0
 _Result = TypeVar("_Result")

@@ -9,13 +9,13 @@ from typing import Any
 from raydl.config import dotted
 
 _OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""What a terminal obeys rather than shows, but for the end of a line."""
+"""Control characters, which a terminal obeys, but for the end of a line."""
 
 
 def escape_controls(text: str) -> str:
     """Return a text with control characters as escapes, as Python writes them.
 
-    What comes from files, names of classes and columns, sentences of other machines, is to be seen
+    Text from files (names of classes and columns) or from other machines is to be seen
     on a terminal and not to move its cursor. Ends of lines stay.
     """
     return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

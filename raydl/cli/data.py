@@ -29,7 +29,7 @@ _LISTED = 20
 @dataclasses.dataclass(frozen=True)
 class _InfoOptions:
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """What --data takes: a path, a URI, or the name of a bundled set."""
+    """A path, a URI, or the name of a bundled set, as for --data."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print all that is known, as JSON."""
 
@@ -37,7 +37,7 @@ class _InfoOptions:
 @dataclasses.dataclass(frozen=True)
 class _ConvertOptions:
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """What --data takes, but no text: a path, a URI, or the name of a bundled set."""
+    """A path, a URI, or the name of a bundled set, as for --data, but no text."""
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """A folder that is new or empty, a path or URI."""
     rows_per_group: int = 1000

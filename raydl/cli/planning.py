@@ -64,7 +64,7 @@ class _PlanOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Outlook:
-    """What one method should cost, by number of workers."""
+    """The predicted cost of one method, by number of workers."""
 
     method: str
     plan: Plan
@@ -74,7 +74,7 @@ class _Outlook:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Workload:
-    """What is trained, as far as its cost depends on it."""
+    """The workload, as far as the cost depends on it."""
 
     name: str
     parameters: int

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from raydl.run.trainer import Result
 
 _NO_METRICS = ("round", "samples", "seconds")
-"""What an evaluation says beside the metrics of the task."""
+"""Values of an evaluation beside the metrics of the task."""
 
 
 def train(arguments: Sequence[str]) -> int:

@@ -156,7 +156,7 @@ class ExchangeProfiler:
         times = torch.zeros(2, p, dtype=torch.float32, device=self._device)
         times[0, self._rank] = statistics.median(steps)
         # First the least, for what else crosses the link while a run starts, the samples above
-        # all, is soon gone. What is chosen too mildly by it is seen when the choice is measured.
+        # all, is soon gone. A choice that is too mild shows when it is measured.
         times[1, self._rank] = min(waits) if self._is_first else statistics.median(waits)
         with self._parts.measure("device_device_parameters"):
             self._group.start_allreduce(times.view(-1), round=round).wait()
@@ -470,7 +470,7 @@ class SyncStrategy:
             return Outcome.FINISHED
         if sums.stop > 0:
             return Outcome.STOPPED
-        # What is left may be with a worker that was left out: nothing to do without it.
+        # The rest may be with a worker that was left out: nothing to do without it.
         is_idle = self._stop_condition.samples_left(num_done + self._ledger.num_claimed) == 0
         return Outcome.REGROUP if sums.regroup > 0 or is_idle else Outcome.GO_ON
 

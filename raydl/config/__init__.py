@@ -68,7 +68,7 @@ class TrainConfig:
     model: str = "lenet"
     """The network (`raydl models` lists them), torchvision:NAME, or module:function, your own."""
     task: str = "auto"
-    """What is learned: auto, by the data (classes of pictures, the next token of a text), or
+    """The task: auto, by the data (classes of pictures, the next token of a text), or
     module:Class, a task of your own."""
     training: TrainingConfig = TrainingConfig()
     """How long, how large, from which seed."""

@@ -11,7 +11,7 @@ from raydl.errors import UnknownNameError
 ALLREDUCES = ("library", "auto", "ring", "recursive-doubling", "two-level")
 """The ways to sum over all workers."""
 ON_WORKER_ERROR = ("auto", "stop", "replace")
-"""What may follow from an error in one worker."""
+"""The policies for an error in one worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class ScalingConfig:
 
     @property
     def device(self) -> str:
-        """What the workers compute on: ``cpu`` or ``cuda``."""
+        """The device that workers compute on: ``cpu`` or ``cuda``."""
         return "cuda" if self.resources().get("GPU") else "cpu"
 
     @property
@@ -98,7 +98,7 @@ class ElasticConfig:
     """Replacements of lost workers in a row, without any progress of the training between them,
     before the run gives up."""
     on_worker_error: str = field(default="auto", metadata={"flag": "on-worker-error"})
-    """What an error in one worker leads to. auto: a worker whose machine failed (memory, device,
+    """The policy for an error in one worker. auto: a worker whose machine failed (memory, device,
     disk, network) is replaced, and an error in your own code stops the run after a checkpoint;
     stop: any error does; replace: the worker is replaced whatever the error."""
     max_worker_errors: int = 3

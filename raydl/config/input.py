@@ -15,7 +15,7 @@ AUGMENTATIONS = ("flip", "crop", "cutout")
 """Random changes of training pictures."""
 
 ON_BAD_SAMPLE = ("stop", "skip")
-"""What a sample that can not be read does to a run."""
+"""The policies for a sample that can not be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ class OptimizerConfig:
     milestones: str = "0.5,0.75"
     """Shares of the run at which the schedule step multiplies the learning rate, by comma."""
     gamma: float = 0.1
-    """What the schedules step and plateau multiply the learning rate by, in (0, 1)."""
+    """Factor of the learning rate at each cut of the schedules step and plateau, in (0, 1)."""
     patience: int = 3
     """Evaluations in a row without a better center that the schedule plateau lets pass."""
     momentum: float | None = field(default=None, metadata={"flag": "momentum"})

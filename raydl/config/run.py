@@ -19,7 +19,7 @@ class RunConfig:
     storage_path: str | None = field(default=None, metadata={"flag": "storage-path"})
     """Folder or URI (s3://, gs://, …) that keeps the run, below it NAME of runs/NAME."""
     progress: str = "auto"
-    """What the terminal shows: auto, panel, plain or none."""
+    """The output in the terminal: auto, panel, plain or none."""
     fault_plan: str | None = field(default=None, metadata={"flag": "fault-plan"})
     """A YAML file of faults to inflict on this run, for chaos testing; see docs/faults.md."""
 
@@ -75,7 +75,7 @@ class EvaluationConfig:
     every_samples: int | None = None
     """Samples, by all workers, from one evaluation to the next, instead of epochs."""
     batch_size: int = 128
-    """Samples in one evaluation step. With many more, what lies between layers leaves the cache."""
+    """Samples in one evaluation step. With many more, activations leave the cache."""
 
     def __post_init__(self) -> None:
         require(self.every_epochs >= 1, "evaluation.every_epochs", "1 or more", self.every_epochs)

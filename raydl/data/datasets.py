@@ -1,6 +1,6 @@
 """Opens data of any kind by the name of its source.
 
-What lies under a name is told without reading it, in one place (``find_layout``).
+``find_layout`` alone tells the kind of a source, without reading it.
 """
 
 from __future__ import annotations

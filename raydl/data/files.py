@@ -20,7 +20,7 @@ class Place:
     filesystem: fs.FileSystem
     path: str
     name: str
-    """What the user wrote, for messages."""
+    """The path as the user wrote it, for messages."""
 
     def __truediv__(self, child: str) -> Place:
         """Return what lies below."""

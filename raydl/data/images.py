@@ -53,7 +53,7 @@ class ImageSet(InMemory):
 
     @property
     def shape(self) -> DataShape:
-        """What a model is built for."""
+        """The shape that a model is built for."""
         return DataShape(self.image_shape, self.num_classes, self.class_names)
 
     def fetch(self, rows: np.ndarray) -> Batch:

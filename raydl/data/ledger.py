@@ -31,7 +31,7 @@ def _no_blocks(epoch: int) -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a worker claims of one epoch. A round of many steps has claims in several epochs."""
+    """A worker's claim in one epoch. A round of many steps has claims in several epochs."""
 
     epoch: int
     spans: list[Span]
@@ -47,7 +47,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class RoundShare:
-    """What each worker does of one epoch in a synchronous round."""
+    """Each worker's share of one epoch in a synchronous round."""
 
     num_steps: int
     """Local steps, the same for all workers."""
@@ -255,7 +255,7 @@ class Ledger:
     def give_back(self, worker_id: str, *, keep: int = 0) -> int:
         """Free what the worker has claimed, but for the first ``keep``; return how many it was.
 
-        What it has reserved stays its own.
+        Its reservations stay its own.
         """
         self.num_changes += 1
         kept, freed = _take_pairs(self._claimed.pop(worker_id, []), keep)

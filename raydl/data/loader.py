@@ -113,14 +113,14 @@ class Batches:
 Fetched = tuple[Batch, np.ndarray, list[str]]
 """A batch, its rows, and what is wrong with those that are left out."""
 Step = tuple[int, np.ndarray]
-"""What a local step trains on: the epoch, and its positions in it."""
+"""Samples of a local step: the epoch, and its positions in it."""
 _NUM_AHEAD = 4
 """Batches of a streamed set that are fetched while a step computes."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a local step trains on."""
+    """The samples of a local step."""
 
     rows: np.ndarray
     blocks: np.ndarray
@@ -134,7 +134,7 @@ class LeftOut:
     num_samples: int = 0
     """How many, since the worker started."""
     last: str = ""
-    """What was wrong with the last one."""
+    """The problem of the last one."""
 
 
 class Feed:

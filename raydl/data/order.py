@@ -22,7 +22,7 @@ class Order(Protocol):
 
     @property
     def name(self) -> str:
-        """What makes it, but for the seed, in words: two of one name and seed are the same."""
+        """Its kind in words, without the seed: two of one name and seed are the same."""
         ...
 
     def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
@@ -56,7 +56,7 @@ class Shuffled:
 
     @property
     def name(self) -> str:
-        """What makes it."""
+        """Its kind in words."""
         return "in memory"
 
     def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
@@ -104,7 +104,7 @@ class InBlocks:
 
     @property
     def name(self) -> str:
-        """What makes it: how much is mixed, and the sizes of the row groups."""
+        """Its kind: how much is mixed, and the sizes of the row groups."""
         sizes = f"{len(self._sizes)} row groups, {zlib.crc32(self._sizes.tobytes()):08x}"
         return f"streamed with input.shuffle_samples {self._block_samples} ({sizes})"
 

@@ -36,7 +36,7 @@ class ParquetGroups:
     schema: pa.Schema
     """Of the first file."""
     columns: tuple[str, ...]
-    """What is read."""
+    """The columns that are read."""
     _footers: dict[int, pq.FileMetaData] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

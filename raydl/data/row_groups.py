@@ -115,7 +115,7 @@ class GroupCache(Generic[_T]):
 
 
 class InRowGroups(Generic[_T]):
-    """What all sets have in common whose samples are read as they are needed.
+    """Base of sets whose samples are read as they are needed.
 
     Args:
         groups: where they lie.

@@ -24,7 +24,7 @@ table. A task knows which.
 
 @dataclass(frozen=True)
 class DataShape:
-    """What a task must know of the data to build a model."""
+    """The shape of the data, from which a task builds a model."""
 
     input_shape: tuple[int, ...]
     """Of one sample: channels, height, width of a picture; the tokens of a text; () of a table."""
@@ -54,7 +54,7 @@ class Samples(Protocol):
 
     @property
     def shape(self) -> DataShape:
-        """What a model is built for."""
+        """The shape that a model is built for."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class Samples(Protocol):
 
 
 class InMemory:
-    """What all sets have in common whose samples are all here."""
+    """Base of sets that are in memory as a whole."""
 
     @property
     def is_streamed(self) -> bool:
@@ -137,7 +137,7 @@ class Dataset:
     train: Samples
     test: Samples
     source: str
-    """What the user named."""
+    """The source that the user named."""
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:

@@ -97,7 +97,7 @@ class StreamedPictures(InRowGroups[_Group]):
         self._mode = "" if isinstance(first, np.ndarray) else mode_of(first.as_py(), 0, source=name)
         picture = self._picture(first, 0, name)
         self.shape = DataShape(picture.shape, len(class_names), class_names)
-        """What a model is built for; the first picture decides on the size of all."""
+        """The shape that a model is built for; the first image decides on the size of all."""
         self._make_pool()
 
     def _make_pool(self) -> None:

@@ -35,7 +35,7 @@ class TableSet(InMemory):
 
     @property
     def shape(self) -> DataShape:
-        """What a model is built for: the shape of each column."""
+        """The shape that a model is built for: that of each column."""
         return shape_of(self.columns)
 
     def fetch(self, rows: np.ndarray) -> Batch:
@@ -56,7 +56,7 @@ class StreamedTable(InRowGroups[Columns]):
         first = self._groups.get(0)
         self._dtypes = {name: array.dtype for name, array in first.items()}
         self.shape = shape_of(first)
-        """What a model is built for: the shape of each column."""
+        """The shape that a model is built for: that of each column."""
 
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return ``{column: tensor}`` of these rows.

@@ -45,7 +45,7 @@ class TokenSet(InMemory):
 
     @property
     def shape(self) -> DataShape:
-        """What a model is built for."""
+        """The shape that a model is built for."""
         return DataShape((self.context,), self.vocabulary)
 
     def fetch(self, rows: np.ndarray) -> Batch:

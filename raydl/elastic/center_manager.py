@@ -157,7 +157,7 @@ class CenterManager:
     def go_on(self) -> None:
         """Note that all go on from what the center holds now.
 
-        What came after it, if anything, is lost: new rounds will have the same numbers.
+        Later rounds are lost: new ones will have the same numbers.
         """
         self._publishing = None
         if self._evaluated > self.newest:

@@ -114,11 +114,11 @@ class Controller:
         self.num_generations = 0
         """Memberships since this start."""
         self.stop_reason = ""
-        """What asked for an end that is none of the run's own: a signal."""
+        """The signal that asked for an end; empty: none did."""
         self.ended_by = ""
         """The callback that ended the run; see ``raydl.core.callbacks.Listeners``."""
         self.ended_because = ""
-        """What it said."""
+        """The reason that it gave."""
         self.worker_registry = WorkerRegistry(
             lease_s=config.elastic.lease_s,
             first_step_s=config.exchange.timeout_s,

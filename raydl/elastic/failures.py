@@ -26,7 +26,7 @@ _ERRNOS = frozenset(
     )
     if hasattr(errno, name)
 )  # fmt: skip
-"""What a disk, a file server or a network says when it fails. A file that is missing, or may not
+"""Errors of a disk, a file server or a network that fails. A file that is missing, or may not
 be read, is a mistake instead: a replacement would meet it again."""
 _TEXTS = re.compile(
     r"can't allocate memory|not enough memory|CUDA error|CUDNN_STATUS|cuDNN error|CUBLAS_STATUS"
@@ -160,7 +160,7 @@ class RunFailure:
 
     def __init__(self, config: ElasticConfig, log: Callable[[str], None]) -> None:
         self.error: Exception | None = None
-        """What a worker or the evaluator raised; None: the run goes on."""
+        """The exception of a worker or of the evaluator; None: the run goes on."""
         self.why = ""
         """Why the run stops with it."""
         self._raised: set[str] = set()

@@ -30,7 +30,7 @@ CAUSE_S = 2.0
 
 
 class Next(enum.Enum):
-    """What follows for the generation that trains."""
+    """The next step of the generation that trains."""
 
     TRAIN = "it trains on"
     REGROUP = "all leave after an exchange"

@@ -21,7 +21,7 @@ class Plateau:
 
     Args:
         config: says the schedule; under any but ``plateau`` there are no cuts.
-        num_cuts: those of earlier starts. What the best center was then is not known any more.
+        num_cuts: those of earlier starts, whose best center is not known any more.
     """
 
     def __init__(self, config: OptimizerConfig, *, num_cuts: int = 0) -> None:
@@ -32,7 +32,7 @@ class Plateau:
     def note_score(self, metrics: Mapping[str, float]) -> str:
         """Take in the scores of the center; return a sentence if they ask for a cut.
 
-        What counts is the accuracy, or the loss where there is none; any better score counts.
+        The score is the accuracy, or the loss where there is none; any better score counts.
         """
         if self._decider is None:
             return ""

@@ -18,7 +18,7 @@ _KINDS = {
 
 
 class Refusals:
-    """What was refused in this start of the run."""
+    """Refused messages and files of this start of the run."""
 
     def __init__(self) -> None:
         self._by_process: dict[str, Mapping[str, int]] = {}

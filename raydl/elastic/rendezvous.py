@@ -29,11 +29,11 @@ Age = tuple[int, int]
 NO_COPY: Age = (-1, -1)
 """Of a worker that has no copy that others could go on with."""
 _GRACE_S = 1.0
-"""What members have to come out of a round that others have completed, in seconds."""
+"""Time that members have to leave a round that others have completed, in seconds."""
 
 
 class Signal(enum.Enum):
-    """What the meeting tells a member."""
+    """The rendezvous' signal to a member."""
 
     GO_ON = "go on"
     REGROUP = "regroup"
@@ -69,7 +69,7 @@ class _Comer:
 
 
 class Rendezvous:
-    """Who came, who is a member, who is still there.
+    """Forms generations of the workers that are waiting, and ends them.
 
     In rounds all members leave a generation together and form the next one. By messages
     everybody comes and goes alone, and the others stay as they are; all the same the first
@@ -102,7 +102,7 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._clock = clock
         self.membership = Membership(0, ())
-        """Who trains; in generation 0 nobody."""
+        """The workers that train; in generation 0 none."""
         self._names: set[str] = set()
         self._entered: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}

@@ -80,12 +80,12 @@ MakeTransport = Callable[[str, Membership, threading.Event], Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a worker enters a generation with."""
+    """A worker's entry into a generation."""
 
     membership: Membership
     transport: Group | CenterClient
     snapshot: Snapshot | None
-    """What all start from; None: this worker's own copy of the center."""
+    """The snapshot that all start from; None: this worker's own copy of the center."""
     untrained: Untrained | None = None
     """The untrained state that all begin with; None: this worker has it."""
 

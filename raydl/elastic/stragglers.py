@@ -16,15 +16,15 @@ _SPREADS = 6.0
 """Spreads above the median at which a round is no usual one: with normally distributed rounds
 one in a billion."""
 _FIRST_PAUSE_S = 0.5
-"""What a pause is thought to cost until one was measured, in seconds."""
+"""Assumed cost of a pause until one was measured, in seconds."""
 _MAD_TO_SIGMA = 1.4826
 """Median absolute deviation to standard deviation, of a normal distribution."""
 _ROUNDING = 1e-9
-"""What floating point may add to a share of the workers: 7/25 of 25 is a little more than 7."""
+"""Rounding error of a share of the workers: 7/25 of 25 is a little more than 7."""
 
 
 class StragglerDetector:
-    """What rounds take, and what it takes to go on without somebody."""
+    """Durations of rounds, and the cost of going on without a worker."""
 
     def __init__(self) -> None:
         self._rounds: deque[float] = deque(maxlen=101)

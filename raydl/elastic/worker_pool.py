@@ -275,7 +275,7 @@ class WorkerPool:
             return
         self._legacies.append(state)
         self.hand_over()
-        # Who should have taken it may have gone, and soon it is out of date.
+        # The newcomer may have gone, and soon the replica is out of date.
         surplus = self._legacies[self._num_heirs() :]
         del self._legacies[self._num_heirs() :]
         for state in surplus:

@@ -145,7 +145,7 @@ class Held:
         def held(*args: Any, **kwargs: Any) -> Any:
             self._hold()
             answer = found(*args, **kwargs)
-            # What is waited for later comes by the same road.
+            # Later answers take the same way.
             return Held(answer, self._hold) if hasattr(answer, "wait") else answer
 
         return held

@@ -11,7 +11,7 @@ from raydl.faults.plan import Fault
 
 
 class Inflicts(Protocol):
-    """Does to a process what a fault is. What slows it down, the injector does itself."""
+    """Inflicts a fault on a process; the injector itself slows a process down."""
 
     def kill(self) -> None:
         """End it at once."""

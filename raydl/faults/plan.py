@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, bool]] = {
 """The faults, and which times each takes: True where it can not do without."""
 
 CENTER_KINDS = ("kill", "stop")
-"""What can happen to the center and its shards."""
+"""The faults of the center and its shards."""
 
 _SETTING = "run.fault_plan"
 _PLAN_KEYS = ("seed", "faults")
@@ -48,7 +48,7 @@ class Fault:
     target: str
     """``w1``, ``rank 0``, ``any``, ``center`` or ``shard 1``."""
     when: str
-    """What ``at`` counts: step, round or second."""
+    """The unit of ``at``: step, round or second."""
     at: float
     """Local steps of the target, rounds of the run, or seconds of training."""
     for_s: float | None = None
@@ -60,7 +60,7 @@ class Fault:
 
     @property
     def sentence(self) -> str:
-        """What happens, for the log: ``fault 2: stop rank 0 at round 90 for 8 s``."""
+        """The fault in words, for the log: ``fault 2: stop rank 0 at round 90 for 8 s``."""
         by = "" if self.by_s is None else f" by {_plain(self.by_s)} s"
         lasts = "" if self.for_s is None else f" for {_plain(self.for_s)} s"
         moment = f"{self.when} {_plain(self.at)}"

@@ -11,7 +11,7 @@ from raydl.metrics.time_parts import TIME_PARTS
 
 
 class Thinning(enum.Enum):
-    """What a point stands for when a long run writes fewer of them; see ``thinning.py``."""
+    """How points are combined when a long run writes fewer of them; see ``thinning.py``."""
 
     NEWEST = "the newest value: of counters, sums since the start, and settings"
     MEAN = "the mean over the records since the point before"
@@ -178,7 +178,7 @@ COMPARED: dict[str, Tag] = {
         ),
     )
 }
-"""What a comparison adds to each of its runs, one point at the run's last sample."""
+"""Tags that a comparison adds to each of its runs, one point at the run's last sample."""
 
 
 OF_COMPARISON = ".compare"

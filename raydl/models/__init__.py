@@ -50,7 +50,7 @@ class ModelRow:
     Or the text: (tokens,) and the size of the vocabulary.
     """
     sentence: str
-    """What it is, short enough for a line of a table."""
+    """A description, short enough for a line of a table."""
     source: str
     """Where it was published."""
 
@@ -61,7 +61,7 @@ class ModelRow:
 
     @property
     def input_size(self) -> str:
-        """What it was made for, in short: ``3x32x32``, ``128 tokens``."""
+        """The input that it was made for: ``3x32x32``, ``128 tokens``."""
         size = "x".join(map(str, self.made_for[0]))
         return f"{size} tokens" if self.reads_texts else size
 

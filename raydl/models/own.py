@@ -16,7 +16,7 @@ _WITHOUT_AUXILIARY = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
 }
-"""What makes torchvision's models of two outputs return one."""
+"""Arguments by which torchvision's models with two outputs return one."""
 
 
 def load(name: str) -> Callable[[tuple[int, int, int], int], nn.Module]:

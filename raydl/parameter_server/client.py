@@ -169,7 +169,7 @@ class MessageExchange:
 
 
 class ClientSession:
-    """What a worker of a method with messages knows of the center's orders.
+    """A worker's session with the center: its message numbers and its current assignment.
 
     Args:
         worker_id: who it is.

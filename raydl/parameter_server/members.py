@@ -11,7 +11,7 @@ from raydl.parameter_server.protocol import Assignment, Completion, MessageId, r
 
 @dataclass
 class Member:
-    """What the coordinator knows of a worker since it became a member."""
+    """A member's state at the coordinator."""
 
     entered: int
     """The generation that it became a member with: its messages are of this one."""

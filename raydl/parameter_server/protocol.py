@@ -26,7 +26,7 @@ NOTHING = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class MessageId:
-    """Who sends, in which life, and which of its messages it is."""
+    """Identifies a message: its sender, the sender's incarnation, and a sequence number."""
 
     worker_id: str
     generation: int
@@ -53,7 +53,7 @@ def refusal_of(message_id: MessageId, entered: int | None, generation: int) -> s
 
 @dataclass(frozen=True)
 class Completion:
-    """What ends a worker's round: what it sent counts as done, and it asks for orders."""
+    """Ends a worker's round: its samples count as done, and it asks for an assignment."""
 
     header: Header
     local_step: int
@@ -70,13 +70,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the coordinator tells a worker."""
+    """The coordinator's answer to a worker."""
 
     outcome: Outcome
     claims: list[Claim]
-    """What the worker claims, one for each epoch, in their order; none: it has no more to do."""
+    """The worker's claims, one for each epoch, in their order; none: it has no more to do."""
     ahead: list[tuple[int, Span]]
-    """What the worker will claim next, as far as it is known: (epoch, positions)."""
+    """The worker's next claims, as far as they are known: (epoch, positions)."""
     num_workers: int
     """Workers that train now (p)."""
     rank: int
@@ -110,7 +110,7 @@ class Request:
     span: Span
     """Which of the flat parameters it is about; empty: none, the message only settles."""
     weights: np.ndarray
-    """What the rule sends, shape [stop - start], or a codec's bytes for it."""
+    """The values that the rule sends, shape [stop - start], or a codec's bytes for them."""
     buffers: np.ndarray
     """Float buffers, or empty."""
     num_workers: int
@@ -139,7 +139,7 @@ class CellAddress:
     path: str
     """Of a file without a name, by way of the process that holds it."""
     token: int
-    """What the memory begins with; a process may have ended, and another got its number."""
+    """The first bytes of the memory; a process may have ended, and another got its number."""
     slot: int
 
 

@@ -25,7 +25,7 @@ from raydl.parameter_server.shard import Shard, ShardState
 from raydl.parameter_server.shared_memory import can_be_shared
 
 OptimizerStates = dict[Span, dict[str, Any]]
-"""What the optimizers of some spans of the center remember."""
+"""States of the optimizers of some spans of the center."""
 
 
 def make_shard(

@@ -34,7 +34,7 @@ from raydl.parameter_server.shared_memory import MappedCell
 
 
 class Settles(Protocol):
-    """Who ends a worker's round and gives it orders: the coordinator, at the home shard."""
+    """Ends a worker's round and assigns the next one: the coordinator, at the home shard."""
 
     def settle(self, request: Request) -> Assignment | None:
         """Count the round's samples as done, and return what the worker does next.
@@ -50,7 +50,7 @@ class Settles(Protocol):
 
 @dataclass
 class _Letters:
-    """What shard and worker know of each other where messages are shortened."""
+    """The state that shard and worker share where messages are compressed."""
 
     mirror: Tensor
     """The center as the worker knows it."""

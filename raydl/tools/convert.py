@@ -33,7 +33,7 @@ _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _THREADS = 8
 """Pictures that are read or encoded at a time: a store answers each after a while."""
 _BUFFER_BYTES = 1 << 20
-"""What is read of a Parquet column at a time, so that a large row group is never in memory."""
+"""Bytes of a Parquet column that are read at a time: a large row group is never in memory."""
 
 
 class Part(Protocol):

@@ -27,7 +27,7 @@ _MODES = {1: "grey", 3: "RGB"}
 
 @dataclass(frozen=True, kw_only=True)
 class PartInfo:
-    """What is known of the training set or of the test set."""
+    """A description of the training set or of the test set."""
 
     name: str
     """train or test; of a set without a test part all is train."""
@@ -60,11 +60,11 @@ class ColumnInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """What is in a source."""
+    """A description of a source."""
 
     source: str
     kind: str
-    """What lies there: parquet, folders, idx, cifar, npz, text, synthetic."""
+    """Its kind: parquet, folders, idx, cifar, npz, text, synthetic."""
     holds: str
     """pictures, table or text."""
     parts: tuple[PartInfo, ...]
@@ -79,7 +79,7 @@ class SourceInfo:
     num_tokens: int = 0
     vocabulary: int = 0
     decoded_bytes: int
-    """What all of it takes in memory."""
+    """Memory that all of it takes, in bytes."""
     is_streamed: bool
     """Whether a run would read it as it is needed, with settings as they come."""
     warnings: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ class KnownNetwork:
     seconds_per_byte: float
     """Seconds for each byte of it."""
     sentence: str
-    """What it is."""
+    """A description."""
     source: str
     """Where the two figures are from."""
 
@@ -127,7 +127,7 @@ def flat_network(latency_s: float, seconds_per_byte: float) -> Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What runs, as far as its cost depends on it.
+    """The workload, as far as the cost depends on it.
 
     Raises:
         ConfigError: a value is out of range, or the schedule unknown.
@@ -178,7 +178,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan should cost with some number of workers."""
+    """The predicted cost with some number of workers."""
 
     num_workers: int
     algorithm: str

@@ -393,7 +393,7 @@ class Attached:
         self.local_step = state["local_step"]
 
     def detach(self) -> None:
-        """Leave; the others go on. What was done since the last exchange goes with this worker."""
+        """Leave; the others go on. Steps since the last exchange are lost with this worker."""
         self._rendezvous.leave_rendezvous(self._center)
         release(self._flat.model)
 

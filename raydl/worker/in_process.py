@@ -146,7 +146,7 @@ class TakesMessages(Protocol):
 
 
 class Coordinates(Protocol):
-    """Who gives orders; see ``raydl.parameter_server.coordinator.Coordinator``."""
+    """Assigns samples; see ``raydl.parameter_server.coordinator.Coordinator``."""
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
         """Return the first orders of a worker."""

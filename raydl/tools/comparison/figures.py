@@ -27,7 +27,7 @@ COLUMNS = {
 
 
 _ABSENT = {"center_accuracy": -math.inf}
-"""What stands for a figure that a run lacks, where that is not infinity, for never."""
+"""The value of a figure that a run lacks, where that is not infinity, for never."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Run:
     config: TrainConfig
     """All settings, the method's own defaults written out."""
     figures: Mapping[str, Any] | None = None
-    """What ``result.json`` says, once the run is complete."""
+    """The content of ``result.json``, once the run is complete."""
     reason: str = ""
     """Why it failed, in one sentence."""
 
@@ -96,7 +96,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """What the complete runs of one method came to."""
+    """The figures of the complete runs of one method."""
 
     method: str
     strategy: str

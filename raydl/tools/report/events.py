@@ -90,7 +90,7 @@ class _Point:
 
 @dataclass
 class _Stretch:
-    """What a start wrote from one mark to the next."""
+    """Events of a start from one mark to the next."""
 
     purge_from: int | None = None
     """From so many samples on, no point of before counts; None: all do."""
@@ -201,7 +201,7 @@ class _Clock:
 
 
 class _Past:
-    """What counts of all that was read so far."""
+    """The valid events among those read so far."""
 
     def __init__(self) -> None:
         self.curves: dict[str, list[tuple[int, float, float]]] = {}

@@ -59,7 +59,7 @@ class RunFacts:
     checkpoints: tuple[Mapping[str, Any], ...] = ()
     """Their manifests, oldest first."""
     notes: tuple[str, ...] = ()
-    """What is missing or damaged, in sentences."""
+    """Missing or damaged files, in sentences."""
 
     def curve(self, tag: str) -> Curve:
         """Return the points of a tag; none if it was not recorded."""

@@ -14,7 +14,7 @@ from raydl.tools.report.sections import duration, speed, written
 from raydl.tools.report.style import CSS
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What a browser may fetch for this page: nothing."""
+"""The page's content security policy: a browser may fetch nothing."""
 _OWN = ("run.run_dir",)
 """Settings that always differ between two runs."""
 
