@@ -216,7 +216,8 @@ def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
     """Return the CPU seconds of one poll of a controller while so many workers train."""
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
     from raydl.core.methods import resolve
-    from raydl.elastic import Controller, State
+    from raydl.elastic.controller import Controller
+    from raydl.elastic.state import State
 
     worker_group: Any = MemoryCrew()
     recorder: Any = NoRecorder()

@@ -309,7 +309,7 @@ class Driver:
         from raydl.core.center import first_snapshot
         from raydl.core.flat import FlatModel
         from raydl.core.methods import resolve
-        from raydl.elastic import Controller
+        from raydl.elastic.controller import Controller
         from raydl.metrics import TIME_PARTS
         from raydl.run.control_channel import ControlChannel
         from raydl.run.progress import make_progress
@@ -522,7 +522,7 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
     from raydl.core.reports import WorkerReport
     from raydl.core.worker_group import Changed, Published, WorkerReady
     from raydl.data import DataShape
-    from raydl.elastic import Controller
+    from raydl.elastic.controller import Controller
     from raydl.metrics import TIME_PARTS
     from raydl.ray_backend.worker_group import RayWorkerGroup
     from raydl.storage import Storage

@@ -16,7 +16,8 @@ from raydl.core.callbacks import StopAtAccuracy
 from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Draining, GaveUp, Lost, Published, Scoring
-from raydl.elastic import Controller, State
+from raydl.elastic.controller import Controller
+from raydl.elastic.state import State
 from raydl.errors import RaydlError
 
 LEASE_S = 3.0

@@ -19,7 +19,7 @@ from raydl.core.worker_group import (
     TookOver,
     WorkerReady,
 )
-from raydl.elastic import State
+from raydl.elastic.state import State
 
 DIED = "the actor died"
 

@@ -31,7 +31,8 @@ from raydl.core.worker_group import (
     RunEnded,
     WorkerReady,
 )
-from raydl.elastic import Controller, State
+from raydl.elastic.controller import Controller
+from raydl.elastic.state import State
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
 from raydl.faults import FaultPlan
 from raydl.faults.plan import Fault

@@ -17,7 +17,8 @@ import raydl
 from raydl.checkpoint import writer as checkpoint_writer
 from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.totals import Totals
-from raydl.elastic import State, controller
+from raydl.elastic import controller
+from raydl.elastic.state import State
 from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage
 

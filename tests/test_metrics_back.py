@@ -12,7 +12,7 @@ from test_recorder import Store, make, record_at, report_of, score_at
 
 from raydl import cli
 from raydl.core.membership import Membership
-from raydl.elastic import State
+from raydl.elastic.state import State
 from raydl.metrics import TIME_PARTS, TensorBoardWriter
 from raydl.metrics.stack_picture import StackHistory
 from raydl.metrics.tensorboard import make_layout

@@ -20,7 +20,7 @@ from raydl.core.membership import Membership
 from raydl.core.reports import AllreduceReport, Record, WorkerReport
 from raydl.core.worker_group import Collected, Evaluated
 from raydl.data.loader import LeftOut
-from raydl.elastic import State
+from raydl.elastic.state import State
 from raydl.errors import CheckpointError
 from raydl.metrics import TAGS, TimeParts, tag_of
 from raydl.run.recorder import RunRecorder

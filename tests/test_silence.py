@@ -27,7 +27,7 @@ from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.totals import Totals
 from raydl.checkpoint.writer import CheckpointWriter
 from raydl.core.worker_group import GaveUp, Published
-from raydl.elastic import State
+from raydl.elastic.state import State
 from raydl.errors import WORTH_RETRYING, StorageSilentError
 from raydl.metrics import Queued, queued
 from raydl.storage import SilenceTeller, Storage, is_answer, within

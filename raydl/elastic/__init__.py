@@ -9,8 +9,3 @@ and what is to be scored and written; ``failures`` says which errors stop a run.
 The controller owns no process and no file: a worker group acts for it, and a recorder writes down
 what it learns. So it is tested with fakes, a step at a time.
 """
-
-from raydl.elastic.controller import Controller
-from raydl.elastic.state import Recorder, State
-
-__all__ = ["Controller", "Recorder", "State"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
 from raydl.core.reports import Outcome
-from raydl.elastic import Controller
+from raydl.elastic.controller import Controller
 from raydl.elastic.state import State
 from raydl.elastic.worker_registry import Phase, WorkerEntry
 from raydl.errors import RaydlError
