@@ -243,7 +243,7 @@ def test_nothing_is_begun_where_ray_runs(monkeypatch, init):
 def test_the_processes_of_a_cluster_of_ones_own_have_torch_before_they_are_needed(tmp_path):
     code = (
         "import sys, ray; from raydl.ray_backend import session; session.begin(); "
-        "ray_session.connect(); has_torch = ray.remote(lambda: 'torch' in sys.modules); "
+        "session.connect(); has_torch = ray.remote(lambda: 'torch' in sys.modules); "
         "sys.exit(not ray.get(has_torch.remote(), timeout=60))"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
