@@ -175,6 +175,21 @@ def test_a_setting_of_another_version_is_named():
         from_dict(MethodConfig, {"gamma": 1})
 
 
+@pytest.mark.parametrize(
+    ("cls", "former", "now", "value"),
+    [
+        (MethodConfig, "schedule", "strategy", "hogwild"),
+        (OptimizerConfig, "schedule", "lr_schedule", "linear"),
+        (OptimizerConfig, "max_grad_norm", "clip_grad_norm", 3.0),
+        (TrainingConfig, "accumulate", "microbatches", 4),
+    ],
+)
+def test_a_run_of_an_earlier_version_is_read_by_the_names_it_was_written_with(
+    cls, former, now, value
+):
+    assert from_dict(cls, {former: value}) == cls(**{now: value})
+
+
 def test_resources_are_said_in_ray_trains_words():
     assert ScalingConfig().resources() == {"CPU": 1.0}
     gpu = ScalingConfig(use_gpu=True, resources_per_worker={"CPU": 4.0, "spot": 1.0})

@@ -119,15 +119,27 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+_FORMER_NAMES = {
+    (MethodConfig, "schedule"): "strategy",
+    (OptimizerConfig, "schedule"): "lr_schedule",
+    (OptimizerConfig, "max_grad_norm"): "clip_grad_norm",
+    (TrainingConfig, "accumulate"): "microbatches",
+}
+"""Settings by the names that earlier versions wrote to a run's ``config.json``."""
+
+
 def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
     """Build a configuration from what ``to_dict`` returned, perhaps through JSON.
+
+    Names that earlier versions wrote are understood.
 
     Raises:
         ConfigError: a key is no setting of this version.
     """
     hints = get_type_hints(cls)
     arguments: dict[str, Any] = {}
-    for key, value in values.items():
+    for written, value in values.items():
+        key = _FORMER_NAMES.get((cls, written), written)
         if key not in hints:
             raise ConfigError(key, f"is no setting of {cls.__name__}")
         if dataclasses.is_dataclass(hints[key]):
