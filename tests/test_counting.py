@@ -46,11 +46,8 @@ class Machines:
         self.run.until_said("was lost")
 
     def halt_worker(self):
-        """Stop a worker's process; its lease finds it, whatever its node can say of it in time."""
-        silent = "was lost: it did not answer for"
-        before = self.run.output.count(silent)
         self.signal("WorkerActor", signal.SIGSTOP)
-        self.run.until(lambda: self.run.output.count(silent) > before)
+        self.run.until_said("its process is stopped")
 
     def kill_center(self):
         self.signal("CenterActor", signal.SIGKILL)
