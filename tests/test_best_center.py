@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from accuracies import accuracy_of as accuracy
 from conftest import SHAPE, Ensemble, linear
-from test_callbacks import accuracy
-from test_recorder import Store
-from test_recorder import make as recorder_of
+from recorders import FakeStore as Store
+from recorders import make_recorder as recorder_of
 
 from raydl.checkpoint.best import FILE, BestCenter, read_best
 from raydl.config import CheckpointConfig, TrainConfig

@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from accuracies import accuracy_of as accuracy
 from safetensors.torch import load_file
-from test_controller import BOTH, Stage, collected, report, scored
+from stages import BOTH, Stage, collected, report, scored
 
 import raydl
 from raydl import cli
@@ -27,10 +28,6 @@ from raydl.run.local_worker_group import LocalWorkerGroup
 from raydl.run.trainer import Trainer
 from raydl.storage import Storage
 from raydl.tasks import Classification
-
-
-def accuracy(value, round=1, **more):
-    return Evaluated(round, 0, 10 * round, 1.0, {"accuracy": value}, **more)
 
 
 def loss(value):

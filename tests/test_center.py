@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import SHAPE, Ensemble, linear
+from conftest import Ensemble
 from histories import assert_same, config
+from snapshots import center_snapshot as snapshot
 
 from raydl.core.center import (
     SnapshotShelf,
@@ -19,11 +20,6 @@ from raydl.core.center import (
 )
 from raydl.core.flat import FlatModel
 from raydl.parameter_server.server import CenterServer, make_shard
-
-
-def snapshot(round, *, is_kept=False):
-    first = first_snapshot(FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes)), 10)
-    return dataclasses.replace(first, round=round, is_kept=is_kept)
 
 
 def test_only_the_newest_snapshots_are_held():

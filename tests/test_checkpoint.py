@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import ObjectStore
+from checkpoints import make_checkpoint as make
+from checkpoints import same_state as same
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
@@ -15,41 +18,15 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 
-from raydl.checkpoint.store import Checkpoint, CheckpointStore
-from raydl.core.saved_state import SavedState, pack, unpack
+from raydl.checkpoint.store import CheckpointStore
+from raydl.core.saved_state import pack, unpack
 from raydl.errors import CheckpointError, ConfigError
 from raydl.storage import Storage
-
-
-def make(round, value=1.0):
-    optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1, momentum=0.9).state_dict()
-    return Checkpoint(
-        round=round,
-        generation=2,
-        num_samples=10 * round,
-        seconds=1.5,
-        center={"linear.weight": torch.full((2, 3), value), "linear.bias": torch.zeros(2)},
-        state={"epoch": 1, "ledger": {"free": [[0, 3]]}, "optimizer": optimizer},
-        workers={"w0": {"weights": torch.arange(8.0)}, "w1": {"weights": torch.ones(8)}},
-    )
 
 
 def unpacked(file):
     """Return what a packed file holds."""
     return unpack(bytearray().join(file.pieces()))
-
-
-def same(a, b):
-    """Whether nested values are equal to the bit."""
-    if isinstance(a, SavedState):
-        return same(a.load(), b)
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 def test_what_was_written_is_read_to_the_bit(tmp_path):
@@ -185,15 +162,6 @@ def test_checkpoints_work_on_any_arrow_file_system(tmp_path):
     store = CheckpointStore(Storage("run", filesystem=filesystem))
     store.write(make(3))
     assert store.read()[0].round == 3
-
-
-class ObjectStore(Storage):
-    """A storage without renaming of folders, as S3 is."""
-
-    is_object_store = True
-
-    def move_dir(self, name, new_name):
-        raise AssertionError("object stores can not rename folders")
 
 
 def test_an_object_store_needs_no_renaming(tmp_path):

@@ -8,13 +8,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from checkpoints import ObjectStore
+from checkpoints import make_checkpoint as make
+from checkpoints import same_state as same
 from conftest import Ensemble, tiny_images
 from pyarrow import fs
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from test_checkpoint import ObjectStore, make, same
-from test_control_rounds import DIED
-from test_controller import Stage, collected, report
+from stages import DIED, Stage, collected, report
 
 import raydl
 from raydl.checkpoint.store import Checkpoint, CheckpointStore

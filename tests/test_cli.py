@@ -11,10 +11,10 @@ from importlib import metadata
 
 import numpy as np
 import pytest
+from clocks import halt_the_clock
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_control_channel import halt_the_clock
 
 from raydl import cli
 from raydl.metrics import TAGS, tag_of

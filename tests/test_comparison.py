@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from comparisons import figures_of as figures
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -29,25 +30,6 @@ def make(tmp_path, methods="sync-easgd,async-easgd", *, seeds=2, base=BASE, targ
     return Comparison(
         methods=methods, seeds=seeds, base=base, target=target, out=str(tmp_path / "out")
     )
-
-
-def figures(*, speed=1.0, accuracies=(0.5, 0.92, 0.95)):
-    """Return the figures of a run that was scored every 10 s at speed 1, every 100 samples."""
-    return {
-        "center_accuracy": accuracies[-1],
-        "communication_share": 0.25,
-        "rounds": 30,
-        "staleness": 0.5,
-        "samples_per_s": 10 * speed,
-        "seconds": 10 * len(accuracies) / speed,
-        "samples": 100 * len(accuracies),
-        "time_parts": dict.fromkeys(TIME_PARTS, 1 / speed),
-        "evaluations": [
-            {"round": i, "samples": 100 * i, "seconds": 10 * i / speed, "accuracy": a, "loss": 1.0}
-            for i, a in enumerate(accuracies, 1)
-        ],
-        "stopped_by": "",
-    }
 
 
 class FakeFit:

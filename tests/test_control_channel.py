@@ -7,9 +7,9 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from clocks import halt_the_clock
 
 from raydl.errors import ConfigError, DataError, RaydlError
 from raydl.run import control_channel as run_session
@@ -108,12 +108,6 @@ def age(folder, seconds):
     values = json.loads((folder / "status.json").read_text())
     values["told_at"] -= seconds
     Storage(str(folder)).write_bytes("status.json", json.dumps(values).encode())
-
-
-def halt_the_clock(monkeypatch):
-    """Let no time pass between what is told and who reads it."""
-    now = time.time()
-    monkeypatch.setattr(run_session, "time", SimpleNamespace(**vars(time) | {"time": lambda: now}))
 
 
 @pytest.fixture

@@ -1,29 +1,16 @@
 """How a run ends, and ends even if workers or the center are lost meanwhile."""
 
 import pytest
-from test_controller import BOTH, FakeRecorder, Stage, collected, report, scored
+from stages import BOTH, Stage, collected, report, scored
 
 from raydl.config import (
-    CheckpointConfig,
-    ElasticConfig,
-    MethodConfig,
     OptimizerConfig,
-    ScalingConfig,
-    TrainConfig,
-    TrainingConfig,
 )
 from raydl.core.callbacks import StopAtAccuracy
-from raydl.core.methods import resolve
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Draining, GaveUp, Lost, Published, Scoring
-from raydl.elastic.controller import Controller
 from raydl.elastic.state import State
 from raydl.errors import RaydlError
-
-LEASE_S = 3.0
-SIZES = [1, 2, (1, 4), (2, 5), 4]
-FIRST = 5
-"""The round that a simulated run begins at."""
 
 
 @BOTH
@@ -272,59 +259,6 @@ def test_with_the_center_and_its_furthest_copies_gone_the_run_ends_with_what_is_
 
 
 # whole runs, simulated
-
-
-def run(
-    kind, seed, *, last_round, stop_at=None, max_restarts=10_000, wild_s=60.0, num_workers=None,
-    storm_at=None,
-):  # fmt: skip
-    """Run to the end, among faults for a minute; return (worker group, controller)."""
-    worker_group, is_sync = kind(seed, last_round=last_round, wild_s=wild_s), kind.is_sync
-    recorder = FakeRecorder()
-    config = TrainConfig(
-        method=MethodConfig(name="sync-easgd" if is_sync else "async-easgd"),
-        scaling=ScalingConfig(
-            num_workers=num_workers or SIZES[seed % len(SIZES)], start_timeout_s=500.0
-        ),
-        training=TrainingConfig(epochs=5),
-        checkpoint=CheckpointConfig(every_s=7.0),
-        elastic=ElasticConfig(lease_s=LEASE_S, max_restarts=max_restarts),
-    )
-    controller = Controller(
-        worker_group,
-        config,
-        resolve(config),
-        recorder,
-        first_round=FIRST,
-        own_states={},
-        clock=lambda: worker_group.now,
-    )
-    for _ in range(8000):
-        if storm_at is not None and worker_group.now >= storm_at:
-            worker_group.lose_most()
-            storm_at = None
-        if stop_at is not None and worker_group.now >= stop_at:
-            controller.request_stop("SIGTERM")
-        if controller.step():
-            break
-    check(worker_group, controller, recorder, config.scaling)
-    return worker_group, controller
-
-
-def check(worker_group, controller, recorder, scaling):
-    trail = "\n".join(recorder.events[-25:])
-    assert controller.state is State.DONE, f"{controller.state} at {worker_group.now} s:\n{trail}"
-    numbers = [membership.generation for membership in worker_group.memberships]
-    assert numbers == list(range(1, len(numbers) + 1))
-    told = [e for e in recorder.events if e.startswith("generation ")]
-    assert len(told) == len(numbers) == controller.num_generations
-    low = (
-        scaling.min_workers if worker_group.is_sync else 0
-    )  # by messages the lost are counted out first
-    assert all(low <= m.num_workers <= scaling.max_workers for m in worker_group.memberships)
-    assert recorder.checkpoints or not numbers, "the last state is always written"
-    if controller.outcome is Outcome.FINISHED:
-        assert recorder.checkpoints[-1].snapshot.round >= worker_group.last_round - 1
 
 
 def test_scores_that_are_lost_are_told_first_one_by_one_then_every_tenth():

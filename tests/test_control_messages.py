@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_controller import Stage, collected, report, scored, snapshot
+from stages import Stage, collected, report, scored, snapshot
 
 from raydl.core.callbacks import StopAtAccuracy
 from raydl.core.reports import Outcome

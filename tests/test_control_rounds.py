@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_controller import Stage, collected, report, scored
+from stages import DIED, Stage, collected, report, scored
 
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import (
@@ -18,8 +18,6 @@ from raydl.core.worker_group import (
 from raydl.elastic.state import State
 from raydl.elastic.worker_registry import Phase
 from raydl.errors import ProcessLostError, RaydlError, ResourceError
-
-DIED = "the actor died"
 
 
 def regrouping():

@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from test_control_end import run
-from test_control_simulated import SimCrew
-from test_controller import record
+from simulations import SimulatedGroup as SimCrew
+from simulations import run
+from stages import record
 
 from raydl.core.reports import Outcome
 from raydl.core.worker_group import Changed, Published

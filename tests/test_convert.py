@@ -10,9 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from image_files import make_pictures as pictures
+from image_files import png_of as png
+from image_files import write_idx as idx
+from image_files import write_parquet
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from PIL import Image
-from test_data import idx, pictures, png, write_parquet
 
 from raydl import cli
 from raydl.config import InputConfig

@@ -1,9 +1,6 @@
 """Every kind of input, and what is said of input that is broken."""
 
 import gzip
-import io
-import json
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,37 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from image_files import make_pictures as pictures
+from image_files import png_of as png
+from image_files import write_idx as idx
+from image_files import write_parquet
 
 from raydl.config import InputConfig
 from raydl.data import Batches, ImageSet, Normalizer, channel_statistics, load
 from raydl.errors import DataError, UnknownNameError
 from raydl.tools.data_info import inspect
-
-
-def png(pixels):
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def pictures(count, shape=(5, 6), seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (count, *shape), dtype=np.uint8)
-
-
-def write_parquet(path, images, labels, names=None):
-    encoded = [x if isinstance(x, bytes) else png(x) for x in images]
-    image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    table = pa.table(
-        {
-            "image": pa.array([{"bytes": x, "path": None} for x in encoded], image),
-            "label": pa.array(labels, pa.int64()),
-        }
-    )
-    if names:
-        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
-        table = table.replace_schema_metadata({b"huggingface": json.dumps(features)})
-    pq.write_table(table, path)
 
 
 @pytest.fixture
@@ -87,14 +62,6 @@ def test_colour_pictures_come_channels_first(tmp_path):
     images = load(str(tmp_path)).train.images
     assert images.shape == (4, 3, 5, 6)
     assert np.array_equal(images[0].transpose(1, 2, 0), pictures(4, (5, 6, 3))[0])
-
-
-def idx(array):
-    return (
-        bytes((0, 0, 8, array.ndim))
-        + struct.pack(f">{array.ndim}I", *array.shape)
-        + array.tobytes()
-    )
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])

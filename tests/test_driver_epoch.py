@@ -5,8 +5,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from test_checkpoint import make
-from test_hold import Objects
+from checkpoints import make_checkpoint as make
+from locks import ObjectsWithoutLocks as Objects
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import RunConfig, TrainConfig

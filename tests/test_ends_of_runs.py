@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import linear
 from disks import fill
+from recorders import FakeStore as Store
+from recorders import collected_round as collected
+from recorders import make_recorder as make
 from safetensors.torch import load_file
-from test_recorder import Store, collected, make
 
 import raydl
 from raydl.checkpoint import writer as checkpoint_writer

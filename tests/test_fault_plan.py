@@ -4,6 +4,7 @@ import pickle
 import re
 
 import pytest
+from plans import kill_fault as kill
 
 from raydl.errors import ConfigError
 from raydl.faults import Fault, FaultPlan
@@ -18,10 +19,6 @@ def read(tmp_path):
         return FaultPlan.read(str(path))
 
     return read
-
-
-def kill(target="w1", when="step", at=4.0, *, number=0, draw=0):
-    return Fault(number, "kill", target, when, at, draw=draw)
 
 
 def test_a_plan_is_read_as_it_is_written(read):

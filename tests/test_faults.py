@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from test_fault_plan import kill
+from plans import kill_fault as kill
 
 from raydl.faults import Fault, Held, Injector, Partition, ProcessInflicts
 from raydl.ray_backend.actors import WorkerActor

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_center import snapshot
-from test_controller import Stage
+from snapshots import center_snapshot as snapshot
+from stages import Stage
 
 from raydl.core.center import SnapshotShelf
 from raydl.core.worker_group import Lost, Published, Refused

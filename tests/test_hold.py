@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow.fs as fs
 import pytest
+from locks import ObjectsWithoutLocks as Objects
 
 from raydl import cli
 from raydl.errors import ConfigError
@@ -30,12 +31,6 @@ TRAIN = [
     "train", "--data", "synthetic:64", "--model", "mlp", "--workers", "0",
     "--batch-size", "8", "--epochs", "1",
 ]  # fmt: skip
-
-
-class Objects(Storage):
-    """A folder that has no locks, as an object store has none."""
-
-    local_path = None
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from test_controller import Stage
+from stages import Stage
 
 from raydl.core.worker_group import Busy
 from raydl.elastic.heartbeat import Heartbeats

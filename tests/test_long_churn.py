@@ -8,8 +8,8 @@ import types
 import numpy as np
 import pytest
 from conftest import Ensemble
-from test_message_workers import job as message_job
-from test_messages import request
+from coordinators import request
+from message_jobs import message_job
 
 from benchmarks.scale import CountingWriter, Driver, simulated_clock
 from raydl.checkpoint.totals import Sum, Sums

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Ensemble, tiny_images
 from replicas import settings
-from test_controller import Stage, scored
+from stages import Stage, scored
 
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import OptimizerConfig

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 
 import pytest
-from test_messages import enter, make_coordinator, settle
+from coordinators import enter, make_coordinator, settle
 
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome

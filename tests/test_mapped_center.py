@@ -11,80 +11,24 @@ import numpy as np
 import pytest
 import torch
 from conftest import Ensemble, tiny_images
-from test_message_workers import job, wait_for
+from mapped_cells import Orderly, open_shard, reach
+from message_jobs import message_job as job
+from message_jobs import wait_for
 
 from raydl.config import ExchangeConfig, ScalingConfig
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.methods import resolve
-from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
 from raydl.core.rules import BLOCK, Elastic, Rule, Tally
-from raydl.core.untrained import UntrainedState
 from raydl.errors import ExchangeError, ExchangeTimeoutError
-from raydl.parameter_server.client import ClientSession
 from raydl.parameter_server.protocol import (
     NOTHING,
-    Assignment,
     CellAddress,
     MessageId,
     Request,
-    Response,
 )
-from raydl.parameter_server.shard import Shard
 from raydl.parameter_server.shared_memory import MappedCell, MappedExchange, can_be_shared
-
-
-class Orderly:
-    """A post that answers every settlement with the same orders."""
-
-    num_shards = 1
-
-    def __init__(self, *, refusal=""):
-        self.settled = []
-        self.refusal = refusal
-
-    def request(self, shard, request):
-        self.settled.append(request)
-        return self
-
-    def wait(self):
-        return Response(NOTHING, NOTHING, ASSIGNMENT, self.refusal)
-
-
-ASSIGNMENT = Assignment(Outcome.GO_ON, [], [], 2, 0, 0, 0.0, 0)
-
-
-def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0", "w1")):
-    shard = Shard(
-        [(0, size)],
-        torch.zeros(size),
-        torch.zeros(0),
-        rule=rule or Elastic(0.5),
-        make_optimizer=make_optimizer(job("async-easgd").optimizer),
-        is_locked=is_locked,
-        shared_s=timeout_s,
-    )
-    shard.begin_generation(Membership(1, workers))
-    return shard
-
-
-def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, timeout_s=5.0):
-    """Return a worker's exchange with a center of its node, as another process would have it."""
-    [(span, address)] = shard.shared_cells(worker_id).items()
-    cell = MappedCell.open_address(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
-    session = ClientSession(worker_id, 1, 0, UntrainedState("", {}), ledger={}, ledger_round=0)
-    session.take_assignment(ASSIGNMENT)
-    return MappedExchange(
-        cell,
-        address.slot,
-        span=slice(*span),
-        buffers=torch.zeros(0),
-        rule=rule or Elastic(0.5),
-        client=client or Orderly(),
-        is_last=True,
-        session=session,
-    )
 
 
 def move(exchange, replica):

@@ -4,41 +4,32 @@ import pickle
 
 import pytest
 import torch
+from coordinators import (
+    Add,
+    change,
+    enter,
+    make_coordinator,
+    make_shard,
+    request,
+    settle,
+    settling,
+    values_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import ALL, spans_of
-from test_messages import Add, enter, make_coordinator, make_shard, request, settle, values_of
+from scenarios import spans_of
 
 from raydl.core.compression import parse_codec
-from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
 from raydl.core.rules import Elastic
 from raydl.errors import ExchangeError
 from raydl.parameter_server.coordinator import Due
-from raydl.parameter_server.protocol import Completion, MessageId
-
-
-def change(coordinator, generation, *worker_ids):
-    coordinator.change(Membership(generation, worker_ids))
+from raydl.parameter_server.protocol import MessageId
 
 
 def leave(coordinator, worker_id, *, generation=1):
     coordinator.leave_generation(MessageId(worker_id, generation, 0, 9))
-
-
-def settling(worker_id, sequence, values, **message_id):
-    completion = Completion(Header(), 2, ALL, 0.1, 80)
-    message_id.setdefault("generation", 1)
-    return request(worker_id, sequence, values, completion=completion, **message_id)
-
-
-def waiting(pool, call, *args):
-    """Begin a call in a thread, and return once it waits for somebody."""
-    future = pool.submit(call, *args)
-    with pytest.raises(TimeoutError):
-        future.result(timeout=0.05)
-    return future
 
 
 # claims and orders

@@ -6,26 +6,15 @@ import time
 import numpy as np
 import pytest
 from conftest import Ensemble, tiny_images
+from message_jobs import message_job as job
+from message_jobs import wait_for
 
-from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome
 from raydl.data.ledger import Ledger
 from raydl.errors import ExchangeError
 from raydl.parameter_server import ray_transport as remote
 from raydl.parameter_server.protocol import MessageId
-
-
-def job(method, *, compression="none", center_shards=1, period=2, **training):
-    training = training or {"epochs": 2}
-    return TrainConfig(
-        method=MethodConfig(name=method, period=period),
-        training=TrainingConfig(batch_size=3, **training),
-        optimizer=OptimizerConfig(lr=0.05),
-        exchange=ExchangeConfig(
-            compression=compression, center_shards=center_shards, timeout_s=30.0
-        ),
-    )
 
 
 class Open:
@@ -103,13 +92,6 @@ def test_workers_come_and_go_while_the_others_train(
     assert (state["num_samples"], state["generation"]) == (60 * 96, 4)
     assert [due.is_kept for due in run.coordinator.take_due()][-1]
     assert np.isfinite(run.ensemble.center().weights).all()
-
-
-def wait_for(is_true, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])

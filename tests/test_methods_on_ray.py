@@ -9,8 +9,8 @@ import pytest
 import ray
 import torch
 from conftest import SHAPE, Ensemble, linear, tiny_images
+from message_jobs import wait_for
 from processes import resident_bytes
-from test_message_workers import wait_for
 
 from raydl.collective.ray_collective import GroupAddress
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from disks import fill
+from old_runs import grow_old
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_metrics_back import grow_old
 
 from raydl import cli
 from raydl.metrics import (

@@ -4,11 +4,14 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from old_runs import grow_old
+from recorders import FakeStore as Store
+from recorders import make_recorder as make
+from recorders import record_at, report_of, score_at
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as PageAccumulator,
 )
-from test_recorder import Store, make, record_at, report_of, score_at
 
 from raydl import cli
 from raydl.core.membership import Membership
@@ -36,12 +39,6 @@ def tensors(folder, tag):
 
 def files_of(folder):
     return [path.read_bytes() for path in sorted(folder.glob("events*"))]
-
-
-def grow_old(folder):
-    """Let the newest event file be of another second than the next: names are in that order."""
-    files = sorted(folder.glob("events*"), key=lambda path: len(path.name))
-    files[-1].rename(folder / f"events.out.tfevents.{len(files)}.host")
 
 
 def went_back(folder, store=None):

@@ -4,8 +4,11 @@ import dataclasses
 import itertools
 
 import pytest
+from recorders import FakeStore as Store
+from recorders import MemoryWriter as Memory
+from recorders import make_recorder as make
+from recorders import record_at, report_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_recorder import Memory, Store, make, record_at, report_of
 
 import raydl
 from raydl.core.worker_group import Evaluated

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from test_checkpoint import make
+from checkpoints import make_checkpoint as make
 
 from benchmarks import counting
 from benchmarks.hosts import Hosts, why_not

@@ -7,102 +7,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import SHAPE, linear, tiny_images
+from recorders import FakeStore as Store
+from recorders import collected_round as collected
+from recorders import flat_model, parts, record_at, report_of, score_at
+from recorders import make_recorder as make
 
-from raydl.checkpoint.best import BestCenter
 from raydl.checkpoint.totals import Totals
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
-from raydl.config import CheckpointConfig, TrainConfig, TrainingConfig
+from raydl.config import CheckpointConfig, TrainConfig
 from raydl.core.autotune import Choice, ExchangeTuning
-from raydl.core.center import first_snapshot
-from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
-from raydl.core.reports import AllreduceReport, Record, WorkerReport
-from raydl.core.worker_group import Collected, Evaluated
-from raydl.data.loader import LeftOut
+from raydl.core.reports import AllreduceReport
+from raydl.core.worker_group import Evaluated
 from raydl.elastic.state import State
 from raydl.errors import CheckpointError
 from raydl.metrics import TAGS, TimeParts, tag_of
-from raydl.run.recorder import RunRecorder
 from raydl.storage import Storage
-from raydl.worker.examples import Examples
-
-NOTHING = Totals()
-
-
-class Memory:
-    """A writer and a display that remember."""
-
-    def __init__(self):
-        self.points, self.sentences, self.views = [], [], []
-        self.texts, self.images = [], []
-
-    def scalars(self, values, *, num_samples, unix_s=None):
-        assert {tag_of(name).name for name in values} <= set(TAGS)
-        self.points.append((num_samples, dict(values)))
-
-    def text(self, name, markdown, *, num_samples):
-        self.texts.append((name, num_samples, markdown))
-
-    def image(self, name, pixels, *, num_samples):
-        self.images.append((name, num_samples))
-
-    def go_back(self, *, num_samples):
-        self.points = [point for point in self.points if point[0] < num_samples]
-
-    def flush(self):
-        pass
-
-    def close(self):
-        pass
-
-    def event(self, sentence):
-        self.sentences.append(sentence)
-
-    def update(self, view):
-        self.views.append(view)
-
-
-class Store:
-    """A checkpoint store that fails at the rounds it is given."""
-
-    def __init__(self, *bad):
-        self.bad, self.written = bad, []
-
-    def write(self, checkpoint):
-        if checkpoint.round in self.bad:
-            raise CheckpointError("runs/x", "could not be written: disk full")
-        self.written.append(checkpoint.round)
-
-
-def flat_model():
-    return FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes))
-
-
-def make(
-    store, *, writer=None, after_checkpoint=lambda: None, before=NOTHING, best=None, config=None
-):
-    memory, flat = Memory(), flat_model()
-    recorder = RunRecorder(
-        config or TrainConfig(training=TrainingConfig(epochs=2)),
-        num_train=10,
-        start=first_snapshot(flat, 10),
-        seconds_before=5.0,
-        before=before,
-        writer=writer or memory,
-        progress=memory,
-        store=store,
-        best=best or BestCenter(Storage("runs/x"), flat),
-        flat=flat,
-        examples=Examples(tiny_images()),
-        after_checkpoint=after_checkpoint,
-    )
-    return recorder, memory
-
-
-def collected(round):
-    snapshot = dataclasses.replace(first_snapshot(flat_model(), 10), round=round)
-    return Collected(snapshot, {"w0": {"x": np.ones(2)}})
 
 
 def test_a_checkpoint_that_fails_on_the_way_is_told_and_the_next_goes_through():
@@ -170,53 +90,6 @@ def test_curves_that_can_not_be_copied_are_told_and_end_no_run():
         f"{reason}; they come with the next checkpoint",
         f"{reason}; all else of the run is where it should be",
     ]
-
-
-def record_at(num_samples):
-    return Record(
-        round=2,
-        generation=1,
-        num_workers=1,
-        epoch=0.5,
-        num_samples=num_samples,
-        local_step=2,
-        lr=0.1,
-        loss=0.7,
-        distance=0.2,
-        exchange_s=0.01,
-        exchange_bytes=40,
-        staleness=0.0,
-        period=10.0,
-        trained_s=1.0,
-        at_s=time.monotonic(),
-    )
-
-
-def report_of(
-    worker_id,
-    *,
-    local_step,
-    step_s=0.25,
-    round_s=1.0,
-    parts=None,
-    allreduce=None,
-    choice=None,
-    left_out=0,
-):
-    return WorkerReport(
-        worker_id,
-        round=local_step,
-        records=(),
-        kept=(),
-        time_parts=parts or TimeParts().as_dict(),
-        local_step=local_step,
-        step_s=step_s,
-        waited_s=0.5,
-        round_s=round_s,
-        allreduce=allreduce,
-        choice=choice,
-        left_out=LeftOut(left_out, "train-0.parquet, row group 3: row 2 holds no picture"),
-    )
 
 
 def test_samples_that_are_left_out_are_told_of_less_and_less_often():
@@ -318,10 +191,6 @@ def test_records_that_come_at_once_do_not_look_fast(monkeypatch):
     recorder.close()
     speeds = [values["throughput/samples_per_s"] for _, values in memory.points]
     assert speeds == [100.0, 200.0, 150.0, 100.0, 150.0]
-
-
-def score_at(num_samples, predicted):
-    return Evaluated(1, 0, num_samples, 1.0, {"accuracy": 0.9, "loss": 0.3}, predicted)
 
 
 def test_examples_are_drawn_now_and_then_and_always_at_the_end():
@@ -453,10 +322,6 @@ def test_rounds_that_were_lost_and_came_again_count_once():
     for round, staleness in ((50, 2.0), (100, 8.0), (60, 2.0), (100, 2.0)):
         recorder.record(at_round(round, staleness), {})
     assert recorder.figures()["staleness"] == 2.0
-
-
-def parts(**seconds):
-    return {**TimeParts().as_dict(), **seconds}
 
 
 def score(round, num_samples, accuracy):

@@ -13,11 +13,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint as make
+from comparisons import figures_of as figures
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from test_checkpoint import make
-from test_comparison import figures
 
 import raydl.data
 from raydl import Trainer, cli, errors, storage

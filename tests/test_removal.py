@@ -1,6 +1,6 @@
 """A worker is removed by name: who takes its place, if anybody, and what the user is told."""
 
-from test_controller import BOTH, Stage
+from stages import BOTH, Stage
 
 from raydl.core.worker_group import WorkerReady
 

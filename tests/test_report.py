@@ -1,54 +1,23 @@
 """The page of a run says what its folder holds, is one file, and fetches nothing."""
 
-import dataclasses
 import json
 import re
 from html import unescape
-from html.parser import HTMLParser
 
 import pytest
 from pyarrow import fs
+from run_pages import CONFIG, Walk, facts_of, write_run
 
 from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
 from raydl.metrics import TIME_PARTS
-from raydl.run.status import RunStatus, to_json
 from raydl.tools.report import make_page, read_run, with_names_apart, write_report
 from raydl.tools.report.events import Curve, Formed, History, Told
-from raydl.tools.report.facts import RunFacts
 from raydl.tools.report.html import element, table
 from raydl.tools.report.sections import byte_size, duration
 from raydl.tools.report.style import CSS
 
 # a page, as a browser takes it
-
-
-class Walk(HTMLParser):
-    """Follows the tags of a page; keeps what it would fetch and what it shows."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.fetched, self.tags, self.words = [], [], [], []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.fetched += [v for name, v in attributes if name in ("src", "href", "xlink:href")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.words.append(data)
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.words).split())
 
 
 def test_the_walk_notices_a_tag_that_is_not_closed():
@@ -175,27 +144,6 @@ def test_a_page_that_can_not_be_written_is_one_sentence(tmp_path):
 
 
 # made by hand
-
-CONFIG = {"method": {"name": "sync-easgd"}, "model": "lenet", "data": "digits", "run": {}}
-
-
-def write_run(folder, *, state="finished", result=None, config=CONFIG):
-    """Write the folder of a run that has no events."""
-    folder.mkdir(parents=True)
-    values = {"config": config, "versions": {"torch": "2"}, "commit": None}
-    (folder / "config.json").write_text(json.dumps(values))
-    status = RunStatus(
-        state=state, generation=1, num_workers=2, wanted="2", round=9, epoch=0.5,
-        num_samples=1234, seconds=6.0, center_accuracy=0.75, workers=(), events=(), told_at=0.0,
-    )  # fmt: skip
-    (folder / "status.json").write_bytes(to_json(status))
-    if result is not None:
-        (folder / "result.json").write_text(json.dumps(result))
-    return folder
-
-
-def facts_of(name="a", **changes):
-    return dataclasses.replace(RunFacts(name=name, root=f"runs/{name}", config={}), **changes)
 
 
 def test_a_run_without_events_is_a_page_that_says_so(tmp_path):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_report import Walk, facts_of, write_run
+from run_pages import Walk, facts_of, write_run
 
 from raydl.metrics import TensorBoardWriter
 from raydl.tools.report import make_page, read_run

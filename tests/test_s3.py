@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 import boto3
 import pytest
+from checkpoints import make_checkpoint as make
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from test_checkpoint import make
 
 import raydl.data
 from raydl import cli

@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
+from old_runs import grow_old
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_metrics_back import grow_old
 
 from raydl import cli
 from raydl.cli import again

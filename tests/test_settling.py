@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 from conftest import Ensemble, linear, tiny_images
+from coordinators import enter, make_coordinator, settle
 from histories import config
 from scenarios import spans_of
-from test_messages import enter, make_coordinator, settle
 
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome

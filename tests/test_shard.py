@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_mapped_center import ASSIGNMENT, Orderly, open_shard, reach
-from test_messages import request
+from coordinators import request
+from mapped_cells import ASSIGNMENT, Orderly, open_shard, reach
 
 from raydl.config import OptimizerConfig
 from raydl.core.compression import parse_codec

@@ -13,11 +13,10 @@ from pathlib import Path
 import boto3
 import pytest
 from pyarrow import fs
+from recorders import MemoryWriter as Writer
+from recorders import collected_round, flat_model
 from safetensors.torch import load_file
-from test_controller import Stage, collected, report, scored
-from test_recorder import Memory as Writer
-from test_recorder import collected as collected_round
-from test_recorder import flat_model
+from stages import Stage, collected, report, scored
 
 import raydl
 from raydl import storage as silence

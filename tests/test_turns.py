@@ -2,10 +2,9 @@
 
 import pytest
 from conftest import Ensemble, tiny_images
+from coordinators import change, enter, make_coordinator, settling, waiting
+from message_jobs import message_job as job
 from scenarios import spans_of
-from test_message_churn import change, settling, waiting
-from test_message_workers import job
-from test_messages import enter, make_coordinator
 
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.parameter_server.protocol import MessageId

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import linear
 from safetensors.torch import load_file
-from test_controller import BOTH, Stage, collected, report
+from stages import BOTH, Stage, collected, report
 
 import raydl
 from raydl.checkpoint.store import CheckpointStore

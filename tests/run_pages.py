@@ -1,0 +1,58 @@
+"""Runs written for their page, and a walk through its HTML."""
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+
+from raydl.run.status import RunStatus, to_json
+from raydl.tools.report.facts import RunFacts
+
+
+class Walk(HTMLParser):
+    """Follows the tags of a page; keeps what it would fetch and what it shows."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.fetched, self.tags, self.words = [], [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.fetched += [v for name, v in attributes if name in ("src", "href", "xlink:href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+CONFIG = {"method": {"name": "sync-easgd"}, "model": "lenet", "data": "digits", "run": {}}
+
+
+def write_run(folder, *, state="finished", result=None, config=CONFIG):
+    """Write the folder of a run that has no events."""
+    folder.mkdir(parents=True)
+    values = {"config": config, "versions": {"torch": "2"}, "commit": None}
+    (folder / "config.json").write_text(json.dumps(values))
+    status = RunStatus(
+        state=state, generation=1, num_workers=2, wanted="2", round=9, epoch=0.5,
+        num_samples=1234, seconds=6.0, center_accuracy=0.75, workers=(), events=(), told_at=0.0,
+    )  # fmt: skip
+    (folder / "status.json").write_bytes(to_json(status))
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def facts_of(name="a", **changes):
+    return dataclasses.replace(RunFacts(name=name, root=f"runs/{name}", config={}), **changes)

@@ -1,0 +1,393 @@
+"""Simulated worker groups in which anything may go wrong at any time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from stages import FakeRecorder, record, snapshot
+
+from raydl.config import (
+    CheckpointConfig,
+    ElasticConfig,
+    MethodConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome, WorkerReport
+from raydl.core.worker_group import (
+    Collected,
+    Draining,
+    Evaluated,
+    GaveUp,
+    HandedIn,
+    Lost,
+    Reported,
+    RunEnded,
+    TookOver,
+    WorkerReady,
+)
+from raydl.elastic.controller import Controller
+from raydl.elastic.state import State
+
+LEASE_S = 3.0
+
+
+SIZES = [1, 2, (1, 4), (2, 5), 4]
+
+
+FIRST = 5
+"""The round that a simulated run begins at."""
+
+
+def run(
+    kind, seed, *, last_round, stop_at=None, max_restarts=10_000, wild_s=60.0, num_workers=None,
+    storm_at=None,
+):  # fmt: skip
+    """Run to the end, among faults for a minute; return (worker group, controller)."""
+    worker_group, is_sync = kind(seed, last_round=last_round, wild_s=wild_s), kind.is_sync
+    recorder = FakeRecorder()
+    config = TrainConfig(
+        method=MethodConfig(name="sync-easgd" if is_sync else "async-easgd"),
+        scaling=ScalingConfig(
+            num_workers=num_workers or SIZES[seed % len(SIZES)], start_timeout_s=500.0
+        ),
+        training=TrainingConfig(epochs=5),
+        checkpoint=CheckpointConfig(every_s=7.0),
+        elastic=ElasticConfig(lease_s=LEASE_S, max_restarts=max_restarts),
+    )
+    controller = Controller(
+        worker_group,
+        config,
+        resolve(config),
+        recorder,
+        first_round=FIRST,
+        own_states={},
+        clock=lambda: worker_group.now,
+    )
+    for _ in range(8000):
+        if storm_at is not None and worker_group.now >= storm_at:
+            worker_group.lose_most()
+            storm_at = None
+        if stop_at is not None and worker_group.now >= stop_at:
+            controller.request_stop("SIGTERM")
+        if controller.step():
+            break
+    check(worker_group, controller, recorder, config.scaling)
+    return worker_group, controller
+
+
+def check(worker_group, controller, recorder, scaling):
+    trail = "\n".join(recorder.events[-25:])
+    assert controller.state is State.DONE, f"{controller.state} at {worker_group.now} s:\n{trail}"
+    numbers = [membership.generation for membership in worker_group.memberships]
+    assert numbers == list(range(1, len(numbers) + 1))
+    told = [e for e in recorder.events if e.startswith("generation ")]
+    assert len(told) == len(numbers) == controller.num_generations
+    low = (
+        scaling.min_workers if worker_group.is_sync else 0
+    )  # by messages the lost are counted out first
+    assert all(low <= m.num_workers <= scaling.max_workers for m in worker_group.memberships)
+    assert recorder.checkpoints or not numbers, "the last state is always written"
+    if controller.outcome is Outcome.FINISHED:
+        assert recorder.checkpoints[-1].snapshot.round >= worker_group.last_round - 1
+
+
+POLL_S = 0.25
+
+
+@dataclass
+class SimWorker:
+    is_up: bool = False
+    is_dead: bool = False
+    frozen_until: float = -1.0
+    slow_until: float = -1.0
+    heard_at: float = 0.0
+    generation: int = 0
+    """Of its loop; 0: it is in none."""
+    round: int = 0
+    done: int = 0
+    has_strategy: bool = False
+    has_entered: bool = False
+    has_left: bool = False
+    has_replica: bool = False
+    """Of one that left, handed over."""
+    kept: set[int] = field(default_factory=set)
+    waiting_s: float = 0.0
+
+
+class SimulatedGroup:
+    """Workers and a center in memory; time goes on with every poll."""
+
+    def __init__(self, seed, *, last_round, wild_s):
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.last_round, self.wild_s = last_round, wild_s
+        self.workers: dict[str, SimWorker] = {}
+        self.later: list[tuple[float, object]] = []
+        self.events = []
+        self.memberships = []
+        self.is_center_up, self.rounds, self.version, self.done = True, [FIRST], FIRST, FIRST
+        self.life = 0
+        self.votes: dict[str, bool] = {}
+        self.members: tuple[str, ...] = ()
+        self.members_generation = 0
+        self.num_faults = 0
+        self.taken, self.forgotten = [], []
+
+    # what the controller calls
+
+    def request_worker(self, worker_id, own_state=None):
+        assert worker_id not in self.workers
+        worker = self.workers[worker_id] = SimWorker()
+
+        def come_up():
+            if self.workers.get(worker_id) is not worker:
+                return
+            if self.is_wild and self.random.random() < 0.15:
+                self._kill(worker_id)
+            else:
+                worker.is_up, worker.heard_at = True, self.now
+                self.events.append(WorkerReady(worker_id, "node"))
+
+        self._after((2, 12), come_up)
+
+    def end(self, worker_id):
+        self.workers.pop(worker_id, None)
+
+    def form(self, membership, round, own_states):
+        self.memberships.append(membership)
+        self._check_states(own_states)
+        self._form(membership, round)
+
+    def change(self, membership, own_states):
+        self.memberships.append(membership)
+        self._check_states(own_states)
+        self._change(membership)
+
+    def _check_states(self, own_states):
+        for worker_id in own_states:
+            assert self.workers[worker_id].has_replica, "it would wait for it"
+
+    def waiting_for(self):
+        return "more workers"
+
+    def abandon(self, generation):
+        for worker_id, worker in list(self.workers.items()):
+            if worker.is_up and 0 < worker.generation <= generation:
+                self._after((0, 3), self._breaker(worker_id, worker, worker.generation))
+
+    def _breaker(self, worker_id, worker, generation):
+        def break_out():
+            if self.workers.get(worker_id) is not worker or worker.is_dead:
+                return
+            if worker.frozen_until > self.now:
+                self.later.append((worker.frozen_until + POLL_S, break_out))
+            elif worker.generation == generation:
+                self._leave(worker_id, Outcome.BROKEN)
+
+        return break_out
+
+    def publish(self, worker_id):
+        worker, life = self.workers[worker_id], self.life
+        assert worker.has_strategy, "join comes first"
+        assert not worker.generation, "not while it trains"
+        round = worker.round
+
+        def put():
+            if self.workers.get(worker_id) is not worker:
+                return  # its calls were forgotten
+            if worker.is_dead or not self.is_center_up or life != self.life:
+                self.events.append(GaveUp("publication", "somebody went away"))
+                return
+            self._put(round)
+
+        self._after((0, 4), put)
+
+    def rebuild_center(self, worker_id):
+        self.life += 1
+        life, worker = self.life, self.workers[worker_id] if worker_id else None
+        self.is_center_up, self.rounds = False, []
+        assert worker is None or worker.has_strategy, "join comes first"
+
+        def come_up():
+            if life != self.life:
+                return
+            if worker is not None and worker.is_dead:
+                self.events.append(Lost("center", "its source was lost"))
+                return
+            self.is_center_up = True
+            self.version = worker.round if worker else FIRST
+            self.done = worker.done if worker else FIRST
+            self.rounds = [self.version]
+            self.members, self.votes = (), {}
+
+        self._after((2, 8), come_up)
+
+    def hand_in(self, worker_id):
+        worker = self.workers[worker_id]
+        assert not worker.generation, "it is in its loop"
+
+        def give():
+            if self.workers.get(worker_id) is worker and not worker.is_dead:
+                self.events.append(HandedIn(worker_id, {"replica": worker_id}))
+
+        self._after((0, 4), give)
+
+    def hand_over(self, worker_id, state):
+        worker = self.workers[worker_id]
+        assert worker.is_up, "it is not up yet"
+        assert not worker.has_strategy, "it has trained"
+        self.taken.append(state["replica"])
+
+        def take():
+            if self.workers.get(worker_id) is not worker or worker.is_dead:
+                return
+            if self.is_wild and self.random.random() < 0.2:
+                self.events.append(GaveUp(f"handover to {worker_id}", "it can not be read"))
+                return
+            worker.has_replica = True
+            self.events.append(TookOver(worker_id))
+
+        self._after((0, 12), take)
+
+    def forget(self, state):
+        self.forgotten.append(state["replica"])
+
+    def evaluate(self, round):
+        life = self.life
+
+        def score():
+            if life != self.life or not self.rounds or self.random.random() < 0.1 * self.is_wild:
+                self.events.append(GaveUp("evaluation", "the center went away"))
+            else:
+                self.events.append(Evaluated(max(self.rounds), 1, 1, 1.0, {}))
+
+        self._after((0, 8), score)
+
+    def collect(self, round, worker_ids):
+        life, givers = self.life, {w: self.workers[w] for w in worker_ids}
+
+        def gather():
+            if life != self.life or any(self.workers.get(w) is not g for w, g in givers.items()):
+                return  # forgotten with the process
+            if any(giver.is_dead for giver in givers.values()):
+                self._after((0, 2), gather)
+            elif round not in self.rounds:
+                self.events.append(GaveUp("checkpoint", "the center was rebuilt"))
+            else:
+                self.events.append(Collected(snapshot(round), {w: {} for w in worker_ids}))
+
+        self._after((0, 8), gather)
+
+    # time
+
+    @property
+    def is_wild(self):
+        return self.now < self.wild_s
+
+    def _after(self, polls, act):
+        self.later.append((self.now + POLL_S * self.random.randint(*polls), act))
+
+    def poll(self, timeout_s):
+        self.now += POLL_S
+        due = [act for at, act in self.later if at <= self.now]
+        self.later = [(at, act) for at, act in self.later if at > self.now]
+        for act in due:
+            act()
+        if self.is_wild and self.random.random() < 0.25:
+            self._misfortune()
+        self._train()
+        self._tell_news()
+        events, self.events = self.events, []
+        return events
+
+    def _misfortune(self):
+        self.num_faults += 1
+        up = [w for w, worker in self.workers.items() if worker.is_up and not worker.is_dead]
+        several = self.random.sample(up, min(len(up), self.random.choice((1, 1, 2, 5))))
+        kind = self.random.choice(("kill", "freeze", "slow", "drain", "center", "break"))
+        if kind == "center" and self.is_center_up and self.random.random() < 0.4:
+            self._lose_center()
+        for worker_id in several:
+            worker = self.workers[worker_id]
+            if kind == "kill":
+                self._kill(worker_id)
+            elif kind == "freeze":
+                worker.frozen_until = self.now + self.random.uniform(0.5, 2 * LEASE_S)
+            elif kind == "slow":
+                worker.slow_until = self.now + self.random.uniform(0.5, 20.0)
+            elif kind == "drain":
+                self.events.append(Draining(worker_id))
+            elif kind == "break" and worker.generation:
+                self._leave(worker_id, Outcome.BROKEN)
+
+    def _kill(self, worker_id):
+        worker = self.workers[worker_id]
+        worker.is_dead = True
+
+        def tell():
+            if self.workers.get(worker_id) is worker:
+                del self.workers[worker_id]
+                self.events.append(Lost(worker_id, "the actor died"))
+
+        self._after((0, 4), tell)
+
+    def lose_most(self):
+        """Lose three quarters of the workers within a second."""
+        up = [w for w, worker in self.workers.items() if worker.is_up]
+        assert len(up) >= 90, "the test is about many"
+        for worker_id in self.random.sample(up, 3 * len(up) // 4):
+            self._kill(worker_id)
+
+    def _lose_center(self):
+        life, self.is_center_up, self.rounds = self.life, False, []
+
+        def tell():
+            if life == self.life:
+                self.events.append(Lost("center", "the actor died"))
+
+        self._after((0, 6), tell)
+
+    def _leave(self, worker_id, outcome, round=None):
+        worker = self.workers[worker_id]
+        generation, worker.generation, worker.waiting_s = worker.generation, 0, 0.0
+        at = worker.round if round is None else round
+        self.events.append(RunEnded(worker_id, outcome, at, generation, "a problem"))
+
+    def _tell_news(self):
+        for worker_id, worker in list(self.workers.items()):
+            if not worker.is_up or worker.is_dead:
+                continue
+            if worker.frozen_until > self.now:
+                if self.now - worker.heard_at > LEASE_S:
+                    del self.workers[worker_id]
+                    self.events.append(Lost(worker_id, "it did not answer"))
+                continue
+            worker.heard_at = self.now
+            self.events.append(Reported(self._report(worker_id, worker)))
+        if self.is_center_up:
+            self.events.append(self._published())
+
+    def _report(self, worker_id, worker):
+        records = (record(worker.round),) if self.is_sync and worker.has_strategy else ()
+        return WorkerReport(
+            worker_id,
+            worker.round,
+            records,
+            tuple(worker.kept),
+            {},
+            local_step=worker.round,
+            step_s=0.1,
+            round_s=POLL_S,
+            waiting_s=worker.waiting_s,
+            generation=worker.generation,
+        )
+
+    def _put(self, round):
+        self.rounds = sorted({*self.rounds, round})[-4:]
+
+    def _works(self, worker):
+        return not worker.is_dead and max(worker.frozen_until, worker.slow_until) <= self.now

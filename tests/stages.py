@@ -1,0 +1,214 @@
+"""A controller on a stage: fakes around it, a clock that the test turns, and the events it gets."""
+
+import numpy as np
+import pytest
+
+from raydl.config import (
+    CheckpointConfig,
+    ElasticConfig,
+    MethodConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from raydl.core.center import Snapshot
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome, Record, WorkerReport
+from raydl.core.worker_group import (
+    Changed,
+    Collected,
+    Evaluated,
+    Published,
+    Reported,
+    RunEnded,
+    WorkerReady,
+)
+from raydl.elastic.controller import Controller
+from raydl.elastic.state import State
+from raydl.faults import FaultPlan
+
+BOTH = pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
+
+
+def snapshot(round, epoch=0):
+    empty = np.empty(0, np.float32)
+    return Snapshot(
+        round=round,
+        generation=1,
+        epoch=epoch,
+        num_samples=round,
+        local_step=round,
+        seconds=0.0,
+        is_kept=False,
+        weights=empty,
+        buffers=empty,
+        optimizer={},
+        ledger={},
+    )
+
+
+def record(round, epoch=0.0):
+    return Record(
+        round=round,
+        generation=1,
+        num_workers=2,
+        epoch=epoch,
+        num_samples=round,
+        local_step=round,
+        lr=0.1,
+        loss=1.0,
+        distance=0.0,
+        exchange_s=0.0,
+        exchange_bytes=0,
+        staleness=0.0,
+        period=1.0,
+        trained_s=0.0,
+        at_s=0.0,
+    )
+
+
+def report(worker_id, round, *, kept=(), epoch=0.0, **more):
+    records = (record(round, epoch),)
+    return Reported(WorkerReport(worker_id, round, records, tuple(kept), {}, **more))
+
+
+def collected(round, *worker_ids, epoch=0):
+    return Collected(snapshot(round, epoch), {w: {} for w in worker_ids})
+
+
+def scored(round):
+    return Evaluated(round, 5, round, 1.0, {"accuracy": 0.5})
+
+
+class FakeWorkerGroup:
+    """Hands out what the test says, and writes down what it is told."""
+
+    def __init__(self):
+        self.events, self.told, self.formed = [], [], []
+        self.timeouts, self.asked_with = [], {}
+
+    def poll(self, timeout_s):
+        self.timeouts.append(timeout_s)
+        events, self.events = self.events, []
+        return events
+
+    def request_worker(self, worker_id, own_state=None):
+        self.told.append(("request_worker", worker_id))
+        self.asked_with[worker_id] = own_state
+
+    def form(self, membership, round, own_states):
+        self.formed.append(membership)
+        self.told.append(("form", membership.generation, membership.worker_ids, round))
+        self.own_states = own_states
+
+    def change(self, membership, own_states):
+        self.formed.append(membership)
+        self.told.append(("change", membership.generation, membership.worker_ids))
+        self.own_states = own_states
+
+    def vote(self, generation, **votes):
+        assert generation == self.formed[-1].generation
+        self.told.append(("vote", *votes))
+
+    def avoid(self, node):
+        self.told.append(("avoid", node))
+        return True
+
+    def waiting_for(self):
+        return "1 more worker(s), each needs {CPU: 1}; the cluster has {CPU: 1}"
+
+    def __getattr__(self, name):
+        return lambda *args: self.told.append((name, *args))
+
+
+class FakeRecorder:
+    def __init__(self):
+        self.events, self.records, self.checkpoints, self.scores = [], [], [], []
+        self.evaluated, self.checkpoint = self.scores.append, self.checkpoints.append
+        self.event = self.events.append
+        self.is_writing = self.is_given_up = False
+
+    def record(self, record, reports):
+        self.records.append(record)
+
+    def formed(self, membership, reason):
+        assert f"generation {membership.generation}: {reason}" == self.events[-1]
+
+    def show(self, state, workers):
+        pass
+
+
+class Stage:
+    """A controller with fakes around it and a clock that the test turns."""
+
+    def __init__(self, num_workers=2, *, is_sync=True, first_round=0, own_states=(), **more):
+        self.worker_group, self.recorder, self.now = FakeWorkerGroup(), FakeRecorder(), 0.0
+        name = "sync-easgd" if is_sync else "async-easgd"
+        elastic = {"max_restarts": more.pop("max_restarts", 20), **more.pop("elastic", {})}
+        callbacks = more.pop("callbacks", ())
+        optimizer = more.pop("optimizer", OptimizerConfig())
+        faults, generation = more.pop("faults", FaultPlan()), more.pop("first_generation", 0)
+        config = TrainConfig(
+            method=MethodConfig(name=more.pop("name", name), group_size=more.pop("group_size", 1)),
+            scaling=ScalingConfig(num_workers=num_workers, start_timeout_s=60.0),
+            training=TrainingConfig(epochs=5),
+            checkpoint=CheckpointConfig(**{"every_s": None, **more}),
+            elastic=ElasticConfig(**elastic),
+            optimizer=optimizer,
+        )
+        self.is_sync = is_sync
+        self.controller = Controller(
+            self.worker_group,
+            config,
+            resolve(config),
+            self.recorder,
+            first_round=first_round,
+            first_generation=generation,
+            own_states=dict(own_states),
+            faults=faults,
+            callbacks=callbacks,
+            clock=lambda: self.now,
+        )
+        self.worker_group.events.append(Published((first_round,)))
+
+    def step(self, *events):
+        """Step with these events; return what the worker group was told meanwhile."""
+        self.worker_group.events += events
+        self.worker_group.told.clear()
+        self.controller.step()
+        return list(self.worker_group.told)
+
+    def steps(self, count):
+        return [told for _ in range(count) for told in self.step()]
+
+    def start(self, *worker_ids):
+        """Let workers come up, and train."""
+        worker_ids = worker_ids or ("w0", "w1")
+        self.step(*[WorkerReady(w, "node") for w in worker_ids])
+        if self.state is State.WAITING:  # fewer than could be
+            self.now += 6.0
+            self.step()
+        assert self.state is State.TRAINING
+        assert self.worker_group.formed[-1].worker_ids == worker_ids
+        return self if self.is_sync else self.after(Changed())
+
+    def after(self, *events):
+        self.step(*events)
+        return self
+
+    def end(self, outcome, round, *worker_ids, generation=None):
+        """Return the ends of loops, of the newest generation."""
+        number = generation or self.worker_group.formed[-1].generation
+        return [RunEnded(w, Outcome(outcome), round, number, "a reset") for w in worker_ids]
+
+    @property
+    def state(self):
+        return self.controller.state
+
+    @property
+    def said(self):
+        return self.recorder.events
+
+
+DIED = "the actor died"
