@@ -48,10 +48,10 @@ test-fast: $(VENV)/installed-dev  ## the tests that start no Ray cluster, in par
 	$(BIN)/pytest -m 'not cluster and not slow and not gpu' --numprocesses auto --dist loadscope
 
 test-slow: $(VENV)/installed-dev  ## the tests that take minutes
-	$(BIN)/pytest -m slow --ignore=tests/test_soak.py
+	$(BIN)/pytest -m slow --ignore=tests/whole_runs/test_soak.py
 
 soak: $(VENV)/installed-dev  ## minutes of kills, halts and new nodes at random
-	$(BIN)/pytest -m slow -s tests/test_soak.py
+	$(BIN)/pytest -m slow -s tests/whole_runs/test_soak.py
 
 $(VENV)/installed-mutants: $(VENV)/installed-dev
 	$(PIP) --editable '.[mutants]'

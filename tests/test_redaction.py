@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint as make
 from comparisons import figures_of as figures
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from repository import ROOT
 
 import raydl.data
 from raydl import Trainer, cli, errors, storage

@@ -1,0 +1,626 @@
+"""The cluster configs are what Ray accepts, and their headers say what is true.
+
+Ray's part: `prepare_config` fills in the defaults of the cloud, `validate_config` holds the result
+against the schema in Ray's wheel (ray-schema.json) and Ray's own rules; both need no cloud's
+library. KubeRay's files go through the function with which Ray's autoscaler reads them, which ends
+in `validate_config`, and through a list of the fields of the custom resources, written here.
+"""
+
+import copy
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _derive_autoscaling_config_from_ray_cr,
+)
+from ray.autoscaler._private.kuberay.node_provider import (
+    IN_CLUSTER_CA_CERT_PATH,
+    IN_CLUSTER_TOKEN_PATH,
+)
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.scripts.scripts import cli as ray_cli
+from repository import ROOT
+
+from raydl import cli
+from raydl.core.methods import METHODS
+from raydl.launch.spot_notice.__main__ import main as spot_notice
+
+FOLDER = ROOT / "cluster_configs"
+CLOUDS = ("aws", "gcp", "azure")
+KUBERAY = ("kuberay-rayjob", "kuberay-raycluster")
+NAMES = ("local", *(f"{cloud}-spot" for cloud in CLOUDS), *KUBERAY)
+SECTIONS = ("Costs", "Start", "Submit", "Watch", "Stop")
+
+
+def text_of(name):
+    return (FOLDER / f"{name}.yaml").read_text()
+
+
+def config_of(name):
+    return yaml.safe_load(text_of(name))
+
+
+def header_of(name):
+    """The comments that a file opens with, without their signs."""
+    lines = []
+    for line in text_of(name).splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line[2:])
+    return lines
+
+
+def commands_of(name, section=None):
+    """The commands of a header, or of one of its sections, as words."""
+    found, now = [], ""
+    for line in header_of(name):
+        if heading := re.match(r"(Costs|Once|Start|Submit|Watch|Stop)\b", line):
+            now = heading[1]
+        if line.startswith("  $ ") and section in (None, now):
+            found.append(shlex.split(line.removeprefix("  $ ")))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_opens_with_what_it_costs_and_how_to_start_submit_watch_and_stop(name):
+    headings = [w for w in header_of(name) if w.split(",")[0].split(":")[0] in SECTIONS]
+    assert tuple(re.match(r"\w+", line)[0] for line in headings) == SECTIONS
+    for section in SECTIONS[1:]:
+        assert commands_of(name, section), section
+    costs = "\n".join(header_of(name)).partition("Costs:")[2]
+    assert costs.startswith(" nothing") or "Orders of magnitude: prices change" in costs
+
+
+def test_every_config_is_tested():
+    assert {p.stem for p in FOLDER.glob("*.yaml")} == set(NAMES)
+
+
+# What Ray says
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_ray_accepts_the_config_of_a_cloud(cloud, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = prepare_config(config_of(f"{cloud}-spot"))
+    validate_config(config)
+    provider = config["provider"]
+    # Where Ray's own provider would grant too much, ours takes its place.
+    assert (provider.get("module") or provider["type"]).split(".")[-2:][0] == cloud
+
+
+def test_ray_accepts_the_local_config():
+    # As it is: prepare_config would read defaults that are not in the wheel.
+    validate_config(config_of("local"))
+
+
+def test_a_mistake_in_a_config_would_be_found(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = config_of("aws-spot")
+    config["available_node_types"]["cpu-spot"]["max_worker"] = 3
+    with pytest.raises(Exception, match="max_worker"):
+        validate_config(prepare_config(config))
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_ray_s_autoscaler_reads_from_kuberay_what_it_should(name):
+    resource = {"metadata": {"name": "x", "namespace": "default"}, "spec": cluster_spec(name)}
+    config = _derive_autoscaling_config_from_ray_cr(resource)
+    types = config["available_node_types"]
+    assert types["headgroup"]["resources"]["CPU"] == 0
+    assert (types["cpu-spot"]["min_workers"], types["cpu-spot"]["max_workers"]) == (0, 8)
+    assert types["gpu-spot"]["resources"]["GPU"] == 1
+    assert "GPU" not in types["cpu-spot"]["resources"]
+    assert config["idle_timeout_minutes"] == 2
+
+
+# What the clusters are
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_the_head_is_on_demand_without_cpus_and_workers_are_spot_from_0_up(cloud):
+    config = config_of(f"{cloud}-spot")
+    types = config["available_node_types"]
+    head = types.pop(config["head_node_type"])
+    assert not is_spot(head)
+    assert (head["resources"], head["max_workers"]) == ({"CPU": 0}, 0)
+    assert "--num-cpus=0" in config["head_start_ray_commands"][-1]
+    assert {name: "GPU" in t["resources"] for name, t in types.items()} == {
+        "cpu-spot": False, "gpu-spot": True,
+    }  # fmt: skip
+    assert all(is_spot(t) and t["min_workers"] == 0 for t in types.values())
+    assert sum(t["max_workers"] for t in types.values()) == config["max_workers"]
+
+
+def is_spot(node_type):
+    """Whether a node type of any of the clouds can be taken away."""
+    node = node_type["node_config"]
+    return (
+        node.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
+        or node.get("scheduling", {}).get("provisioningModel") == "SPOT"
+        or node.get("azure_arm_parameters", {}).get("priority") == "Spot"
+    )
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_every_node_asks_for_the_token_and_has_it(cloud):
+    config = config_of(f"{cloud}-spot")
+    assert "-e RAY_AUTH_MODE=token" in config["docker"]["run_options"]
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert ["ray", "get-auth-token", "--generate"] in commands_of(f"{cloud}-spot", "Once")
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_every_worker_listens_for_the_notice_of_its_own_cloud(cloud, monkeypatch):
+    config = config_of(f"{cloud}-spot")
+    *_, start, listen = config["worker_start_ray_commands"]
+    assert start.startswith("ray start --address=$RAY_HEAD_IP:6379")
+    words = listen.split()
+    # The launcher may run this again where one listens already.
+    assert words[:4] == ["nohup", "flock", "--nonblock", "/tmp/spot_notice.lock"]
+    assert words[4:7] == ["python", "-m", "raydl.launch.spot_notice"]
+    assert words[-1] == "&"
+    options = words[7 : words.index(">>")]
+    assert options == ["--provider", cloud]
+    monkeypatch.setattr("raydl.launch.spot_notice.__main__.watch", lambda *_, **__: 0)
+    assert spot_notice(options) == 0
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_what_is_copied_to_the_nodes_is_there_and_enough_to_install(cloud):
+    config = config_of(f"{cloud}-spot")
+    mounts = {k: v for k, v in config["file_mounts"].items() if k.startswith("~/raydl/")}
+    for remote, local in mounts.items():
+        assert remote == f"~/raydl/{local}"
+        assert (ROOT / local).exists(), local
+    assert "pip install --constraint ~/raydl/constraints.txt ~/raydl" in config["setup_commands"]
+    assert needed_to_install() <= set(mounts.values())
+
+
+def project(pattern):
+    """What pyproject.toml says, by a pattern with one group."""
+    [found] = re.findall(pattern, (ROOT / "pyproject.toml").read_text(), re.M)
+    return found
+
+
+def needed_to_install():
+    """The files without which pip can not build the package."""
+    texts = {project(r'^readme = "(.+)"'), project(r'^license-files = \["(.+)"\]')}
+    return {"raydl", "pyproject.toml", "constraints.txt", *texts}
+
+
+def test_the_image_for_kubernetes_holds_what_is_needed_to_install_and_to_run_a_job():
+    dockerfile = (FOLDER / "Dockerfile").read_text()
+    copied = {w for line in re.findall(r"^COPY (.+) \S+$", dockerfile, re.M) for w in line.split()}
+    copied = {w for w in copied if not w.startswith("--")}
+    assert needed_to_install() | {"jobs"} == copied
+    for name in copied:
+        assert (ROOT / name).exists(), name
+    workdir = re.search(r"^WORKDIR (\S+)", dockerfile, re.M)[1]
+    entrypoint = config_documents("kuberay-rayjob")["RayJob"]["spec"]["entrypoint"]
+    assert entrypoint.split()[1] == f"{workdir}/jobs/train.py"
+
+
+def test_the_folder_of_the_image_is_made_by_the_user_who_builds_in_it():
+    dockerfile = (FOLDER / "Dockerfile").read_text()
+    workdir = re.search(r"^WORKDIR (\S+)", dockerfile, re.M)[1]
+    assert f"RUN mkdir -p {workdir}\nWORKDIR {workdir}\n" in dockerfile
+    built = dockerfile.index("RUN pip install")
+    assert not re.search(r"^USER ", dockerfile[:built], re.M)
+
+
+def test_the_image_runs_as_a_user_of_few_rights_whatever_its_base():
+    dockerfile = (FOLDER / "Dockerfile").read_text()
+    user = re.findall(r"^USER (\S+)", dockerfile, re.M)[-1]
+    assert int(user) > 0  # a number, which Kubernetes can hold against runAsNonRoot
+    for name in KUBERAY:
+        for pod in pods_of(name):
+            assert pod["securityContext"]["runAsUser"] == int(user)
+
+
+def test_all_files_name_one_version_of_ray_and_one_of_raydl():
+    texts = [(FOLDER / "Dockerfile").read_text(), *map(text_of, NAMES)]
+    ray = {v for t in texts for v in re.findall(r"rayproject/ray:([\d.]+)-py311", t)}
+    ray |= {v for t in texts for v in re.findall(r'rayVersion: "([\d.]+)"', t)}
+    assert len(ray) == 1
+    ours = {v for t in texts for v in re.findall(r"my-registry/raydl:([\d.]+)", t)}
+    assert ours == {project(r'^version = "(.+)"')}
+    oldest = project(r'^    "ray\[default\]>=([\d.]+)",')
+    assert ray.pop().startswith(f"{oldest}.")
+
+
+def test_the_image_of_aws_is_put_in_by_the_command_of_its_header():
+    [words] = [w for w in commands_of("aws-spot") if w[0] == "sed" and "ami-" in w[2]]
+    _, pattern, _, end = words[2].split("/")
+    assert end == ""
+    changed = re.sub(pattern, "ami-1234", text_of("aws-spot"), flags=re.M)
+    types = yaml.safe_load(changed)["available_node_types"].values()
+    assert {t["node_config"]["ImageId"] for t in types} == {"ami-1234"}
+
+
+# KubeRay's custom resources
+
+
+def config_documents(name):
+    return {d["kind"]: d for d in yaml.safe_load_all(text_of(name))}
+
+
+def cluster_spec(name):
+    documents = config_documents(name)
+    if "RayJob" in documents:
+        return documents["RayJob"]["spec"]["rayClusterSpec"]
+    return documents["RayCluster"]["spec"]
+
+
+FIELDS = {
+    "RayJob": {
+        "entrypoint", "submissionMode", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished",
+        "rayClusterSpec", "submitterPodTemplate",
+    },
+    "RayCluster": {
+        "rayVersion", "authOptions", "enableInTreeAutoscaling", "autoscalerOptions",
+        "headGroupSpec", "workerGroupSpecs",
+    },
+    "autoscalerOptions": {
+        "upscalingMode", "idleTimeoutSeconds", "resources", "securityContext", "volumeMounts",
+    },
+    "headGroupSpec": {"rayStartParams", "template", "serviceType"},
+    "workerGroupSpec": {
+        "groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template",
+    },
+    "pod": {
+        "containers", "volumes", "nodeSelector", "tolerations", "securityContext",
+        "terminationGracePeriodSeconds", "automountServiceAccountToken",
+    },
+    "container": {
+        "name", "image", "command", "ports", "resources", "volumeMounts", "lifecycle",
+        "securityContext",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_a_custom_resource_has_the_fields_that_kuberay_knows(name):
+    [(kind, resource)] = [(k, d) for k, d in config_documents(name).items() if k.startswith("Ray")]
+    assert resource["apiVersion"] == "ray.io/v1"
+    assert set(resource["spec"]) == FIELDS[kind]
+    spec = cluster_spec(name)
+    assert set(spec) == FIELDS["RayCluster"]
+    assert spec["enableInTreeAutoscaling"] is True
+    assert spec["authOptions"] == {"mode": "token"}
+    assert set(spec["autoscalerOptions"]) == FIELDS["autoscalerOptions"]
+    assert set(spec["headGroupSpec"]) == FIELDS["headGroupSpec"]
+    for group in spec["workerGroupSpecs"]:
+        assert set(group) == FIELDS["workerGroupSpec"]
+        assert group["minReplicas"] == group["replicas"] == 0 < group["maxReplicas"]
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_the_pods_are_pods_and_their_strings_are_strings(name):
+    spec = cluster_spec(name)
+    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        assert all(isinstance(v, str) for v in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        assert set(pod) <= FIELDS["pod"]
+        volumes = {v["name"] for v in pod.get("volumes", ())}
+        for container in pod["containers"]:
+            assert set(container) <= FIELDS["container"]
+            assert {m["name"] for m in container.get("volumeMounts", ())} <= volumes
+            assert all(isinstance(w, str) for w in container.get("command", ()))
+            for amounts in container["resources"].values():
+                assert all(isinstance(amount, str) for amount in amounts.values())
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_workers_are_on_spot_nodes_and_drain_before_their_pod_ends(name):
+    for group in cluster_spec(name)["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        assert pod["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
+        assert set(pod["nodeSelector"]) <= {t["key"] for t in pod["tolerations"]}
+        shell, _, script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        drain, _, wait = script.partition(" && ")
+        assert shell == "bash"
+        left_s = check_ray(shlex.split(drain)[1:])["deadline_remaining_seconds"]
+        waits_s = int(wait.removeprefix("sleep "))
+        assert waits_s < left_s < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_runs_are_on_a_volume_that_the_head_and_tensorboard_share(name):
+    documents = config_documents(name)
+    template = cluster_spec(name)["headGroupSpec"]["template"]
+    ray, tensorboard = template["spec"]["containers"]
+    [runs] = ray["volumeMounts"]
+    [volume] = [v for v in template["spec"]["volumes"] if v["name"] == runs["name"]]
+    claim = volume["persistentVolumeClaim"]["claimName"]
+    assert documents["PersistentVolumeClaim"]["metadata"]["name"] == claim
+    assert ray["volumeMounts"] == tensorboard["volumeMounts"]
+    logdir = tensorboard["command"][tensorboard["command"].index("--logdir") + 1]
+    assert ray["volumeMounts"][0]["mountPath"] == logdir
+    assert {storage for storage, _ in runs_of(name)} == {logdir}
+
+
+def test_both_kuberay_files_have_the_same_cluster():
+    specs = [copy.deepcopy(cluster_spec(name)) for name in KUBERAY]
+    for spec in specs:
+        del spec["headGroupSpec"]["template"]["spec"]["volumes"][0]  # each has its own runs
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            del group["template"]["metadata"]
+    assert specs[0] == specs[1]
+
+
+# What the files open, and to whom. The roles and networks of the clouds are held by
+# test_aws_access.py and test_node_providers.py.
+
+
+def pods_of(name):
+    """The specification of every pod that a KubeRay file makes."""
+    spec = cluster_spec(name)
+    templates = [g["template"] for g in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    job = config_documents(name).get("RayJob", {"spec": {}})["spec"]
+    templates += [job["submitterPodTemplate"]] if job else []
+    return [template["spec"] for template in templates]
+
+
+def strings_in(value):
+    """Every string of a document, keys included."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        return [s for v in value for s in strings_in(v)]
+    return [value] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_config_names_the_whole_internet(name):
+    text = text_of(name)
+    assert "0.0.0.0/0" not in text
+    assert "::/0" not in text
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_workers_of_a_cloud_are_reached_from_within_alone_and_the_head_by_ssh(cloud):
+    config = config_of(f"{cloud}-spot")
+    assert config["provider"]["use_internal_ips"] is True
+    assert config["provider"]["use_external_head_ip"] is True
+    start = check_ray(shlex.split(config["head_start_ray_commands"][-1])[1:])
+    assert start["dashboard_host"] in ("127.0.0.1", "localhost")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensorboard_listens_to_its_own_machine_alone_and_is_reached_by_a_forwarded_port(name):
+    commands = [w for w in all_commands(name) if w[:1] == ["tensorboard"]]
+    if name in KUBERAY:
+        containers = cluster_spec(name)["headGroupSpec"]["template"]["spec"]["containers"]
+        commands = [c["command"] for c in containers if c["name"] == "tensorboard"]
+        # A port that a service or a container names is one that others may come to.
+        assert not any(p["containerPort"] == 6006 for c in containers for p in c.get("ports", ()))
+    assert len(commands) == 1
+    for words in commands:
+        assert "--bind_all" not in words
+        assert ("127.0.0.1" if name in KUBERAY else None) == options_of(words).get("--host")
+    if name != "local":
+        watch = [" ".join(words) for words in commands_of(name, "Watch")]
+        assert any("port-forward" in line and "6006" in line for line in watch)
+
+
+def options_of(words):
+    return {w: v for w, v in pairwise(words) if w.startswith("--")}
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_every_pod_is_held_to_few_rights(name):
+    for pod in pods_of(name):
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        contexts = [container["securityContext"] for container in pod["containers"]]
+        for own in (*contexts, cluster_spec(name)["autoscalerOptions"]["securityContext"]):
+            assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert all({"requests", "limits"} <= set(c["resources"]) for c in pod["containers"])
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_the_autoscaler_alone_has_a_token_for_kubernetes(name):
+    assert all(pod["automountServiceAccountToken"] is False for pod in pods_of(name))
+    assert Path(IN_CLUSTER_TOKEN_PATH).parent == Path(IN_CLUSTER_CA_CERT_PATH).parent
+    spec = cluster_spec(name)
+    [mount] = spec["autoscalerOptions"]["volumeMounts"]
+    assert mount["mountPath"] == str(Path(IN_CLUSTER_TOKEN_PATH).parent)
+    assert mount["readOnly"] is True
+    head, *others = pods_of(name)
+    [volume] = [v for v in head["volumes"] if v["name"] == mount["name"]]
+    assert {s for source in volume["projected"]["sources"] for s in strings_in(source)} >= {
+        Path(IN_CLUSTER_TOKEN_PATH).name, Path(IN_CLUSTER_CA_CERT_PATH).name, "namespace",
+    }  # fmt: skip
+    for container in (c for pod in (head, *others) for c in pod["containers"]):
+        assert mount["name"] not in [m["name"] for m in container.get("volumeMounts", ())]
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_pods_take_connections_from_their_own_cluster_and_jobs_from_those_that_are_named(name):
+    documents, spec = config_documents(name), cluster_spec(name)
+    policy = documents["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    own = policy["podSelector"]["matchLabels"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert own.items() <= group["template"]["metadata"]["labels"].items()
+    within, jobs = policy["ingress"]
+    assert within == {"from": [{"podSelector": {"matchLabels": own}}]}
+    assert jobs["ports"] == [{"protocol": "TCP", "port": 8265}]
+    operator, submitters = jobs["from"]
+    [install] = [w for w in commands_of(name, "Once") if w[0] == "helm"]
+    namespace = install[install.index("--namespace") + 1]
+    assert operator["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": namespace
+    }
+    assert operator["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}
+    assert set(submitters) == {"podSelector"}  # of this namespace
+    [(key, _)] = submitters["podSelector"]["matchLabels"].items()
+    assert key not in own
+    if "RayJob" in documents:
+        template = documents["RayJob"]["spec"]["submitterPodTemplate"]
+        assert template["metadata"]["labels"] == submitters["podSelector"]["matchLabels"]
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_nothing_of_a_kuberay_file_is_reached_from_outside_of_kubernetes(name):
+    documents = config_documents(name)
+    assert set(documents) <= {"RayCluster", "RayJob", "PersistentVolumeClaim", "NetworkPolicy"}
+    assert cluster_spec(name)["headGroupSpec"]["serviceType"] == "ClusterIP"
+    assert not {"hostNetwork", "hostPort", "hostPath", "privileged"} & set(
+        strings_in(list(documents.values()))
+    )
+
+
+# The commands of the headers
+
+
+def check_ray(words):
+    """Let Ray read a command of its own; return what it understood."""
+    command, name = ray_cli, words[0]
+    if name == "job":
+        command, words = ray_cli.get_command(None, "job"), words[1:]
+        name = words[0]
+    command = command.get_command(None, name)
+    assert command is not None, name
+    return command.make_context(name, list(words[1:])).params
+
+
+def trained_by(words):
+    """The options of raydl train in a command; None: it trains nothing."""
+    if words[:2] == ["raydl", "submit"]:
+        return words[words.index("--") + 1 :]
+    scripts = [i for i, w in enumerate(words) if w.endswith("jobs/train.py")]
+    return words[scripts[0] + 1 :] if scripts else None
+
+
+def runs_of(name):
+    """(storage path, run) of each run that a file submits, by header or entrypoint."""
+    commands = commands_of(name, "Submit")
+    if name == "kuberay-rayjob":
+        commands.append(shlex.split(config_documents(name)["RayJob"]["spec"]["entrypoint"]))
+    options = [trained_by(words) for words in commands]
+    configs = [cli.parse_train(o) for o in options if o]
+    assert configs
+    assert all(c.method.name in METHODS for c in configs)
+    assert all(isinstance(c.scaling.num_workers, tuple) for c in configs)
+    places = [(c.run.storage_path, Path(c.run.run_dir)) for c in configs]
+    return [(storage or str(run.parent), run.name) for storage, run in places]
+
+
+def all_commands(name):
+    """Every command of a header, and those within: of `ray exec` and `kubectl exec`."""
+    for words in commands_of(name):
+        plain = [w for i, w in enumerate(words) if not is_setting(words[: i + 1])]
+        yield plain
+        if plain[:2] == ["ray", "exec"]:
+            yield shlex.split(plain[-1])
+        if plain[:2] == ["kubectl", "exec"]:
+            yield plain[plain.index("--") + 1 :]
+
+
+def is_setting(words):
+    """Whether the last of these words, and all before it, is a NAME=value of the shell."""
+    return all(re.match(r"[A-Z_]+=", w) for w in words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_of_a_header_are_understood(name):
+    for words in all_commands(name):
+        if words and words[0] == "ray":
+            check_ray(words[1:])
+        if words and words[0] == "raydl":
+            assert words[1] in cli.COMMANDS
+        for word in words:
+            if file := re.match(r"(?:\$PWD/)?((?:cluster_configs|jobs)/.+)", word):
+                assert (ROOT / file[1]).is_file(), word
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_start_and_stop_name_this_file(name):
+    own = f"cluster_configs/{name}.yaml"
+    files = {w for words in all_commands(name) for w in words if w.endswith(".yaml")}
+    clusters = {f for f in (f.rpartition("=")[2] for f in files) if f.count("/") == 1}
+    assert clusters == {own}
+    assert any(own in " ".join(words) for words in commands_of(name, "Start"))
+    if name != "local":
+        assert any(own in words for words in commands_of(name, "Stop"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_watched_is_what_was_submitted(name):
+    runs = runs_of(name)
+    commands = list(all_commands(name))
+    [status] = [w[2] for w in commands if w[:2] == ["raydl", "status"]]
+    assert status in {f"{storage}/{run}" for storage, run in runs}
+    for logdir in (w[w.index("--logdir") + 1] for w in commands if w[:1] == ["tensorboard"]):
+        assert status.startswith(logdir)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("local", "kuberay-rayjob")])
+def test_jobs_are_submitted_with_the_token(name):
+    lines = [line for line in header_of(name) if "ray job submit" in line]
+    assert lines
+    assert all(line.startswith("  $ RAY_AUTH_MODE=token ray job submit") for line in lines)
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_what_kubectl_is_asked_for_is_in_the_file(name):
+    documents = config_documents(name)
+    [custom] = [d for kind, d in documents.items() if kind.startswith("Ray")]
+    own, cluster = custom["metadata"]["name"], custom["kind"] == "RayCluster"
+    services = {f"{own}-head-svc"} if cluster else set()
+    containers = {
+        c["name"] for c in cluster_spec(name)["headGroupSpec"]["template"]["spec"]["containers"]
+    }
+    for words in (w for w in commands_of(name) if w[0] == "kubectl"):
+        for word, after in zip(words, [*words[1:], ""], strict=True):
+            if word in ("raycluster", "rayjob"):
+                assert (word, after) == (custom["kind"].lower(), own)
+            if word.startswith("service/"):
+                assert word.removeprefix("service/") in services
+            if word == "--container":
+                assert after in containers
+            if word == "--selector":
+                assert after in (
+                    f"ray.io/cluster={own}", f"job-name={own}",
+                    f"app={own},ray.io/node-type=head",
+                )  # fmt: skip
+
+
+def test_the_group_that_azure_deletes_is_the_cluster_s_own():
+    [words] = [w for w in commands_of("azure-spot", "Stop") if w[0] == "az"]
+    assert words[-1] == config_of("azure-spot")["provider"]["resource_group"]
+
+
+def test_the_project_of_gcp_is_put_in_by_the_command_of_its_header():
+    [words] = [w for w in commands_of("gcp-spot") if w[0] == "sed"]
+    assert words[2].split("/")[1] == config_of("gcp-spot")["provider"]["project_id"]
+
+
+def test_the_docs_name_every_config_and_a_notice_that_is_understood(monkeypatch):
+    text = (ROOT / "docs/clusters.md").read_text()
+    assert set(re.findall(r"`([\w-]+)\.yaml`", text)) == set(NAMES)
+    monkeypatch.setattr("raydl.launch.spot_notice.__main__.watch", lambda *_, **__: 0)
+    [options] = re.findall(r"^python -m raydl.launch.spot_notice (.+)$", text, re.M)
+    assert spot_notice(options.split()) == 0
+
+
+def test_the_local_cluster_starts_beside_another_ray_and_names_the_ports_it_needs():
+    [start] = [words for words in all_commands("local") if words[:2] == ["ray", "start"]]
+    options = check_ray(start[1:])
+    assert options["dashboard_agent_listen_port"] == 0  # which lets Ray choose
+    text = " ".join(header_of("local"))
+    for option, port in (("port", 6379), ("dashboard_port", 8265)):
+        assert options[option] in (None, port), option
+        assert str(port) in text
+
+
+def test_a_job_of_the_local_cluster_brings_no_working_directory():
+    # Each new node would unpack it over that of the job, whose folder is gone then.
+    [words] = commands_of("local", "Submit")
+    assert "--working-dir" not in words

@@ -1,0 +1,163 @@
+"""The course of the learning rate against torch's schedulers, and its cuts."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from ensembles import Ensemble, tiny_images
+from replicas import settings
+from stages import Stage, scored
+
+from raydl.checkpoint.writer import checkpoint_of, snapshot_of
+from raydl.config import OptimizerConfig
+from raydl.core.optimizers import lr_at
+from raydl.core.rules import lr_factor
+from raydl.core.worker_group import Collected, Lost, Published, WorkerReady
+from raydl.elastic.plateau import Plateau
+
+SHARES = [i / 20 for i in range(20)]
+
+
+def torch_factors(make_scheduler):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler, factors = make_scheduler(optimizer), []
+    for _ in SHARES:
+        factors.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
+@pytest.mark.parametrize(
+    ("schedule", "make_scheduler"),
+    [
+        ("cosine", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=20)),
+        (
+            "linear",
+            lambda o: torch.optim.lr_scheduler.LinearLR(
+                o, start_factor=1.0, end_factor=0.0, total_iters=20
+            ),
+        ),
+        ("constant", lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)),
+        ("step", lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [10, 15], gamma=0.1)),
+    ],
+)
+def test_schedules_are_those_of_torch_at_the_same_points(schedule, make_scheduler):
+    ours = [lr_factor(schedule, share, milestones=(0.5, 0.75), gamma=0.1) for share in SHARES]
+    assert ours == pytest.approx(torch_factors(make_scheduler))
+
+
+def test_the_rate_is_a_function_of_the_share_of_the_run_and_of_the_cuts():
+    config = OptimizerConfig(lr=0.4, lr_schedule="step", milestones="0.5", gamma=0.25, warmup=0.1)
+    rates = [lr_at(config, share) for share in (0.05, 0.1, 0.49, 0.5, 1.0)]
+    assert rates == pytest.approx([0.2, 0.4, 0.4, 0.1, 0.1])
+    plateau = OptimizerConfig(lr=0.4, lr_schedule="plateau", gamma=0.5, warmup=0.0)
+    assert [lr_at(plateau, 0.3, num_cuts=n) for n in range(3)] == pytest.approx([0.4, 0.2, 0.1])
+
+
+@pytest.mark.parametrize(("name", "sign"), [("accuracy", 1), ("loss", -1)])
+def test_the_center_stands_still_after_patience_evaluations_that_were_no_better(name, sign):
+    plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=1), num_cuts=2)
+    scores = [0.5, 0.6, 0.6, 0.55, 0.6, 0.7, 0.6, 0.6]
+    cuts = []
+    for score in scores:
+        sentence = plateau.note_score({name: score if sign > 0 else 1 - score})
+        assert bool(sentence) == (plateau.num_cuts > (cuts[-1] if cuts else 2))
+        cuts.append(plateau.num_cuts)
+    assert cuts == [2, 2, 2, 3, 3, 3, 3, 4]
+    assert Plateau(OptimizerConfig()).note_score({name: 0.1}) == ""
+
+
+def test_a_driver_does_not_wait_for_the_compiler_that_torch_imports_with_an_optimizer():
+    code = (
+        "import sys, raydl.run.trainer; from raydl.config import OptimizerConfig; "
+        "from raydl.elastic.plateau import Plateau; Plateau(OptimizerConfig()); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "scores", "num_cuts"),
+    [
+        ("loss", [-1.0] * 4, 1),
+        ("loss", [-1.0, -0.99, -0.98, -0.97], 1),  # it gets worse
+        ("loss", [-1.0, -1.01, -1.02, -1.03], 0),
+        ("loss", [1.0, 0.0, -1.0, -2.0], 0),
+        ("accuracy", [0.98, 0.98005, 0.9801, 0.98015], 0),  # any better score counts
+        ("accuracy", [math.nan] * 2, 1),
+    ],
+)
+def test_a_plateau_is_told_from_progress_whatever_the_sign_of_the_score(name, scores, num_cuts):
+    plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=1))
+    for score in scores:
+        plateau.note_score({name: score})
+    assert plateau.num_cuts == num_cuts
+
+
+def test_no_cut_is_told_of_that_can_not_come():
+    stage = Stage().start()
+    stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
+    stage.step(scored(1))
+    stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
+    stage.step(scored(9))
+    assert "stands still" not in str(stage.said)
+
+
+def plateau_of(method):
+    config = settings(method, lr=0.1, lr_schedule="plateau", training={"steps": 12, "epochs": None})
+    return Ensemble(config, num_workers=2, images=tiny_images(96)).join()
+
+
+def test_all_ranks_cut_after_the_same_round_though_they_hear_of_it_in_different_ones():
+    ensemble = plateau_of("sync-easgd")
+    ensemble.run(1)
+    ensemble.workers[0].vote(1, num_cuts=1)
+    ensemble.run(1)
+    ensemble.workers[1].vote(1, num_cuts=1)
+    ensemble.run(2)
+    assert [w._strategy.num_cuts for w in ensemble.workers] == [1, 1]
+    ensemble.run()
+    assert ensemble.newest.num_cuts == 1
+    lrs = {r.round: r.lr for r in ensemble.workers[0].report().records}
+    assert lrs[max(lrs)] == pytest.approx(0.01)
+
+
+def test_by_messages_the_assignment_tell_how_often_to_cut():
+    ensemble = plateau_of("async-easgd")
+    ensemble.run(1)
+    for _ in range(2):  # told again it is still one cut
+        ensemble.service.coordinator.vote(1, num_cuts=1)
+    ensemble.run(2)
+    assert [w._strategy.num_cuts for w in ensemble.workers] == [1, 1]
+    assert ensemble.workers[0].center().num_cuts == 1
+    assert ensemble.center().num_cuts == 1
+    again = Ensemble(ensemble.config, num_workers=2, images=tiny_images(96))
+    again.join(ensemble.center())
+    assert [w._strategy.num_cuts for w in again.workers] == [1, 1]
+
+
+def test_workers_are_told_of_cuts_and_told_again_when_they_form_anew():
+    stage = Stage().start()
+    stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
+    assert stage.step(scored(1)) == []
+    assert ("vote", "num_cuts") in stage.step(scored(2))
+    assert "the center stands still at accuracy 0.5000" in stage.said[-1]
+    assert ("vote", "num_cuts") not in stage.step()
+    stage.step(Lost("w1", "the actor died"))
+    stage.step(*stage.end("broken", 0, "w0"))
+    stage.step(WorkerReady("w2", "node"))
+    told = [told for _ in range(4) for told in stage.step()]
+    assert ("vote", "num_cuts") in told
+
+
+def test_a_checkpoint_holds_the_cuts_and_one_without_them_has_none():
+    ensemble = plateau_of("sync-easgd")
+    snapshot = dataclasses.replace(ensemble.first, num_cuts=3)
+    checkpoint = checkpoint_of(Collected(snapshot, {}), ensemble.flat, seconds=1.0)
+    assert snapshot_of(checkpoint, ensemble.flat).num_cuts == 3
+    del checkpoint.state["num_cuts"]
+    assert snapshot_of(checkpoint, ensemble.flat).num_cuts == 0

@@ -1,0 +1,447 @@
+"""Every method in one scenario in this process: what all have in common."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from ensembles import Ensemble, tiny_images
+from safetensors.torch import load_file
+from scenarios import loss_of, settings
+
+from raydl.config import ExchangeConfig, MethodConfig, RunConfig, ScalingConfig, TrainingConfig
+from raydl.core.methods import METHODS
+from raydl.core.replica import DistanceTrend, DynamicWeights
+from raydl.core.reports import Outcome
+from raydl.core.rules import Elastic
+from raydl.run.trainer import Trainer
+
+ELASTIC = [
+    name
+    for name, row in METHODS.items()
+    if isinstance(row.make_rule(MethodConfig(outer_lr=1.0, outer_momentum=0.0)), Elastic)
+]
+SYNC = [name for name, row in METHODS.items() if row.strategy == "sync"]
+BY_MESSAGES = [name for name in METHODS if name not in SYNC]
+
+
+# one scenario for all
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_to_the_end_and_counts_every_sample(method, num_workers):
+    images = tiny_images(31)
+    ensemble = Ensemble(
+        settings(method, epochs=6, lr=0.05, workers=num_workers),
+        num_workers=num_workers,
+        images=images,
+    ).join()
+    before = loss_of(ensemble, ensemble.first.weights, images)
+    assert ensemble.run() == [Outcome.FINISHED] * num_workers
+    center = ensemble.center()
+    assert center.num_samples == 6 * 31
+    assert center.epoch == 6
+    assert loss_of(ensemble, center.weights, images) < before
+
+
+@pytest.mark.parametrize("end", [{"steps": 5}, {"samples": 40}, {"seconds": 0.05}])
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd", "diloco"])
+def test_every_end_of_a_run_is_kept_to(method, end):
+    ensemble = Ensemble(settings(method, **end), num_workers=2, images=tiny_images(31)).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    if "steps" in end:
+        assert [w.local_step for w in ensemble.workers] == [5, 5]
+    if "samples" in end:
+        assert ensemble.center().num_samples == 40
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("method", ["async-easgd", "hogwild-msgd", "async-diloco"])
+def test_messages_go_in_fragments_to_shards_with_delay(method, shards, fragments, delay):
+    exchange = ExchangeConfig(fragments=fragments, delay=delay, center_shards=shards)
+    ensemble = Ensemble(
+        settings(method, epochs=3, period=4, exchange=exchange),
+        num_workers=2,
+        images=tiny_images(31),
+    ).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    assert ensemble.center().num_samples == 3 * 31
+    assert np.isfinite(ensemble.center().weights).all()
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("method", SYNC)
+def test_sync_rounds_go_in_fragments_with_delay_and_give_the_same_bits(method, fragments, delay):
+    config = settings(
+        method, epochs=2, period=6, exchange=ExchangeConfig(fragments=fragments, delay=delay)
+    )
+    centers = []
+    for _ in range(2):
+        ensemble = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
+        assert ensemble.run() == [Outcome.FINISHED] * 2
+        centers.append(ensemble.center().weights)
+    assert np.isfinite(centers[0]).all()
+    assert np.array_equal(*centers)
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_the_distance_is_that_of_all_fragments(fragments):
+    config = settings("sync-easgd", steps=8, period=4, exchange=ExchangeConfig(fragments=fragments))
+    ensemble = Ensemble(config, num_workers=1, images=tiny_images(60))
+    ensemble.use_task(Still())
+    ensemble.join()
+    ensemble.workers[0].replica.flat.weights.add_(1.0)
+    ensemble.run(1)
+    # Every one of the 8 weights was 1 away when its fragment exchanged.
+    assert ensemble.workers[0].replica.distance_squared == pytest.approx(8.0)
+
+
+def test_a_run_in_one_process_has_all_shards_of_its_center(tmp_path):
+    result = Trainer(
+        "mlp",
+        "synthetic:64x1x4x4",
+        method="async-easgd",
+        training=TrainingConfig(samples=96, batch_size=8),
+        scaling=ScalingConfig(num_workers=0),
+        exchange=ExchangeConfig(center_shards=3, fragments=2),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    ).fit()
+    center = load_file(tmp_path / "run/center.safetensors")
+    assert all(0 < float(tensor.abs().max()) < 100 for tensor in center.values())
+    assert result.metrics["center_loss"] < 10
+
+
+def test_what_a_resumed_run_is_told_of_its_optimizer_counts():
+    first = settings("sync-msgd", epochs=2)
+    ensemble = Ensemble(first, num_workers=1, images=tiny_images(31)).join()
+    ensemble.run(2)
+    ensemble.workers[0].vote(1, stop=1.0)
+    ensemble.run()
+    kept, snapshot = {"w0": ensemble.workers[0].take_kept(3)}, ensemble.newest
+    centers = []
+    for momentum in (0.9, 0.0):
+        optimizer = dataclasses.replace(first.optimizer, momentum=momentum)
+        config = dataclasses.replace(first, optimizer=optimizer)
+        again = Ensemble(config, num_workers=1, images=tiny_images(31)).join(snapshot, kept)
+        again.run()
+        centers.append(again.center().weights)
+    assert not np.array_equal(*centers)
+
+
+# what is the same
+
+
+def center_of(config, num_workers=2):
+    ensemble = Ensemble(config, num_workers=num_workers, images=tiny_images(31)).join()
+    ensemble.run()
+    return ensemble.center().weights
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "diloco"])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        {"resident": False},
+        {"packed": False},
+        {"resident": False, "packed": False, "fragments": 2},
+    ],
+)
+def test_easgd_1_2_and_3_give_the_same_bits(method, exchange):
+    """Staged or resident, per layer or packed; over a sum in the order of the ranks."""
+    plain = {"fragments": exchange["fragments"]} if "fragments" in exchange else {}
+    config = settings(method, epochs=2, exchange=ExchangeConfig(**exchange))
+    same = settings(method, epochs=2, exchange=ExchangeConfig(**plain))
+    assert np.array_equal(center_of(config), center_of(same))
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_overlapped_or_not_sync_easgd_gives_the_same_bits(resident):
+    exchange = ExchangeConfig(overlap=False, resident=resident)
+    config = settings("sync-easgd", epochs=2, exchange=exchange)
+    assert np.array_equal(center_of(config), center_of(settings("sync-easgd", epochs=2)))
+
+
+@pytest.mark.parametrize(
+    ("alone", "reference"),
+    [
+        ("async-easgd", "sync-easgd"),
+        ("async-measgd", "sync-measgd"),
+        ("hogwild-easgd", "sync-easgd"),
+        ("original-easgd", "sync-easgd"),
+        ("async-sgd", "local-sgd"),
+    ],
+)
+def test_one_worker_alone_is_the_same_under_every_strategy(alone, reference):
+    first = center_of(settings(alone, epochs=2, workers=1), num_workers=1)
+    assert np.array_equal(first, center_of(settings(reference, epochs=2, workers=1), num_workers=1))
+
+
+def test_async_sgd_alone_is_plain_sgd():
+    images, config = tiny_images(31), settings("async-sgd", epochs=2, period=1, workers=1)
+    ensemble = Ensemble(config, num_workers=1, images=images).join()
+    ensemble.run()
+    model = ensemble.job.task.build_model(ensemble.job.shape)
+    torch.nn.utils.vector_to_parameters(torch.tensor(ensemble.first.weights), model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        order = np.random.default_rng([0, epoch]).permutation(31)
+        for start in range(0, 31, 3):
+            optimizer.zero_grad()
+            batch = ensemble.batches.batch(order[start : start + 3])
+            ensemble.job.task.loss(model, batch).backward()
+            optimizer.step()
+    expected = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.testing.assert_close(torch.tensor(ensemble.center().weights), expected)
+
+
+def test_round_robin_goes_strictly_in_rank_order():
+    config = settings("original-easgd", epochs=2, period=1, workers=3)
+    ensemble = Ensemble(config, num_workers=3, images=tiny_images(27)).join()
+    service, seen = ensemble.service, []
+    exchange = service.home.exchange
+
+    def watched(request):
+        seen.append(request.message_id.worker_id)
+        return exchange(request)
+
+    service.home.exchange = watched
+    ensemble.run()
+    assert seen == ["w0", "w1", "w2"] * 6
+
+
+def test_round_robin_gives_the_same_bits_again():
+    config = settings("original-easgd", epochs=2, workers=3)
+    assert np.array_equal(center_of(config, 3), center_of(config, 3))
+
+
+# conservation; not of Hogwild, which may lose parts of updates
+
+
+class Still:
+    """A task without any gradient: what moves, moves by exchange alone."""
+
+    name = "still"
+
+    def build_model(self, shape):
+        return torch.nn.Linear(3, 2)
+
+    def loss(self, model, batch):
+        return sum(p.sum() for p in model.parameters()) * 0.0
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("method", [m for m in ELASTIC if not m.startswith("hogwild")])
+def test_what_the_replicas_lose_the_center_gains(method, fragments):
+    config = settings(method, steps=6, exchange=ExchangeConfig(fragments=fragments))
+    ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
+    ensemble.use_task(Still())
+    ensemble.join()
+    for rank, worker in enumerate(ensemble.workers):
+        worker.replica.flat.weights.add_(float(rank) - 0.5)
+    before = sum(w.replica.flat.weights.sum() for w in ensemble.workers)
+    before = float(before) + float(ensemble.first.weights.sum())
+    ensemble.run()
+    after = sum(float(w.replica.flat.weights.sum()) for w in ensemble.workers)
+    after += float(ensemble.center().weights.sum())
+    assert after == pytest.approx(before, abs=1e-4)
+    spread = max(
+        float(torch.dist(w.replica.flat.weights, torch.tensor(ensemble.center().weights)))
+        for w in ensemble.workers
+    )
+    assert spread < 4.0  # and they came together
+
+
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_without_gradient_fragments_change_nothing(fragments):
+    ends = []
+    for count in (1, fragments):
+        config = settings("sync-easgd", steps=6, period=3, exchange=ExchangeConfig(fragments=count))
+        ensemble = Ensemble(config, num_workers=2, images=tiny_images(60))
+        ensemble.use_task(Still())
+        ensemble.join()
+        for rank, worker in enumerate(ensemble.workers):
+            worker.replica.flat.weights.add_(float(rank))
+        ensemble.run()
+        ends.append(ensemble.center().weights)
+    assert np.array_equal(*ends)
+
+
+# two levels
+
+
+def in_groups(config, size):
+    return dataclasses.replace(config, method=dataclasses.replace(config.method, group_size=size))
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-measgd", "diloco"])
+@pytest.mark.parametrize("exchange", [{}, {"compression": "int8"}, {"fragments": 2}])
+def test_workers_of_a_group_are_one_replica_and_train_to_the_end(method, exchange):
+    config = settings(method, epochs=4, workers=4, exchange=ExchangeConfig(**exchange))
+    ensemble = Ensemble(in_groups(config, 2), num_workers=4, images=tiny_images(61)).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 4
+    first, second, third, fourth = [w.replica.flat.weights for w in ensemble.workers]
+    assert torch.equal(first, second)
+    assert torch.equal(third, fourth)
+    assert method == "diloco" or not torch.equal(first, third)
+    assert ensemble.center().num_samples == 4 * 61
+
+
+def test_one_group_of_all_with_elastic_steps_is_one_worker_with_the_joined_batch():
+    """Gradients of a group are those of one batch, and the exchange counts it once."""
+    # A group's members take consecutive samples over a round, a single worker over a step:
+    # with one step to a round both see the same batches.
+    config = settings("sync-easgd", epochs=2, period=1, batch_size=2, workers=2)
+    shared = Ensemble(in_groups(config, 2), num_workers=2, images=tiny_images(40)).join()
+    shared.run()
+    alone = settings("sync-easgd", epochs=2, period=1, batch_size=4, workers=1)
+    single = Ensemble(alone, num_workers=1, images=tiny_images(40)).join()
+    single.run()
+    np.testing.assert_allclose(shared.center().weights, single.center().weights, rtol=1e-4)
+
+
+# dynamic weights
+
+
+def run_in_turn(ensemble, rounds):
+    """Run some rounds; by messages, whose order counts, one worker after the other."""
+    if ensemble.job.method.is_sync:
+        ensemble.run(rounds)
+        return
+    for _ in range(rounds):
+        for worker in ensemble.workers:
+            worker.run_round()
+
+
+def jump(method, *, is_dynamic, compression="none"):
+    """Return how far (center, replica to center) are after a replica came back from far away."""
+    exchange = ExchangeConfig(compression=compression, timeout_s=20.0)
+    config = settings(method, steps=40, period=2, exchange=exchange)
+    config = dataclasses.replace(
+        config, method=dataclasses.replace(config.method, dynamic_weights=is_dynamic)
+    )
+    ensemble = Ensemble(config, num_workers=2, images=tiny_images(60)).join()
+    run_in_turn(ensemble, 12)
+    before, lost = torch.tensor(ensemble.now()), ensemble.workers[1].replica.flat.weights
+    lost.add_(5.0)
+    run_in_turn(ensemble, 1)
+    center = torch.tensor(ensemble.now())
+    return float(torch.dist(before, center)), float(torch.dist(lost, center))
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("method", ["sync-easgd", "async-measgd", "original-easgd"])
+def test_a_replica_that_comes_back_from_far_away_hardly_moves_the_center(method, codec):
+    plain = jump(method, is_dynamic=False, compression=codec)
+    dynamic = jump(method, is_dynamic=True, compression=codec)
+    assert dynamic[0] < 0.2 * plain[0]  # the center
+    assert dynamic[1] < 0.2 * plain[1]  # the replica, which is with the others at once
+
+
+def test_spans_are_trusted_by_their_own_distances_and_always_without_dynamic_weights():
+    dynamic_weights = DynamicWeights(is_on=True)
+    for _ in range(5):
+        dynamic_weights.note_distance(0, 2.0)
+        dynamic_weights.note_distance(8, 2.0)
+    dynamic_weights.note_distance(8, 100.0)
+    assert (
+        dynamic_weights.distrust_at(0),
+        dynamic_weights.distrust_at(8),
+        dynamic_weights.distrust_at(16),
+    ) == (0, 1, 0)
+    again, never = DynamicWeights(is_on=True), DynamicWeights(is_on=False)
+    for other in (again, never):
+        other.load(dynamic_weights.state())
+    again.note_distance(0, 100.0)
+    assert again.distrust_at(0) == 1
+    assert never.state() == []
+
+
+def test_trust_follows_the_trend_of_the_distance():
+    trust = DistanceTrend()
+    assert [trust.distrust(d) for d in (0.1, 1.0, 2.0, 2.0)] == [0, 0, 0, 0]  # a run begins
+    assert trust.distrust(2.0) == 0
+    assert trust.distrust(100.0) == 1
+    again = DistanceTrend()
+    again.load_state_dict(trust.state_dict())
+    assert 0 < again.distrust(5.0) < 1
+
+
+# shortened messages
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
+@pytest.mark.parametrize(
+    "method", ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "hogwild-sgd", "original-easgd"]
+)
+def test_methods_train_with_shortened_messages(method, codec):
+    images = tiny_images(31)
+    exchange = ExchangeConfig(compression=codec, fragments=2, timeout_s=20.0)
+    config = settings(method, epochs=6, lr=0.05, exchange=exchange)
+    ensemble = Ensemble(config, num_workers=3, images=images).join()
+    before = loss_of(ensemble, ensemble.first.weights, images)
+    assert ensemble.run() == [Outcome.FINISHED] * 3
+    assert ensemble.center().num_samples == 6 * 31
+    assert loss_of(ensemble, ensemble.center().weights, images) < before
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
+def test_the_center_gains_just_what_the_replicas_lose_however_short_the_messages(method, codec):
+    exchange = ExchangeConfig(compression=codec, center_shards=1 if method[:6] == "sync-e" else 2)
+    config = settings(method, steps=40, exchange=exchange)
+    ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
+    ensemble.use_task(Still())
+    ensemble.join()
+    for rank, worker in enumerate(ensemble.workers):
+        worker.replica.flat.weights.add_(float(rank) - 0.5)
+    before = sum(float(w.replica.flat.weights.sum()) for w in ensemble.workers)
+    before += float(ensemble.first.weights.sum())
+    ensemble.run()
+    center = torch.tensor(ensemble.center().weights)
+    after = sum(float(w.replica.flat.weights.sum()) for w in ensemble.workers)
+    assert after + float(center.sum()) == pytest.approx(before, abs=1e-4)
+    if method == "async-easgd":  # a thread may have finished before another began
+        return
+    for worker in ensemble.workers:  # nothing is left out for ever: they all came together
+        assert float((worker.replica.flat.weights - center).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "async-sgd"])
+def test_shortened_messages_are_shorter(method):
+    num_bytes = {}
+    for codec in ("none", "bf16", "int8"):
+        config = settings(method, steps=4, exchange=ExchangeConfig(compression=codec))
+        ensemble = Ensemble(config, num_workers=1, images=tiny_images(60), model=wide).join()
+        ensemble.run()
+        records = ensemble.workers[0].report().records
+        if not ensemble.job.method.is_sync:
+            records = ensemble.service.coordinator.take_records()
+        num_bytes[codec] = records[-1].exchange_bytes
+    assert num_bytes["bf16"] < 0.55 * num_bytes["none"]
+    assert num_bytes["int8"] < 0.30 * num_bytes["none"]
+
+
+def wide(image_shape, num_classes):
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(16, 500), torch.nn.Linear(500, 3)
+    )
+
+
+@pytest.mark.parametrize("method", ["sync-sgd", "diloco", "sync-easgd"])
+def test_a_resumed_run_remembers_what_its_messages_left_out(method):
+    exchange = ExchangeConfig(compression="topk:0.3")
+    config = settings(method, epochs=2, exchange=exchange)
+    whole = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
+    whole.run()
+    first = Ensemble(config, num_workers=2, images=tiny_images(31)).join()
+    first.run(2)
+    first.workers[0].vote(1, stop=1.0)
+    first.run()
+    states = {w.worker_id: w.take_kept(3) for w in first.workers}
+    second = Ensemble(config, num_workers=2, images=tiny_images(31)).join(first.newest, states)
+    second.run()
+    assert np.array_equal(whole.center().weights, second.center().weights)

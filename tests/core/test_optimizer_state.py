@@ -1,0 +1,207 @@
+"""What an optimizer remembers: in a worker, at the center, in a checkpoint."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from ensembles import SHAPE, Ensemble, linear, tiny_images
+from replicas import PLAIN, batches, deep, flattened, replica_of, settings
+from torch.nn import functional
+
+from raydl.checkpoint.store import Checkpoint, CheckpointStore
+from raydl.collective.exchange import GradientGroup
+from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig
+from raydl.core.center import Center, copied_to_cpu, joined_states, split_states
+from raydl.core.optimizers import make_optimizer
+from raydl.core.reports import Outcome
+from raydl.core.rules import MeanGradient, Tally
+from raydl.storage import Storage
+from raydl.worker.in_process import LocalGroup
+
+
+def through_a_checkpoint(folder, ensemble, round):
+    """Return the states of the workers and of the center's optimizer, written and read again."""
+    store = CheckpointStore(Storage(str(folder)))
+    workers = {w.worker_id: w.take_kept(round) for w in ensemble.workers}
+    state = {"optimizer": ensemble.newest.optimizer}
+    store.write(
+        Checkpoint(
+            round=round,
+            generation=1,
+            num_samples=0,
+            seconds=0.0,
+            center={"weights": torch.tensor(ensemble.newest.weights)},
+            state=state,
+            workers=workers,
+        )
+    )
+    checkpoint, _ = store.read()
+    return dataclasses.replace(ensemble.newest, **checkpoint.state), checkpoint.workers
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "adagrad", "rprop"])
+@pytest.mark.parametrize(
+    ("method", "exchange"),
+    [("sync-easgd", {}), ("sync-sgd", {}), ("sync-sgd", {"fragments": 2}), ("diloco", {})],
+)
+def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path, name, method, exchange):
+    config = settings(
+        method, name=name, lr=0.01, exchange=ExchangeConfig(timeout_s=20.0, **exchange)
+    )
+    images = tiny_images(31)
+    whole = Ensemble(config, num_workers=2, images=images, model=deep).join()
+    whole.run()
+
+    first = Ensemble(config, num_workers=2, images=images, model=deep).join()
+    first.run(2)
+    for worker in first.workers:
+        worker.vote(1, stop=1.0)
+    assert set(first.run()) == {Outcome.STOPPED}
+    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.round)
+    again = Ensemble(config, num_workers=2, images=images, model=deep).join(snapshot, states)
+    again.run()
+    assert np.array_equal(again.newest.weights, whole.newest.weights)
+    for one, other in zip(again.workers, whole.workers, strict=True):
+        assert torch.equal(one.replica.flat.weights, other.replica.flat.weights)
+
+
+def test_a_decay_of_matrices_alone_goes_through_a_checkpoint_too(tmp_path):
+    config = settings("sync-sgd", name="adamw", lr=0.01, weight_decay=0.2, decay_only_matrices=True)
+    whole = Ensemble(config, num_workers=1, model=deep).join()
+    whole.run()
+    first = Ensemble(config, num_workers=1, model=deep).join()
+    first.run(2)
+    first.workers[0].vote(1, stop=1.0)
+    first.run()
+    snapshot, states = through_a_checkpoint(tmp_path, first, first.newest.round)
+    again = Ensemble(config, num_workers=1, model=deep).join(snapshot, states)
+    again.run()
+    assert np.array_equal(again.newest.weights, whole.newest.weights)
+
+
+def test_sync_sgd_with_adamw_at_the_center_is_adamw_on_the_joined_batch():
+    config = settings("sync-sgd", name="adamw", lr=0.01, training={"epochs": 1})
+    config = dataclasses.replace(config, method=MethodConfig(name="sync-sgd", period=1))
+    images = tiny_images(24)
+    ensemble = Ensemble(config, num_workers=2, images=images)
+    reference = linear(SHAPE.input_shape, SHAPE.num_classes)
+    reference.load_state_dict(
+        ensemble.flat.state_dict_of(ensemble.flat.weights, ensemble.flat.buffers)
+    )
+    ensemble.join().run()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    order = np.random.default_rng([0, 0]).permutation(24)
+    for start in range(0, 24, 6):
+        inputs, labels = ensemble.batches.batch(order[start : start + 6])
+        optimizer.zero_grad()
+        functional.cross_entropy(reference(inputs), labels).backward()
+        optimizer.step()
+    ours = torch.tensor(ensemble.newest.weights)
+    torch.testing.assert_close(ours, flattened(reference), rtol=1e-3, atol=1e-5)
+
+
+def test_a_state_split_into_spans_and_joined_again_is_the_same():
+    flat = torch.arange(5.0)
+    optimizer = torch.optim.AdamW([flat], lr=0.1)
+    flat.grad = torch.ones(5)
+    optimizer.step()
+    whole = copied_to_cpu(optimizer.state_dict())
+    parts = split_states(whole, [2, 3])
+    assert [part["state"][0]["exp_avg"].numel() for part in parts] == [2, 3]
+    assert str(joined_states(parts, [2, 3])) == str(whole)
+
+
+def test_spans_that_were_not_exchanged_yet_lose_nothing_of_those_that_were():
+    flat = torch.arange(3.0)
+    optimizer = torch.optim.AdamW([flat], lr=0.1)
+    new = copied_to_cpu(optimizer.state_dict())
+    flat.grad = torch.ones(3)
+    optimizer.step()
+    joined = joined_states([new, copied_to_cpu(optimizer.state_dict())], [2, 3])
+    assert joined["state"][0]["exp_avg"].tolist() == pytest.approx([0, 0, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "rprop", "sgd"])
+def test_a_center_that_goes_back_remembers_what_it_did_then(name):
+    config = OptimizerConfig(name=name, lr=0.1, momentum=0.9 if name == "sgd" else None, **PLAIN)
+    weights = torch.ones(4)
+    center = Center(
+        weights, torch.zeros(0), rule=MeanGradient(), make_optimizer=make_optimizer(config)
+    )
+
+    def move():
+        center.set_lr(0.1)
+        center.apply_(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(0), Tally(1, 1, 2.0))
+        return weights.clone()
+
+    center.keep()
+    once = move()
+    center.undo_()
+    assert torch.equal(move(), once)
+    center.keep()
+    twice = move()
+    center.undo_()
+    assert torch.equal(move(), twice)
+
+
+def test_a_replica_that_is_copied_goes_on_as_the_first_does():
+    first, _ = replica_of(OptimizerConfig(name="adamw", lr=0.01))
+    other, _ = replica_of(OptimizerConfig(name="adamw", lr=0.01))
+    data = batches(3)
+    first.step(data[0])
+    first.step(data[1])
+    group = LocalGroup(2, timeout_s=30.0)
+
+    def copied(rank, replica):
+        flat = replica.flat
+        partners = GradientGroup(
+            group.member(rank),
+            flat.num_parameters,
+            len(flat.layer_sizes),
+            dtype=flat.weights.dtype,
+            device=flat.weights.device,
+        )
+        return replica.copy_first_(partners, is_first=rank == 0)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(copied, range(2), [first, other])) == [False, True]
+    for replica in (first, other):
+        replica.step(data[2])
+    assert torch.equal(first.flat.weights, other.flat.weights)
+
+
+def test_workers_that_share_a_replica_stay_identical_with_adamw():
+    config = settings("sync-easgd", name="adamw", lr=0.01, workers=2, group_size=2)
+    ensemble = Ensemble(config, num_workers=2).join()
+    ensemble.run()
+    one, other = (w.replica.flat.weights for w in ensemble.workers)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
+def test_adamw_trains_by_messages(method):
+    config = settings(method, name="adamw", lr=0.01)
+    ensemble = Ensemble(config, num_workers=2).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    assert not np.array_equal(ensemble.center().weights, ensemble.first.weights)
+
+
+@pytest.mark.parametrize("center_shards", [1, 2])
+def test_shards_that_are_made_again_have_the_masters_momentum(center_shards):
+    config = settings(
+        "async-msgd",
+        lr=0.1,
+        workers=1,
+        momentum=0.9,
+        exchange=ExchangeConfig(center_shards=center_shards, timeout_s=20.0),
+    )
+    ensemble = Ensemble(config, num_workers=1).join()
+    ensemble.run(3)
+    snapshot = ensemble.center()
+    (momentum,) = [s["momentum_buffer"] for s in snapshot.optimizer["state"].values()]
+    assert momentum.abs().sum() > 0
+    again = Ensemble(config, num_workers=1).join(snapshot)
+    (same,) = [s["momentum_buffer"] for s in again.center().optimizer["state"].values()]
+    assert torch.equal(same, momentum)

@@ -1,0 +1,384 @@
+"""Optimizers against plain torch, and what they refuse."""
+
+import dataclasses
+import functools
+import json
+import pickle
+
+import pytest
+import torch
+from ensembles import linear
+from replicas import PLAIN, deep, matrices, replica_of, steps_of_both
+from torch import nn
+
+import raydl
+from raydl import cli
+from raydl.config import (
+    ExchangeConfig,
+    MethodConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from raydl.core.methods import filled_in, resolve
+from raydl.core.optimizers import (
+    ELEMENTWISE,
+    OPTIMIZERS,
+    as_config,
+    check_for_model,
+    is_elementwise,
+    parameters_of,
+)
+from raydl.errors import ConfigError
+from raydl.run.trainer import Trainer
+from raydl.tasks import Classification
+
+# any of torch.optim
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_every_optimizer_of_torch_takes_its_own_steps_bit_for_bit(name):
+    model = matrices if name == "muon" else deep
+    config = OptimizerConfig(name=name, lr=0.01, **PLAIN)
+    replica, reference = replica_of(config, model=model)
+    optimizer = OPTIMIZERS[name](reference.parameters(), lr=0.01)
+    ours, theirs = steps_of_both(replica, reference, optimizer)
+    assert torch.equal(ours, theirs)
+
+
+def test_elementwise_optimizers_hold_one_flat_tensor_and_others_the_models_parameters():
+    for name in OPTIMIZERS:
+        replica, reference = replica_of(OptimizerConfig(name=name, lr=0.1), model=matrices)
+        sizes = [p.numel() for p in parameters_of(replica._optimizer)]
+        layers = [p.numel() for p in reference.parameters()]
+        assert sizes == ([sum(layers)] if name in ELEMENTWISE else layers), name
+
+
+def test_options_and_fields_reach_the_optimizer():
+    config = OptimizerConfig(
+        name="adamw", lr=0.01, weight_decay=0.2, options="betas=(0.8, 0.9), eps=1e-6", **PLAIN
+    )
+    replica, reference = replica_of(config)
+    optimizer = torch.optim.AdamW(
+        reference.parameters(), lr=0.01, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6
+    )
+    assert torch.equal(*steps_of_both(replica, reference, optimizer))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
+def test_only_matrices_decay_where_that_is_asked_for(name):
+    config = OptimizerConfig(
+        name=name, lr=0.05, weight_decay=0.3, decay_only_matrices=True, **PLAIN
+    )
+    replica, reference = replica_of(config)
+    groups = [
+        {"params": [p for p in reference.parameters() if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in reference.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = OPTIMIZERS[name](groups, lr=0.05)
+    assert torch.equal(*steps_of_both(replica, reference, optimizer))
+
+
+@pytest.mark.parametrize("settings", [{}, {"decay_only_matrices": True}, {"name": "adafactor"}])
+def test_a_gradient_is_shortened_over_all_groups_together(settings):
+    config = OptimizerConfig(lr=0.5, **{**PLAIN, "clip_grad_norm": 0.01}, **settings)
+    replica, reference = replica_of(config)
+    optimizer = OPTIMIZERS[config.name](reference.parameters(), lr=0.5)
+    ours, theirs = steps_of_both(replica, reference, optimizer, max_norm=0.01)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_function_of_parameters_is_an_optimizer_and_its_rate_the_highest():
+    own = functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.5, 0.9))
+    settings, taken = as_config(own)
+    config = TrainConfig(optimizer=dataclasses.replace(settings, **PLAIN))
+    method = resolve(config, None, taken)
+    assert method.optimizer.lr == 0.02
+    assert is_elementwise(method.inner, method.own_optimizer)
+    assert pickle.loads(pickle.dumps(method)).own_optimizer.keywords == own.keywords
+    replica, reference = replica_of(method.inner, own=method.own_optimizer)
+    replica.set_lr(0.02)
+    assert torch.equal(*steps_of_both(replica, reference, own(reference.parameters())))
+
+
+def two_rates(parameters):
+    matrices, others = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
+    return torch.optim.Adam([{"params": matrices}, {"params": others, "lr": 0.001}], lr=0.01)
+
+
+def test_groups_of_an_optimizer_of_ones_own_keep_their_rates_to_each_other():
+    replica, _ = replica_of(OptimizerConfig(name="here:two_rates", **PLAIN), own=two_rates)
+    replica.set_lr(0.005)
+    rates = [group["lr"] for group in replica._optimizer.param_groups]
+    assert rates == pytest.approx([0.005, 0.0005])
+
+
+def low_first(parameters):
+    groups = [{"params": parameters[:1], "lr": 0.001}, {"params": parameters[1:], "lr": 0.1}]
+    return torch.optim.SGD(groups, lr=0.5)
+
+
+def frozen_first(parameters):
+    groups = [{"params": parameters[:1], "lr": 0.0}, {"params": parameters[1:]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def body_and_head(parameters):
+    *body, weight, bias = parameters
+    return torch.optim.SGD([{"params": body}, {"params": [weight, bias], "lr": 0.1}], lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("own", "rates"),
+    [(low_first, [0.0005, 0.05]), (frozen_first, [0.0, 0.05]), (body_and_head, [0.005, 0.05])],
+)
+def test_the_highest_rate_is_that_of_whichever_group_has_it(own, rates):
+    replica, _ = replica_of(OptimizerConfig(name="here:own", **PLAIN), own=own)
+    replica.set_lr(0.05)
+    assert [group["lr"] for group in replica._optimizer.param_groups] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("own", [low_first, frozen_first])
+def test_the_rate_that_is_unset_is_the_highest_of_all_groups(own):
+    settings, taken = as_config(own)
+    assert resolve(TrainConfig(optimizer=settings), None, taken).optimizer.lr == 0.1
+
+
+def test_a_function_that_counts_on_a_whole_model_is_taken_with_a_rate():
+    settings, taken = as_config(body_and_head)
+    settings = dataclasses.replace(settings, lr=0.05)
+    assert resolve(TrainConfig(optimizer=settings), None, taken).optimizer.lr == 0.05
+
+
+def with_an_object(parameters):
+    return torch.optim.SGD([{"params": parameters, "owner": object()}], lr=0.1)
+
+
+def test_an_optimizer_that_no_checkpoint_keeps_is_refused_before_the_start(tmp_path):
+    refused = Trainer(
+        "mlp",
+        "synthetic:96",
+        optimizer=with_an_object,
+        scaling=ScalingConfig(num_workers=0),
+        run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
+    )
+    with pytest.raises(ConfigError, match="has in its param_groups/0/owner what no checkpoint"):
+        refused.fit()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_of_ones_own_is_found_by_module_and_name():
+    config = TrainConfig(
+        optimizer=OptimizerConfig(name=f"{__name__}:two_rates", lr_schedule="linear")
+    )
+    method = resolve(config)
+    assert method.own_optimizer is two_rates
+    assert method.optimizer.lr == 0.01
+
+
+def test_what_is_unset_is_the_methods_for_sgd_and_the_optimizers_own_for_others():
+    def settings(method, name):
+        config = TrainConfig(method=MethodConfig(name=method), optimizer=OptimizerConfig(name=name))
+        optimizer = filled_in(config, resolve(config)).optimizer
+        return optimizer.lr, optimizer.momentum
+
+    assert settings("sync-measgd", "sgd") == (0.025, 0.9)
+    assert settings("sync-easgd", "adamw") == (0.001, None)
+    assert settings("sync-measgd", "rmsprop") == (0.01, 0.9)
+    assert settings("async-msgd", "adamw") == (0.001, 0.9)  # the momentum is the master's
+
+
+def test_the_filled_in_settings_are_taken_again():
+    for method, name in [("sync-easgd", "adamw"), ("eamsgd", "sgd"), ("sync-sgd", "rprop")]:
+        optimizer = OptimizerConfig(name=name, warmup=0.0)
+        config = TrainConfig(method=MethodConfig(name=method), optimizer=optimizer)
+        filled = filled_in(config, resolve(config))
+        assert filled_in(filled, resolve(filled)) == filled
+
+
+# what is refused, before any actor starts
+
+
+def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer):
+    with pytest.raises(ConfigError) as caught:
+        resolve(
+            TrainConfig(
+                method=MethodConfig(name=method),
+                optimizer=OptimizerConfig(**optimizer),
+                exchange=ExchangeConfig(**exchange or {}),
+                training=TrainingConfig(**training or {}),
+            )
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"name": "lbfgs"}, "optimizer.name can not be lbfgs: it asks for the loss several times"),
+        ({"name": "sparseadam"}, "it takes sparse gradients only"),
+        ({"name": "adamm"}, "optimizer.name has no 'adamm'; did you mean adam"),
+        ({"name": "nowhere:at_all"}, "optimizer.name nowhere:at_all can not be imported"),
+        ({"options": "eps"}, "optimizer.options must be NAME=VALUE by comma"),
+        ({"options": "eps=open('x')"}, "optimizer.options must be NAME=VALUE by comma"),
+        ({"options": "**{'eps': 1}"}, "optimizer.options must be NAME=VALUE by comma"),
+        ({"options": "a=1)(b=2"}, "optimizer.options must be NAME=VALUE by comma"),
+        ({"options": "lr=0.1"}, "optimizer.options can not hold lr: set optimizer.lr"),
+        ({"name": "adam", "options": "bettas=(0.9, 0.99)"}, "has no 'bettas'; did you mean betas"),
+        ({"name": "adam", "options": "betas=(2, 3)"}, "is not taken by adam: Invalid beta"),
+        ({"name": "adam", "options": "betas=3"}, "optimizer.options 'betas=3' is not taken by"),
+        ({"name": "adam", "momentum": 0.9}, "optimizer.momentum has no meaning for adam, got 0.9"),
+        ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay has no meaning for rprop"),
+        ({"name": "rprop", "decay_only_matrices": True}, "decay_only_matrices has no meaning"),
+        (
+            {"name": "rprop"},
+            "optimizer.warmup must be 0 for rprop, which takes its step sizes from",
+        ),
+        ({"name": "torch.optim:Rprop", "lr": 0.1}, "optimizer.warmup must be 0 for rprop"),
+        (
+            {"name": f"{__name__}:body_and_head"},
+            "optimizer.lr must be set for test_optimizers:body_and_head, which does not take a "
+            "single parameter on trial (ValueError: not enough values to unpack",
+        ),
+        ({"name": "adam", "method": "sync-measgd"}, "optimizer.momentum has no meaning for adam"),
+        (
+            {"name": f"{__name__}:two_rates", "weight_decay": 0.1},
+            "optimizer.weight_decay is for an optimizer by name",
+        ),
+        (
+            {"name": "adafactor", "method": "sync-sgd"},
+            "optimizer.name can not be adafactor for sync-sgd, whose optimizer steps at the center",
+        ),
+        (
+            {
+                "training": {"deterministic": True},
+                "lr_schedule": "plateau",
+            },
+            "training.deterministic can not be kept with optimizer.lr_schedule plateau",
+        ),
+        ({"milestones": "0.5,x"}, "optimizer.milestones must be numbers by comma"),
+        ({"milestones": "0.7,0.5"}, "optimizer.milestones must be rising shares"),
+        ({"lr_schedule": "step", "milestones": "0.01"}, "must come after the warm-up of 0.05"),
+        ({"gamma": 1.5}, "optimizer.gamma must be in (0, 1), got 1.5"),
+        ({"training": {"precision": "fp8"}}, "training.precision has no 'fp8'"),
+        (
+            {"training": {"microbatches": 65}},
+            "training.microbatches must be at most the 64 samples",
+        ),
+        ({"training": {"label_smoothing": 1.0}}, "training.label_smoothing must be in [0, 1)"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(settings, sentence):
+    assert sentence in problem_of(**settings)
+
+
+def test_a_decay_of_matrices_alone_is_refused_where_the_center_is_in_parts():
+    sentence = problem_of(
+        method="sync-msgd",
+        exchange={"fragments": 2},
+        decay_only_matrices=True,
+        clip_grad_norm=None,
+        momentum=0.5,
+    )
+    assert "exchange.fragments" in sentence
+
+
+def test_lbfgs_is_refused_as_a_class_too():
+    model = linear((1, 4, 4), 3)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    config, own = as_config(torch.optim.LBFGS)
+    with pytest.raises(ConfigError, match="can not be LBFGS: it asks for the loss several times"):
+        check_for_model(config, own, model, flat)
+
+
+def test_a_model_that_the_optimizer_does_not_take_is_refused():
+    flat = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigError, match=r"optimizer\.name muon: Muon only supports 2D"):
+        check_for_model(
+            OptimizerConfig(name="muon", lr=0.1), None, linear((1, 4, 4), 3), flat.detach()
+        )
+
+
+def test_a_function_that_returns_no_optimizer_is_told_so():
+    settings, own = as_config(lambda parameters: len(parameters))
+    with pytest.raises(ConfigError, match=r"<lambda> must return a torch\.optim\.Optimizer"):
+        resolve(TrainConfig(optimizer=settings), None, own)
+
+
+def test_a_center_without_a_lock_steps_with_sgd_alone():
+    config = TrainConfig(
+        method=MethodConfig(name="raydl.core.rules:MeanGradient", strategy="hogwild"),
+        optimizer=OptimizerConfig(name="adamw"),
+    )
+    with pytest.raises(ConfigError, match=r"optimizer\.name must be sgd .*, got adamw"):
+        resolve(config)
+
+
+def test_smoothing_is_for_models_by_name():
+    trainer = Trainer(Classification(linear), training=TrainingConfig(label_smoothing=0.1))
+    with pytest.raises(ConfigError, match=r"training\.label_smoothing is for a model by name"):
+        trainer.fit()
+    with pytest.raises(ConfigError, match="a name, an OptimizerConfig or a function"):
+        Trainer(optimizer=3)
+
+
+# a function of one's own, with settings around it
+
+
+def adam_of_mine(parameters):
+    return torch.optim.Adam(parameters, lr=0.002, betas=(0.8, 0.9))
+
+
+def train(run_dir, *options):
+    words = ["train", "--workers", "0", "--data", "digits", "--model", "mlp"]
+    words += ["--run.progress", "none", "--run-dir", str(run_dir), *options]
+    return cli.main(words)
+
+
+@pytest.mark.parametrize("name", ["torch.optim:AdamW", "test_optimizers:adam_of_mine"])
+def test_a_command_trains_with_an_optimizer_by_module_and_name_and_goes_on_with_it(tmp_path, name):
+    options = ["--optimizer", name, "--batch-size", "512"]
+    assert train(tmp_path / "run", *options, "--epochs", "1") == 0
+    assert train(tmp_path / "run", *options, "--epochs", "2", "--resume") == 0
+    config = json.loads((tmp_path / "run/config.json").read_text())["config"]["optimizer"]
+    assert config["name"] == name
+    assert config["lr"] == (0.001 if "AdamW" in name else 0.002)
+
+
+def test_a_function_has_the_settings_that_are_given_around_it():
+    around = OptimizerConfig(lr=0.5, lr_schedule="linear", warmup=0.25, clip_grad_norm=0.1)
+    trainer = raydl.Trainer("mlp", "digits", make_optimizer=adam_of_mine, optimizer=around)
+    method = resolve(trainer.config, None, trainer.own_optimizer)
+    assert method.own_optimizer is adam_of_mine
+    assert method.inner == dataclasses.replace(around, name="test_optimizers:adam_of_mine")
+    replica, reference = replica_of(method.inner, own=method.own_optimizer)
+    replica.set_lr(0.01)
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.01, betas=(0.8, 0.9))
+    assert torch.equal(*steps_of_both(replica, reference, optimizer, max_norm=0.1))
+
+
+def test_what_contradicts_a_function_of_ones_own_is_told():
+    for settings, sentence in [
+        ({"optimizer": "adamw"}, "optimizer.name adamw exclude each other; leave the name out"),
+        ({"optimizer": adam_of_mine}, "a function as optimizer exclude each other; give one"),
+    ]:
+        with pytest.raises(ConfigError, match=f"make_optimizer and {sentence}"):
+            raydl.Trainer("mlp", "digits", make_optimizer=adam_of_mine, **settings)
+    with pytest.raises(ConfigError, match="make_optimizer must be a function of parameters, got"):
+        raydl.Trainer("mlp", "digits", make_optimizer=3)
+
+
+def test_the_argument_that_a_message_names_is_there():
+    def of_a_whole_model(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first]}, {"params": [others[0]]}], lr=0.1)
+
+    trainer = raydl.Trainer("mlp", "digits", make_optimizer=of_a_whole_model)
+    with pytest.raises(ConfigError, match=r"as optimizer=OptimizerConfig\(lr=\.\.\.\) beside"):
+        resolve(trainer.config, None, trainer.own_optimizer)
+    trainer = raydl.Trainer(
+        "mlp", "digits", make_optimizer=of_a_whole_model, optimizer=OptimizerConfig(lr=0.1)
+    )
+    assert resolve(trainer.config, None, trainer.own_optimizer).inner.lr == 0.1

@@ -1,0 +1,203 @@
+"""What a replica sends, and what becomes of it, against an exchange whose center stands still."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from ensembles import SHAPE, linear, tiny_images
+from torch.nn import functional
+
+from raydl.config import OptimizerConfig, TrainingConfig
+from raydl.core.center import Mirror
+from raydl.core.exchange import Header, StepPlan
+from raydl.core.flat import FlatModel
+from raydl.core.optimizers import make_optimizer
+from raydl.core.replica import Replica
+from raydl.core.rules import Elastic, MeanGradient, Outer, Tally
+from raydl.data import Batches, Normalizer
+from raydl.errors import NonFiniteError
+from raydl.metrics import TimeParts
+from raydl.tasks import Classification
+
+BETA = 0.5
+IMAGES = tiny_images(40)
+BATCHES = Batches(IMAGES, Normalizer.of(IMAGES))
+SIZE = FlatModel(Classification(linear).build_model(SHAPE)).weights.numel()
+
+
+class Still:
+    """Exchanges with a center of a single worker that stays where it is.
+
+    Args:
+        span: of the parameters.
+        seen: what a codec makes of the weights.
+    """
+
+    def __init__(self, span=slice(0, SIZE), *, seen=lambda weights: weights):
+        self.span, self.seen = span, seen
+        self.center = Mirror(torch.zeros(span.stop - span.start), torch.zeros(0))
+        self.sent, self.headers = [], []
+
+    def begin(self, weights, buffers, header):
+        self.sent.append(weights.clone())
+        self.headers.append(header)
+
+    def own_pull(self):
+        return None
+
+    def as_seen(self, weights):
+        return self.seen(weights)
+
+    def wait(self):
+        return Tally(num_workers=1, num_messages=1, num_samples=4.0), Header()
+
+    def commit(self):
+        pass
+
+
+def replica_of(rule, *, lr=1e-30, has_dynamic_weights=False, training=None):
+    torch.manual_seed(3)
+    task = Classification(linear)
+    return Replica(
+        FlatModel(task.build_model(SHAPE)),
+        task,
+        rule=rule,
+        make_optimizer=make_optimizer(OptimizerConfig(lr=lr, clip_grad_norm=None)),
+        time_parts=TimeParts(),
+        training=training or TrainingConfig(batch_size=8),
+        has_dynamic_weights=has_dynamic_weights,
+        who=lambda: ("w3", 17),
+    )
+
+
+def both(*exchanges, **more):
+    return StepPlan(begin=exchanges, join=exchanges, **more)
+
+
+def batch_of(num_samples=8):
+    return BATCHES.batch(np.arange(num_samples))
+
+
+# what goes with a message
+
+
+@pytest.mark.parametrize("rule", [Elastic(BETA), MeanGradient(), Outer()])
+def test_each_step_counts_once(rule):
+    replica = replica_of(rule, lr=0.1)
+    for _ in range(3):
+        replica.step(batch_of())
+    replica.step(batch_of(), both(Still()))
+    assert replica.num_steps == 4
+
+
+def test_votes_ride_with_the_last_message_alone_and_samples_with_each():
+    first, second = Still(slice(0, 30)), Still(slice(30, SIZE))
+    replica = replica_of(Elastic(BETA))
+    replica.step(batch_of(8), both(first, second, header=Header(stop=1.0, loss_sum=2.0)))
+    replica.step(batch_of(4))
+    replica.step(batch_of(4), both(first, second, header=Header(stop=1.0, loss_sum=3.0)))
+    assert [h.stop for h in first.headers] == [0.0, 0.0]
+    assert [(h.stop, h.loss_sum) for h in second.headers] == [(1.0, 2.0), (1.0, 3.0)]
+    for exchange in (first, second):  # weights leave before the gradient of their step
+        assert [h.num_samples for h in exchange.headers] == [0.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"), [(Elastic(BETA), "weights"), (MeanGradient(), "gradient")]
+)
+def test_what_is_not_finite_is_not_sent_and_named(rule, what):
+    replica, exchange = replica_of(rule), Still()
+    tensor = replica.flat.weights if what == "weights" else replica.flat.gradients
+    tensor[5] = float("nan")
+    with pytest.raises(NonFiniteError, match=rf"w3.*there are values in its {what} that are not"):
+        replica.begin(both(exchange))
+    assert exchange.sent == []
+
+
+# what a step does with it
+
+
+def test_an_elastic_pull_is_beta_times_the_distance_and_can_be_undone():
+    replica, exchange = replica_of(Elastic(BETA)), Still()
+    before = replica.flat.weights.clone()
+    replica.keep()
+    replica.step(batch_of(), both(exchange))
+    torch.testing.assert_close(replica.flat.weights, (1 - BETA) * before)
+    assert replica.distance_squared == pytest.approx(float(before.square().sum()), rel=1e-5)
+    replica.undo_()
+    torch.testing.assert_close(replica.flat.weights, before)
+    replica.undo_()
+    torch.testing.assert_close(replica.flat.weights, before)
+
+
+def test_the_distance_is_that_of_the_weights_though_the_center_sees_what_a_codec_left():
+    replica, exchange = replica_of(Elastic(BETA)), Still(seen=lambda weights: 0 * weights)
+    before = replica.flat.weights.clone()
+    replica.step(batch_of(), both(exchange))
+    assert torch.equal(replica.flat.weights, before)
+    assert replica.distance_squared == pytest.approx(float(before.square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", [MeanGradient(), Outer()])
+def test_who_follows_the_center_becomes_it_and_can_undo_that(rule):
+    replica, exchange = replica_of(rule, lr=0.1), Still()
+    before = replica.flat.weights.clone()
+    replica.keep()
+    replica.step(batch_of(), both(exchange))
+    assert torch.equal(replica.flat.weights, torch.zeros(SIZE))
+    replica.undo_()
+    moved = torch.dist(before, replica.flat.weights).item()
+    assert (moved == 0.0) if rule.sends.name == "GRADIENT" else (0 < moved < 1)
+
+
+def test_progress_that_takes_effect_later_keeps_the_steps_since():
+    replica, exchange = replica_of(Outer(), lr=0.1), Still()
+    replica.step(batch_of(), StepPlan(begin=(exchange,)))
+    sent = replica.flat.weights.clone()
+    torch.testing.assert_close(exchange.sent[0], -sent)
+    exchange.center.weights.fill_(2.0)
+    replica.step(batch_of(), StepPlan(join=(exchange,)))
+    plain = replica_of(Outer(), lr=0.1)
+    plain.step(batch_of())
+    plain.step(batch_of())
+    torch.testing.assert_close(replica.flat.weights, plain.flat.weights - sent + 2.0)
+
+
+# dynamic weights
+
+
+def test_a_replica_that_is_suddenly_far_is_pulled_hard_and_sends_little():
+    replica, exchange = replica_of(Elastic(BETA), has_dynamic_weights=True), Still()
+    usual = torch.linspace(-1, 1, SIZE)
+
+    def meet(weights):
+        replica.flat.weights.copy_(weights)
+        replica.step(batch_of(), both(exchange))
+        return exchange.sent[-1] - weights, replica.flat.weights.clone()
+
+    for _ in range(4):
+        moved, after = meet(usual)
+        assert torch.count_nonzero(moved) == 0
+        torch.testing.assert_close(after, (1 - BETA) * usual)
+    distrust = 0.5  # on the line from log 2 to log 8 above what is usual
+    moved, after = meet(4 * usual)
+    torch.testing.assert_close(moved, -distrust * 4 * usual)
+    torch.testing.assert_close(after, (1 - BETA * (1 - distrust) - distrust) * 4 * usual)
+
+
+# the gradient of a step
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_a_batch_in_parts_has_the_loss_and_the_gradient_of_the_whole(microbatches):
+    training = TrainingConfig(batch_size=8, microbatches=microbatches)
+    replica = replica_of(MeanGradient(), training=training)
+    reference = copy.deepcopy(replica.flat.model)
+    inputs, labels = batch_of()
+    loss, _ = replica.step((inputs, labels))
+    expected = functional.cross_entropy(reference(inputs), labels)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    gradient = torch.cat([p.grad.reshape(-1) for p in reference.parameters()])
+    torch.testing.assert_close(replica.flat.gradients, 8 * gradient)

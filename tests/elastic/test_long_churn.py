@@ -1,0 +1,204 @@
+"""A day in which a worker is replaced every 30 s leaves nothing behind, in simulated hours."""
+
+import contextlib
+import gc
+import io
+import types
+
+import numpy as np
+import pytest
+from coordinators import request
+from ensembles import Ensemble
+from message_jobs import message_job
+
+from benchmarks.scale import CountingWriter, Driver, simulated_clock
+from raydl.checkpoint.totals import Sum, Sums
+from raydl.core.exchange import Header
+from raydl.core.membership import Membership
+from raydl.core.worker_group import Changed, Draining, HandedIn
+from raydl.metrics.worker_curves import MOST, WorkerCurves
+from raydl.parameter_server.protocol import Completion, MessageId
+from raydl.ray_backend import cluster
+
+HOURS, POLL_S = 24, 20.0
+_NOT_FOLLOWED = (type, types.ModuleType, types.FunctionType, types.CodeType, types.FrameType)
+
+
+def num_held(root, *apart):
+    """Return how many objects an object holds, in whatever containers; without ``apart``."""
+    seen = {id(other) for other in apart}
+    todo, count = [root], 0
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, _NOT_FOLLOWED):
+            continue
+        seen.add(id(thing))
+        count += 1
+        todo += gc.get_referents(thing)
+    return count
+
+
+class Windows:
+    """The most that was counted early in a day, and late."""
+
+    def __init__(self):
+        self.early = self.late = 0
+
+    def look(self, hour, count):
+        if 4 <= hour <= 8:
+            self.early = max(self.early, count())
+        elif 20 <= hour <= 24:
+            self.late = max(self.late, count())
+
+    def is_flat(self):
+        assert self.early > 100, "something is held"
+        return self.late <= 1.05 * self.early
+
+
+@pytest.fixture(params=[True, False], ids=["rounds", "messages"])
+def churn(request):
+    """Return (what the driver held, the curve names, the workers lost) in a day."""
+    writer, windows = CountingWriter(), Windows()
+
+    def count():  # what fills up to a bound of its own in some hours is apart
+        recorder = driver.recorder
+        return num_held(driver, driver.worker_group, writer, recorder._sums, recorder._stack)
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        driver = Driver(
+            is_sync=request.param, num_workers=8, writer=writer, poll_s=POLL_S,
+            replaced_every_s=30.0,
+        )  # fmt: skip
+        with simulated_clock(driver):
+            driver.begin()
+            for poll in range(int(HOURS * 3600 / POLL_S)):
+                driver.step()
+                if poll % 20 == 0:
+                    windows.look(poll * POLL_S / 3600, count)
+    return windows, writer.names, driver.worker_group.num_lost
+
+
+def test_in_a_day_of_replacements_the_driver_holds_no_more_and_curves_stay_few(churn):
+    windows, names, num_lost = churn
+    assert num_lost > 1000
+    assert windows.is_flat(), f"{windows.early} objects became {windows.late}"
+    by_worker = {name for name in names if name.startswith("worker_")}
+    assert len(by_worker) <= 2 * 2 * MOST
+    assert {"worker_step_s/place0", "worker_waited_s/place0"} <= by_worker
+    assert any(name.startswith("worker_step_s/w") for name in by_worker)
+
+
+def test_in_a_day_of_replacements_the_center_holds_no_more():
+    ensemble = Ensemble(message_job("async-easgd", epochs=10**6), num_workers=0)
+    members = [f"w{i}" for i in range(4)]
+    ensemble._open_center(ensemble.first, Membership(1, tuple(members)))
+    service, windows = ensemble.service, Windows()
+    entered, sequences = dict.fromkeys(members, 1), dict.fromkeys(members, 0)
+    size = ensemble.flat.num_parameters
+    for worker_id in members:
+        service.coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
+    num_changes = HOURS * 120
+    for number in range(num_changes):
+        for worker_id in members:
+            sequences[worker_id] += 1
+            at = sequences[worker_id]
+            completion = Completion(Header(step_s=0.1), 2 * at, 6 * at, 0.1, 80)
+            message = request(
+                worker_id, at, np.zeros(size), generation=entered[worker_id],
+                completion=completion,
+            )  # fmt: skip
+            assert not service.exchange(message).refusal
+        lost, newcomer, generation = members.pop(0), f"w{4 + number}", number + 2
+        del entered[lost], sequences[lost]
+        members.append(newcomer)
+        entered[newcomer], sequences[newcomer] = generation, 0
+        service.change(Membership(generation, tuple(members)), [])
+        service.coordinator.enter(MessageId(newcomer, generation, 0, 0), 0)
+        service.coordinator.take_due()
+        service.coordinator.take_records()
+        if number % 20 == 0:
+            windows.look(24 * number / num_changes, lambda: num_held(service))
+    assert windows.is_flat(), f"{windows.early} objects became {windows.late}"
+
+
+# curves
+
+
+def test_small_runs_have_a_curve_for_each_id_and_replacements_their_own():
+    curves = WorkerCurves()
+    assert curves.follow(["w0", "w1", "w2"]) == {}
+    assert curves.follow(["w0", "w2", "w3"]) == {}
+    assert [curves.name_of(w) for w in ("w0", "w2", "w3")] == ["w0", "w2", "w3"]
+
+
+def test_later_workers_take_places_that_are_free_and_keep_them():
+    curves = WorkerCurves()
+    assert curves.follow(["w62", "w64", "w65"]) == {"w64": "place0", "w65": "place1"}
+    assert curves.follow(["w62", "w65", "w66"]) == {"w66": "place0"}
+    assert curves.follow(["w65", "w66", "w67"]) == {"w67": "place2"}
+    assert [curves.name_of(w) for w in ("w62", "w65", "w66")] == ["w62", "place1", "place0"]
+
+
+def test_of_hundreds_of_workers_64_have_curves_at_a_time():
+    curves = WorkerCurves()
+    workers = [f"w{i}" for i in range(256)]
+    assert curves.follow(workers) == {}
+    assert sum(bool(curves.name_of(w)) for w in workers) == MOST
+    workers[3] = "w256"
+    assert curves.follow(workers) == {"w256": "place0"}
+    assert sum(bool(curves.name_of(w)) for w in workers) == MOST
+
+
+def test_a_long_run_without_checkpoints_remembers_its_beginning_and_its_newest_records():
+    def at(round):
+        return Sum(round=round, seconds=float(round), time_parts={})
+
+    sums = Sums(at(0))
+    for round in range(1, 50_000):
+        sums.add(at(round))
+    assert len(sums._notes) <= 1024
+    assert [sums.up_to(r).round for r in (49_999, 49_800, 49_600)] == [49_999, 49_800, 49_600]
+    assert sums.up_to(1).round == 0
+
+
+# what those who leave hand on
+
+
+class Legacies:
+    """A controller with workers that drain, each of which hands in its replica."""
+
+    def __init__(self, num_workers):
+        from test_controller import Stage
+
+        workers = [f"w{i}" for i in range(num_workers)]
+        self.stage = Stage((1, num_workers), is_sync=False).start(*workers)
+        self.worker_pool = self.stage.controller._worker_pool
+
+
+def test_replicas_are_kept_for_those_who_come_and_for_no_others():
+    legacies = Legacies(4)
+    worker_pool, stage = legacies.worker_pool, legacies.stage
+    for worker_id in ("w0", "w1"):  # fewer are wanted: nobody takes their places
+        worker_pool.remove(worker_id)
+        told = stage.step(*stage.end("left", 5, worker_id, generation=1), Changed())
+        assert ("end", worker_id) in told
+        assert ("hand_in", worker_id) not in told
+    stage.step(Draining("w2"), Changed())  # somebody does, as soon as it is up
+    ended = stage.end("left", 6, "w2", generation=1)
+    assert ("hand_in", "w2") in stage.step(*ended, Changed())
+    stage.step(HandedIn("w2", {"replica": "w2"}))
+    assert worker_pool._legacies == [{"replica": "w2"}]
+    worker_pool.remove("w4")  # who would have taken it
+    worker_pool.note_handed_in("w3", {"replica": "w3"})
+    assert ("forget", {"replica": "w3"}) in stage.worker_group.told
+
+
+def test_who_was_told_of_a_notice_is_forgotten_when_it_is_gone(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(cluster, "draining_nodes", lambda: ["node"])
+    notices = cluster.Notices()
+    for number in range(1000):
+        now[0] += 2.0
+        assert notices.new({f"w{number}": "node"}) == [f"w{number}"]
+    assert len(notices._told) == 1

@@ -1,0 +1,170 @@
+"""A tiny job: pictures, a linear model, and its workers in threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydl.config import TrainConfig
+from raydl.core.center import Snapshot, first_snapshot
+from raydl.core.flat import FlatModel
+from raydl.core.job import Job
+from raydl.core.membership import Membership
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome
+from raydl.core.saved_state import SavedState
+from raydl.data import Batches, ImageSet, Normalizer, Samples
+from raydl.data.samples import as_they_are
+from raydl.parameter_server.coordinator import Due
+from raydl.parameter_server.server import CenterServer, make_shard
+from raydl.tasks import Classification, DataShape
+from raydl.worker.in_process import LocalCenterClient, LocalGroup
+from raydl.worker.loop import Worker
+
+SHAPE = DataShape((1, 4, 4), 3)
+
+
+def tiny_images(num_samples: int = 24, *, seed: int = 0) -> ImageSet:
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 3, num_samples)
+    images = random.integers(0, 256, (num_samples, 1, 4, 4), dtype=np.uint8)
+    images[np.arange(num_samples), 0, labels, labels] = 255
+    return ImageSet(images, labels, ("0", "1", "2"))
+
+
+def linear(image_shape: tuple[int, int, int], num_classes: int) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(image_shape[1] * image_shape[2], num_classes)
+    )
+
+
+class Ensemble:
+    """p workers of one job in threads of this process."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        num_workers: int,
+        images: Samples | None = None,
+        model: Callable[..., torch.nn.Module] = linear,
+        task: Any = None,
+        has_neighbours: bool = False,
+    ) -> None:
+        self.has_neighbours = has_neighbours
+        self.images = images or tiny_images()
+        self.config, self.num_workers = config, num_workers
+        has_pictures = isinstance(self.images, ImageSet)
+        self.batches = Batches(
+            self.images, Normalizer.of(self.images) if has_pictures else as_they_are
+        )
+        self.use_task(task or Classification(model))
+
+    def use_task(self, task: Any) -> None:
+        """Make the workers anew, for another task."""
+        torch.manual_seed(self.config.training.seed)
+        self.flat = FlatModel(task.build_model(self.images.shape))
+        self.published: dict[int, Snapshot] = {}
+        self.first = first_snapshot(self.flat, self.images.num_samples)
+        order = self.images.order(self.config.training.seed)
+        self.job = Job(self.config, resolve(self.config), task, self.images.shape, order)
+        untrained = self.flat.untrained.arrays()
+        self.workers = [
+            Worker(
+                self.job,
+                f"w{i}",
+                batches=self.batches,
+                publish=self._publish,
+                untrained=untrained,
+            )
+            for i in range(self.num_workers)
+        ]
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self.published[snapshot.round] = snapshot
+
+    def join(
+        self, snapshot: Snapshot | None = None, states: dict[str, Any] | None = None
+    ) -> Ensemble:
+        """Let all workers enter a generation."""
+        snapshot = snapshot or self.first
+        membership = Membership(1, tuple(w.worker_id for w in self.workers))
+        group = LocalGroup(len(self.workers), timeout_s=30.0)
+        size = self.config.method.group_size
+        shared = [LocalGroup(size, timeout_s=30.0) for _ in range(self.num_workers // size)]
+
+        def partners(rank: int) -> Any:
+            return shared[rank // size].member(rank % size) if size > 1 else None
+
+        client = None if self.job.method.is_sync else self._open_center(snapshot, membership)
+
+        def join(rank: int, worker: Worker) -> None:
+            own = (states or {}).get(worker.worker_id)
+            own = own.load() if isinstance(own, SavedState) else own
+            worker.join(membership, client or group.member(rank), snapshot, own, partners(rank))
+
+        if size == 1:  # in the order of the ranks, which decides who gets which samples
+            for rank, worker in enumerate(self.workers):
+                join(rank, worker)
+            return self
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            list(pool.map(join, range(self.num_workers), self.workers))
+        return self
+
+    def _open_center(self, snapshot: Snapshot, membership: Membership) -> LocalCenterClient:
+        self.service = CenterServer(self.job, snapshot, has_neighbours=self.has_neighbours)
+        num_shards = self.job.config.exchange.center_shards
+        self.others = [
+            make_shard(self.job, snapshot, i, None, has_neighbours=self.has_neighbours)
+            for i in range(1, num_shards)
+        ]
+        self.service.begin_generation(membership)
+        for shard in self.others:
+            shard.begin_generation(membership)
+        return LocalCenterClient([self.service, *self.others], self.service.coordinator)
+
+    def now(self) -> Any:
+        """Return the center's weights between two rounds."""
+        if self.job.method.is_sync:
+            return self.workers[0]._strategy.snapshot(is_kept=False, local_step=0).weights
+        return self.center().weights
+
+    def center(self) -> Snapshot:
+        """Return the center as it is."""
+        if self.job.method.is_sync:
+            return self.newest
+        return self.service.snapshot(Due(0, False), lambda: [s.state() for s in self.others])
+
+    def run(self, rounds: int | None = None) -> list[Outcome]:
+        """Run all workers for some rounds, or to their end; raise what any of them raised."""
+        outcomes: dict[int, Outcome] = {}
+        errors: list[Exception] = []
+
+        def loop(rank: int) -> None:
+            try:
+                done = 0
+                outcome = Outcome.GO_ON
+                while outcome is Outcome.GO_ON and (rounds is None or done < rounds):
+                    outcome = self.workers[rank].run_round()
+                    done += 1
+                outcomes[rank] = outcome
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=loop, args=(i,)) for i in range(len(self.workers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        if errors:
+            raise errors[0]
+        return [outcomes[rank] for rank in range(len(self.workers))]
+
+    @property
+    def newest(self) -> Snapshot:
+        return self.published[max(self.published)]

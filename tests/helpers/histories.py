@@ -1,0 +1,383 @@
+"""Histories of memberships under synchronous methods: scripted, and run in threads.
+
+Who goes leaves its group before a given step, so which exchange fails where follows from the
+script and not from any clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from ensembles import SHAPE, Ensemble, linear, tiny_images
+
+from benchmarks.counting import AllProgress
+from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.job import Job
+from raydl.core.membership import Membership
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome
+from raydl.core.rules import MeanGradient, Sends
+from raydl.core.saved_state import SavedState
+from raydl.data import Batches, ImageSet, Normalizer
+from raydl.errors import ExchangeError
+from raydl.worker.in_process import LocalGroup
+from raydl.worker.loop import Worker
+
+Place = tuple[int, int]
+"""A round of the generation, and a local step of it, both counted from 0."""
+
+
+class Died(Exception):
+    """A worker was lost."""
+
+
+class Watched(Batches):
+    """Notes the samples that one worker reads."""
+
+    def __init__(self, images):
+        super().__init__(self, Normalizer.of(images))
+        self.images = images
+        self.open = []
+
+    def __getattr__(self, name):
+        return getattr(self.images, name)
+
+    num_samples = property(lambda self: self.images.num_samples)
+
+    def fetch(self, rows):
+        self.open += rows.tolist()
+        return self.images.fetch(rows)
+
+
+class Transport:
+    """A group one of whose sums does not reach this member, though it does the others.
+
+    It is named by its round, and its number there; the roll call, one number for each worker, is
+    number -1.
+    """
+
+    def __init__(self, member, missed=None):
+        self._member = member
+        self._missed = missed
+        self._numbers = Counter()
+
+    def __getattr__(self, name):
+        return getattr(self._member, name)
+
+    def start_allreduce(self, tensor, *, round):
+        work = self._member.start_allreduce(tensor, round=round)
+        if tensor.numel() == self._member.num_workers:
+            return LostSum(round) if (round, -1) == self._missed else work
+        return self._maybe_lost(work, round)
+
+    def start_allgather(self, tensor, out, *, round):
+        return self._maybe_lost(self._member.start_allgather(tensor, out, round=round), round)
+
+    def _maybe_lost(self, work, round):
+        number = self._numbers[round]
+        self._numbers[round] += 1
+        return LostSum(round) if (round, number) == self._missed else work
+
+
+class LostSum:
+    def __init__(self, round):
+        self._round = round
+
+    def wait(self):
+        raise ExchangeError(self._round, 0, "the connection was reset")
+
+
+@dataclass
+class Part:
+    """What a worker does in one generation."""
+
+    transport: Any
+    partners: Any
+    first_round: int
+    dies: Place | None = None
+    lags: Place | None = None
+    now: Place = (-1, 0)
+
+    def leave(self):
+        self.transport.close()
+        if self.partners is not None:
+            self.partners.close()
+
+
+@dataclass
+class End:
+    """How a generation ended."""
+
+    outcomes: dict[str, Outcome]
+    errors: list[Exception] = field(default_factory=list)
+
+    @property
+    def outcome(self) -> Outcome:
+        (outcome,) = set(self.outcomes.values())
+        return outcome
+
+
+class History:
+    """One run through several memberships; the center goes on from the freshest survivor."""
+
+    def __init__(self, config, *, images=None, model=linear, task=None, rule=None):
+        self.images = images or tiny_images(25)
+        base = Ensemble(config, num_workers=0, images=self.images, model=model)
+        self.job, self.snapshot = base.job, base.first
+        self.published = base.published
+        self._publish = base._publish
+        if task is not None:
+            self.job = Job(
+                config, resolve(config, rule), task, SHAPE, self.images.order(config.training.seed)
+            )
+            self.snapshot = base.first = self._first_of(base, task)
+        self.flat = base.flat
+        self.workers: dict[str, Worker] = {}
+        self.watched: dict[str, Watched] = {}
+        self.parts: dict[str, Part] = {}
+        self.away: tuple[str, ...] = ()
+        self.generation = 0
+        self.done = Counter()
+
+    def _first_of(self, base, task):
+        base.use_task(task)
+        return base.first
+
+    @property
+    def sends(self):
+        return self.job.method.rule.sends
+
+    def train(
+        self,
+        *members: str,
+        rounds: int | None = None,
+        lost: Mapping[str, Place] | None = None,
+        late: Mapping[str, Place] | None = None,
+        missed: Mapping[str, Place] | None = None,
+        states: Mapping[str, Any] | None = None,
+    ) -> End:
+        """Run one generation.
+
+        Args:
+            members: who trains.
+            rounds: how many all complete, if nothing happens; None: up to the end.
+            lost: who dies before which step.
+            late: who goes on alone from which step, left out by the others.
+            missed: who does not receive which sum: the number of the round, and of its sums.
+            states: what newcomers start from besides the center.
+        """
+        self.generation += 1
+        self.away = tuple(w for w in self.away if w not in members)
+        membership = Membership(self.generation, members, self.away)
+        self._hand_out_parts(membership, lost or {}, late or {}, missed or {})
+        end = End({})
+
+        def live(worker_id):
+            try:
+                end.outcomes[worker_id] = self._live(worker_id, membership, rounds, states or {})
+            except Died:
+                pass
+            except Exception as error:
+                end.errors.append(error)
+            finally:
+                self.parts[worker_id].leave()
+
+        with ThreadPoolExecutor(len(members)) as pool:
+            list(pool.map(live, members))
+        if end.errors:
+            raise end.errors[0]
+        self._settle(members, tuple(lost or ()), tuple(late or ()))
+        return end
+
+    def _hand_out_parts(self, membership, lost, late, missed):
+        members, size = membership.worker_ids, self.job.config.method.group_size
+        group = LocalGroup(len(members), timeout_s=30.0, generation=self.generation)
+        shared = [LocalGroup(size, timeout_s=30.0) for _ in range(len(members) // size)]
+        first = self.snapshot.round
+        for rank, worker_id in enumerate(members):
+            miss = missed.get(worker_id)
+            transport = Transport(group.member(rank), miss and (first + miss[0], miss[1]))
+            partners = shared[rank // size].member(rank % size) if size > 1 else None
+            self.parts[worker_id] = Part(
+                transport, partners, first, lost.get(worker_id), late.get(worker_id)
+            )
+            if worker_id not in self.workers:
+                self.watched[worker_id] = Watched(self.images)
+                self.workers[worker_id] = Worker(
+                    self.job,
+                    worker_id,
+                    batches=self.watched[worker_id],
+                    publish=self._publish,
+                    before_step=self._before_step,
+                    untrained=self.flat.untrained.arrays(),
+                )
+
+    def _before_step(self, worker_id, *, round, **_):
+        part = self.parts[worker_id]
+        number, step = part.now
+        now = round - part.first_round
+        part.now = (now, step + 1) if now == number else (now, 0)
+        if part.now == part.dies:
+            raise Died
+        if part.now == part.lags:
+            part.leave()
+
+    def _live(self, worker_id, membership, rounds, states):
+        worker, part = self.workers[worker_id], self.parts[worker_id]
+        num_done, outcome = 0, Outcome.GO_ON
+        try:
+            own = states.get(worker_id)
+            own = own.load() if isinstance(own, SavedState) else own
+            worker.join(membership, part.transport, self.snapshot, own, part.partners)
+            while outcome is Outcome.GO_ON and (rounds is None or num_done < rounds):
+                outcome = worker.run_round()
+                self._complete(worker_id)
+                num_done += 1
+        except ExchangeError:
+            return Outcome.BROKEN
+        return outcome
+
+    def _complete(self, worker_id):
+        """Count what a worker has read as done: it has reached a completed exchange."""
+        self.done.update(self.watched[worker_id].open)
+        self.watched[worker_id].open = []
+
+    def _settle(self, members, lost, late):
+        for worker_id in lost:
+            self.forget(worker_id)
+        self.away += tuple(w for w in late if w in self.workers)
+        here = [w for w in members if w not in lost and w not in late]
+        newest, _ = age = max(self.workers[w].copy_age for w in here)
+        freshest, *others = [w for w in here if self.workers[w].copy_age == age]
+        for worker_id in here:
+            if self.workers[worker_id].round < newest:
+                self._complete(worker_id)  # the others have received what it sent
+            elif self.sends is Sends.GRADIENT:
+                self.watched[worker_id].open = []  # done again
+        for worker_id in late if self.sends is Sends.GRADIENT else ():
+            self.watched[worker_id].open = []
+        self.snapshot = self.workers[freshest].center()
+        for worker_id in others:
+            assert_same(self.workers[worker_id].center(), self.snapshot)
+
+    def forget(self, worker_id):
+        """Lose a worker."""
+        del self.workers[worker_id], self.watched[worker_id]
+        self.away = tuple(w for w in self.away if w != worker_id)
+
+    def weights(self, worker_id):
+        return self.workers[worker_id].replica.flat.weights.clone()
+
+    def bits(self) -> dict[str, Any]:
+        """Return the center and all replicas."""
+        states = {w: worker.replica.state_dict() for w, worker in self.workers.items()}
+        center = {"weights": self.snapshot.weights, "buffers": self.snapshot.buffers}
+        return {"center": {**center, "optimizer": self.snapshot.optimizer}, **states}
+
+    def end(self, *members: str) -> None:
+        """Train up to the end."""
+        assert self.train(*members).outcome is Outcome.FINISHED
+
+    def assert_every_sample_once_an_epoch(self):
+        epochs = self.job.config.training.epochs
+        assert self.done == dict.fromkeys(range(self.images.num_samples), epochs)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compare nested values bit for bit."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, np.ndarray):
+        assert np.array_equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one.keys() - {"param_groups"}:  # settings, which are set before each step
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    elif hasattr(one, "weights"):
+        assert one.round == other.round
+        assert_same(one.weights, other.weights)
+        assert_same(one.buffers, other.buffers)
+        assert_same(one.optimizer, other.optimizer)
+    else:
+        assert one == other
+
+
+def config(method="local-sgd", *, period=2, optimizer=None, exchange=None, group_size=1, **more):
+    dynamic = more.pop("dynamic_weights", False)
+    more.setdefault("batch_size", 2)
+    if not {"steps", "seconds"} & set(more):
+        more.setdefault("epochs", 3)
+    return TrainConfig(
+        method=MethodConfig(
+            name=method, period=period, group_size=group_size, dynamic_weights=dynamic
+        ),
+        training=TrainingConfig(**more),
+        optimizer=OptimizerConfig(**(optimizer or {"lr": 0.1})),
+        exchange=ExchangeConfig(**(exchange or {})),
+    )
+
+
+# a model that counts: each sample adds one to a number of its own
+
+
+class Counts(torch.nn.Module):
+    """One weight for each sample."""
+
+    def __init__(self, num_samples):
+        super().__init__()
+        self.counts = torch.nn.Parameter(torch.zeros(num_samples))
+
+
+class Counting:
+    """A step of rate 1 adds one to the weight of each sample of the batch."""
+
+    name = "counts"
+
+    def __init__(self, num_samples, rule):
+        self._num_samples = num_samples
+        self._rule = rule
+
+    def build_model(self, shape):
+        return Counts(self._num_samples)
+
+    def loss(self, model, batch):
+        total = -model.counts[batch[1]].sum()
+        return total if self._rule.steps_replica else total / len(batch[1])
+
+    def metrics(self, model, batch):
+        raise NotImplementedError
+
+
+class AllGradients(MeanGradient):
+    """Adds the gradients of all samples to the center."""
+
+    period = 2
+
+    def update_center_(self, center, total, tally, optimizer):
+        center.sub_(total)
+
+
+def counting(rule, *, num_samples=25, **more):
+    """Return a history whose center counts how often it was reached by each sample."""
+    plain = {"lr": 1.0, "lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
+    images = tiny_images(num_samples)
+    images = ImageSet(images.images, np.arange(num_samples), tuple(map(str, range(num_samples))))
+    settings = config("local-sgd", optimizer=plain, **more)
+    return History(settings, images=images, task=Counting(num_samples, rule), rule=rule)
+
+
+def num_counted(history):
+    return int(history.snapshot.weights.sum())
+
+
+COUNTING = {"progress": AllProgress(), "gradients": AllGradients()}

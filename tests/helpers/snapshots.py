@@ -1,0 +1,15 @@
+"""Snapshots of a center."""
+
+import dataclasses
+
+from ensembles import SHAPE, linear
+
+from raydl.core.center import (
+    first_snapshot,
+)
+from raydl.core.flat import FlatModel
+
+
+def center_snapshot(round, *, is_kept=False):
+    first = first_snapshot(FlatModel(linear(SHAPE.input_shape, SHAPE.num_classes)), 10)
+    return dataclasses.replace(first, round=round, is_kept=is_kept)

@@ -1,0 +1,171 @@
+"""Whole workers come and go around a center in this process."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from ensembles import Ensemble, tiny_images
+from message_jobs import message_job as job
+from message_jobs import wait_for
+
+from raydl.core.membership import Membership
+from raydl.core.reports import Outcome
+from raydl.data.ledger import Ledger
+from raydl.errors import ExchangeError
+from raydl.parameter_server import ray_transport as remote
+from raydl.parameter_server.protocol import MessageId
+
+
+class Open:
+    """Workers that join a center in this process, one after another."""
+
+    def __init__(self, config, *, num_workers, num_first, has_neighbours=False):
+        self.ensemble = Ensemble(
+            config,
+            num_workers=num_workers,
+            images=tiny_images(96),
+            has_neighbours=has_neighbours,
+        )
+        self.workers = {w.worker_id: w for w in self.ensemble.workers}
+        self.membership = Membership(1, tuple(self.workers)[:num_first])
+        self.client = self.ensemble._open_center(self.ensemble.first, self.membership)
+        for worker_id in self.membership.worker_ids:
+            self.workers[worker_id].join(self.membership, self.client, self.ensemble.first)
+
+    @property
+    def coordinator(self):
+        return self.ensemble.service.coordinator
+
+    def change(self, *worker_ids):
+        before = self.membership.worker_ids
+        self.membership = Membership(self.membership.generation + 1, worker_ids)
+        states = [shard.change(self.membership) for shard in self.ensemble.others]
+        snapshot = self.ensemble.service.change(self.membership, states)
+        for worker_id in worker_ids:
+            if worker_id not in before:
+                self.workers[worker_id].join(self.membership, self.client, snapshot)
+        return snapshot
+
+    def run(self, worker_id):
+        outcome = Outcome.GO_ON
+        while outcome is Outcome.GO_ON:
+            outcome = self.workers[worker_id].run_round()
+            time.sleep(0)
+        return outcome
+
+
+CHURN = [
+    ("async-easgd", "none", 1, False),
+    ("async-easgd", "none", 1, True),
+    ("hogwild-easgd", "none", 1, True),
+    ("async-easgd", "int8", 2, False),
+    ("async-sgd", "topk:0.5", 2, False),
+    ("hogwild-easgd", "int8", 1, False),
+    ("original-easgd", "none", 1, False),
+    ("original-easgd", "none", 2, False),
+]
+
+
+@pytest.mark.parametrize(("method", "compression", "center_shards", "has_neighbours"), CHURN)
+def test_workers_come_and_go_while_the_others_train(
+    pool, method, compression, center_shards, has_neighbours
+):
+    config = job(method, compression=compression, center_shards=center_shards, epochs=60)
+    run = Open(config, num_workers=4, num_first=3, has_neighbours=has_neighbours)
+    staying = pool.submit(run.run, "w0")
+    lost = pool.submit(run.run, "w2")
+    dismissed = pool.submit(run.run, "w1")
+    wait_for(lambda: run.coordinator.version > 20)
+    run.change("w0", "w1")
+    with pytest.raises(ExchangeError, match="the center refused w2"):
+        lost.result(timeout=60)
+    run.change("w0", "w1", "w3")
+    joined = pool.submit(run.run, "w3")
+    run.coordinator.dismiss("w1")
+    assert dismissed.result(timeout=60) is Outcome.LEFT
+    run.change("w0", "w3")
+    assert staying.result(timeout=60) is Outcome.FINISHED
+    assert joined.result(timeout=60) is Outcome.FINISHED
+    assert run.coordinator.is_complete()
+    state = run.coordinator.state()
+    assert (state["num_samples"], state["generation"]) == (60 * 96, 4)
+    assert [due.is_kept for due in run.coordinator.take_due()][-1]
+    assert np.isfinite(run.ensemble.center().weights).all()
+
+
+@pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
+def test_with_a_lossless_codec_a_newcomer_sees_the_center_itself(method):
+    run = Open(job(method, compression="topk:1", center_shards=2), num_workers=2, num_first=1)
+    for _ in range(3):
+        run.workers["w0"].run_round()
+    run.change("w0", "w1")
+    for _ in range(2):
+        run.workers["w0"].run_round()
+        before = run.ensemble.center().weights
+        run.workers["w1"].run_round()
+        after = run.ensemble.center().weights
+        seen = run.workers["w1"]._strategy.snapshot(is_kept=False, local_step=0).weights
+        expected = after if method == "async-sgd" else before
+        np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-6)
+        assert not np.array_equal(before, after)
+
+
+# a lost center
+
+
+def test_a_worker_that_sends_progress_holds_the_center_as_its_message_left_it():
+    run = Open(job("async-sgd"), num_workers=1, num_first=1)
+    for _ in range(3):
+        run.workers["w0"].run_round()
+    center = run.ensemble.center()
+    copy = run.workers["w0"]._strategy.snapshot(is_kept=False, local_step=6)
+    assert np.array_equal(copy.weights, center.weights)
+    assert np.array_equal(copy.buffers, center.buffers)
+    assert (copy.round, copy.num_samples) == (run.coordinator.version, center.num_samples)
+    assert (copy.epoch, copy.local_step, copy.optimizer) == (center.epoch, 6, {})
+
+
+def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
+    run = Open(job("async-easgd", center_shards=2), num_workers=1, num_first=1)
+    for _ in range(3):
+        before = run.ensemble.center()
+        run.workers["w0"].run_round()
+    copy = run.workers["w0"]._strategy.snapshot(is_kept=True, local_step=6)
+    assert np.array_equal(copy.weights, before.weights)
+    assert copy.num_samples == run.coordinator.state()["num_samples"]
+    assert copy.is_kept
+
+
+def test_a_center_made_again_from_a_worker_trains_what_was_claimed():
+    run = Open(job("async-easgd", epochs=1), num_workers=2, num_first=2)
+    for worker_id in ("w0", "w1", "w0"):
+        run.workers[worker_id].run_round()
+    copy = run.workers["w0"]._strategy.snapshot(is_kept=False, local_step=4)
+    ledger = Ledger.from_state_dict(copy.ledger)
+    assert ledger.num_free == 96 - copy.num_samples, "what was claimed, too"
+    again = Open(job("async-easgd", epochs=1), num_workers=2, num_first=0)
+    again.client = again.ensemble._open_center(copy, Membership(5, ("w1",)))
+    assert again.coordinator.version == copy.round
+    again.workers["w1"].join(Membership(5, ("w1",)), again.client, copy)
+    assert again.run("w1") is Outcome.FINISHED
+    assert again.coordinator.state()["num_samples"] == 96
+
+
+def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
+    abandoned = threading.Event()
+    looks = []
+
+    def wait(refs, timeout):
+        looks.append(timeout)
+        if len(looks) == 3:
+            abandoned.set()
+        return [], refs
+
+    monkeypatch.setattr(remote.ray, "wait", wait)
+    message_id = MessageId("w0", 4, 0, 12)
+    delivery = remote.RayPendingResponse(lambda: "ref", 1, message_id, 60.0, abandoned)
+    with pytest.raises(ExchangeError, match="center shard 1 did not answer; it was abandoned: "):
+        delivery.wait()
+    assert len(looks) == 3
+    assert max(looks) <= 0.1

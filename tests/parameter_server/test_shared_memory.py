@@ -1,0 +1,330 @@
+"""A center in memory that all processes of its node write: no update is lost, every wait ends."""
+
+import contextlib
+import dataclasses
+import gc
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from ensembles import Ensemble, tiny_images
+from mapped_cells import Orderly, open_shard, reach
+from message_jobs import message_job as job
+from message_jobs import wait_for
+
+from raydl.config import ExchangeConfig, ScalingConfig
+from raydl.core.exchange import Header
+from raydl.core.membership import Membership
+from raydl.core.methods import resolve
+from raydl.core.reports import Outcome
+from raydl.core.rules import BLOCK, Elastic, Rule, Tally
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.parameter_server.protocol import (
+    NOTHING,
+    CellAddress,
+    MessageId,
+    Request,
+)
+from raydl.parameter_server.shared_memory import MappedCell, MappedExchange, can_be_shared
+
+
+def move(exchange, replica):
+    """Exchange once, and let the replica follow."""
+    exchange.begin(replica, torch.zeros(0), Header(num_samples=1.0))
+    exchange.wait()
+    replica.sub_(exchange.own_pull()[0])
+    exchange.commit()
+
+
+def values_of(shard):
+    return shard.state().weights[0]
+
+
+# the arithmetic
+
+
+def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
+    shard, client = open_shard(2), Orderly()
+    exchange = reach(shard, client=client)
+    replica = torch.tensor([4.0, 8.0])  # alpha 1/4
+    exchange.begin(replica, torch.zeros(0), Header(num_samples=3.0))
+    assert values_of(shard).tolist() == [1, 2]  # at once
+    assert replica.tolist() == [4, 8]  # not before its local step
+    pull, squares = exchange.own_pull()
+    assert pull.tolist() == [1, 2]
+    assert squares == pytest.approx(80)
+    tally, _ = exchange.wait()
+    assert tally == Tally(2, 1, 3.0)
+    [settled] = client.settled
+    assert (settled.span, settled.weights.size, settled.num_samples) == ((0, 0), 0, 3.0)
+
+
+def test_a_vector_of_many_blocks_moves_as_one_of_few():
+    size = 2 * BLOCK + 5
+    shard, replica = open_shard(size), torch.randn(size)
+    center = torch.zeros(size)
+    expected = center + (replica - center) / 4
+    exchange = reach(shard)
+    before = float(torch.dot(replica, replica))
+    move(exchange, replica)
+    assert torch.allclose(torch.tensor(values_of(shard)), expected)
+    assert exchange.own_pull()[1] == pytest.approx(before, rel=1e-4)
+
+
+class Halfway(Elastic):
+    """Pulls the replica twice as hard as the center."""
+
+    def pull(self, replica, center, tally, *, out):
+        return super().pull(replica, center, tally, out=out).mul_(2)
+
+
+def test_a_rule_that_derives_from_elastic_averaging_keeps_its_own_arithmetic():
+    shard, rule = open_shard(2, rule=Halfway(0.5)), Halfway(0.5)
+    exchange = reach(shard, rule=rule)
+    exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header())
+    assert exchange.own_pull()[0].tolist() == [2, 4]
+    assert values_of(shard).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("method", ["async-easgd", "hogwild-easgd"])
+def test_a_worker_trains_by_memory_as_it_does_by_message(method):
+    ends = []
+    for has_neighbours in (False, True):
+        run = Ensemble(
+            job(method), num_workers=1, images=tiny_images(48), has_neighbours=has_neighbours
+        ).join()
+        kind = type(run.workers[0]._strategy.exchanges[0])
+        assert (kind is MappedExchange) == has_neighbours
+        assert run.run() == [Outcome.FINISHED]
+        ends.append((run.center().weights, run.workers[0].replica.flat.weights.clone()))
+    (center, replica), (mapped_center, mapped_replica) = ends
+    assert np.allclose(center, mapped_center, atol=1e-6)
+    assert torch.allclose(replica, mapped_replica, atol=1e-6)
+
+
+def test_fragments_that_take_effect_later_go_by_memory_too():
+    in_parts = ExchangeConfig(fragments=2, delay=1)
+    config = dataclasses.replace(job("async-easgd", period=4), exchange=in_parts)
+    ends = []
+    for has_neighbours in (False, True):
+        run = Ensemble(
+            config, num_workers=1, images=tiny_images(48), has_neighbours=has_neighbours
+        ).join()
+        run.run()
+        ends.append(run.center().weights)
+    assert np.allclose(*ends, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_shared"),
+    [
+        ({}, True),
+        ({"exchange": ExchangeConfig(compression="bf16")}, False),
+        ({"scaling": ScalingConfig(use_gpu=True)}, False),
+        ({"method": "async-sgd"}, False),  # its optimizer steps at the center
+        ({"method": "original-easgd"}, False),  # in turns
+        ({"method": "sync-easgd"}, False),
+    ],
+)
+def test_what_a_message_must_say_goes_by_message(change, is_shared):
+    method, others = change.get("method", "async-easgd"), {**change}
+    others.pop("method", None)
+    config = dataclasses.replace(job(method), **others)
+    assert can_be_shared(config, resolve(config)) == is_shared
+
+
+class AtTheCenter(Elastic):
+    steps_replica = False
+
+
+def test_a_center_that_has_an_optimizer_is_moved_by_itself_alone():
+    config = job("async-easgd")
+    method = resolve(config)
+    assert not can_be_shared(config, dataclasses.replace(method, rule=AtTheCenter(0.9)))
+
+
+# members
+
+
+def test_who_is_no_member_any_more_moves_nothing():
+    shard = open_shard(2)
+    exchange = reach(shard, "w1")
+    shard.change(Membership(2, ("w0",)))
+    with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
+        exchange.begin(torch.ones(2), torch.zeros(0), Header())
+    assert values_of(shard).tolist() == [0, 0]
+    assert shard.shared_cells("w1") == {}
+
+
+def test_a_newcomer_in_the_place_of_another_is_not_taken_for_it():
+    shard = open_shard(2)
+    before = reach(shard, "w1")
+    shard.change(Membership(2, ("w0",)))
+    shard.change(Membership(3, ("w0", "w2")))
+    with pytest.raises(ExchangeError, match="entered generation 3, the message is of 1"):
+        before.begin(torch.ones(2), torch.zeros(0), Header())
+    stays = reach(shard, "w0")
+    move(stays, torch.tensor([4.0, 8.0]))
+    assert values_of(shard).tolist() == [1, 2]
+
+
+def test_a_worker_that_comes_back_is_not_taken_for_who_it_was():
+    shard = open_shard(2)
+    before = reach(shard, "w1")
+    shard.change(Membership(2, ("w0",)))
+    shard.change(Membership(3, ("w0", "w1")))
+    with pytest.raises(ExchangeError, match="entered generation 3"):
+        before.begin(torch.ones(2), torch.zeros(0), Header())
+
+
+def test_workers_beyond_the_places_there_are_send_messages():
+    workers = tuple(f"w{i}" for i in range(600))
+    shard = open_shard(2, workers=workers)
+    mapped = [w for w in workers if shard.shared_cells(w)]
+    assert 500 < len(mapped) < 600
+    assert len({next(iter(shard.shared_cells(w).values())).slot for w in mapped}) == len(mapped)
+
+
+def test_a_completion_that_is_refused_is_told():
+    exchange = reach(open_shard(2), client=Orderly(refusal="the center refused w0"))
+    exchange.begin(torch.ones(2), torch.zeros(0), Header())
+    with pytest.raises(ExchangeError, match="the center refused w0"):
+        exchange.wait()
+
+
+@pytest.mark.parametrize("path", ["/proc/1/fd/999", "/proc/{pid}/fd/999", "/proc/self/exe"])
+def test_memory_that_can_not_be_reached_is_left_to_messages(path):
+    address = CellAddress(path.format(pid=os.getpid()), 1, 2)
+    assert MappedCell.open_address(address, 2, is_locked=True, timeout_s=1.0) is None
+
+
+def test_memory_of_another_center_is_not_written():
+    shard = open_shard(2)
+    [address] = shard.shared_cells("w0").values()
+    other = CellAddress(address.path, address.token + 1, address.slot)
+    assert MappedCell.open_address(other, 2, is_locked=True, timeout_s=1.0) is None
+    assert MappedCell.open_address(address, 3, is_locked=True, timeout_s=1.0) is None
+
+
+# processes
+
+
+@contextlib.contextmanager
+def child(action):
+    """Run an action in a process of its own; end it with SIGKILL."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+class Stalls(Rule):
+    """Moves the first half, then no more."""
+
+    def meet_(self, replica, center, tally, *, out):
+        half = len(center) // 2
+        center[:half].add_(replica[:half])
+        time.sleep(60)
+
+
+def stall(shard):
+    """Move half of the center, and stop there with the lock."""
+    reach(shard, "w1", rule=Stalls()).begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
+
+
+def has_stalled(shard):
+    """Whether all of the first half has moved: seeing its first value alone may be too soon."""
+    return bool((shard._cells[0, 2 * BLOCK].center.weights[:BLOCK] == 1).all())
+
+
+def test_a_worker_killed_halfway_holds_nobody_up():
+    shard = open_shard(2 * BLOCK)
+    with child(lambda: stall(shard)):
+        wait_for(lambda: has_stalled(shard))
+    replica = torch.ones(2 * BLOCK)
+    move(reach(shard), replica)
+    values = values_of(shard)
+    assert set(values[:BLOCK].tolist()) == {1.0}  # it is where the replica is
+    assert set(values[BLOCK:].tolist()) == {0.25}
+
+
+def test_the_wait_for_a_worker_that_stopped_halfway_ends():
+    shard = open_shard(2 * BLOCK, timeout_s=0.3)
+    with child(lambda: stall(shard)) as pid:
+        wait_for(lambda: has_stalled(shard))
+        os.kill(pid, signal.SIGSTOP)
+        own = reach(shard, timeout_s=0.3)
+        with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):
+            own.begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
+        message = Request(
+            MessageId("w0", 1, 0, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
+            2, 1.0, 0.1,
+        )  # fmt: skip
+        with pytest.raises(ExchangeTimeoutError, match=f"process {pid}"):
+            shard.exchange(message)
+        assert values_of(shard)[0] == 1  # a copy is to be had all the same
+        shard.change(Membership(2, ("w0",)))  # and workers come and go
+
+
+def hammer(shard, worker_id, count, path):
+    torch.manual_seed(int(worker_id[1:]))
+    replica = torch.randn(BLOCK + 3)
+    np.save(f"{path}-{worker_id}-before.npy", replica.numpy())
+    exchange = reach(shard, worker_id, timeout_s=60.0)
+    for _ in range(count):
+        move(exchange, replica)
+    np.save(f"{path}-{worker_id}-after.npy", replica.numpy())
+
+
+def test_of_updates_by_memory_and_by_message_at_once_none_is_lost(tmp_path):
+    workers, path = ("w0", "w1"), str(tmp_path / "x")
+    shard = open_shard(BLOCK + 3, timeout_s=60.0, workers=(*workers, "w2"))
+    replica = np.full(BLOCK + 3, 3.0, np.float32)
+    with contextlib.ExitStack() as stack:
+        pids = [
+            stack.enter_context(child(lambda w=w: hammer(shard, w, 300, path))) for w in workers
+        ]
+        for number in range(100):  # as a worker of another node does
+            request = Request(
+                MessageId("w2", 1, 0, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1
+            )
+            replica = replica - (replica - shard.exchange(request).weights) / 4
+        assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}
+    before = sum(np.load(f"{path}-{w}-before.npy").astype(np.float64) for w in workers) + 3.0
+    after = sum(np.load(f"{path}-{w}-after.npy").astype(np.float64) for w in workers)
+    # What one gains the other loses: the sum of replicas and center stays as it is.
+    assert np.abs(after + replica + values_of(shard) - before).max() < 1e-3
+
+
+def test_memory_does_not_outlive_those_who_map_it():
+    gc.collect()  # what other tests left
+    before = open_files()
+    shard = open_shard(4)
+    exchange = reach(shard)
+    assert open_files() > before
+    del shard, exchange
+    assert open_files() == before
+
+
+def open_files():
+    return len([name for name in os.listdir("/proc/self/fd") if _is_center(name)])
+
+
+def _is_center(name):
+    try:
+        return "raydl-center" in os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return False

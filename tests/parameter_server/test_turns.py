@@ -1,0 +1,140 @@
+"""Workers that take turns go on after joins and losses; nobody waits for who is gone."""
+
+import pytest
+from coordinators import change, enter, make_coordinator, settling, waiting
+from ensembles import Ensemble, tiny_images
+from message_jobs import message_job as job
+from scenarios import spans_of
+
+from raydl.errors import ExchangeError, ExchangeTimeoutError
+from raydl.parameter_server.protocol import MessageId
+from raydl.worker.in_process import LocalCenterClient
+
+
+def turns(coordinator, *worker_ids, start=10, generations=None):
+    """Let workers take a turn each, in this order; each must be free at once."""
+    for sequence, worker_id in enumerate(worker_ids, start):
+        generation = (generations or {}).get(worker_id, 1)
+        coordinator.take_turn(MessageId(worker_id, generation, 0, 2 * sequence))
+        coordinator.end_turn(MessageId(worker_id, generation, 0, 2 * sequence + 1))
+
+
+def in_turns(*workers, timeout_s=30.0):
+    coordinator = make_coordinator("original-easgd", timeout_s=timeout_s, workers=workers)
+    for worker_id in workers:
+        enter(coordinator, worker_id)
+    return coordinator
+
+
+def test_who_waits_for_the_turn_of_a_lost_worker_gets_it_at_once(pool):
+    coordinator = in_turns("w0", "w1", "w2")
+    coordinator.take_turn(MessageId("w0", 1, 0, 1))
+    third = waiting(pool, coordinator.take_turn, MessageId("w2", 1, 0, 1))
+    second = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 0, 1))
+    change(coordinator, 2, "w1", "w2")
+    second.result(timeout=30)
+    assert not third.done()
+    coordinator.end_turn(MessageId("w1", 1, 0, 2))
+    third.result(timeout=30)
+
+
+def test_a_removed_worker_that_waits_for_its_turn_is_told_so(pool):
+    coordinator = in_turns("w0", "w1")
+    coordinator.take_turn(MessageId("w0", 1, 0, 1))
+    call = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 0, 1))
+    change(coordinator, 2, "w0")
+    with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
+        call.result(timeout=30)
+    coordinator.end_turn(MessageId("w0", 1, 0, 2))
+    turns(coordinator, "w0", "w0")
+
+
+def test_who_waits_to_enter_behind_a_lost_worker_enters(pool):
+    coordinator = make_coordinator("original-easgd", workers=("w0", "w1", "w2"))
+    second = waiting(pool, enter, coordinator, "w1")
+    third = waiting(pool, enter, coordinator, "w2")
+    change(coordinator, 2, "w2")
+    assert spans_of(third.result(timeout=30)) == [(0, 10)]
+    with pytest.raises(ExchangeError, match="no longer a member"):
+        second.result(timeout=30)
+
+
+def test_nobody_begins_before_all_have_claimed_their_first_samples(pool):
+    coordinator = make_coordinator("original-easgd", workers=("w0", "w1"))
+    enter(coordinator, "w0")
+    first = waiting(pool, coordinator.take_turn, MessageId("w0", 1, 0, 1))
+    assert not first.done()
+    enter(coordinator, "w1")
+    first.result(timeout=30)
+
+
+def test_who_waits_for_one_that_never_enters_says_whom(pool):
+    coordinator = make_coordinator("original-easgd", workers=("w0", "w1"), timeout_s=0.1)
+    enter(coordinator, "w0")
+    with pytest.raises(ExchangeTimeoutError, match="w1"):
+        coordinator.take_turn(MessageId("w0", 1, 0, 1))
+
+
+def test_a_removed_worker_that_waits_for_an_answer_is_told_so(pool):
+    coordinator = make_coordinator()
+    enter(coordinator, "w1")
+    call = waiting(pool, coordinator.repeat, settling("w1", 1, []))
+    change(coordinator, 2, "w0")
+    with pytest.raises(ExchangeError, match="no longer a member"):
+        call.result(timeout=30)
+
+
+def test_turns_go_on_in_rank_order_after_joins_and_losses():
+    coordinator = in_turns("w0", "w1", "w2")
+    turns(coordinator, "w0")  # w1 is next
+    change(coordinator, 2, "w1", "w2", "w3")
+    since = {"w3": 2, "w4": 3}
+    turns(coordinator, "w1", "w2", "w1", "w2", start=20)  # nobody waits for w3 to come
+    enter(coordinator, "w3", generation=2)
+    turns(coordinator, "w3", "w1", "w2", "w3", "w1", start=30, generations=since)
+    change(coordinator, 3, "w1", "w3", "w4")  # w2 is lost, whose turn it was
+    enter(coordinator, "w4", generation=3)
+    turns(coordinator, "w3", "w4", "w1", "w3", start=40, generations=since)
+
+
+def test_a_worker_that_joins_first_of_all_gets_the_turn():
+    coordinator = in_turns("w0", timeout_s=0.05)
+    change(coordinator, 2)
+    change(coordinator, 3, "w1")
+    with pytest.raises(ExchangeTimeoutError, match="nobody"):
+        coordinator.take_turn(MessageId("w1", 3, 0, 0))  # it has not entered
+    enter(coordinator, "w1", generation=3)
+    turns(coordinator, "w1", "w1", generations={"w1": 3})
+
+
+class Watched(LocalCenterClient):
+    """Notes what each worker asks of the center, in the order in which it does."""
+
+    def __init__(self, shards, coordinator):
+        super().__init__(shards, coordinator)
+        self.calls = []
+
+    def take_turn(self, message_id):
+        super().take_turn(message_id)
+        self.calls.append((message_id.worker_id, "turn"))
+
+    def request(self, shard, request):
+        self.calls.append((request.message_id.worker_id, "send"))
+        return super().request(shard, request)
+
+    def end_turn(self, message_id):
+        self.calls.append((message_id.worker_id, "end"))
+        super().end_turn(message_id)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_a_worker_sends_and_receives_within_its_turn_alone(monkeypatch, period):
+    monkeypatch.setattr("ensembles.LocalCenterClient", Watched)
+    run = Ensemble(job("original-easgd", period=period), num_workers=2, images=tiny_images(24))
+    run.join().run()
+    calls = run.workers[0]._strategy._client.calls[:-6]  # nobody waits for one that has done all
+    assert len(calls) > 6
+    for first in range(0, len(calls), 3):
+        workers, words = zip(*calls[first : first + 3], strict=True)
+        assert words == ("turn", "send", "end")
+        assert {*workers} == {f"w{first // 3 % 2}"}

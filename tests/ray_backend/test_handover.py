@@ -1,0 +1,166 @@
+"""What a worker that leaves has learned goes to the one that comes, past the driver."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from clusters import ClusterRun, actors, nodes
+from ensembles import Ensemble, tiny_images
+from repository import HELPERS
+
+from raydl.checkpoint.store import CheckpointStore
+from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.core.saved_state import SavedState, pack, unpack
+from raydl.errors import StateLostError
+from raydl.ray_backend.states import Handovers
+from raydl.storage import Storage
+from raydl.worker.loop import LAST
+
+# the file
+
+
+class Leaver:
+    """A worker's state in another process, which a test plays."""
+
+    worker_id = "w1"
+
+    def __init__(self, state, *, problem=None):
+        self.state, self.problem = state, problem
+
+    def begin_write(self, storage, name, token):
+        assert storage.exists(token), "by which another machine sees that its disk is this one"
+        self.storage, self.name = storage, name
+        return self
+
+    def wait(self):
+        if self.problem:
+            self.storage.write_bytes(self.name, b"a part of it")
+            raise self.problem
+        return self.storage.write_pieces(self.name, pack(self.state).pieces())
+
+
+def kept(handovers, leaver):
+    """Let a leaver hand in; return what is told of it."""
+    told, is_told = [], threading.Event()
+    handovers.keep(leaver, lambda result: (told.append(result), is_told.set()))
+    assert is_told.wait(20)
+    return told[0]
+
+
+def files_in(folder):
+    return sorted(os.listdir(folder / "handovers"))
+
+
+def test_what_a_leaver_writes_is_there_until_it_is_forgotten(tmp_path):
+    handovers = Handovers(Storage(str(tmp_path)), "a1")
+    saved = kept(handovers, Leaver({"weights": torch.arange(5.0)}))
+    assert isinstance(saved, SavedState)
+    assert saved.load()["weights"].tolist() == [0, 1, 2, 3, 4]
+    assert [f"handovers/{name}" for name in files_in(tmp_path)] == [saved.name], "and no token"
+    handovers.forget(saved)
+    handovers.clear(all=True).join(20)
+    assert not (tmp_path / "handovers").exists()
+
+
+LOSSES = [StateLostError("w1", "its process was killed"), OSError("no space left on device")]
+
+
+@pytest.mark.parametrize("problem", LOSSES, ids=["the leaver is lost", "the disk is full"])
+def test_what_can_not_be_written_is_told_and_leaves_nothing(tmp_path, problem):
+    assert kept(Handovers(Storage(str(tmp_path)), "a1"), Leaver({}, problem=problem)) is problem
+    assert files_in(tmp_path) == []
+
+
+def test_a_start_deletes_what_earlier_ones_have_left_and_nothing_of_its_own(tmp_path):
+    storage = Storage(str(tmp_path))
+    left = kept(Handovers(storage, "a1"), Leaver({}))
+    now = Handovers(storage, "b2")
+    saved = kept(now, Leaver({}))
+    now.clear().join(20)
+    assert [f"handovers/{name}" for name in files_in(tmp_path)] == [saved.name] != [left.name]
+
+
+# the worker
+
+
+def workers_of(rounds):
+    config = TrainConfig(
+        method=MethodConfig(name="sync-easgd", period=2),
+        training=TrainingConfig(epochs=50, batch_size=4),
+        optimizer=OptimizerConfig(momentum=0.9),
+    )
+    ensemble = Ensemble(config, num_workers=1, images=tiny_images(16)).join()
+    ensemble.run(rounds=rounds)
+    return ensemble.workers[0]
+
+
+def test_a_leaver_holds_what_it_would_hand_over_without_a_copy():
+    worker = workers_of(rounds=3)
+    worker.hold_last()
+    held = b"".join(worker.held(LAST).pieces())
+    assert held == b"".join(pack(worker.take_kept(3)).pieces()), "it is all there"
+    worker.replica.flat.weights.add_(1.0)
+    replica = unpack(bytearray(b"".join(worker.held(LAST).pieces())))["replica"]
+    assert torch.equal(replica["weights"], worker.replica.flat.weights), "it lies there itself"
+
+
+def test_what_a_leaver_hands_in_outlives_later_checkpoints():
+    worker = workers_of(rounds=1)
+    worker.hold_last()
+    for round in (5, 6, 7):
+        worker.hold_kept(round)
+    assert worker.held(LAST).num_bytes > 0
+    with pytest.raises(StateLostError):
+        worker.held(5)
+
+
+# on Ray
+
+_BLIND = """
+import sys
+from raydl.ray_backend import states
+from raydl.storage import Storage
+from raydl.cli import main
+
+# For workers it is another folder, as a disk of another machine is: the driver passes it on.
+Storage.address, states.PIECE_BYTES = sys.argv.pop(1), 10_000
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{HELPERS}:{os.environ.get('PYTHONPATH', '')}")
+        with nodes(4) as cluster:
+            yield cluster
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
+@pytest.mark.parametrize("is_blind", [False, True], ids=["seen", "unseen"])
+def test_who_comes_for_one_that_leaves_goes_on_with_its_replica(
+    cluster, tmp_path, method, is_blind
+):
+    options = ["--model", "origins:model", "--epochs", "99999", "--period", "4", "--workers", "2"]
+    words = ["-c", _BLIND, str(tmp_path / "elsewhere")] if is_blind else ["-m", "raydl"]
+    options += ["--method", method]
+    with ClusterRun(cluster, tmp_path / "run", *options, words=words) as run:
+        run.until_training(2)
+        before = set(actors(cluster, "WorkerActor"))
+        command = [sys.executable, "-m", "raydl", "remove", str(run.path), "w1"]
+        subprocess.run(command, capture_output=True, timeout=60, check=True)
+        run.until_said("w2 joins")
+        run.until_training(2)
+        (leaver,) = before - set(actors(cluster, "WorkerActor"))
+        run.process.terminate()
+        assert run.process.wait(timeout=100) == 143, run.output
+    assert "starts at the center" not in run.output
+    assert "was lost" not in run.output
+    assert not (run.path / "handovers").exists()
+    assert not (tmp_path / "elsewhere").exists()
+    states = CheckpointStore(Storage(str(run.path))).read()[0].workers
+    assert int(states["w2"].load()["replica"]["untrained"]["process"]) == leaver

@@ -1,0 +1,255 @@
+"""The files of jobs/: each runs tiny and its loss falls; and as real jobs, with a token."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from clusters import free_port, free_ports
+from processes import command_of, environment_of, processes_that
+from repository import ROOT
+
+from raydl.checkpoint.store import CheckpointStore
+from raydl.storage import Storage
+
+BOUND_S = 200
+TINY = ["--model", "mlp", "--data", "synthetic:256", "--run.progress", "none"]
+UNTRAINED_LOSS = math.log(10)
+
+
+def run_job(name, *options):
+    """Run a file of jobs/ in a process of its own and return what it printed."""
+    words = [sys.executable, str(ROOT / "jobs" / name), *map(str, options)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_job_says_its_command_result_time_and_hardware(root):
+    for path in (root / "jobs").glob("*.py"):
+        text = path.read_text()
+        for word in ("Command:", "Expected:", "Time:", "Hardware:"):
+            assert re.search(rf"^{word} +\S", text, flags=re.M), (path.name, word)
+        assert f"jobs/{path.name}" in text
+
+
+def test_a_trained_run_is_scored_as_it_ended(tmp_path):
+    run_job("train.py", *TINY, "--workers", 0, "--epochs", 8, "--run-dir", tmp_path / "run")
+    result = result_of(tmp_path / "run")
+    assert result["center_loss"] < 0.9 * UNTRAINED_LOSS
+    scores = json.loads(run_job("evaluate.py", tmp_path / "run"))
+    assert scores["loss"] == pytest.approx(result["center_loss"])
+    assert scores["accuracy"] == pytest.approx(result["center_accuracy"])
+
+
+def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
+    out = run_job(
+        "weak_scaling.py", *TINY, "--workers", 0, "--steps", 60, "--lr", 0.1, "--out", tmp_path
+    )
+    assert "100%" in out
+    values = json.loads((tmp_path / "weak_scaling.json").read_text())
+    [row] = values["rows"]
+    assert (row["workers"], row["efficiency"], row["samples"]) == (1, 1.0, 60 * 64)
+    assert row["ms_per_step"]["forward_backward"] > 0
+    assert row["center_loss"] < 0.9 * UNTRAINED_LOSS
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--workers", "1,two"], "workers must be like 1,2,4, got 1,two"),
+        (["--epochs", "2"], "training.steps of each worker are what stays the same"),
+        (["--run-dir", "x"], "run.run_dir and the like give way to --out"),
+    ],
+)
+def test_a_mistake_in_weak_scaling_is_told_in_one_sentence(options, sentence):
+    words = [sys.executable, str(ROOT / "jobs/weak_scaling.py"), *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
+# real jobs
+
+
+def processes_naming(text):
+    """Return the ids of all processes with a text in their command line or environment."""
+    others = processes_that(
+        lambda pid: any(text in words for words in command_of(pid) + environment_of(pid))
+    )
+    return [pid for pid in others if pid != os.getpid()]
+
+
+def until(condition, what=lambda: ""):
+    """Wait until a condition holds, and return what it returned."""
+    deadline = time.monotonic() + BOUND_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited in vain; {what()}"
+        time.sleep(0.1)
+    return value
+
+
+class Head:
+    """A head with dashboard and token, in a home of its own, and a client of it."""
+
+    def __init__(self):
+        # Not tmp_path: the sockets below it would have names that are too long.
+        self.home = Path(tempfile.mkdtemp(prefix="raydl-"))
+        port, *self.ports = free_ports(4)
+        self.address = f"http://127.0.0.1:{port}"
+        tools = Path(sys.executable).parent
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
+            "HOME": str(self.home),
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_API_SERVER_ADDRESS": self.address,
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def __enter__(self):
+        self.call("ray", "get-auth-token", "--generate")
+        names = ("port", "dashboard-agent-listen-port", "ray-client-server-port")
+        self.call(
+            "ray", "start", "--head", "--num-cpus=2", "--disable-usage-stats",
+            f"--dashboard-port={self.address.rpartition(':')[2]}",
+            f"--temp-dir={self.home}/ray",
+            *(f"--{name}={port}" for name, port in zip(names, self.ports, strict=True)),
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *error):
+        deadline = time.monotonic() + 30
+        while (left := processes_naming(str(self.home))) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def start(self, *words, log):
+        """Start a command as a person at this head would, from the project's folder."""
+        with log.open("a") as file:
+            return subprocess.Popen(
+                words, cwd=ROOT, env=self.environment, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def call(self, *words):
+        """Run a command to its good end and return what it printed."""
+        log = self.home / "call.log"
+        log.unlink(missing_ok=True)
+        status = self.start(*words, log=log).wait(BOUND_S)
+        assert status == 0, log.read_text()
+        return log.read_text()
+
+    @contextlib.contextmanager
+    def submit(self, name, *options, own=()):
+        """``raydl submit`` with a long training, followed; its (process, log)."""
+        log = self.home / f"{name}.log"
+        words = ["raydl", "submit", "--run-name", name, *own, "--", *options]
+        process = self.start(*words, log=log)
+        try:
+            yield process, log
+        finally:
+            process.kill()
+            process.wait(10)
+
+    def run_of(self, name):
+        return self.home / "raydl-runs" / name
+
+
+@pytest.fixture(scope="module")
+def head():
+    with Head() as head:
+        yield head
+
+
+def has_checkpoint(run):
+    return bool(CheckpointStore(Storage(str(run))).names())
+
+
+def result_of(run):
+    return json.loads((run / "result.json").read_text())
+
+
+def options_for(epochs):
+    """A training that is long enough to be disturbed, on little."""
+    words = f"--data digits --model mlp --workers 1 --epochs {epochs} --checkpoint.every-s 1"
+    return words.split()
+
+
+class TestRealJobs:
+    pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]  # noqa: RUF012
+
+    def test_a_clone_is_submitted_as_the_readme_says_and_scored(self, head, tmp_path):
+        submit = ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
+        words = ["--data", "digits", "--model", "mlp", "--workers", "1", "--epochs", "3"]
+        head.call(
+            *submit, "jobs/train.py", *words, "--storage-path", str(tmp_path),
+            "--run-dir", "runs/digits",
+        )  # fmt: skip
+        result = result_of(tmp_path / "digits")
+        assert result["center_loss"] < 0.5 * UNTRAINED_LOSS
+        out = head.call(*submit, "jobs/evaluate.py", str(tmp_path / "digits"))
+        assert f'"accuracy": {result["center_accuracy"]}' in out
+
+    def test_ctrl_c_leaves_the_job_and_a_stop_leaves_a_whole_checkpoint_to_resume(self, head):
+        run = head.run_of("stopped")
+        with head.submit("stopped", *options_for(100_000)) as (process, log):
+            until(lambda: has_checkpoint(run), log.read_text)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(BOUND_S) == 130, log.read_text()
+            job_id = re.search(r"--follow (\S+)", log.read_text())[1]
+        again = head.home / "again.log"
+        follower = head.start("raydl", "submit", "--follow", job_id, log=again)
+        head.call("ray", "job", "stop", job_id)
+        assert follower.wait(BOUND_S) == 143, again.read_text()
+        assert "SIGTERM: stopping after this round, with a checkpoint" in again.read_text()
+        assert result_of(run)["stopped_by"] == "SIGTERM"
+        checkpoint, sentences = CheckpointStore(Storage(str(run))).read()
+        assert not sentences, "it is whole"
+        samples = checkpoint.state["ledger"]["num_samples"]
+        epochs = int(result_of(run)["samples"] / samples) + 3
+        with head.submit("stopped", *options_for(epochs), "--resume") as (process, log):
+            assert process.wait(BOUND_S) == 0, log.read_text()
+            assert "resuming from round" in log.read_text()
+        assert result_of(run)["samples"] == epochs * samples
+
+    def test_a_killed_driver_is_sent_again_and_goes_on(self, head):
+        run = head.run_of("killed")
+        with head.submit("killed", *options_for(400), own=("--retries", "1")) as (process, log):
+            until(lambda: has_checkpoint(run), log.read_text)
+            [driver] = [
+                pid
+                for pid in processes_naming("raydl-runs/killed")
+                if "raydl\0train" in "\0".join(command_of(pid))
+            ]
+            os.kill(driver, signal.SIGKILL)
+            assert process.wait(BOUND_S) == 0, log.read_text()
+            assert "the driver was killed (SIGKILL); sending it again" in log.read_text()
+            assert "resuming from round" in log.read_text()
+        assert result_of(run)["stopped_by"] == ""
+
+    def test_a_client_without_the_token_and_without_a_cluster_is_told_so(self, head, tmp_path):
+        bare = {**head.environment, "HOME": str(tmp_path)}
+        nowhere = {**head.environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{free_port()}"}
+        for environment, words in ((bare, "asks for a token"), (nowhere, "no Ray cluster answers")):
+            done = subprocess.run(
+                ["raydl", "submit", "--", "--epochs", "1"],
+                env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=BOUND_S,
+                check=False,
+            )  # fmt: skip
+            assert done.returncode == 2
+            assert done.stderr.startswith("error: ")
+            assert words in done.stderr
+            assert done.stderr.count("\n") == 1

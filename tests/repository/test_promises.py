@@ -1,0 +1,267 @@
+"""What the project says of itself holds."""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from repository import ROOT
+
+import raydl
+from raydl import cli
+from raydl.config import TrainConfig
+from raydl.core.methods import METHODS
+from raydl.metrics import TAGS, TIME_PARTS
+from raydl.models import MODELS
+from raydl.run.versions import DISTRIBUTION, installed_version, requirements
+
+MAY_IMPORT_RAY = re.compile(
+    r"ray_backend/.*|collective/ray_collective\.py|parameter_server/ray_transport\.py"
+)
+STANDARD_LIBRARY_ALONE = (
+    "redaction", "errors", "text", "config", "elastic/failures", "ray_backend/session",
+    "launch/spot_notice", "run/versions",
+)  # fmt: skip
+ARITHMETIC = (
+    "core/rules", "core/flat", "core/untrained", "core/membership", "core/replica",
+    "core/stop_condition", "core/compression", "core/optimizers", "core/cost_model",
+    "core/autotune", "data/ledger", "elastic/stragglers",
+)  # fmt: skip
+
+
+def packages():
+    """Return the packages and top modules of raydl in their order, as the docs list them."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    block = re.search(r"^## The tree\n.*?^```text\n(.*?)^```", text, re.M | re.S)[1]
+    return [line.split()[0] for line in block.splitlines()]
+
+
+def modules(root):
+    """Yield (package or top module, path) of every file of the package."""
+    for path in sorted((root / "raydl").rglob("*.py")):
+        yield path.relative_to(root / "raydl").parts[0].removesuffix(".py"), path
+
+
+def imports(path):
+    """Return (imported module, whether at the top level) for each import of a file."""
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(node.module, id(node) in top)]
+            if node.module == "raydl":
+                found += [(f"raydl.{alias.name}", id(node) in top) for alias in node.names]
+    return found
+
+
+def test_the_docs_list_every_package_once(root):
+    assert sorted(packages()) == sorted({name for name, _ in modules(root)})
+
+
+def test_a_package_imports_only_those_above_it(root):
+    rank = {name: number for number, name in enumerate(packages())}
+    for name, path in modules(root):
+        for module, _ in imports(path):
+            parts = module.split(".")
+            if parts[0] != "raydl" or len(parts) == 1 or parts[1] not in rank or parts[1] == name:
+                continue
+            assert rank[parts[1]] < rank[name], f"{path} imports {module}"
+
+
+def test_ray_is_imported_only_at_the_edge(root):
+    for _, path in modules(root):
+        if not MAY_IMPORT_RAY.fullmatch(path.relative_to(root / "raydl").as_posix()):
+            assert all(m.split(".")[0] != "ray" for m, _ in imports(path)), path
+
+
+@pytest.mark.parametrize("name", STANDARD_LIBRARY_ALONE)
+def test_what_must_start_at_once_imports_the_standard_library_alone(root, name):
+    folder = root / "raydl" / name
+    paths = sorted(folder.glob("*.py")) or [folder.with_suffix(".py")]
+    for path in paths:
+        for module, is_top in imports(path):
+            allowed = {*sys.stdlib_module_names, "raydl"}
+            assert not is_top or module.split(".")[0] in allowed, (path, module)
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_the_arithmetic_knows_no_clock_and_no_randomness(root, name):
+    found = {m.split(".")[0] for m, _ in imports(root / "raydl" / f"{name}.py")}
+    assert not found & {"time", "random"}
+
+
+def test_nothing_that_is_read_is_unpickled(root):
+    """Files of a run, or of data, may come from somebody else: a pickle would run their code."""
+    safe = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+    found = []
+    for _, path in modules(root):
+        assert not {m for m, _ in imports(path)} & {"pickle", "dill", "cloudpickle", "joblib"}, path
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert not called.endswith(("pickle.load", "pickle.loads", "unsafe_load")), path
+            if called in safe:
+                name, value = safe[called]
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert given.get(name) == str(value), f"{called} in {path}"
+                found.append(called)
+    assert set(found) == set(safe)
+
+
+def test_importing_raydl_imports_neither_ray_nor_torch():
+    code = "import raydl, sys; sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_there():
+    for name in raydl.__all__:
+        assert getattr(raydl, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        raydl.Trainr  # noqa: B018
+
+
+def test_every_tag_has_its_sentence_in_the_docs_and_no_other(root):
+    text = (root / "docs/metrics.md").read_text()
+    documented = dict(re.findall(r"^\| `([a-zA-Z_/]+)` \| (.+?) \|$", text, flags=re.M))
+    assert documented == {tag.name: tag.sentence for tag in TAGS.values()}
+
+
+def test_every_method_and_its_equations_are_in_the_docs(root):
+    text = (root / "docs/algorithms.md").read_text()
+    for row in METHODS.values():
+        assert f"`{row.name}`" in text, row.name
+    for name in re.findall(r"`(\w+)\(\)`", text):
+        sources = [p.read_text() for p in (root / "raydl").rglob("*.py")]
+        assert any(re.search(rf"def {name}\(", s) for s in sources), name
+
+
+def commands(text):
+    """Return the raydl commands that a text shows in its code blocks."""
+    blocks = re.findall(r"^```(?:bash|console)?\n(.*?)^```", text, flags=re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].split() for line in lines if line.startswith("raydl ")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))],
+)
+def test_the_commands_of_the_docs_are_understood(root, name):
+    for words in commands((root / name).read_text()):
+        assert words[1] in cli.COMMANDS, words
+        if words[1] == "train":
+            config = cli.parse_train(words[2:])
+            assert isinstance(config, TrainConfig)
+            assert config.method.name in METHODS
+            assert config.model in MODELS
+        if words[1] == "submit":
+            cli.parse_train(words[words.index("--") + 1 :])
+
+
+def test_at_most_24_entries_lie_on_top_of_the_package(root):
+    """A newcomer reads all of them."""
+    found = [p for p in (root / "raydl").iterdir() if p.name != "__pycache__"]
+    assert len(found) <= 24, sorted(p.name for p in found)
+
+
+def test_the_make_targets_of_the_readme_exist(root):
+    makefile = (root / "Makefile").read_text()
+    targets = re.findall(r"^make ([a-z-]+)", (root / "README.md").read_text(), flags=re.M)
+    assert {"train", "test"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+def test_who_typed_make_train_is_told_how_a_shell_finds_the_commands(root):
+    readme = (root / "README.md").read_text()
+    told = readme.index("\n. .venv/bin/activate\n")
+    assert readme.index("\nmake train") < told < readme.index("\nraydl train")
+    makefile = (root / "Makefile").read_text()
+    [recipe] = re.findall(r"^train:.*\n((?:\t.*\n)+)", makefile, flags=re.M)
+    last = recipe.splitlines()[-1]
+    assert "echo" in last
+    assert ". $(BIN)/activate" in last
+
+
+def test_the_trees_of_the_docs_are_on_the_disk(root):
+    for name in ("README.md", "docs/architecture.md"):
+        for block in re.findall(r"^```text\n(.*?)^```", (root / name).read_text(), re.M | re.S):
+            for entry in re.findall(r"^ *([\w./-]+(?:/|\.\w+))(?: |$)", block, flags=re.M):
+                candidates = [root / entry, root / "raydl" / entry, root / "docs" / entry]
+                assert any(c.exists() for c in candidates), f"{name}: {entry}"
+
+
+def test_the_modules_that_the_architecture_names_exist(root):
+    text = (root / "docs/architecture.md").read_text()
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    assert len(named) > 30
+    for name in named:
+        assert (root / "raydl" / name).exists() or (root / name).exists(), name
+
+
+def test_ci_runs_the_test_command_of_the_readme(root):
+    assert "make test" in (root / ".ci/run").read_text()
+
+
+def test_the_eight_time_parts_are_eight():
+    assert len(TIME_PARTS) == 8
+
+
+# what is installed by which name
+
+TEXTS = {".md", ".py", ".yaml", ".yml", ".toml", ".txt", ""}
+
+
+def files_that_people_read():
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    found = [ROOT / name for name in tracked if (ROOT / name).suffix in TEXTS]
+    return [path for path in found if path.name != "test_promises.py"]
+
+
+def requirements_of(line):
+    """Return what a line has pip install."""
+    words = line.partition("pip install")[2].partition(" #")[0].replace("`", " ").split()
+    return [word.strip("'\"();,:") for word in words]
+
+
+def test_no_sentence_has_pip_install_the_package_of_a_stranger():
+    """On the package index ``raydl`` is another project."""
+    lines = [
+        (path, line)
+        for path in files_that_people_read()
+        for line in path.read_text().splitlines()
+        if "pip install" in line
+    ]
+    assert len(lines) >= 10
+    for path, line in lines:
+        for word in requirements_of(line):
+            name = re.split(r"[\[<>=~!;]", word)[0]
+            assert name.lower() != "raydl", f"{path}: {line}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install raydl",
+        "`pip install 'raydl[report]'` brings",
+        "python -m pip install -U raydl==1",
+    ],
+)
+def test_such_a_sentence_would_be_found(line):
+    names = [re.split(r"[\[<>=~!;]", word)[0] for word in requirements_of(line)]
+    assert "raydl" in names
+
+
+def test_the_distribution_has_the_name_that_the_project_says(root):
+    project = (root / "pyproject.toml").read_text()
+    assert re.search(r'^name = "(.+)"', project, re.M)[1] == DISTRIBUTION != "raydl"
+    version = re.search(r'^version = "(.+)"', project, re.M)[1]
+    assert installed_version("raydl") == metadata.version("elastic-raydl") == version
+    assert any(line.startswith("torch") for line in requirements())
+    assert DISTRIBUTION in (root / "README.md").read_text()

@@ -1,0 +1,157 @@
+"""The worker's loop: same bits again, same bits after a resume, decisions by vote."""
+
+import numpy as np
+import pytest
+import torch
+from ensembles import Ensemble, tiny_images
+
+from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from raydl.data import ImageSet
+from raydl.errors import NonFiniteLossError
+from raydl.worker.loop import Outcome
+
+METHODS = ["sync-easgd", "sync-measgd", "sync-sgd", "sync-msgd"]
+
+
+class WithBuffer(torch.nn.Module):
+    """A linear model that keeps a running mean of its inputs, as batch norm does."""
+
+    def __init__(self, image_shape, num_classes):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, num_classes)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, images):
+        flat = images.flatten(1)
+        if self.training:
+            self.mean.mul_(0.9).add_(flat.mean(0).detach(), alpha=0.1)
+        return self.linear(flat - self.mean)
+
+
+def dropout(image_shape, num_classes):
+    """A model whose steps draw random numbers."""
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(16, num_classes)
+    )
+
+
+def settings(method, *, lr=0.1, **training):
+    training.setdefault("batch_size", 3)
+    return TrainConfig(
+        method=MethodConfig(name=method, period=2),
+        training=TrainingConfig(**training),
+        optimizer=OptimizerConfig(lr=lr),
+    )
+
+
+def weights_after(config, num_workers=2, model=WithBuffer):
+    ensemble = Ensemble(config, num_workers=num_workers, images=tiny_images(25), model=model)
+    ensemble.join().run()
+    return ensemble.newest.weights
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(method):
+    first = weights_after(settings(method, epochs=2, seed=5))
+    assert np.array_equal(first, weights_after(settings(method, epochs=2, seed=5)))
+    assert not np.array_equal(first, weights_after(settings(method, epochs=2, seed=6)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_run_stopped_after_any_round_goes_on_to_the_same_bits(method, num_workers):
+    config = settings(method, epochs=2)
+    images = tiny_images(25)
+    # One generator serves all threads of this process, so only one worker can draw from it.
+    model = dropout if num_workers == 1 else WithBuffer
+    whole = Ensemble(config, num_workers=num_workers, images=images, model=model)
+    whole.join().run()
+    num_rounds = whole.newest.round
+    for stop_after in range(1, num_rounds):
+        first = Ensemble(config, num_workers=num_workers, images=images, model=model).join()
+        if stop_after > 1:
+            first.run(stop_after - 1)
+        first.workers[-1].vote(1, stop=1.0)
+        assert first.run() == [Outcome.STOPPED] * num_workers
+        snapshot = first.newest
+        assert snapshot.round == stop_after
+        states = {w.worker_id: w.take_kept(stop_after) for w in first.workers}
+
+        second = Ensemble(config, num_workers=num_workers, images=images, model=model)
+        second.join(snapshot, states).run()
+        assert np.array_equal(second.newest.weights, whole.newest.weights)
+        assert np.array_equal(second.newest.buffers, whole.newest.buffers)
+        assert second.newest.round == num_rounds
+
+
+def test_every_sample_of_an_epoch_is_seen_once_by_some_worker():
+    seen = []
+
+    class Watched(ImageSet):
+        def fetch(self, rows):
+            seen.extend(rows.tolist())
+            return super().fetch(rows)
+
+    images = Watched(**vars(tiny_images(25)))
+    Ensemble(settings("sync-easgd", epochs=1), num_workers=3, images=images).join().run()
+    assert sorted(seen) == list(range(25))
+
+
+def test_all_ranks_stop_after_the_same_round_by_one_vote():
+    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=3).join()
+    ensemble.workers[1].vote(1, stop=1.0)
+    assert ensemble.run() == [Outcome.STOPPED] * 3
+    assert len({w.round for w in ensemble.workers}) == 1
+
+
+def test_a_checkpoint_vote_keeps_the_state_of_one_round_everywhere_and_training_goes_on():
+    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2).join()
+    ensemble.workers[0].vote(1, checkpoint=1.0)
+    assert ensemble.run(3) == [Outcome.GO_ON] * 2
+    assert [w.report().kept for w in ensemble.workers] == [(1,), (1,)]
+    assert 1 in ensemble.published
+
+
+def test_a_vote_of_the_generation_before_counts_no_more():
+    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
+    for worker in ensemble.workers:
+        worker.vote(0, regroup=1.0)
+    assert ensemble.join().run(2) == [Outcome.GO_ON] * 2
+
+
+def test_a_vote_that_overtakes_the_order_to_join_still_counts():
+    ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
+    ensemble.workers[1].vote(1, stop=1.0)
+    assert ensemble.join().run(2) == [Outcome.STOPPED] * 2
+
+
+def test_steps_end_the_run_where_they_say():
+    ensemble = Ensemble(settings("sync-easgd", steps=5), num_workers=2).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    assert [w.local_step for w in ensemble.workers] == [5, 5]
+    assert ensemble.newest.round == 3  # two rounds of two steps, one of one
+
+
+def test_records_add_up_to_the_samples_of_the_run():
+    ensemble = Ensemble(settings("sync-easgd", epochs=2), num_workers=2).join()
+    ensemble.run()
+    records = ensemble.workers[0].report().records
+    assert records[-1].num_samples == 48
+    assert records[-1].epoch == 2.0
+    assert all(r.num_workers == 2 for r in records)
+
+
+def test_a_nan_loss_names_worker_and_step():
+    ensemble = Ensemble(settings("sync-easgd", epochs=5), num_workers=1).join()
+    ensemble.run(1)
+    ensemble.workers[0].replica.flat.weights.fill_(float("nan"))
+    with pytest.raises(NonFiniteLossError, match="nan at local step 2 of worker w0; lower"):
+        ensemble.run()
+
+
+def test_more_workers_than_samples_still_complete_the_epoch():
+    images = tiny_images(2)
+    few = ImageSet(images.images, images.labels, images.class_names)
+    ensemble = Ensemble(settings("sync-easgd", epochs=3), num_workers=3, images=few).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 3
+    assert ensemble.newest.num_samples == 6
