@@ -212,8 +212,8 @@ def test_arguments_of_other_kinds_are_told_in_one_sentence(data, more, sentence,
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("test_own_task:ModelAndLoss", "must be a class that needs no arguments: missing"),
-        ("test_own_task", "must be written module:name, got test_own_task"),
+        ("test_tasks:ModelAndLoss", "must be a class that needs no arguments: missing"),
+        ("test_tasks", "must be written module:name, got test_tasks"),
     ],
 )
 def test_a_class_that_can_not_be_made_is_told_in_one_sentence(name, sentence, table, capsys):
