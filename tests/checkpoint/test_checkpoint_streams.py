@@ -124,6 +124,7 @@ print(json.dumps((peak() - before) / center.nbytes))
 """
 
 
+@pytest.mark.processes
 def test_to_write_the_states_of_sixteen_workers_takes_less_than_a_replica_of_memory(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -28,6 +28,8 @@ from repository import ROOT
 
 from raydl.storage import Storage
 
+pytestmark = pytest.mark.processes
+
 FILE = ROOT / "cluster_configs/aws-spot.yaml"
 TEMPLATE = ROOT / "cluster_configs/aws/access.yaml"
 REGION, NAME = "us-west-2", "raydl-aws-spot"

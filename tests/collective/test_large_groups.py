@@ -155,6 +155,7 @@ def test_when_one_of_many_leaves_the_sums_of_all_others_fail(large):
     assert time.monotonic() - began < 30.0, "by their connections, and not by the time-out"
 
 
+@pytest.mark.processes
 def test_a_large_group_that_lacks_a_member_gives_up_in_its_time(large):
     members = large(timeout_s=1.0)
     began = time.monotonic()

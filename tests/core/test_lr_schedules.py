@@ -71,6 +71,7 @@ def test_the_center_stands_still_after_patience_evaluations_that_were_no_better(
     assert Plateau(OptimizerConfig()).note_score({name: 0.1}) == ""
 
 
+@pytest.mark.processes
 def test_a_driver_does_not_wait_for_the_compiler_that_torch_imports_with_an_optimizer():
     code = (
         "import sys, raydl.run.trainer; from raydl.config import OptimizerConfig; "

@@ -11,6 +11,8 @@ from raydl import cli
 from raydl.metrics import TAGS
 from raydl.metrics.tags import tag_of
 
+pytestmark = pytest.mark.processes
+
 EXPECTED = {
     "train/loss", "center/accuracy", "throughput/samples_per_s", "workers/count",
     "exchange/seconds", "exchange/staleness", "time/forward_backward", "worker_step_s/w0",

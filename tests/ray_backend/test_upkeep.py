@@ -48,6 +48,7 @@ def faults(how):
     return int(told.stdout)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_what_a_step_frees_the_next_one_uses():
     assert faults("kept") < 100 < 1000 < faults("as it comes")

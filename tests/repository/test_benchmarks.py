@@ -221,6 +221,7 @@ def test_raydl_reached_an_accuracy_when_the_center_was_there():
     assert (missed.seconds, missed.is_reached) == (25.0, False)
 
 
+@pytest.mark.processes
 def test_a_program_that_fails_is_named_with_what_it_said_and_nothing_is_left():
     with workplace() as place:
         with pytest.raises(RunError, match=r"(?s)peers\.plain.* failed:.*give one of --samples"):
@@ -229,6 +230,7 @@ def test_a_program_that_fails_is_named_with_what_it_said_and_nothing_is_left():
     assert not folder.exists()
 
 
+@pytest.mark.processes
 def test_a_set_becomes_arrays_that_plain_pytorch_trains_on():
     with workplace() as place:
         data = place.arrays("digits", num_test=50)

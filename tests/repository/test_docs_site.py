@@ -9,6 +9,8 @@ from repository import ROOT
 
 import raydl
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):

@@ -12,6 +12,8 @@ import pytest
 from benchmarks import hosts as module
 from benchmarks.hosts import Hosts, HostsError, why_not
 
+pytestmark = pytest.mark.processes
+
 BOUND_S = 30
 RECEIVE = """
 import socket, sys, time

@@ -42,6 +42,7 @@ def test_every_job_says_its_command_result_time_and_hardware(root):
         assert f"jobs/{path.name}" in text
 
 
+@pytest.mark.processes
 def test_a_trained_run_is_scored_as_it_ended(tmp_path):
     run_job("train.py", *TINY, "--workers", 0, "--epochs", 8, "--run-dir", tmp_path / "run")
     result = result_of(tmp_path / "run")
@@ -51,6 +52,7 @@ def test_a_trained_run_is_scored_as_it_ended(tmp_path):
     assert scores["accuracy"] == pytest.approx(result["center_accuracy"])
 
 
+@pytest.mark.processes
 def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
     out = run_job(
         "weak_scaling.py", *TINY, "--workers", 0, "--steps", 60, "--lr", 0.1, "--out", tmp_path

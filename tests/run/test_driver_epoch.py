@@ -27,6 +27,7 @@ def records(path):
 # the numbers
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", [Storage, Objects])
 def test_each_start_that_holds_a_folder_takes_the_next_epoch(tmp_path, kind):
     for number in (1, 2, 3):

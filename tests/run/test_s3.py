@@ -30,6 +30,8 @@ from raydl.run.control_channel import ControlChannel, request_removal
 from raydl.run.status import RunStatus, WorkerStatus
 from raydl.storage import Storage
 
+pytestmark = pytest.mark.processes
+
 BOUND_S = 40
 TRAIN = [
     "train", "--model", "mlp", "--workers", "0", "--batch-size", "32",

@@ -21,6 +21,8 @@ from raydl.run.folder import RunFolder
 from raydl.tools.comparison.runner import take_complete
 from raydl.tools.comparison.settings import Comparison, plan
 
+pytestmark = pytest.mark.processes
+
 SPY = """
 import pathlib
 pathlib.Path({seen!r}).write_text("imported")

@@ -527,6 +527,7 @@ def test_without_matplotlib_the_picture_is_refused_before_anything_is_timed(monk
     assert "out needs matplotlib, which is not installed; pip install" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_planning_needs_no_ray_and_the_formulas_no_torch():
     code = (
         "import raydl.tools.plan, sys; assert not {'ray', 'torch'} & set(sys.modules);"

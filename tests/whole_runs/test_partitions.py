@@ -178,6 +178,7 @@ def both(members, *words):
     return [member.answer() for member in members]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(90)
 def test_a_sum_that_a_partition_cut_off_ends_nowhere_and_does_not_reach_the_next_generation(
     permitted,

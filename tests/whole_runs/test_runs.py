@@ -1,4 +1,7 @@
-"""Whole runs on Ray, as a user starts them: in processes of their own."""
+"""Whole runs on Ray, as a user starts them: in processes of their own.
+
+Three of them start a Ray of their own; the others join one cluster, which is up already.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ import sys
 import time
 
 import pytest
+from clusters import nodes
 from processes import environment_of, processes_that
 
 pytestmark = pytest.mark.cluster
@@ -20,14 +24,22 @@ OPTIONS = [
 BOUND_S = 150
 
 
+def address_of(address):
+    """Return the environment of a program that joins a cluster."""
+    return {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"} if address else {}
+
+
 class Run:
     """One ``raydl train`` in a process group of its own, with its output in a file."""
+
+    address = ""
+    """The cluster that it joins; none: it starts one for itself."""
 
     def __init__(self, path, *options, command=("-m", "raydl", "train")):
         self.path = path
         self.log = path.with_suffix(".log")
         words = [sys.executable, *command, *OPTIONS, "--run-dir", str(path), *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **address_of(self.address), "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 words, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -84,8 +96,15 @@ class Run:
 
 
 @pytest.fixture(scope="module")
+def joined():
+    """Runs that join a cluster of this module."""
+    with nodes(4) as cluster:
+        yield type("JoinedRun", (Run,), {"address": cluster.address})
+
+
+@pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing interrupted."""
+    """A run that nothing interrupted, with a Ray of its own."""
     run = Run(tmp_path_factory.mktemp("whole") / "run")
     assert run.wait() == 0, run.output
     return run
@@ -115,18 +134,18 @@ def test_a_run_on_two_workers_reaches_its_accuracy(whole):
     assert f"tensorboard --logdir {whole.path}" in whole.output
 
 
-def test_two_runs_with_one_seed_agree_to_the_last_digit(whole, tmp_path):
-    again = Run(tmp_path / "run")
+def test_two_runs_with_one_seed_agree_to_the_last_digit(whole, joined, tmp_path):
+    again = joined(tmp_path / "run")
     assert again.wait() == 0, again.output
     assert again.result["center_accuracy"] == whole.result["center_accuracy"]
     assert again.result["center_loss"] == whole.result["center_loss"]
     assert again.weights == whole.weights
 
 
-def test_a_driver_killed_with_9_and_resumed_ends_with_the_same_bits(whole, tmp_path):
-    run = Run.disturbed(tmp_path, signal.SIGKILL, Run.has_checkpoint)
+def test_a_driver_killed_with_9_and_resumed_ends_with_the_same_bits(whole, joined, tmp_path):
+    run = joined.disturbed(tmp_path, signal.SIGKILL, Run.has_checkpoint)
     assert run.process.returncode == -signal.SIGKILL, run.output
-    again = Run(run.path, "--resume")
+    again = joined(run.path, "--resume")
     assert again.wait() == 0, again.output
     assert "resuming from round" in again.output
     assert again.weights == whole.weights
@@ -135,19 +154,19 @@ def test_a_driver_killed_with_9_and_resumed_ends_with_the_same_bits(whole, tmp_p
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_stops_with_a_checkpoint_and_the_resumed_run_ends_with_the_same_bits(
-    whole, tmp_path, number, status
+    whole, joined, tmp_path, number, status
 ):
-    run = Run.disturbed(tmp_path, number, Run.has_begun, "--checkpoint.every-epochs", "1000")
+    run = joined.disturbed(tmp_path, number, Run.has_begun, "--checkpoint.every-epochs", "1000")
     assert run.process.returncode == status, run.output
     assert run.has_checkpoint()
     assert "--resume" in run.output
-    again = Run(run.path, "--resume")
+    again = joined(run.path, "--resume")
     assert again.wait() == 0, again.output
     assert again.weights == whole.weights
 
 
-def test_the_job_script_takes_the_same_options(tmp_path, root):
-    run = Run(tmp_path / "run", "--epochs", "1", command=(str(root / "jobs/train.py"),))
+def test_the_job_script_takes_the_same_options(joined, tmp_path, root):
+    run = joined(tmp_path / "run", "--epochs", "1", command=(str(root / "jobs/train.py"),))
     assert run.wait() == 0, run.output
     assert run.result["samples"] == 1438
 
@@ -184,11 +203,12 @@ raydl.Trainer(
 """
 
 
-def test_a_users_own_exception_arrives_with_its_own_traceback(tmp_path):
+def test_a_users_own_exception_arrives_with_its_own_traceback(joined, tmp_path):
     script = tmp_path / "own.py"
     script.write_text(OWN_TASK)
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "run")],
+        env={**os.environ, **address_of(joined.address)},
         capture_output=True,
         text=True,
         timeout=BOUND_S,
@@ -199,8 +219,8 @@ def test_a_users_own_exception_arrives_with_its_own_traceback(tmp_path):
     assert 'own.py", line' in done.stderr
 
 
-def test_a_loss_that_explodes_names_worker_and_step(tmp_path):
-    run = Run(tmp_path / "run", "--lr", "1e20", "--optimizer.clip-grad-norm", "None")
+def test_a_loss_that_explodes_names_worker_and_step(joined, tmp_path):
+    run = joined(tmp_path / "run", "--lr", "1e20", "--optimizer.clip-grad-norm", "None")
     assert run.wait() == 1, run.output
     assert "error: the loss became" in run.output
     assert "lower optimizer.lr" in run.output
