@@ -11,7 +11,7 @@ BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost li
 	startup growth accuracy streaming layout partitions chaos
 BENCH_OPTIONS ?=
 
-.PHONY: train test test-fast test-slow soak mutants test-gpu bench docs lint check clean help
+.PHONY: train test test-fast test-cluster test-slow soak mutants test-gpu bench docs lint check clean help
 
 help:  ## list what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -41,11 +41,18 @@ check: $(VENV)/installed-dev  ## format, lint and types, without writing
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check test-fast  ## check, and run all but the slow tests
-	$(BIN)/pytest -m 'cluster and not slow and not gpu'
+# Each test that starts a cluster has some ten processes of its own, which wait for each other.
+AT_ONCE ?= 3
 
-test-fast: $(VENV)/installed-dev  ## the tests that start no Ray cluster, in parallel
-	$(BIN)/pytest -m 'not cluster and not slow and not gpu' --numprocesses auto --dist loadscope
+test: check test-fast test-cluster  ## check, and run all but the slow tests
+
+test-fast: $(VENV)/installed-dev  ## the tests that start no Ray and no other program, in parallel
+	$(BIN)/pytest -m 'not cluster and not processes and not slow and not gpu' \
+		--numprocesses auto --dist loadscope
+
+test-cluster: $(VENV)/installed-dev  ## the tests that start Ray or other programs, a few at once
+	$(BIN)/pytest -m '(cluster or processes) and not slow and not gpu' \
+		--numprocesses $(AT_ONCE) --dist loadscope
 
 test-slow: $(VENV)/installed-dev  ## the tests that take minutes
 	$(BIN)/pytest -m slow --ignore=tests/whole_runs/test_soak.py

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +20,12 @@ from raydl.data import ImageSet
 from raydl.ray_backend import session
 
 session.prepare()  # before any test imports Ray
+
+# Processes of a cluster import the classes that tests define.
+_FOLDERS = [HELPERS, *sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")})]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 # How long an example takes depends on the machine, and says nothing of what is promised.
 hypothesis.settings.register_profile(
@@ -48,6 +57,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for Ray's sockets, whose paths may have 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="raydl-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 2 MiB."""
     with mounted(tmp_path / "disk", kib=2048) as disk:
@@ -72,11 +89,6 @@ def cluster() -> Iterator[None]:
     """
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(HELPERS)}},
-    )
+    ray.init(address="local", num_cpus=4, include_dashboard=False)
     yield
     ray.shutdown()

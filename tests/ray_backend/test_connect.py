@@ -307,8 +307,8 @@ def train(folder, name, address, **environment):
 
 
 @pytest.mark.cluster
-def test_a_real_cluster_with_tokens_turns_away_who_has_none_or_another(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("c")  # short: the paths of Ray's sockets are limited
+def test_a_real_cluster_with_tokens_turns_away_who_has_none_or_another(short_path):
+    folder = short_path
     cases = {
         "is disabled": {"RAY_AUTH_MODE": "disabled"},
         "none is found": {"RAY_AUTH_MODE": "token"},

@@ -9,7 +9,6 @@ import pytest
 import torch
 from clusters import ClusterRun, actors, nodes
 from ensembles import Ensemble, tiny_images
-from repository import HELPERS
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
@@ -133,10 +132,8 @@ sys.exit(main())
 
 @pytest.fixture(scope="module")
 def cluster():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{HELPERS}:{os.environ.get('PYTHONPATH', '')}")
-        with nodes(4) as cluster:
-            yield cluster
+    with nodes(4) as cluster:
+        yield cluster
 
 
 @pytest.mark.cluster

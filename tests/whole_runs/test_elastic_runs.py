@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from clusters import ClusterRun, actors, actors_on, expendable, nodes
 from processes import stopped_processes
-from repository import HELPERS
 
 from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
@@ -102,8 +101,7 @@ def test_a_worker_cut_off_is_lost_and_replaced(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_nodes_drain_and_die_and_others_take_their_place(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HELPERS))  # of the cluster's processes
+def test_nodes_drain_and_die_and_others_take_their_place(tmp_path):
     with nodes(0, 1, 1, 1) as cluster:
         options = ["--model", "origins:model", "--epochs", "9999", "--period", "4"]
         with ClusterRun(cluster, tmp_path / "run", *options, "--workers", "1:3") as run:
@@ -225,7 +223,7 @@ def test_a_worker_is_removed_by_name_while_the_run_goes_on(cluster, tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_center_that_is_rebuilt_keeps_the_momentum_of_its_optimizer(cluster, tmp_path, shards):
-    faults = [{"fault": "kill", "target": "center", "at": "round 300"}]
+    faults = [{"fault": "kill", "target": "center", "at": "round 60"}]
     options = ["--method", "async-msgd", "--period", "4", "--seconds", "12", "--workers", "2"]
     options += ["--center-shards", str(shards)]
     with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:

@@ -1,12 +1,9 @@
 """A run across hosts on a cluster whose connections all use TLS."""
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from processes import command_of, listeners_of, processes_that
@@ -20,25 +17,17 @@ pytestmark = pytest.mark.slow
 BOUND_S = 200
 
 
-@pytest.fixture
-def folder():
-    """A folder with a short path, which Ray's sockets need."""
-    path = Path(tempfile.mkdtemp(prefix="raydl-"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def test_workers_on_two_hosts_train_through_the_tunnels_of_rays_certificates(
-    folder, monkeypatch, root
+    short_path, monkeypatch, root
 ):
     if reason := why_not():
         pytest.skip(reason)
     monkeypatch.setenv("PYTHONPATH", str(root))
-    run, log = folder / "run", folder / "log"
+    run, log = short_path / "run", short_path / "log"
     with Hosts(2, mbit=1000) as hosts, log.open("w") as out:
         addresses = [hosts.address(host) for host in range(2)]
-        files = make_certificates(folder / "tls", [*addresses, "127.0.0.1"])
-        environment = start_ray(hosts, folder, environment_of(files))
+        files = make_certificates(short_path / "tls", [*addresses, "127.0.0.1"])
+        environment = start_ray(hosts, short_path, environment_of(files))
         words = ["-m", "raydl", "train", "--workers", "2", "--epochs", "3", "--run-dir", str(run)]
         driver = hosts.popen(
             0, [sys.executable, *words], env=environment, stdout=out, stderr=subprocess.STDOUT
