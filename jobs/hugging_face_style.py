@@ -27,7 +27,7 @@ import raydl
 
 @dataclass
 class Output:
-    """What a forward of such a library returns."""
+    """Output of a model's forward in such a library."""
 
     loss: torch.Tensor
     logits: torch.Tensor

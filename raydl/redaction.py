@@ -30,7 +30,7 @@ _QUERY = re.compile(r"[?#].*", re.DOTALL)
 _HOST_LOGIN = re.compile(r"[^/@\s]*:[^/\s]*@")
 """User and password of a host without a scheme, as in ``endpoint_override``."""
 _AFTER_A_URI = re.compile(r"['\"`<>),.:;\]}]*$")
-"""What ends a sentence, or a quotation, in which a URI comes last."""
+"""Characters that end a sentence or quotation in which a URI comes last."""
 _SECRET_NAMES = ("key", "sig", "pass", "auth", "sas")
 _SECRET_ENDINGS = (
     "token", "secret", "password", "passwd", "pwd", "signature", "credential", "credentials",

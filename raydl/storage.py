@@ -176,7 +176,7 @@ class _Call:
 
     what: str
     heard_at: float
-    """When it began, or a part of it was done."""
+    """Time at which it began, or its last part was done."""
 
 
 class Storage:

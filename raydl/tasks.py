@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Task(Protocol):
-    """What the worker's loop asks of what is learned."""
+    """A task, as the worker's loop uses it."""
 
     @property
     def name(self) -> str:

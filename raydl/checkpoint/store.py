@@ -51,7 +51,7 @@ from raydl.storage import Storage, Sum, below, in_words
 FORMAT = 2
 """From 2 on a manifest has a checksum of itself."""
 TRAINED = "center.safetensors"
-"""What a finished run has trained, in the run's folder."""
+"""Name of a finished run's weights, in its folder."""
 _FOLDER = "checkpoints"
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
@@ -517,7 +517,7 @@ def _manifest_path(name: str) -> str:
 
 
 class _Age(NamedTuple):
-    """What orders checkpoints, the oldest first."""
+    """Sort key of checkpoints, the oldest first."""
 
     epoch: int
     round: int

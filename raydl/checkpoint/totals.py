@@ -19,7 +19,7 @@ from raydl.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class Sum:
-    """What a start has come to at a round."""
+    """Totals of one start at a round."""
 
     round: int
     seconds: float
@@ -84,7 +84,7 @@ class Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What the starts of a run did, up to some round."""
+    """Totals of all starts of a run, up to some round."""
 
     evaluations: tuple[dict[str, Any], ...] = ()
     """The scores of the center, oldest first: round, samples, seconds, and each metric."""

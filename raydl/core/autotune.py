@@ -33,12 +33,12 @@ ENOUGH = 0.03
 """Share of a round that may be waited."""
 HIDDEN_STEP = 0.75
 SLACK = 1.3
-"""What an exchange may take beyond what was measured: first steps are slower than later ones, so
+"""Margin of an exchange over its measured time: first steps are slower than later ones, so
 that more seems to pass behind them, and links are not even."""
 TAKEN_OVER = "the workers before chose it"
 """The reason of a exchange tuning that a run, or a generation, begins with."""
 _TIMES = (1, 2, 3, 4, 6, 10)
-"""What period and fragments may be multiplied by."""
+"""Factors for period and fragments."""
 _LONGEST = 100
 """Local steps between exchanges."""
 _CODECS = ("bf16", "int8")
@@ -62,7 +62,7 @@ class ExchangeTuning:
 
 @dataclass(frozen=True)
 class Measured:
-    """What some rounds under a exchange tuning took."""
+    """Measured times of some rounds under one exchange tuning."""
 
     step_s: float
     waited_s: float
@@ -75,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a choice must keep to."""
+    """Limits of a choice."""
 
     overlap: bool = True
     """An exchange passes behind a gradient."""

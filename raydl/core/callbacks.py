@@ -153,7 +153,7 @@ class Listeners:
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.ended_by = ""
-        """Who asked: the ``name`` of a callback, else module:Class; empty: nobody."""
+        """Origin of the request: the ``name`` of a callback, else module:Class; empty: none."""
         self.ended_because = ""
         """The reason it gave."""
         self._callbacks = tuple(callbacks)

@@ -54,9 +54,9 @@ class Snapshot:
     num_cuts: int = 0
     """How often the learning rate was cut up to here, for the schedule ``plateau``."""
     tuning: ExchangeTuning | None = None
-    """What the workers chose to exchange by, if they did."""
+    """Exchange tuning that the workers chose, if they did."""
     untrained: dict[str, np.ndarray] = field(default_factory=dict)
-    """What differs from the untrained state that this start of the run began with, by name; see
+    """Differences from the untrained state at this start of the run, by name; see
     ``raydl.core.flat.UntrainedState``."""
 
     def is_finite(self) -> bool:

@@ -28,7 +28,7 @@ Node = Hashable
 
 @dataclass(frozen=True)
 class Network:
-    """What a message costs. All ranks must hold the same one, since they choose by it."""
+    """Cost of a message. All ranks must hold the same one, since they choose by it."""
 
     latency_s: float
     """Seconds before the first byte of a message between nodes: a."""

@@ -62,7 +62,7 @@ class Header:
 
 
 class Exchange(Protocol):
-    """What a replica needs of a transport: transactions with one span of the center."""
+    """A replica's view of a transport: transactions with one span of the center."""
 
     @property
     def span(self) -> slice:
@@ -138,14 +138,14 @@ class Partners(Protocol):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a local step has to do with exchanges."""
+    """Exchanges that start and complete in one local step."""
 
     begin: tuple[Exchange, ...] = ()
-    """Those that begin around this step."""
+    """Exchanges that begin around this step."""
     join: tuple[Exchange, ...] = ()
-    """Those that are waited for and take effect in this step."""
+    """Exchanges that are waited for and take effect in this step."""
     header: Header = Header()
-    """What travels with the last of those that begin."""
+    """Header of the last exchange that begins."""
     overlap: bool = True
     """Weights travel while the gradient is computed, rather than before."""
 

@@ -33,7 +33,7 @@ class BeforeStep(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a run share."""
+    """Settings and objects that all workers of a run share."""
 
     config: TrainConfig
     method: Method
@@ -42,7 +42,7 @@ class Job:
     order: Order
     """In which order the training samples come."""
     faults: FaultPlan = field(default_factory=FaultPlan)
-    """What is inflicted on the run, for chaos testing."""
+    """Injected faults, for chaos testing."""
 
 
 def first_model(job: Job, untrained: Untrained | None, *, device: str = "cpu") -> FlatModel:

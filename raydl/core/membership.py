@@ -44,7 +44,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What the controller knows about the workers, now."""
+    """The controller's knowledge of the workers, now."""
 
     ready: tuple[str, ...]
     """Workers that can train from now on, members and others, in the order they should have."""

@@ -56,7 +56,7 @@ ELEMENTWISE = frozenset(
         "rprop", "sgd",
     }
 )  # fmt: skip
-"""Those that look at no parameter's shape, and so are the same on any slice of it."""
+"""Optimizers that ignore a parameter's shape, and so are the same on any slice of it."""
 
 _BY_FIELD = ("lr", "momentum", "nesterov", "weight_decay")
 """Settings that have a field of their own in ``raydl.config.OptimizerConfig``."""

@@ -28,7 +28,7 @@ _FEW = 6
 _NUM_UPDATES = 16
 """A rule may let arrivals gather before the center moves; but not so many."""
 _SETTINGS = {"sends": Sends, "steps_replica": bool, "strategy": str, "period": int}
-"""What a rule says of itself, and of which kind each is."""
+"""Attributes of a rule, and the type of each."""
 _ALIKE = 0.75
 _MISSING = object()
 _CPU = torch.device("cpu")

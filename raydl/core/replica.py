@@ -144,7 +144,7 @@ class DynamicWeights:
 _SILENT = StepPlan()
 _PLAIN = TrainingConfig()
 Arrived = list[tuple[Tally, Header]]
-"""What each exchange that was waited for is made of, and its header sums."""
+"""Terms and header sums of each exchange that has arrived."""
 MakeGradient = Callable[[], tuple[Tensor, int]]
 """Adds a gradient to what the optimizer sees; returns (the mean loss, the samples behind it)."""
 Stepped = tuple[Tensor, Header | None]

@@ -81,7 +81,7 @@ class Losses:
 
 
 class Outcome(enum.Enum):
-    """What follows a round."""
+    """Next action after a round."""
 
     GO_ON = "go on"
     REGROUP = "regroup"
@@ -95,7 +95,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """What happened since the record before, over all workers; one point of the curves."""
+    """Sums over all workers since the record before; one point of the curves."""
 
     round: int
     generation: int
@@ -120,7 +120,7 @@ class Record:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker tells the controller when asked."""
+    """A worker's report to the controller."""
 
     worker_id: str
     round: int
@@ -154,7 +154,7 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where the run stands at a record."""
+    """Progress of the run at a record."""
 
     round: int
     generation: int

@@ -145,7 +145,7 @@ def lr_factor(
 
 
 class Sends(enum.Enum):
-    """What a worker puts into an exchange."""
+    """Content of a worker's message."""
 
     WEIGHTS = "weights"
     """The weights at the start of the step: on their way while the gradient is computed."""
@@ -157,7 +157,7 @@ class Sends(enum.Enum):
 
 @dataclass(frozen=True)
 class Tally:
-    """What a total is made of."""
+    """Terms of a total."""
 
     num_workers: int
     """Workers that train now (p)."""
@@ -168,7 +168,7 @@ class Tally:
 
 
 class Rule:
-    """What an exchange does to replica and center. Subclass it to add a method.
+    """Update of replica and center in an exchange. Subclass it to add a method.
 
     Everything is elementwise over flat tensors, so a rule serves a slice as well as the
     whole: fragments and shards of the center come for nothing.

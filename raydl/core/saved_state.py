@@ -76,13 +76,13 @@ class SavedState:
 
     @property
     def place(self) -> SavedPlace | None:
-        """What another process may open it by; None: nothing."""
+        """Path by which another process may open it; None: it cannot."""
         address = self.storage.address
         return None if address is None else (address, self.name, self.written)
 
     @property
     def path(self) -> str:
-        """Where the file is."""
+        """Path of the file."""
         return below(self.storage.root, self.name)
 
     def load(self) -> dict[str, Any]:

@@ -25,14 +25,14 @@ from raydl.metrics import TimeParts
 
 @dataclass(frozen=True)
 class Round:
-    """What a worker does until its next complete exchange."""
+    """Work of one worker until its next complete exchange."""
 
     claims: list[Claim]
     """One for each epoch that it has a part in, in their order."""
     delay: int
     """Local steps from the start of an exchange to its effect."""
     ahead: list[tuple[int, Span]] = field(default_factory=list)
-    """What this worker will claim next, as far as it is known: (epoch, positions)."""
+    """Next claims of this worker, as far as they are known: (epoch, positions)."""
 
     @property
     def num_steps(self) -> int:
@@ -50,7 +50,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows a round."""
+    """Decision at the end of a round."""
 
     outcome: Outcome
     keep: int | None
@@ -61,7 +61,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a worker stands in a generation."""
+    """A worker's place in a generation, with all that its strategy needs."""
 
     config: TrainConfig
     method: Method
@@ -70,9 +70,9 @@ class WorkerContext:
     flat: FlatModel
     time_parts: TimeParts
     cuts: Cuts
-    """Where the blocks of an epoch end."""
+    """Ends of the blocks of an epoch."""
     feedback: dict[Span, ErrorFeedback]
-    """What this worker's shortened messages left out so far, by span; it stays with the worker."""
+    """Error feedback of this worker's compressed messages, by span; it stays with the worker."""
 
     def feedback_of(self, span: Span, compression: str) -> ErrorFeedback:
         """Return the codec of a span, with what it left out so far."""
@@ -100,7 +100,7 @@ class WorkerContext:
 
 
 class Strategy(Protocol):
-    """What the worker's loop asks of a schedule."""
+    """Strategy of the exchanges, as the worker's loop uses it."""
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:

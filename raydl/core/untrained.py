@@ -27,7 +27,7 @@ _BLOCK = 1 << 24
 
 
 class Place:
-    """Where a module keeps a parameter or a buffer: a model may put another tensor there."""
+    """Slot of a parameter or buffer in its module: a model may put another tensor there."""
 
     def __init__(self, tensors: dict[str, Any], key: str, *, is_saved: bool) -> None:
         self._tensors = tensors
@@ -46,7 +46,7 @@ class Place:
 
 
 class UntrainedState:
-    """What a model has that is neither trained nor averaged.
+    """Tensors of a model that are neither trained nor averaged.
 
     Every process begins with that of the run's first model, as torch's DDP makes all ranks equal
     when it is constructed. From then on each replica keeps its own: frozen parameters are never
@@ -200,7 +200,7 @@ class UntrainedState:
 
 
 class BufferNews:
-    """What somebody has yet to hear of the buffers of an untrained state.
+    """Changes of an untrained state's buffers that a receiver does not have yet.
 
     They are compared where they are, and the device is waited for once.
 

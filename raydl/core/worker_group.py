@@ -28,7 +28,7 @@ class WorkerReady:
 
     worker_id: str
     node: str = ""
-    """Where it runs."""
+    """Node that it runs on."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunEnded:
     generation: int = 0
     """The one that it entered."""
     problem: str = ""
-    """What the exchange said that did not complete."""
+    """Message of the failed exchange."""
     num_changes: int = 0
     """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
     copy_generation: int = 0
@@ -145,7 +145,7 @@ class Published:
     newest_generation: int = 0
     """The one that made the newest snapshot; 0: the center itself did."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """What this process has refused so far because it came too late: how many, by kind."""
+    """Messages that this process refused because they came too late: how many, by kind."""
 
 
 @dataclass(frozen=True)

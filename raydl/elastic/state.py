@@ -12,7 +12,7 @@ from raydl.core.worker_group import Collected, Evaluated
 
 
 class State(enum.Enum):
-    """Where a run stands."""
+    """Progress and state of a run."""
 
     WAITING = "waiting for workers"
     TRAINING = "training"

@@ -21,7 +21,7 @@ _LONGEST_STAY_S = 60.0
 
 
 class Phase(enum.Enum):
-    """Where a worker stands."""
+    """State of one worker, as the controller knows it."""
 
     STARTING = "starting"
     READY = "ready"

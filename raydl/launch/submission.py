@@ -27,7 +27,7 @@ EXCLUDES = (
     "/.git", "/.ci", "/.venv", "/venv", "/runs/*/*", "/tests", "/docs", "/benchmarks", "/build",
     "/dist", "__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis", ".ipynb_checkpoints",
 )  # fmt: skip
-"""What does not travel, in .gitignore's words; .gitignore and .rayignore say what else.
+"""Files that are not sent, as .gitignore patterns; .gitignore and .rayignore may name more.
 
 Ray applies them to raydl's own folder as well: no file of it may be among them.
 """
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def how_to_go_on(self) -> str:
-        """What to type for the run to go on where it was."""
+        """Command that resumes the run."""
         name = "" if self.is_named else f"--run-name {self.name} and "
         return f"the same command with {name}--resume"
 

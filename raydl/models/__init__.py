@@ -52,7 +52,7 @@ class ModelRow:
     sentence: str
     """A description, short enough for a line of a table."""
     source: str
-    """Where it was published."""
+    """The publication."""
 
     @property
     def reads_texts(self) -> bool:

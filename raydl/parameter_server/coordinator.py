@@ -43,7 +43,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """What it shows."""
+        """Value shown."""
         return self._seconds + (0.0 if self._since is None else self._clock() - self._since)
 
     def run(self, is_running: bool) -> None:

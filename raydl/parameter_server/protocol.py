@@ -134,7 +134,7 @@ class Response:
 
 @dataclass(frozen=True)
 class CellAddress:
-    """Where a worker finds a span of the center on its own node, and itself among the members."""
+    """Location of a span of the center on the worker's own node, and the worker's place in it."""
 
     path: str
     """Of a file without a name, by way of the process that holds it."""

@@ -292,7 +292,7 @@ class RayRendezvousBackend:
 
 @ray.remote(num_cpus=0)
 class RendezvousActor:
-    """Where the workers of one run meet: the room, and the keys of their groups.
+    """Meeting point of one run's workers: their rendezvous, and the keys of their groups.
 
     For methods that exchange by messages it is the center, too.
     """

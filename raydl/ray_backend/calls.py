@@ -21,7 +21,7 @@ _DEATHS = {
     "its worker process has died": "its process was killed, or crashed",
     "its node has died": "its node was lost",
 }
-"""What Ray says, below lines of numbers, of an actor that died; and what a person reads."""
+"""Ray's sentences on an actor that died, below lines of numbers, and ours for the user."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Call:
     handle: Handler
     """Makes events of the answer."""
     task: str = ""
-    """What is given up if the call fails; empty: the process counts as lost."""
+    """Name of the work that is given up if the call fails; empty: the process counts as lost."""
     generation: int = 0
     """Of a worker's loop; 0: it is no loop."""
     can_wait: bool = False

@@ -30,7 +30,7 @@ _known_to_add: list[tuple[str, dict[str, float], int]] = []
 START_S = 120.0
 """The longest start of a process: importing torch on a busy machine takes tens of seconds."""
 Place = tuple[str, int]
-"""Where something is: (node by hex id, process id), or (host, port)."""
+"""Location of a process: (node by hex id, process id), or (host, port)."""
 
 
 class Notices:

@@ -25,9 +25,9 @@ _NO_TOKEN = (
 
 _ADDRESS = "give --address http://HEAD:8265, the cluster's dashboard"
 _NOT_READY = ("502", "503", "504")
-"""What a proxy says for a dashboard that is about to come."""
+"""Answers of a proxy in front of a dashboard that is not up yet."""
 _NO_AGENT = "No available agent to submit job"
-"""What a dashboard says while the agent of the head, which starts the drivers, is not there."""
+"""Answer of a dashboard while the head's agent, which starts the drivers, is not up."""
 _ABOUT_AGENT = (
     f"{_NO_AGENT}; it may be starting still, or another Ray on the head's machine holds its port, "
     "52365 unless ray start was given --dashboard-agent-listen-port"

@@ -39,7 +39,7 @@ class JobState:
 
 
 class Fate(enum.Enum):
-    """What the end of a job means for who submitted it."""
+    """Meaning of a job's end for the command that submitted it."""
 
     DONE = "done"
     STOPPED = "stopped"

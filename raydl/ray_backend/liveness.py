@@ -44,7 +44,7 @@ def times_of(pid: int) -> Times | None:
 
 @dataclass
 class _Seen:
-    """What is known of one silent process."""
+    """Observations of one silent process."""
 
     asked_at: float = -1e9
     heard_at: float = -1e9

@@ -20,8 +20,8 @@ SAMPLES = Tag("samples", "Training samples that all workers together have seen i
 
 _NOT_EXPORTED = {tag.name for tag in TAGS.values() if tag.group == STACK_GROUP} | {OWN_METRIC}
 EXPORTED = (*(tag for tag in TAGS.values() if tag.name not in _NOT_EXPORTED), SAMPLES)
-"""What Ray is given: no edges of the stack, since Grafana stacks by itself, and no metric whose
-name only the task knows."""
+"""Metrics that Ray exports: no edges of the stack, since Grafana stacks by itself, and no metric
+whose name only the task knows."""
 _FORGET_AFTER_S = 60.0
 """A worker without news for so long has left, or hangs: its gauges end."""
 

@@ -25,7 +25,7 @@ from raydl.errors import ClusterError, ConfigError
 from raydl.redaction import redact
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
-"""Where `ray up` puts the cluster's configuration on the head."""
+"""Path of the cluster's configuration on the head, as `ray up` writes it."""
 _ANSWER_S = 5.0
 """The longest wait for a cluster's first answer, in seconds. Ray by itself waits for minutes."""
 _START_S = 60.0

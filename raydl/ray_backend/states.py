@@ -26,7 +26,7 @@ from raydl.ray_backend.calls import in_few_words
 from raydl.storage import Storage, Sum
 
 PIECE_BYTES = 16 << 20
-"""What passes through the driver at once, in bytes."""
+"""Size of a piece that passes through the driver, in bytes."""
 SILENCE_S = 20.0
 """A worker that has written nothing for so long is asked for its state instead, in seconds."""
 ANSWER_S = 60.0
@@ -36,7 +36,7 @@ _HANDOVERS = "handovers"
 
 
 class RayState:
-    """What a worker holds for a checkpoint; see ``raydl.checkpoint.store.DistantState``.
+    """A state that a worker holds for a checkpoint; see ``raydl.checkpoint.store.DistantState``.
 
     Args:
         worker: its actor.
@@ -160,7 +160,7 @@ _one_at_a_time = threading.Lock()
 
 
 class Handovers:
-    """What workers that leave hand to those that come: files in the run's storage.
+    """States handed from leaving workers to their replacements: files in the run's storage.
 
     Where leaver and newcomer see the storage, as with checkpoints, nothing passes through the
     driver. A file is there until it is forgotten; those of an earlier start go when a run begins.

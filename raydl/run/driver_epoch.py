@@ -29,7 +29,7 @@ from raydl.storage import Storage
 FOLDER = "driver-epochs"
 _NAME = re.compile(r"(\d{8,})-[0-9a-f]{8}\.json")
 _OF_CHECKPOINT = re.compile(r"-e(\d+)")
-"""What a checkpoint's name has of the epoch that wrote it; see ``raydl.checkpoint.store``."""
+"""Part of a checkpoint's name that gives the driver epoch; see ``raydl.checkpoint.store``."""
 
 
 class DriverEpoch:

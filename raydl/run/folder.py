@@ -56,11 +56,11 @@ NO_RUN = (
     "no run is there; give the folder that raydl train printed, or the place below "
     "--storage-path where the run is kept"
 )
-"""What to say of a folder that holds none."""
+"""Sentence for a folder that holds no run."""
 
 
 class RunFolder:
-    """Where one run reads and writes.
+    """Files of one run.
 
     Args:
         config: names the folder, or leaves it to be named by method, model and time.

@@ -33,7 +33,7 @@ _NEAR = 0.05
 
 @dataclass(frozen=True)
 class Trial:
-    """What the trial of a model came to."""
+    """Result of trying a model."""
 
     flat: FlatModel
     """The run's first model, as it was built."""

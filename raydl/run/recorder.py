@@ -168,7 +168,7 @@ class RunRecorder:
             **({"unanswered": storage.unanswered} if storage else {}),
             refuge=refuge,
         )
-        """What writes them."""
+        """Writer of the events."""
 
     def follow(self, controller: Controller) -> None:
         """Count from now on its generations, pauses and faults."""

@@ -23,7 +23,7 @@ from raydl.storage import below
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins, or goes on."""
+    """State at which a run begins or resumes."""
 
     folder: RunFolder
     store: CheckpointStore
@@ -33,7 +33,7 @@ class Start:
     seconds: float
     sentences: list[str]
     before: Totals = field(default_factory=Totals)
-    """What earlier starts came to."""
+    """Totals of earlier starts."""
     is_trained: bool = False
     """Nothing is left to train, but the run did not come to write its end."""
     ended: tuple[str, str] = ("", "")

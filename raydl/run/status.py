@@ -36,7 +36,7 @@ class RunStatus:
     """A run at one moment. The driver leaves the last three fields to the desk."""
 
     state: str
-    """What the run does; of an ended run: finished, stopped, or failed: and why."""
+    """State of the run; of an ended run: finished, stopped, or failed: and why."""
     generation: int
     num_workers: int
     wanted: str

@@ -176,7 +176,7 @@ _Settings = TypeVar("_Settings")
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. The words are Ray Train's."""
+    """Result of a run. The words are Ray Train's."""
 
     metrics: dict[str, Any]
     """The figures of ``result.json``."""
@@ -185,7 +185,7 @@ class Result:
     checkpoint: str
     """The newest checkpoint; like ``path``."""
     stopped_by: str
-    """What ended the run before its time; empty if it finished."""
+    """Reason for an early end; empty if the run finished."""
 
     def __repr__(self) -> str:
         """Return all of it, without credentials of URIs."""
@@ -237,7 +237,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.task = _as_task(task, loss)
-        """What is learned; None: what the data say, by the name of the model."""
+        """The task; None: the data's own, with the model by its name."""
         self.data = data
         self.callbacks = checked_callbacks(callbacks)
         method_config, self.rule = as_method(method)

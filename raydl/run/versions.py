@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import metadata
 
 DISTRIBUTION = "elastic-raydl"
-"""What ``pip`` calls the package that is imported as ``raydl``."""
+"""Name for ``pip`` of the package that is imported as ``raydl``."""
 
 
 def installed_version(package: str) -> str:

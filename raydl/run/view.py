@@ -71,7 +71,7 @@ class EventLog:
 
 
 class RunView:
-    """What there is to tell of a run, from the moment its folder is open.
+    """Facts about a run for its user, from the moment its folder is open.
 
     Args:
         config: the settings.

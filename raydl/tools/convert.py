@@ -307,7 +307,7 @@ class ConvertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenPart:
-    """What was written of a part."""
+    """Files written for one part."""
 
     name: str
     """train or test."""

@@ -34,7 +34,7 @@ class PartInfo:
     num_rows: int
     """Pictures, rows of a table, or tokens of a text."""
     files: tuple[str, ...] = ()
-    """Where it lies; of binary layouts those of both parts. Class folders have too many."""
+    """Path of the file; binary layouts have two. Class folders have too many to list."""
     group_rows: tuple[int, ...] = ()
     """Rows of each row group, of Parquet."""
     group_bytes: tuple[int, ...] = ()

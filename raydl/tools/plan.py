@@ -52,7 +52,7 @@ class KnownNetwork:
     sentence: str
     """A description."""
     source: str
-    """Where the two figures are from."""
+    """Source of the two figures."""
 
 
 def _ethernet(gigabits: float, latency_s: float, source: str) -> KnownNetwork:

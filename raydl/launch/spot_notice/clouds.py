@@ -18,7 +18,7 @@ _ANSWER_S = 5.0
 _TOKEN_S = 21600
 """How long an AWS session token is valid: the longest there is."""
 _AWS_S, _GCP_S, _AZURE_S = 120.0, 30.0, 30.0
-"""What each cloud promises between notice and end, in seconds."""
+"""Time that each cloud promises between notice and end, in seconds."""
 
 
 class MetadataError(RaydlError):
@@ -39,7 +39,7 @@ class Notice:
 
 
 class Source(Protocol):
-    """Who knows whether this machine will be taken away."""
+    """Source of notices that this machine will be taken away."""
 
     def notice(self, now: float) -> Notice | None:
         """Return the notice, if there is one.
@@ -216,7 +216,7 @@ URLS = {
     "gcp": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
-"""Where the metadata service of each cloud is."""
+"""Address of each cloud's metadata service."""
 
 
 def make_source(provider: str, url: str | None = None, *, rebalance: bool = False) -> Source:

@@ -12,7 +12,7 @@ Cluster = dict[str, Any]
 """A cluster's file, as Ray's launcher hands it on."""
 
 AZURE_OWN = ("msi", "nsg", "subnet")
-"""What Ray's provider for Azure takes from ``provider``, one for all nodes; here one per type."""
+"""Settings of Ray's Azure provider in ``provider``, one for all nodes there; here one per type."""
 
 
 def gcp_cluster(cluster: Cluster) -> Cluster:
