@@ -95,7 +95,7 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def in_words(error: Exception) -> str:
-    """Return what a file system said as the rest of a sentence, with what to do if it is known."""
+    """Return a file system's error as the rest of a sentence, with a remedy if one is known."""
     said = _ERRNO.sub("", " ".join(redact(str(error)).split()))
     said = _DETAIL.sub(lambda match: f": {match[1].lower()}", said)
     for pattern, advice in _ADVICE:
@@ -163,7 +163,7 @@ class Summing:
         """Of what has been read."""
 
     def pieces(self) -> Iterator[Any]:
-        """Yield what has not been read yet."""
+        """Yield the rest of the file."""
         for piece in self._pieces:
             num_bytes, crc32 = self.sum
             self.sum = Sum(num_bytes + len(piece), zlib.crc32(piece, crc32))
@@ -577,7 +577,7 @@ class SilenceTeller:
         self._since: float | None = None
 
     def news(self) -> str | None:
-        """Return what is to be said now, if anything."""
+        """Return the sentence to print now, if any."""
         silent_s, what = self._storage.unanswered()
         if self._since is None and silent_s >= TELL_S:
             self._since = time.monotonic() - silent_s

@@ -38,7 +38,7 @@ class Best:
     """The number of the start that wrote it, among all of the run."""
 
     def figures(self) -> dict[str, Any]:
-        """Return what ``result.json`` says of it, in the words of an evaluation there."""
+        """Return its part of ``result.json``, with the keys of an evaluation there."""
         return {
             "round": self.round,
             "samples": self.num_samples,

@@ -417,7 +417,7 @@ class CheckpointStore:
         return of_round in (None, round) and newest == round and _are_same(trained, center)
 
     def _trained(self) -> tuple[dict[str, Tensor], int | None]:
-        """Return what was trained, and its round; None: an earlier file, which does not tell."""
+        """Return the trained weights, and their round; None: an earlier file, without the round."""
         tensors, values = tensor_files.load(self._storage.read_whole(TRAINED))
         if values.keys() - {"round"}:
             raise ValueError(f"it is damaged: it says {', '.join(values)}")

@@ -101,7 +101,7 @@ class Totals:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, storage: Storage) -> Totals:
-        """Return what a checkpoint carries, with the scores that came after it was written.
+        """Return the totals in a checkpoint, with the scores that came after it was written.
 
         Args:
             checkpoint: where the run goes on; one of an older raydl carries nothing.
@@ -124,7 +124,7 @@ class Totals:
         return any(score["round"] == round for score in self.evaluations)
 
     def to_state(self) -> dict[str, Any]:
-        """Return what a checkpoint can hold."""
+        """Return the totals as a checkpoint can hold them."""
         return asdict(self)
 
     def plus(
@@ -159,7 +159,7 @@ class Totals:
         )
 
     def figures(self, num_rounds: int) -> dict[str, Any]:
-        """Return what ``result.json`` says of them, after so many rounds."""
+        """Return their part of ``result.json``, after so many rounds."""
         return {
             "center_accuracy": self.center_accuracy,
             "center_loss": self.evaluations[-1].get("loss") if self.evaluations else None,

@@ -49,7 +49,7 @@ def checkpoint_of(
     order: str = "",
     ended: tuple[str, str] = ("", ""),
 ) -> Checkpoint:
-    """Return what to write for a collected round.
+    """Return the files to write for a collected round.
 
     Args:
         collected: the states of a round.

@@ -51,7 +51,7 @@ class _ConvertOptions:
 
 
 def data_command(arguments: Sequence[str]) -> int:
-    """Say what is in a data set (info), or make Parquet of it (convert)."""
+    """Describe a data set (info), or convert it to Parquet (convert)."""
     given = arguments[0] if arguments else "--help"
     if given in _COMMANDS:
         return _COMMANDS[given](arguments[1:])
@@ -64,7 +64,7 @@ def _usage(given: str) -> str:
 
 
 def info(arguments: Sequence[str]) -> int:
-    """Say what is in a data set; of large ones little is read."""
+    """Describe a data set; of large ones little is read."""
     options = parse(_InfoOptions, arguments, prog="raydl data info", description=info.__doc__)
     from raydl.tools.data_info import inspect
 

@@ -129,7 +129,7 @@ def _methods(options: _PlanOptions) -> list[Method]:
 
 
 def _workload(options: _PlanOptions, method: Method) -> _Workload:
-    """Return what is trained; a step is timed where the user names no time."""
+    """Return the model to plan for; a step is timed where the user names no time."""
     if options.parameters is not None:
         require(options.parameters >= 1, "parameters", "1 or more", options.parameters)
         if options.step_s is None:
@@ -218,7 +218,7 @@ def _outlook(
     network: Network,
     counts: Sequence[int],
 ) -> _Outlook:
-    """Return what a method should cost with each number of workers."""
+    """Return a method's expected cost with each number of workers."""
     from raydl.core.rules import Sends
 
     plan = Plan(

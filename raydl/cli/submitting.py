@@ -105,7 +105,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
-    """Return what is to be run; every mistake that can be seen from here is told now."""
+    """Return the job to submit; every mistake that can be seen from here is reported now."""
     name = options.run_name
     if name is not None:
         submission.check_name("submit.run_name", name)

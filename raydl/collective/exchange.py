@@ -82,7 +82,7 @@ def packed_header(header: Header, dtype: torch.dtype) -> Tensor:
 def settled(
     group: Group, group_size: int, weights: Tensor, buffers: Tensor, header: Tensor
 ) -> tuple[Tally, Header]:
-    """Return what sums over all workers are made of, and the header sums.
+    """Return the terms of the sums over all workers, and the header sums.
 
     The sums become those over replicas, in place: each is in them as often as workers
     share it.

@@ -67,7 +67,7 @@ class StoreServer:
 
 
 def proof(secret: bytes, *, source: int, target: int) -> bytes:
-    """Return what a rank sends to another one to prove that it knows the secret: 32 bytes.
+    """Return a rank's proof to another one that it knows the secret: 32 bytes.
 
     The direction is part of it: a proof that was received proves nothing when it is sent back.
     """

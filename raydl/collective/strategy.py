@@ -523,7 +523,7 @@ class SyncStrategy:
         )
 
     def prepare_copy(self) -> Callable[[], None]:
-        """Return what makes memory ready for a copy of the center, in any thread."""
+        """Return a function that readies memory for a copy of the center, in any thread."""
         sizes = sizes_of([self._weights, self._buffers]) if self._context.rank == 0 else []
         return lambda: self._copies.prepare(sizes)
 

@@ -145,13 +145,13 @@ def hidden_port(value: bytes) -> int:
 
 
 def shown_at(value: bytes, host: str, port: int) -> bytes:
-    """Return what gloo wrote of itself, with another address."""
+    """Return gloo's record of its own address, with another address."""
     address = b"\x02\x00" + port.to_bytes(2, "big") + socket.inet_aton(host)
     return _GLOO_ADDRESS.sub(lambda _: address, value)
 
 
 def seen_by(value: bytes, *, rank: int, peer: int, ways: Mapping[int, int]) -> bytes:
-    """Return what a peer wrote of itself as a rank shall see it.
+    """Return a peer's record of itself as a rank shall see it.
 
     Args:
         value: what the peer wrote.

@@ -12,7 +12,7 @@ from raydl.errors import ConfigError
 
 
 def load_own(setting: str, name: str) -> Any:
-    """Return what ``module:name`` names; the module may lie in the current folder.
+    """Return the object that ``module:name`` names; the module may lie in the current folder.
 
     Args:
         setting: the dotted name of the setting, for the message.

@@ -26,11 +26,11 @@ class TlsFiles:
     """The authority that has signed the certificates of all nodes (``RAY_TLS_CA_CERT``)."""
 
     def client(self) -> ssl.SSLContext:
-        """Return what the side that connects needs. Raises OSError: a file is not as it should."""
+        """Return the connecting side's TLS context. Raises OSError: a file is not usable."""
         return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def server(self) -> ssl.SSLContext:
-        """Return what the side that listens needs. Raises OSError: a file is not as it should."""
+        """Return the listening side's TLS context. Raises OSError: a file is not usable."""
         context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         context.num_tickets = 0  # no client comes back
         return context

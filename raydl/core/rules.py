@@ -120,7 +120,7 @@ def lr_factor(
     milestones: Sequence[float] = (),
     gamma: float = 0.1,
 ) -> float:
-    """Return what the learning rate is multiplied by, 0..1.
+    """Return the factor of the learning rate, 0..1.
 
     It rises in a straight line from 0 to 1 during the warm-up, then follows the schedule.
 
@@ -194,7 +194,7 @@ class Rule:
         return cls()
 
     def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
-        """Return what the replica subtracts after its local step, shape [num_parameters]."""
+        """Return the update that the replica subtracts after its local step, [num_parameters]."""
         raise NotImplementedError
 
     def update_center_(

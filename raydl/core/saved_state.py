@@ -26,7 +26,7 @@ class StateWrite(Protocol):
     """A worker's state on its way to its file."""
 
     def wait(self) -> Sum:
-        """Return what was written, once the file is whole.
+        """Return the file that was written, once it is whole.
 
         Raises:
             StateLostError: the process that had the state has gone, or does not answer.
@@ -129,7 +129,7 @@ def pack(state: dict[str, Any]) -> TensorFile:
 
 
 def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """Return what JSON can hold of a value; each tensor goes into ``tensors`` by its number.
+    """Return a value as JSON can hold it; each tensor goes into ``tensors`` by its number.
 
     Not by its path, which two may share: {0: …, "0": …}, or {"a/b": …, "a": {"b": …}}.
     """
@@ -154,7 +154,7 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def unpack(data: bytearray) -> dict[str, Any]:
-    """Return what ``pack`` was given; its tensors lie in ``data``."""
+    """Return the state that ``pack`` was given; its tensors lie in ``data``."""
     tensors, metadata = tensor_files.parse(data)
     return _state_of(tensors, metadata or {})
 

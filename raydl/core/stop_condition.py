@@ -50,7 +50,7 @@ class StopCondition:
 
 
 def notes_on_period(config: TrainConfig, *, period: int, num_samples: int) -> list[str]:
-    """Return what a user should know of a period that is long beside an epoch, or the run.
+    """Return a warning about a period that is long beside an epoch, or the run.
 
     Args:
         config: the run's settings.

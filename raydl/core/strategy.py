@@ -133,7 +133,7 @@ class Strategy(Protocol):
         ...
 
     def next_round(self, local_step: int) -> Round:
-        """Return what to do next; waits where it is not this worker's turn."""
+        """Return the next work; waits where it is not this worker's turn."""
         ...
 
     def share_done(self, step: int, local_step: int) -> float:
@@ -166,7 +166,7 @@ class Strategy(Protocol):
         ...
 
     def prepare_copy(self) -> Callable[[], None]:
-        """Return what makes memory ready for ``snapshot``, in any thread."""
+        """Return a function that readies memory for ``snapshot``, in any thread."""
         ...
 
     def undo_round(self) -> None:

@@ -120,7 +120,7 @@ class Augment:
         self._seed = seed
 
     def changed(self, pictures: Tensor, rows: np.ndarray, epoch: int) -> Tensor:
-        """Return what the samples are in an epoch, shape and device of the pictures.
+        """Return the samples as changed in an epoch, with shape and device of the pictures.
 
         Args:
             pictures: normalised, shape [B, C, H, W].

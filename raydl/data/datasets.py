@@ -65,7 +65,7 @@ class Layout:
 
 
 def find_layout(source: str) -> Layout:
-    """Return what lies under a name that ``raydl.data.load`` takes.
+    """Return the data set behind a name that ``raydl.data.load`` takes.
 
     A folder of which nothing is known is one of class folders; there may be none in it.
 
@@ -205,7 +205,7 @@ def load_parquet(
 
 
 def _decoded_bytes(groups: ParquetGroups) -> int:
-    """Return what the set takes in memory, going by the first picture or row."""
+    """Return the size of the set in memory, estimated from the first picture or row."""
     if not has_pictures(groups.columns):
         return sum(groups.sizes) * row_bytes(groups.read_first())
     first = labelled_pictures(groups.read_first(), source=groups.name(0), allows_null=True)

@@ -23,7 +23,7 @@ class Place:
     """The path as the user wrote it, for messages."""
 
     def __truediv__(self, child: str) -> Place:
-        """Return what lies below."""
+        """Return the files below."""
         path = posixpath.join(self.path, child)
         return Place(self.filesystem, path, below(self.name, child))
 
@@ -47,7 +47,7 @@ class Place:
             raise DataError(self.name, f"can not be reached: {in_words(error)}") from error
 
     def children(self, pattern: str = "*") -> list[Place]:
-        """Return what lies directly below a folder, by name; hidden files are left out."""
+        """Return the entries directly below a folder, by name; hidden files are left out."""
         try:
             infos = self.filesystem.get_file_info(fs.FileSelector(self.path))
         except OSError as error:

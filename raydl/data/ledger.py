@@ -137,11 +137,11 @@ class Ledger:
         return _size([span for _, span in self._claimed.get(worker_id, [])])
 
     def claims_of(self, worker_id: str) -> list[tuple[int, Span]]:
-        """Return what a worker has claimed and not completed: (epoch, span), in its order."""
+        """Return a worker's claims that are not completed: (epoch, span), in their order."""
         return list(self._claimed.get(worker_id, []))
 
     def reserved_by(self, worker_id: str) -> list[tuple[int, Span]]:
-        """Return what a worker will claim next, as far as it is known: (epoch, span)."""
+        """Return a worker's next claims, as far as they are known: (epoch, span)."""
         return list(self._reserved.get(worker_id, []))
 
     def _next_epoch(self) -> int:
@@ -205,7 +205,7 @@ class Ledger:
             del self._num_reserved[epoch]
 
     def _most_reserved(self, epoch: int) -> str | None:
-        """Return who has most of an epoch set aside, if anyone has."""
+        """Return the worker with the largest reserved part of an epoch, if there is one."""
         sizes = {
             worker_id: _size([span for e, span in spans if e == epoch])
             for worker_id, spans in self._reserved.items()

@@ -55,7 +55,7 @@ class Normalizer:
 
 
 def preparation_for(dataset: Dataset, config: TrainConfig) -> Prepare:
-    """Return what makes a dataset's samples ready for a model.
+    """Return the transform that readies a dataset's samples for a model.
 
     Pictures are normalised, and for training changed as ``input.augment`` says.
 
@@ -190,7 +190,7 @@ class Feed:
         return prepared
 
     def _take(self, rows: np.ndarray) -> Fetched:
-        """Return what was fetched ahead, or fetch it now."""
+        """Return the batch that was fetched ahead, or fetch it now."""
         key = rows.tobytes()
         self._to_come = [other for other in self._to_come if other.tobytes() != key]
         future = self._ahead.pop(key, None)

@@ -85,7 +85,7 @@ class GroupCache(Generic[_T]):
                 self._start(number)
 
     def get(self, number: int) -> _T:
-        """Return what is kept of a group; waits until it is read.
+        """Return the kept rows of a group; waits until it is read.
 
         Raises:
             DataError: it can not be read.

@@ -503,7 +503,7 @@ class Controller:
             self._log(f"{self._why_stop}: stopping after this round, with a checkpoint")
 
     def _outcome_of_stop(self) -> Outcome:
-        """Return what a stop amounts to: a run that a callback ended is as complete as any."""
+        """Return the state after a stop: a run that a callback ended is as complete as any."""
         listeners = self._listeners
         if self.stop_reason or self._failure.error or not listeners.ended_by:
             return Outcome.STOPPED
@@ -621,7 +621,7 @@ class Controller:
         return is_of_center or is_of_worker
 
     def _count_unexplained(self, run: Generation) -> None:
-        """Let what breaks again and again, for no cause that is known, end the run some time."""
+        """End the run after too many failures in a row without a known cause."""
         end = next(e for e in run.ended.values() if e.outcome is Outcome.BROKEN)
         self._log(f"{end.worker_id} left its exchange: {end.problem}")
         self._worker_pool.count_loss(end.worker_id, end.problem)

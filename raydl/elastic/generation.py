@@ -109,7 +109,7 @@ class Generation:
         return max(ends, key=lambda end: (end.round, end.num_changes), default=None)
 
     def outcome(self) -> Outcome:
-        """Return what follows: the members have ended, in synchronous methods in one round.
+        """Return the outcome: the members have ended, in synchronous methods in one round.
 
         A vote to regroup counts before the end of the run: where workers come one by one,
         some may have found no more work when it came. But where a round is the last one, it

@@ -55,11 +55,11 @@ class MembershipPolicy(Protocol):
         ...
 
     def watch(self, run: Generation) -> Next | Change:
-        """Return what follows for a generation that trains, and that the center knows."""
+        """Return the next state of a generation that trains, and that the center knows."""
         ...
 
     def watch_regroup(self, run: Generation) -> Next | Change:
-        """Return what follows for a generation that is leaving by vote."""
+        """Return the next state of a generation that is leaving by vote."""
         ...
 
     def round_to_go_on_from(
@@ -98,7 +98,7 @@ class SyncMembership:
         return max(_ANSWER_S, min(self.stragglers.grace_s(), self.config.exchange.timeout_s))
 
     def watch(self, run: Generation) -> Next:
-        """Return what follows for a generation that trains."""
+        """Return the next state of a generation that trains."""
         if run.lost or run.is_broken:
             return Next.ABANDON
         if not run.at_work:
@@ -110,7 +110,7 @@ class SyncMembership:
         return Next.REGROUP if self._wants_regroup(run) else Next.TRAIN
 
     def watch_regroup(self, run: Generation) -> Next:
-        """Return what follows for a generation that is leaving by vote."""
+        """Return the next state of a generation that is leaving by vote."""
         if run.lost or run.is_broken:
             return Next.ABANDON
         if not run.at_work:
@@ -188,7 +188,7 @@ class AsyncMembership:
         return self.config.elastic.lease_s  # nobody waits but for the center
 
     def watch(self, run: Generation) -> Next | Change:
-        """Return what follows for a generation that trains."""
+        """Return the next state of a generation that trains."""
         if self.center_manager.is_lost:
             return Next.ABANDON
         self._drop_those_out(run)
@@ -255,7 +255,7 @@ class AsyncMembership:
         return is_leaving or self.worker_pool.awaits_legacy(membership.worker_ids)
 
     def watch_regroup(self, run: Generation) -> Next | Change:
-        """Return what follows for a generation that is leaving by vote."""
+        """Return the next state of a generation that is leaving by vote."""
         if self.center_manager.is_lost:
             return Next.ABANDON
         if run.is_changing:

@@ -209,7 +209,7 @@ class Rendezvous:
         return self._in_rounds or not self._has_center
 
     def _call_of(self, worker_id: str, generation: int) -> Invitation | None:
-        """Return what a worker is called into, if it has not come from there."""
+        """Return a worker's invitation, if it does not come from that generation."""
         call = self._calls.get(worker_id)
         return call if call is not None and call.generation > generation else None
 
@@ -334,7 +334,7 @@ class Rendezvous:
 
 
 def _natural(worker_id: str) -> tuple[int, str]:
-    """Return what sorts w2 before w10."""
+    """Return a key that sorts w2 before w10."""
     return len(worker_id), worker_id
 
 
@@ -456,7 +456,7 @@ class RendezvousServer:
             self._follow()
 
     def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
-        """Return what a worker that was called starts from; None: it is not here yet.
+        """Return the center that an invited worker starts from; None: it is not here yet.
 
         Raises:
             AttachError: nobody has it.

@@ -58,7 +58,7 @@ class RendezvousBackend(Protocol):
         ...
 
     def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
-        """Return what a worker that was called starts from; None: it is not here yet."""
+        """Return the center that an invited worker starts from; None: it is not here yet."""
         ...
 
     def center(self) -> Snapshot | None:
@@ -206,7 +206,7 @@ class RendezvousClient:
         return call
 
     def _wait_for_center(self, point: RendezvousBackend, call: Invitation, stay: _Stay) -> Snapshot:
-        """Return what to start from; the wait ends with the generation."""
+        """Return the center to start from; the wait ends with the generation."""
         while (snapshot := point.fetch(self.worker_id, call)) is None:
             if stay.signal is Signal.OVER:
                 raise ExchangeError(0, call.generation, "the center did not come")

@@ -342,7 +342,7 @@ class WorkerPool:
         return self._worker_registry[worker_id].node, int(worker_id.lstrip("w"))
 
     def states_for(self, worker_ids: tuple[str, ...]) -> dict[str, Any]:
-        """Return what newcomers start from besides the center: their own, or a leaver's."""
+        """Return the replica states that newcomers start from: their own, or a leaver's."""
         states = {w: self._own_states.pop(w) for w in worker_ids if w in self._own_states}
         for worker_id in states.keys() & self._heirs.keys():
             del self._heirs[worker_id]
@@ -350,7 +350,7 @@ class WorkerPool:
         return states
 
     def waiting(self, reason: str, waited_s: float, *, has_trained: bool) -> str:
-        """Return what the run waits for, in one sentence.
+        """Return the reason for waiting, in one sentence.
 
         Raises:
             ResourceError: it has waited for too long.

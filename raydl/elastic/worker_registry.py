@@ -218,7 +218,7 @@ class WorkerRegistry:
     def candidates(
         self, waited_s: float, *, sort_key: Callable[[str], Any] | None = None
     ) -> Candidates:
-        """Return what decides about the next membership.
+        """Return the facts that decide the next membership.
 
         Args:
             waited_s: seconds since the wait for workers began.

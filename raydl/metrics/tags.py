@@ -186,7 +186,7 @@ OF_COMPARISON = ".compare"
 
 
 def tag_of(name: str) -> Tag:
-    """Return what explains a written name.
+    """Return the tag that explains a written name.
 
     For ``worker_step_s/w0`` that is ``worker_step_s/ID``; for a user's own metric of the test
     set, ``center/top5`` say, ``center/NAME``.

@@ -92,7 +92,7 @@ class LeNet5(nn.Module):
 
 
 def _margins(side: int) -> tuple[int, int]:
-    """Return what to add before and after a side to make it 32."""
+    """Return the padding before and after a side that makes it 32."""
     missing = max(0, _FIELD - side)
     return missing // 2, missing - missing // 2
 

@@ -103,7 +103,7 @@ class MessageExchange:
         return slice(part[0] - self.span.start, part[1] - self.span.start)
 
     def _encoded(self, weights: Tensor, part: Span) -> np.ndarray:
-        """Return what is sent to one shard: floats, or a codec's bytes."""
+        """Return the message to one shard: floats, or a codec's bytes."""
         if part[0] == part[1]:
             return NOTHING
         values, feedback = weights[self._at(part)], self._feedback[part]
@@ -247,7 +247,7 @@ class ClientSession:
         )
 
     def _completion(self, header: Header) -> Completion:
-        """Return what ends the round."""
+        """Return the response that ends the round."""
         num_bytes, self.num_bytes = self.num_bytes, 0
         news = self._news.pop_changes()
         return Completion(header, self.local_step, self.num_trained, self.lr, num_bytes, news)

@@ -105,7 +105,7 @@ class Dues:
             self.end_checkpoint()
 
     def pop_due(self) -> list[Due]:
-        """Return what is wanted, once: all that is kept, and the newest other."""
+        """Return the snapshots that are due, once: all that are kept, and the newest other."""
         due, self._wanted = self._wanted, []
         return [d for i, d in enumerate(due) if d.is_kept or i == len(due) - 1]
 
@@ -258,7 +258,7 @@ class Coordinator:
                 member.is_dismissed = True
 
     def _admit(self, message_id: MessageId) -> Member:
-        """Return who calls; raise ExchangeError if it is no member, or was another then."""
+        """Return the caller; raise ExchangeError if it is no member, or another incarnation was."""
         problem = self._members.refusal(message_id)
         if problem:
             self.num_refused += 1
@@ -465,7 +465,7 @@ class Coordinator:
             self._dues.want(self._version, is_kept=self._is_end)
 
     def _next(self, worker_id: str) -> tuple[Outcome, list[Claim]]:
-        """Return what a worker does next: the outcome of its round, and its claims."""
+        """Return a worker's next work: the outcome of its round, and its claims."""
         member = self._members[worker_id]
         is_over = self._stop_condition.is_reached(
             num_samples=0, num_steps=member.local_step, seconds=self.seconds

@@ -78,7 +78,7 @@ class RayCenterClient:
         return RayPendingResponse(send, shard, message_id, timeout_s, self._abandoned)
 
     def shared_cells(self, message_id: MessageId) -> dict[Span, CellAddress]:
-        """Return what the shards of this node let its workers map."""
+        """Return the memory that the shards of this node let its workers map."""
         node = ray.get_runtime_context().get_node_id()
         asked = [
             functools.partial(shard.shared_cells.remote, message_id.worker_id, node)

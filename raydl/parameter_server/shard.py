@@ -44,7 +44,7 @@ class Settles(Protocol):
         ...
 
     def repeat(self, request: Request) -> Assignment:
-        """Return what a message that came before was answered with."""
+        """Return the response that an earlier copy of a message got."""
         ...
 
 

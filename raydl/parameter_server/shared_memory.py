@@ -295,7 +295,7 @@ class MappedExchange:
         )
 
     def own_pull(self) -> tuple[Tensor, float]:
-        """Return what the replica subtracts, and its squared distance to the center before."""
+        """Return the pull that the replica subtracts, and its squared distance to the center."""
         return self._pull, self._distance_squared
 
     def as_seen(self, weights: Tensor) -> Tensor:

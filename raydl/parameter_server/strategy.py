@@ -166,7 +166,7 @@ class AsyncStrategy:
         return self._assignment.rank, self._assignment.num_workers
 
     def next_round(self, local_step: int) -> Round:
-        """Return what the coordinator ordered, once it is this worker's turn."""
+        """Return the coordinator's assignment, once it is this worker's turn."""
         assignment = self._assignment
         round = Round(assignment.claims, self._config.exchange.delay, assignment.ahead)
         if self._in_turn and round.num_steps:
@@ -201,7 +201,7 @@ class AsyncStrategy:
         self._session.num_trained = self._trained[step + is_after]
 
     def settle(self, sums: Header, local_step: int) -> Decision:
-        """Return what the newest orders say."""
+        """Return the decision in the newest assignment."""
         if self._in_turn:
             self._client.end_turn(self._session.next_message_id())
         if self._assignment.outcome is not Outcome.GO_ON:

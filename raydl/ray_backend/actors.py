@@ -256,7 +256,7 @@ class CenterActor:
         self._at_home.coordinator.dismiss(worker_id)
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
-        """Return what a worker of a node may map of the home shard."""
+        """Return the home shard's memory that a worker of a node may map."""
         return self._at_home.shared_cells(worker_id) if node == node_here() else {}
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
@@ -325,7 +325,7 @@ class ShardActor:
         inflict_here(fault)
 
     def optimizer_states(self) -> OptimizerStates:
-        """Return what the optimizers remember, by span."""
+        """Return the states of the optimizers, by span."""
         return self._shard.optimizer_states()
 
     def ping(self) -> tuple[int, Place, Refused]:
@@ -334,7 +334,7 @@ class ShardActor:
         return self._index, (node_here(), os.getpid()), refused
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
-        """Return what a worker of a node may map."""
+        """Return the memory that a worker of a node may map."""
         return self._shard.shared_cells(worker_id) if node == node_here() else {}
 
     def exchange(self, request: Request) -> Response:
@@ -600,7 +600,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:
-        """Return what is new."""
+        """Return all that is new since the last report."""
         with self._partition.both_ways():
             return self._worker.report()
 

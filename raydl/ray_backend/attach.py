@@ -224,7 +224,7 @@ class RayRendezvousBackend:
         self._actor = actor
 
     def call(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
-        """Return what a method of the actor returns, once it can be reached.
+        """Return the result of one of the actor's methods, once it can be reached.
 
         Raises:
             AttachError: it was lost, or does not answer.
@@ -280,7 +280,7 @@ class RayRendezvousBackend:
         return untrained
 
     def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
-        """Return what a worker that was called starts from; None: it is not here yet."""
+        """Return the center that an invited worker starts from; None: it is not here yet."""
         snapshot: Snapshot | None = self.call("fetch", worker_id, call)
         return snapshot
 
@@ -311,7 +311,7 @@ class RendezvousActor:
         end()
 
     def run_id(self) -> str:
-        """Return what this run's keys are known by."""
+        """Return the prefix of this run's keys."""
         return self._run_id
 
     def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
@@ -359,7 +359,7 @@ class RendezvousActor:
     # the home shard, for methods that exchange by messages
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
-        """Return what a worker of a node may map of the center."""
+        """Return the memory of the center that a worker of a node may map."""
         return self._server.service.shared_cells(worker_id) if node == node_here() else {}
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:

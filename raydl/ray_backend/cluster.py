@@ -112,7 +112,7 @@ def listed(resources: dict[str, float]) -> str:
 
 
 def awaited(workers: Sequence[ActorHandle], scaling: ScalingConfig) -> str:
-    """Return what the workers of this cluster that are not up yet wait for, in one sentence."""
+    """Return the reason why workers of this cluster are not up yet, in one sentence."""
     num_starting = sum(place_held(worker) is not None for worker in workers)
     num_missing = len(workers) - num_starting
     parts = [f"{num_starting} that {_are(num_starting)} starting"] if num_starting else []
@@ -140,7 +140,7 @@ def place_held(worker: ActorHandle) -> Place | None:
 
 
 def _room_for(num_missing: int, need: Mapping[str, float]) -> str:
-    """Return what workers need that have no room yet, and what this cluster has."""
+    """Return the resources that pending workers need, and those that this cluster has."""
     try:
         have, free = ray.cluster_resources(), ray.available_resources()
     except _RAY_FAILS:  # a sentence is not worth a run
@@ -149,7 +149,7 @@ def _room_for(num_missing: int, need: Mapping[str, float]) -> str:
 
 
 def _nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
-    """Return what an autoscaler may start; once known it stays, since this is asked often."""
+    """Return the nodes that an autoscaler may start; cached, since this is asked often."""
     if not _known_to_add:
         with suppress(*_RAY_FAILS):
             _known_to_add.extend(nodes_to_add())
@@ -164,7 +164,7 @@ def what_is_missing(
     *,
     free: Mapping[str, float] | None = None,
 ) -> str:
-    """Return what pending workers need, what there is, and what an autoscaler may still start.
+    """Return the resources pending workers need, those present, and those still to come.
 
     Args:
         num_missing: workers that wait for room.

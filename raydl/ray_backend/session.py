@@ -350,7 +350,7 @@ def draining_nodes() -> dict[str, int]:
 
 
 def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
-    """Return what the cluster's autoscaler may start: (name, resources, how many in all).
+    """Return the nodes that the cluster's autoscaler may start: (name, resources, how many in all).
 
     Ray has no public call for it. Where Kubernetes starts the nodes, Ray keeps the groups of
     nodes; where `ray up` does, the head's home has the cluster's configuration. A number

@@ -101,7 +101,7 @@ class RayStateWrite:
         self._ref = ref
 
     def wait(self) -> Sum:
-        """Return what was written, by the worker or through this process."""
+        """Return the file that was written, by the worker or through this process."""
         try:
             written = self._written_there()
             if written is not None:
@@ -139,7 +139,7 @@ class RayStateWrite:
         return written
 
     def _pieces(self) -> Iterator[np.ndarray]:
-        """Yield what the worker holds; the next piece is on its way while one is written."""
+        """Yield the worker's state in pieces; the next piece is on its way while one is written."""
         worker, round = self._state.worker, self._state.round
         num_bytes = ray.get(worker.num_held.remote(round), timeout=ANSWER_S)
         coming = worker.read_held.remote(round, 0, PIECE_BYTES)

@@ -333,7 +333,7 @@ class RayWorkerGroup:
     # what happened
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Return what happened."""
+        """Return the events since the last call."""
         self._ask_for_news()
         for ref in self._calls.wait(timeout_s):
             call = self._calls.pop_call(ref)
@@ -468,7 +468,7 @@ class RayWorkerGroup:
             return self._give_up_or_lose(call, in_few_words(error))
 
     def _take_error(self, error: RayTaskError, call: Call) -> list[Event]:
-        """Tell what a task raised, or that something it needed went away."""
+        """Report the error of a task, or the loss of something that it needed."""
         if not isinstance(error.cause, RayError):
             return self._take_raised(original(error), call)
         reason = in_few_words(error.cause)
@@ -699,7 +699,7 @@ class RayWorkerGroup:
         return [Collected(snapshot, workers)]
 
     def waiting_for(self) -> str:
-        """Return who is starting, what the others need, and what the cluster has."""
+        """Return the workers that start, the needs of the others, and the cluster's resources."""
         coming = [self._workers[w] for w in self._workers.keys() - self._places.keys()]
         return awaited(coming, self._job.config.scaling)
 

@@ -116,7 +116,7 @@ class ControlChannel:
         self._changed.notify()
 
     def take_requests(self) -> list[Request]:
-        """Return what was asked for since the last call; look again once a second."""
+        """Return the requests since the last call; looks again once a second."""
         now = self._clock()
         with self._changed:
             if now - self._looked_at >= EVERY_S:
@@ -245,7 +245,7 @@ class ControlChannel:
 
 
 def _without_news(told: RunStatus) -> RunStatus:
-    """Return what a driver tells that lives, but is long at something: it may start Ray, say."""
+    """Return the status of a driver that lives, but is busy for long: it may start Ray, say."""
     silent_s = time.time() - told.told_at
     since = f", no news for {silent_s:.0f} s" if silent_s > STALE_S else ""
     return replace(told, told_at=time.time(), state=f"{told.state}{since}")

@@ -75,7 +75,7 @@ class DriverEpoch:
         return self._over is not None
 
     def raise_if_over(self) -> None:
-        """Raise what ``check`` has found; asks nobody.
+        """Raise the error that ``check`` has found; reads nothing.
 
         Raises:
             SupersededError: a newer driver has the run.

@@ -461,7 +461,7 @@ class RunRecorder:
         )
 
     def _totals(self, reached: Sum) -> Totals:
-        """Return what all starts did up to a round of this one."""
+        """Return the totals of all starts up to a round of this one."""
         run = self._controller
         return self._before.plus(
             evaluations=self._evaluations,
@@ -473,7 +473,7 @@ class RunRecorder:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return what ``result.json`` says of the whole run, and of its last start alone."""
+        """Return the parts of ``result.json`` on the whole run and on its last start."""
         last, start, run = self.last, self._start, self._controller
         num_rounds, num_samples = last.round if last else start.round, self._num_samples
         this_s = self.seconds - self._seconds_before

@@ -69,7 +69,7 @@ class RunStatus:
         return self.silent_s > 0
 
     def stale_sentence(self) -> str:
-        """Return what a person should know and do of a run that has gone silent."""
+        """Return the state of a run that has gone silent, and the remedy."""
         return (
             f"the driver, {self.driver.rpartition(', ')[0]}, has told nothing for "
             f"{self.silent_s:.0f} s: it may be gone; the same command with --resume goes on"

@@ -147,7 +147,7 @@ def make_writer(
     *,
     seconds_before: float = 0.0,
 ) -> MetricsWriter:
-    """Return what takes the measurements: event files, and Ray's metrics where Ray runs.
+    """Return the writers of measurements: event files, and Ray's metrics where Ray runs.
 
     Args:
         config: the settings.
@@ -473,7 +473,7 @@ def _read_faults(config: TrainConfig) -> FaultPlan:
 
 
 def _notes_on(trial: Trial, method: Method) -> list[str]:
-    """Return what a user should know of a model before it is trained."""
+    """Return warnings about a model before it is trained."""
     if not trial.moved or method.is_sync:
         return []
     others = f" and {len(trial.moved) - 1} more" if len(trial.moved) > 1 else ""

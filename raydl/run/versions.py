@@ -21,7 +21,7 @@ def installed_version(package: str) -> str:
 
 
 def requirements() -> list[str]:
-    """Return what raydl needs, as its installation says.
+    """Return the requirements of raydl, as installed.
 
     Raises:
         PackageNotFoundError: it is not installed.

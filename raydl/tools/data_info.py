@@ -86,7 +86,7 @@ class SourceInfo:
 
 
 def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
-    """Return what is in a source; of Parquet and class folders little is read.
+    """Return a description of a source; of Parquet and class folders little is read.
 
     Args:
         source: what ``raydl.data.load`` reads.

@@ -198,7 +198,7 @@ class Prediction:
 
 
 def predict(plan: Plan, network: Network, num_workers: int) -> Prediction:
-    """Return what a plan should cost with p workers, by the formulas at the top.
+    """Return the expected cost of a plan with p workers, by the formulas at the top.
 
     Raises:
         ConfigError: there is no worker.

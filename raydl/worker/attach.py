@@ -125,7 +125,7 @@ class Endless:
 
 
 def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -> Job:
-    """Return what all workers do, without an end.
+    """Return the job of all workers, without an end.
 
     Args:
         config: with the method, the workers, how they exchange, how they come and go.
@@ -203,7 +203,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def terms_of(job: Job, model: nn.Module) -> dict[str, Any]:
-    """Return what all workers of a run must agree on, by setting."""
+    """Return the settings that all workers of a run must agree on."""
     config = job.config
     settings = {"method": to_dict(config.method), "exchange": to_dict(config.exchange)}
     return {**dotted(settings), "num_workers": config.scaling.wanted(), "model": _layout_of(model)}

@@ -187,7 +187,7 @@ class LocalCenterClient:
         return LocalPendingResponse(self._shards[shard].exchange(request))
 
     def shared_cells(self, message_id: MessageId) -> dict[Span, CellAddress]:
-        """Return what the shards let a worker map."""
+        """Return the memory that the shards let a worker map."""
         shared: dict[Span, CellAddress] = {}
         for shard in self._shards:
             shared |= shard.shared_cells(message_id.worker_id)

@@ -418,7 +418,7 @@ class Worker:
                 self._early_votes.setdefault(generation, {}).update(votes)
 
     def report(self) -> WorkerReport:
-        """Return what is new since the last report."""
+        """Return all that is new since the last report."""
         version = self.round
         with self._lock:
             kept = tuple(self._kept)
@@ -485,7 +485,7 @@ class Worker:
                 del self._held[old]
 
     def held(self, round: int) -> TensorFile:
-        """Return what is held of a round, as a file.
+        """Return the state that is held of a round, as a file.
 
         Raises:
             StateLostError: it is not held any more.
@@ -502,7 +502,7 @@ class Worker:
             self._held.pop(round, None)
 
     def prepare_copy(self) -> Callable[[], None]:
-        """Return what makes memory ready for a first checkpoint, in any thread."""
+        """Return a function that readies memory for a first checkpoint, in any thread."""
         assert self._strategy is not None, "join comes first"
         sizes, prepare_center = sizes_of(self.replica.tensors()), self._strategy.prepare_copy()
 

@@ -38,7 +38,7 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def figures_of(run: Run, target: float) -> dict[str, float]:
-    """Return what a run came to; a target that was not reached is absent."""
+    """Return a run's results; a target that was not reached is absent."""
     figures = run.as_dict(target)
     values = {tag: figures.get(_figure_of(tag)) for tag in COMPARED}
     return {tag: float(value) for tag, value in values.items() if value is not None}

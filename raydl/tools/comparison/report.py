@@ -51,7 +51,7 @@ def describe(comparison: Comparison) -> str:
 
 
 def sentence(run: Run, target: float) -> str:
-    """Return what is printed when a run ended."""
+    """Return the line that is printed when a run has ended."""
     who = f"{run.method}, seed {run.seed}: "
     if run.figures is None:
         return f"{who}failed: {run.reason}"
@@ -66,7 +66,7 @@ def sentence(run: Run, target: float) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return what the driver runs on: system, CPUs, versions."""
+    """Return the driver's machine: system, CPUs, versions."""
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "system": f"{platform.system()} {platform.machine()}",

@@ -97,7 +97,7 @@ def take_complete(run: Run) -> Run:
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Return what decides the figures of a run, by dotted name."""
+    """Return the settings that decide a run's figures, by dotted name."""
     found: dict[str, Any] = {"data": config.data, "model": config.model}
     for group, value in to_dict(config).items():
         if isinstance(value, dict) and group not in ("run", "checkpoint"):

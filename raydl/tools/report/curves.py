@@ -122,7 +122,7 @@ def worker_ids(run: RunFacts) -> list[str]:
 
 
 def _spreads(run: RunFacts) -> list[Html]:
-    """Return what all workers come to: the least, the median and the most."""
+    """Return the least, the median and the most over all workers."""
     drawn = []
     for name, title in (("step_s", "Seconds of a local step"), ("waited_s", "Seconds waited")):
         tags = {which: f"workers/{name}_{which}" for which in ("least", "median", "most")}

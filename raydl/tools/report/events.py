@@ -135,7 +135,7 @@ class _Start:
 
 
 def read_history(files: Sequence[bytes]) -> History:
-    """Return what the event files of a run hold.
+    """Return the content of a run's event files.
 
     Args:
         files: their contents, oldest first. A last record that is cut off is left out: a run

@@ -149,7 +149,7 @@ _IN_CURVES = {
 
 
 def read_run(run: str) -> RunFacts:
-    """Return what there is to tell of a run.
+    """Return the facts of a run.
 
     Args:
         run: its folder, a path or URI.
@@ -220,7 +220,7 @@ def _read_json(storage: Storage, name: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_result(storage: Storage, status: RunStatus | None, notes: list[str]) -> dict[str, Any]:
-    """Return what the newest start wrote at its end; nothing if it wrote none."""
+    """Return the newest start's results; empty if it wrote none."""
     result = _read_json(storage, "result.json", notes)
     if status is not None and result and _is_of_an_earlier_start(result, status):
         result = {}

@@ -138,7 +138,7 @@ def speed(run: RunFacts) -> float | None:
 
 
 def notes(run: RunFacts) -> Html | None:
-    """Return what is missing or damaged."""
+    """Return the section on missing or damaged files."""
     if not run.notes:
         return None
     return element("div", *(element("p", note) for note in run.notes), class_="warn")
@@ -176,7 +176,7 @@ def explained(name: object, sentence: str) -> Html:
 
 
 def exchange(run: RunFacts) -> Html:
-    """Return what the exchanges cost."""
+    """Return the section on the cost of the exchanges."""
     waits = run.curve("exchange/seconds").values
     staleness = run.result.get("staleness")
     if staleness is None and len(run.curve("exchange/staleness")):
