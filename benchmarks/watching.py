@@ -71,7 +71,7 @@ class Step:
 
 def lenet(image_shape: tuple[int, int, int], num_classes: int) -> Any:
     """Return a LeNet that notes when it was built, and each of its training steps."""
-    import torch  # here, for who only looks has no need of it
+    import torch  # here, since one that only looks does not need it
 
     from raydl import models
 

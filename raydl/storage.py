@@ -235,7 +235,7 @@ class Storage:
 
     @property
     def address(self) -> str | None:
-        """What another process, in whatever folder or on whatever machine, may try to open it by.
+        """URI by which another process, in any folder or on any machine, may try to open it.
 
         None: it was given a file system that no path or URI says.
         """

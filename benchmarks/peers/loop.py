@@ -165,7 +165,7 @@ class Clock:
 
 
 class Events:
-    """Tells whoever watches the file how far this rank is.
+    """Writes this rank's progress to a file that others watch.
 
     Each line: ``{"time": unix, "rank": r, "pid": p, "samples": by all ranks}``. As the first step
     begins it has ``"event": "first_step"`` too, and when the last one has ended ``"last_step"``.

@@ -77,7 +77,7 @@ def _scores(evaluation: Mapping[str, Any]) -> str:
     """Return scores of the center in words, of whatever the task measures."""
     scores = {name: evaluation[name] for name in evaluation if name not in _NO_METRICS}
     if set(scores) == {"accuracy", "loss"}:
-        scores.pop("loss")  # accuracy says it all to who classifies
+        scores.pop("loss")  # a classifier is told its accuracy
     accuracy = scores.pop("accuracy", None)
     said = [] if accuracy is None else [f"accuracy {accuracy:.2%}"]
     return ", ".join(said + [f"{name} {value:.4g}" for name, value in scores.items()])

@@ -150,7 +150,7 @@ class ExchangeProfiler:
         return choice
 
     def _measured(self, round: int) -> Measured:
-        """Return the steps of the slowest worker, and the waiting of who waits least."""
+        """Return the steps of the slowest worker, and the waiting time of the fastest."""
         steps, waits = zip(*self._rounds[SKIPPED:], strict=True)
         p = self._group.num_workers
         times = torch.zeros(2, p, dtype=torch.float32, device=self._device)

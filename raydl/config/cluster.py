@@ -100,7 +100,7 @@ class ElasticConfig:
     on_worker_error: str = field(default="auto", metadata={"flag": "on-worker-error"})
     """The policy for an error in one worker. auto: a worker whose machine failed (memory, device,
     disk, network) is replaced, and an error in your own code stops the run after a checkpoint;
-    stop: any error does; replace: the worker is replaced whatever the error."""
+    stop: any error does; replace: the worker is replaced after any error."""
     max_worker_errors: int = 3
     """Errors within an hour that replace a worker: more for one worker and its replacements stop
     the run after a checkpoint; more on one node keep further workers away from it."""

@@ -65,7 +65,7 @@ def named_rule(config: MethodConfig) -> Rule | None:
     found = load_own("method.name", config.name)
     if not (isinstance(found, type) and issubclass(found, Rule)):
         raise ConfigError("method.name", f"{config.name} is no subclass of raydl.core.rules.Rule")
-    # Whoever has a from_config of its own makes itself.
+    # A class with a from_config of its own makes itself.
     if inspect.getattr_static(found, "from_config") is inspect.getattr_static(Rule, "from_config"):
         try:
             inspect.signature(found).bind()
@@ -118,7 +118,7 @@ def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
     name = type(rule).__name__
     try:
         tried = copy.deepcopy(rule)
-    except Exception:  # of whatever it holds; what it does to itself is seen all the same
+    except Exception:  # of its contents; its own changes are seen all the same
         tried = rule
     before = dict(_remembered(tried))
     _try_pull(tried, name, values)

@@ -224,7 +224,7 @@ class Replica:
     def step_as_it_is(self, step_plan: StepPlan = _SILENT) -> Header | None:
         """Take one local step along gradients that the optimizer's parameters have already.
 
-        Whoever computed them counts each step as one sample. Returns and raises as ``step``.
+        Each step counts as one sample. Returns and raises as ``step``.
         """
 
         def gradient() -> tuple[Tensor, int]:

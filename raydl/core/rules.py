@@ -71,7 +71,7 @@ def moving_rate_limit(num_workers: int, *, lr_curvature: float = 0.0) -> float:
 
 
 def moving_rate_limit_in_turn(*, lr_curvature: float = 0.0) -> float:
-    """Return the largest stable alpha when workers exchange one by one, whatever p is.
+    """Return the largest stable alpha when workers exchange one by one, for any p.
 
     alpha <= (4 - 2*eta*h) / (4 - eta*h), with ``lr_curvature`` = eta*h in [0, 2).
     """

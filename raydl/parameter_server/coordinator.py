@@ -62,7 +62,7 @@ class Due:
 
 
 class Dues:
-    """The snapshots that nobody has made yet. Whoever uses it holds a lock."""
+    """The snapshots that are not made yet. The caller holds a lock."""
 
     def __init__(self) -> None:
         self._wanted: list[Due] = []

@@ -45,7 +45,7 @@ class Member:
 
 
 class Members:
-    """The members, by rank. Whoever uses it holds a lock.
+    """The members, by rank. The caller holds a lock.
 
     Args:
         local_step: local steps of each worker before, the mean.

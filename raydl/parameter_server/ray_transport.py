@@ -42,7 +42,7 @@ class RayCenterClient:
     Args:
         shards: the actors, the home shard first.
         timeout_s: the longest wait for an answer, in seconds.
-        abandoned: set by whoever gives the center up. All waits then end soon; Ray itself may
+        abandoned: set when the center is given up. All waits then end soon; Ray itself may
             take a minute to notice that a process does not answer.
     """
 

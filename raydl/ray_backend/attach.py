@@ -1,6 +1,6 @@
 """``raydl.attach`` inside a Ray actor, or in the training function of Ray Train.
 
-The workers of a run meet in one named actor, made by whoever comes first. It outlives that
+The workers of a run meet in one named actor, made by the first of them. It outlives that
 worker, and ends by itself once nobody has been there for a minute.
 """
 

@@ -60,7 +60,7 @@ def node_here() -> str:
 
 
 def kill_process(place: Place, *, home: str) -> None:
-    """End a process that hears no call, on whatever node it is."""
+    """End a process that hears no call, on any node."""
     node, pid = place
     if node == home:
         with suppress(ProcessLookupError):
@@ -228,7 +228,7 @@ def has_room_elsewhere(scaling: ScalingConfig, not_on: Iterable[str]) -> bool:
 def _num_that_fit(
     need: Mapping[str, float], nodes: Iterable[Mapping[str, float]], unlimited: int
 ) -> int:
-    """Return how many workers empty nodes hold; of who needs nothing, ``unlimited`` on each."""
+    """Return how many workers empty nodes hold; workers that need nothing count as ``unlimited`` on each."""
     # A sum of shares may be a little less than the whole: 0.3 is in 0.9 three times.
     fits = [[int(node.get(k, 0) / v + 1e-9) for k, v in need.items()] for node in nodes]
     return sum(min(of_node, default=unlimited) for of_node in fits)

@@ -566,7 +566,7 @@ class RayWorkerGroup:
             self._workers[worker_id].abandon.remote(generation)
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Hand the votes to who decides: the coordinator, or all workers that are up."""
+        """Hand the votes to the coordinator, or to all workers that are up."""
         if not self._job.method.is_sync:
             self._center.vote.remote(generation, votes)
             return

@@ -46,7 +46,7 @@ STALE_S = 10.0
 LOOK_AGAIN_S = 3.0
 """How long such a status is watched before it counts as stale: two clocks may differ."""
 POLL_S = 0.1
-"""Seconds between two looks of who waits for something."""
+"""Seconds between two looks of a process that waits for something."""
 _LISTED = 8
 _REQUEST = "requests/{}/request.json"
 _ANSWER = "answers/{}/answer.json"
@@ -127,7 +127,7 @@ class ControlChannel:
         return taken
 
     def answer(self, request: Request, sentence: str, *, ok: bool) -> None:
-        """Say to who asked what came of it: done or under way, or why not."""
+        """Answer a request: done or under way, or why not."""
         with self._changed:
             self._to_answer[request.id] = {"ok": ok, "sentence": sentence}
             self._wake()
@@ -211,7 +211,7 @@ class ControlChannel:
         with self._changed:
             answers = dict(self._to_answer)
         for request_id, answer in answers.items():
-            # First, for who reads the answer deletes both; or gave up and deletes this now.
+            # First, for the reader of the answer deletes both; or gave up and deletes this now.
             with suppress(FileNotFoundError):
                 self._storage.delete_dir(f"requests/{request_id}")
             # It may be read, and its folder deleted, before that folder is flushed.

@@ -182,7 +182,7 @@ class LocalWorkerGroup:
         """Do nothing: the center is this process."""
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Hand the votes to who decides."""
+        """Hand the votes to the coordinator, or to all workers."""
         decider = self._service.coordinator if self._service else self._worker
         decider.vote(generation, **votes)
 

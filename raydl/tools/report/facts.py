@@ -289,7 +289,7 @@ def _read_checkpoints(storage: Storage, notes: list[str]) -> tuple[Mapping[str, 
 
 
 def number(value: object) -> float | None:
-    """Return a finite number, or None for whatever is none."""
+    """Return a finite number, or None for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None

@@ -30,7 +30,7 @@ def words(part: str) -> str:
 
 
 def written(value: object, pattern: str) -> str:
-    """Return a number in a format, or a dash for whatever is none."""
+    """Return a number in a format, or a dash for any other value."""
     found = number(value)
     return _NONE if found is None else pattern.format(found)
 
@@ -212,7 +212,7 @@ def _allreduce(run: RunFacts) -> list[list[object]]:
 
 
 def workers(run: RunFacts) -> Html | None:
-    """Return the curves of the workers, and a table of who trained when and how fast."""
+    """Return the curves of the workers, and a table of their times and speeds."""
     rows: list[list[object]] = []
     for worker_id in worker_ids(run):
         steps = run.curve(f"worker_step_s/{worker_id}")
