@@ -71,7 +71,7 @@ class TimeParts:
 
     On a GPU the host only queues what the device computes. There a part is the time between two
     marks in the device's queue: what the device does for it, and what it waits for meanwhile. So a
-    period's compute that is still queued counts as compute, and not for the process that waits for it, and
+    period's compute that is still queued counts as compute, not as the wait for it, and
     work of the host that the device does not wait for counts nothing. Nobody waits for a mark: its
     time is added once the device has come to it.
 

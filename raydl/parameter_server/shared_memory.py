@@ -4,7 +4,7 @@ A worker beside the center maps the center's memory and moves it by itself. What
 besides - which samples are done, the loss, the float buffers - follows as a message that only
 settles, once the center has moved.
 
-Async: the process that moves the center, worker or shard, holds a lock for the whole of it. Hogwild: none.
+Async: the process that moves the center, worker or shard, holds a lock meanwhile. Hogwild: none.
 The lock goes with the process that holds it (and with children that it has forked since it joined:
 they hold the same file open): one that is killed half-way leaves some parameters moved and others
 not, which no worker can tell from an exchange with fragments.

@@ -228,7 +228,7 @@ def has_room_elsewhere(scaling: ScalingConfig, not_on: Iterable[str]) -> bool:
 def _num_that_fit(
     need: Mapping[str, float], nodes: Iterable[Mapping[str, float]], unlimited: int
 ) -> int:
-    """Return how many workers empty nodes hold; workers that need nothing count as ``unlimited`` on each."""
+    """Return how many workers empty nodes hold; ``unlimited`` per node if one needs nothing."""
     # A sum of shares may be a little less than the whole: 0.3 is in 0.9 three times.
     fits = [[int(node.get(k, 0) / v + 1e-9) for k, v in need.items()] for node in nodes]
     return sum(min(of_node, default=unlimited) for of_node in fits)
