@@ -42,7 +42,7 @@ check: $(VENV)/installed-dev  ## format, lint and types, without writing
 	$(BIN)/mypy
 
 # Each test that starts a cluster has some ten processes of its own, which wait for each other.
-AT_ONCE ?= 3
+AT_ONCE ?= $(shell $(PYTHON) -c "import os; print(min(3, os.cpu_count() or 1))")
 
 test: check test-fast test-cluster  ## check, and run all but the slow tests
 
