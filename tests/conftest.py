@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -18,6 +19,9 @@ from repository import HELPERS, ROOT
 
 from raydl.data import ImageSet
 from raydl.ray_backend import session
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 session.prepare()  # before any test imports Ray
 
@@ -81,14 +85,20 @@ def images() -> ImageSet:
     return tiny_images()
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A Ray cluster of one module's tests, on free ports, with a folder of its own.
+@pytest.fixture(scope="session")
+def four_cpus() -> Iterator[Cluster]:
+    """A cluster of one node with four CPUs, for all tests that leave its processes alone."""
+    from clusters import nodes
 
-    No longer: it ends this process when it is let down, by a token taken away in a test, say.
-    """
+    with nodes(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(four_cpus: Cluster) -> Iterator[None]:
+    """The connection of one module's tests to that cluster."""
     import ray
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False)
+    ray.init(address=four_cpus.address)
     yield
     ray.shutdown()

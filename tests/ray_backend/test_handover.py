@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from clusters import ClusterRun, actors, nodes
+from clusters import ClusterRun, actors
 from ensembles import Ensemble, tiny_images
 
 from raydl.checkpoint.store import CheckpointStore
@@ -130,29 +130,23 @@ sys.exit(main())
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nodes(4) as cluster:
-        yield cluster
-
-
 @pytest.mark.cluster
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
 @pytest.mark.parametrize("is_blind", [False, True], ids=["seen", "unseen"])
 def test_who_comes_for_one_that_leaves_goes_on_with_its_replica(
-    cluster, tmp_path, method, is_blind
+    four_cpus, tmp_path, method, is_blind
 ):
     options = ["--model", "origins:model", "--epochs", "99999", "--period", "4", "--workers", "2"]
     words = ["-c", _BLIND, str(tmp_path / "elsewhere")] if is_blind else ["-m", "raydl"]
     options += ["--method", method]
-    with ClusterRun(cluster, tmp_path / "run", *options, words=words) as run:
+    with ClusterRun(four_cpus, tmp_path / "run", *options, words=words) as run:
         run.until_training(2)
-        before = set(actors(cluster, "WorkerActor"))
+        before = set(actors(four_cpus, "WorkerActor"))
         command = [sys.executable, "-m", "raydl", "remove", str(run.path), "w1"]
         subprocess.run(command, capture_output=True, timeout=60, check=True)
         run.until_said("w2 joins")
         run.until_training(2)
-        (leaver,) = before - set(actors(cluster, "WorkerActor"))
+        (leaver,) = before - set(actors(four_cpus, "WorkerActor"))
         run.process.terminate()
         assert run.process.wait(timeout=100) == 143, run.output
     assert "starts at the center" not in run.output

@@ -22,12 +22,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 NUM_TRAIN = 1438
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with nodes(4) as cluster:
-        yield cluster
-
-
 def check_end(run, *, epochs, faults):
     """What holds however much was lost."""
     run.wait()
@@ -49,7 +43,7 @@ def check_end(run, *, epochs, faults):
     ],
 )
 def test_workers_rank_0_and_the_center_are_killed_and_the_run_ends_by_itself(
-    cluster, tmp_path, method, options, center
+    four_cpus, tmp_path, method, options, center
 ):
     factor = 1 if method == "sync-easgd" else 3  # by messages each worker's exchange counts
     faults = [
@@ -59,28 +53,28 @@ def test_workers_rank_0_and_the_center_are_killed_and_the_run_ends_by_itself(
         {"fault": "kill", "target": center[1], "at": f"round {260 * factor}"},
     ]
     options = ["--method", method, "--period", "4", "--epochs", "400", "--workers", "2:3", *options]
-    with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
+    with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         check_end(run, epochs=400, faults=4)
         assert len(set(re.findall(r"(w\d+) was lost", run.output))) >= 2
         assert run.output.count("center was lost") >= 1
 
 
-def test_a_worker_that_is_stopped_is_found_by_its_lease_and_leaves_no_process(cluster, tmp_path):
+def test_a_worker_that_is_stopped_is_found_by_its_lease_and_leaves_no_process(four_cpus, tmp_path):
     before = stopped_processes()
     faults = [{"fault": "stop", "target": "rank 1", "at": "round 30"}]
     options = ["--epochs", "400", "--period", "4", "--workers", "2:3", "--elastic.lease-s", "4"]
-    with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
+    with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         check_end(run, epochs=400, faults=1)
         assert re.search(r"w\d was lost: it did not answer for", run.output)
         assert re.search(r"generation \d+: .*w3 joins", run.output)
     assert stopped_processes() <= before
 
 
-def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(cluster, tmp_path):
+def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tmp_path):
     # What is usual is known after five reports, two a second: by then some 125 rounds have passed.
     faults = [{"fault": "slow", "target": "rank 1", "at": "round 240", "by_s": 1.5, "for_s": 10}]
     options = ["--epochs", "600", "--period", "4", "--workers", "2:3"]
-    with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
+    with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         check_end(run, epochs=600, faults=1)
         late = re.search(r"(w\d+) is late and left out", run.output)
         assert late, run.output
@@ -88,13 +82,13 @@ def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(cluster, tmp_
 
 
 @pytest.mark.slow
-def test_a_worker_cut_off_is_lost_and_replaced(cluster, tmp_path):
+def test_a_worker_cut_off_is_lost_and_replaced(four_cpus, tmp_path):
     """On one machine the driver ends its process; what one sends that it can not end: see
     ``test_partitions.py``."""
     faults = [{"fault": "partition", "target": "rank 1", "at": "round 60", "for_s": 12}]
     options = ["--method", "async-easgd", "--period", "4", "--epochs", "300", "--workers", "2:3"]
     with ClusterRun(
-        cluster, tmp_path / "run", *options, "--elastic.lease-s", "4", faults=faults
+        four_cpus, tmp_path / "run", *options, "--elastic.lease-s", "4", faults=faults
     ) as run:
         check_end(run, epochs=300, faults=1)
         assert re.search(r"w\d was lost: it did not answer for", run.output)
@@ -179,12 +173,12 @@ def test_three_quarters_of_twelve_workers_may_be_lost_within_a_second(tmp_path, 
             stop(run)
 
 
-def test_two_runs_on_one_cluster_do_not_touch_each_other(cluster, tmp_path):
+def test_two_runs_on_one_cluster_do_not_touch_each_other(four_cpus, tmp_path):
     faults = [{"fault": "kill", "target": "rank 0", "at": "round 30"}]
     options = ["--epochs", "100", "--period", "4", "--workers", "2"]
     with (
-        ClusterRun(cluster, tmp_path / "a", *options, faults=faults) as broken,
-        ClusterRun(cluster, tmp_path / "b", *options, "--method", "async-easgd") as whole,
+        ClusterRun(four_cpus, tmp_path / "a", *options, faults=faults) as broken,
+        ClusterRun(four_cpus, tmp_path / "b", *options, "--method", "async-easgd") as whole,
     ):
         check_end(broken, epochs=100, faults=1)
         check_end(whole, epochs=100, faults=0)
@@ -192,7 +186,7 @@ def test_two_runs_on_one_cluster_do_not_touch_each_other(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_losses_at_the_same_rounds_give_the_same_bits(cluster, tmp_path):
+def test_the_same_losses_at_the_same_rounds_give_the_same_bits(four_cpus, tmp_path):
     faults = [
         {"fault": "kill", "target": "rank 0", "at": "round 40"},
         {"fault": "kill", "target": "w1", "at": "round 90"},
@@ -200,15 +194,15 @@ def test_the_same_losses_at_the_same_rounds_give_the_same_bits(cluster, tmp_path
     weights = []
     for name in ("a", "b"):
         options = ["--epochs", "60", "--period", "4", "--workers", "3"]
-        with ClusterRun(cluster, tmp_path / name, *options, faults=faults) as run:
+        with ClusterRun(four_cpus, tmp_path / name, *options, faults=faults) as run:
             check_end(run, epochs=60, faults=2)
         weights.append((run.path / "center.safetensors").read_bytes())
     assert weights[0] == weights[1]
 
 
 @pytest.mark.slow
-def test_a_worker_is_removed_by_name_while_the_run_goes_on(cluster, tmp_path):
-    with ClusterRun(cluster, tmp_path / "run", "--epochs", "400", "--workers", "1:3") as run:
+def test_a_worker_is_removed_by_name_while_the_run_goes_on(four_cpus, tmp_path):
+    with ClusterRun(four_cpus, tmp_path / "run", "--epochs", "400", "--workers", "1:3") as run:
         run.until_training(3)
         command = [sys.executable, "-m", "raydl", "remove", str(run.path), "w1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -222,11 +216,11 @@ def test_a_worker_is_removed_by_name_while_the_run_goes_on(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_center_that_is_rebuilt_keeps_the_momentum_of_its_optimizer(cluster, tmp_path, shards):
+def test_a_center_that_is_rebuilt_keeps_the_momentum_of_its_optimizer(four_cpus, tmp_path, shards):
     faults = [{"fault": "kill", "target": "center", "at": "round 60"}]
     options = ["--method", "async-msgd", "--period", "4", "--seconds", "12", "--workers", "2"]
     options += ["--center-shards", str(shards)]
-    with ClusterRun(cluster, tmp_path / "run", *options, faults=faults) as run:
+    with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         run.wait()
         told = re.search(
             r"rebuilt from what w\d saw last, of round (\d+); its optimizer is as it was after "

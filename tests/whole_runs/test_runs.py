@@ -12,7 +12,6 @@ import sys
 import time
 
 import pytest
-from clusters import nodes
 from processes import environment_of, processes_that
 
 pytestmark = pytest.mark.cluster
@@ -96,10 +95,9 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def joined():
-    """Runs that join a cluster of this module."""
-    with nodes(4) as cluster:
-        yield type("JoinedRun", (Run,), {"address": cluster.address})
+def joined(four_cpus):
+    """Runs that join a cluster."""
+    return type("JoinedRun", (Run,), {"address": four_cpus.address})
 
 
 @pytest.fixture(scope="module")
