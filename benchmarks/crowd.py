@@ -152,7 +152,8 @@ class Party:
         for _ in range(count):
             self._exchange_once(strategy)
         whole_s = (time.perf_counter() - began) / count
-        strategy.take_records()  # as a controller does; else they would pile up
+        if isinstance(strategy, SyncStrategy):
+            strategy.pop_records()  # as a controller does; else they would pile up
         return Times(
             whole_s=whole_s,
             message_s=(self._waited_s() - waited_s) / count,

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Exchange, Header, host_like
+from raydl.core.exchange import Arrival, Exchange, Header, host_like
 from raydl.core.reports import AllreduceReport
 from raydl.core.rules import Sends, Tally
 from raydl.metrics import TimeParts
@@ -152,14 +153,7 @@ class SyncExchange:
             self._group.start_allreduce(piece, round=self.round) for piece in self._pieces
         ]
 
-    def own_pull(self) -> None:
-        """Return None: the replica finds it."""
-
-    def as_seen(self, weights: Tensor) -> Tensor:
-        """Return the weights that were sent, as they are."""
-        return weights
-
-    def wait(self) -> tuple[Tally, Header]:
+    def wait(self) -> Arrival:
         """Wait for the sum.
 
         Raises:
@@ -172,7 +166,7 @@ class SyncExchange:
         self._tally, sums = settled(
             self._group, self._group_size, self._weights, self._buffers, self._header
         )
-        return self._tally, sums
+        return Arrival(self._tally, sums)
 
     def commit(self) -> None:
         """Move the center by the sum that arrived."""
@@ -227,17 +221,12 @@ class StagedExchange:
                 self._host_buffers.copy_(buffers)
         self._inner.begin(self._host, self._host_buffers, header)
 
-    def own_pull(self) -> None:
-        """Return None: the replica finds it."""
-
-    def as_seen(self, weights: Tensor) -> Tensor:
-        """Return the weights that were sent as the ranks see them, on the device."""
-        seen = self._inner.as_seen(self._host)
-        return weights if seen is self._host else seen.to(weights.device)
-
-    def wait(self) -> tuple[Tally, Header]:
+    def wait(self) -> Arrival:
         """Wait for the sum. Raises what the inner exchange does."""
-        return self._inner.wait()
+        arrival = self._inner.wait()
+        if arrival.seen is None:
+            return arrival
+        return replace(arrival, seen=arrival.seen.to(self.center.weights.device))
 
     def commit(self) -> None:
         """Move the center on the host, and copy it to the device."""
@@ -316,14 +305,7 @@ class GatheredExchange:
         self._message_rest[num_buffers:] = packed_header(header, self._rest.dtype)
         self._work = self._group.start_allgather(self._message, self._all, round=self.round)
 
-    def own_pull(self) -> None:
-        """Return None: the replica finds it."""
-
-    def as_seen(self, weights: Tensor) -> Tensor:
-        """Return the weights that were sent as all ranks decode them."""
-        return self._seen
-
-    def wait(self) -> tuple[Tally, Header]:
+    def wait(self) -> Arrival:
         """Wait for all messages and sum them.
 
         Raises:
@@ -342,9 +324,10 @@ class GatheredExchange:
         self._tally, sums = settled(
             self._group, self._group_size, self._total, self._buffers, self._header
         )
-        if self._sends is Sends.WEIGHTS:
-            self._total.add_(self.center.weights, alpha=self._tally.num_messages)
-        return self._tally, sums
+        if self._sends is not Sends.WEIGHTS:
+            return Arrival(self._tally, sums)
+        self._total.add_(self.center.weights, alpha=self._tally.num_messages)
+        return Arrival(self._tally, sums, seen=self._seen)
 
     def commit(self) -> None:
         """Move the center by the sum, and keep what the own message left out."""

@@ -553,7 +553,7 @@ class SyncStrategy:
         trained.keep_first(0)
         return center if is_behind or not is_same else None
 
-    def take_records(self) -> tuple[Record, ...]:
+    def pop_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
         return self._aggregator.pop_records()
 

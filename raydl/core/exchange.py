@@ -61,6 +61,23 @@ class Header:
         return list(vars(self).values())
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """What an exchange has brought, before it is committed."""
+
+    tally: Tally
+    """What the sums are made of."""
+    sums: Header = Header()
+    """Of the headers of all messages."""
+    seen: Tensor | None = None
+    """The weights that were sent as the center sees them, where a codec has changed them."""
+    pull: Tensor | None = None
+    """What the replica subtracts, where it was found together with the center's move; else the
+    replica finds it by the center as it was."""
+    distance_squared: float = 0.0
+    """Squared distance between replica and center before, where ``pull`` is given."""
+
+
 class Exchange(Protocol):
     """A replica's view of a transport: transactions with one span of the center."""
 
@@ -84,20 +101,8 @@ class Exchange(Protocol):
         """
         ...
 
-    def own_pull(self) -> tuple[Tensor, float] | None:
-        """Return what the replica subtracts, and its squared distance to the center before.
-
-        None: the replica finds both by the center as it was. Who writes the center's memory
-        knows them from the moment at which the exchange began.
-        """
-        ...
-
-    def as_seen(self, weights: Tensor) -> Tensor:
-        """Return the weights that were sent as the center sees them: a codec may change them."""
-        ...
-
-    def wait(self) -> tuple[Tally, Header]:
-        """Wait until the exchange has arrived; return what it is made of and the header sums.
+    def wait(self) -> Arrival:
+        """Wait until the exchange has arrived; return what it has brought.
 
         Raises:
             ExchangeError: it failed or took too long; no tensor was changed.

@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 
 from raydl.config import TrainingConfig
 from raydl.core.center import copied_to_cpu, load_state, set_lr
-from raydl.core.exchange import Exchange, Header, Partners, StepPlan
+from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
-from raydl.core.rules import Rule, Sends, Tally, squared_distance
+from raydl.core.rules import Rule, Sends, squared_distance
 from raydl.core.tensor_files import view_of
 from raydl.core.untrained import as_tensors
 from raydl.data.samples import Batch, num_samples_of, parts_of
@@ -143,8 +143,6 @@ class DynamicWeights:
 
 _SILENT = StepPlan()
 _PLAIN = TrainingConfig()
-Arrived = list[tuple[Tally, Header]]
-"""Terms and header sums of each exchange that has arrived."""
 MakeGradient = Callable[[], tuple[Tensor, int]]
 """Adds a gradient to what the optimizer sees; returns (the mean loss, the samples behind it)."""
 Stepped = tuple[Tensor, Header | None]
@@ -235,41 +233,41 @@ class Replica:
 
     def _step(self, gradient: MakeGradient, step_plan: StepPlan) -> Stepped:
         if self._rule.sends is Sends.WEIGHTS:
-            loss, arrived = self._step_with_weights(gradient, step_plan)
+            loss, arrivals = self._step_with_weights(gradient, step_plan)
         else:
-            loss, arrived = self._step_then_send(gradient, step_plan)
+            loss, arrivals = self._step_then_send(gradient, step_plan)
         for exchange in step_plan.join:
             self._num_sent[exchange.span.start] = self._num_begun[exchange.span.start]
-        return loss, arrived[-1][1] if arrived else None
+        return loss, arrivals[-1].sums if arrivals else None
 
     def _step_with_weights(
         self, gradient: MakeGradient, step_plan: StepPlan
-    ) -> tuple[Tensor, Arrived]:
+    ) -> tuple[Tensor, list[Arrival]]:
         """Step while the weights of the start of the step are under way."""
-        arrived: Arrived = []
+        arrivals: list[Arrival] = []
         failure: ExchangeError | None = None
         try:
             # Nothing below changes the weights before the join.
             self.begin(step_plan)
             if not step_plan.overlap:
-                arrived = self._wait(step_plan)
+                arrivals = self._wait(step_plan)
         except ExchangeError as error:
             failure = error
         loss, num_samples = gradient()
         if step_plan.overlap and failure is None:
             try:
-                arrived = self._wait(step_plan)
+                arrivals = self._wait(step_plan)
             except ExchangeError as error:
                 failure = error
         if failure is not None:
             self._local_step(num_samples)
             raise failure
-        self._join(step_plan, arrived, num_samples=num_samples)
-        return loss, arrived
+        self._join(step_plan, arrivals, num_samples=num_samples)
+        return loss, arrivals
 
     def _step_then_send(
         self, gradient: MakeGradient, step_plan: StepPlan
-    ) -> tuple[Tensor, Arrived]:
+    ) -> tuple[Tensor, list[Arrival]]:
         """Step, then send what came of it; the replica follows the center."""
         loss, num_samples = gradient()
         if self._rule.sends is Sends.PROGRESS:
@@ -278,13 +276,13 @@ class Replica:
             self.num_steps += 1
         try:
             self.begin(step_plan)
-            arrived = self._wait(step_plan)
+            arrivals = self._wait(step_plan)
         except ExchangeError:
             if self._rule.sends is Sends.GRADIENT:
                 self._drop_gradients()
             raise
         self._follow(step_plan)
-        return loss, arrived
+        return loss, arrivals
 
     def begin(self, step_plan: StepPlan) -> None:
         """Send what the rule sends of each span that begins; a later step may join them.
@@ -362,7 +360,7 @@ class Replica:
         is_at_once = exchange in step_plan.begin and exchange in step_plan.join
         return (self.flat.weights if is_at_once else self._sent)[exchange.span]
 
-    def _wait(self, step_plan: StepPlan) -> Arrived:
+    def _wait(self, step_plan: StepPlan) -> list[Arrival]:
         """Wait for all that take effect in this step."""
         with self._parts.measure("device_device_parameters"):
             return [exchange.wait() for exchange in step_plan.join]
@@ -436,12 +434,12 @@ class Replica:
         with flat.without_gradients_of(unreached):
             self._optimizer.step()
 
-    def _join(self, step_plan: StepPlan, arrived: Arrived, *, num_samples: int) -> None:
+    def _join(self, step_plan: StepPlan, arrivals: list[Arrival], *, num_samples: int) -> None:
         """Update replica and center, both from the values that were sent."""
         with self._parts.measure("replica_update"):
             pulls = [
-                (exchange, self._pull_of(exchange, tally, step_plan))
-                for exchange, (tally, _) in zip(step_plan.join, arrived, strict=True)
+                (exchange, self._pull_of(exchange, arrival, step_plan))
+                for exchange, arrival in zip(step_plan.join, arrivals, strict=True)
             ]
         self._local_step(num_samples)
         with self._parts.measure("replica_update"):
@@ -451,15 +449,17 @@ class Replica:
                     self._moves.append((exchange.span, pull.clone()))
         self._commit(step_plan)
 
-    def _pull_of(self, exchange: Exchange, tally: Tally, step_plan: StepPlan) -> Tensor:
+    def _pull_of(self, exchange: Exchange, arrival: Arrival, step_plan: StepPlan) -> Tensor:
         """Return what the replica subtracts of a span; the harder the less it is trusted."""
-        if own := exchange.own_pull():
-            self._distances.note(exchange.span, own[1])
-            return own[0]
+        if arrival.pull is not None:
+            self._distances.note(exchange.span, arrival.distance_squared)
+            return arrival.pull
         weights, center = self._weights_sent(exchange, step_plan), exchange.center.weights
-        seen, pull = exchange.as_seen(self._trusted(weights, exchange)), self._pull[exchange.span]
+        seen, pull = arrival.seen, self._pull[exchange.span]
+        if seen is None:
+            seen = self._trusted(weights, exchange)
         sent = None if seen is weights else self._distance_squared(exchange, weights)
-        squares = self._rule.measured_pull(seen, center, tally, out=pull)
+        squares = self._rule.measured_pull(seen, center, arrival.tally, out=pull)
         self._distances.note(exchange.span, squares if sent is None else sent)
         f = self._dynamic_weights.distrust_at(exchange.span.start)
         return pull.add_(weights - center, alpha=f) if f else pull

@@ -35,14 +35,9 @@ class AllreduceReport:
 
 
 class Losses:
-    """The losses of a worker's local steps, read off the device once per round.
+    """The losses of a worker's local steps, read off the device once per round."""
 
-    Args:
-        worker_id: whose.
-    """
-
-    def __init__(self, worker_id: str) -> None:
-        self._worker_id = worker_id
+    def __init__(self) -> None:
         self._unread: list[tuple[int, int, Tensor]] = []
         self._sum = self._num_samples = 0.0
 
@@ -50,8 +45,11 @@ class Losses:
         """Note the mean loss of a step's samples."""
         self._unread.append((local_step, num_samples, loss))
 
-    def read(self) -> None:
+    def read(self, worker_id: str) -> None:
         """Read what was noted.
+
+        Args:
+            worker_id: whose losses they are, for the error.
 
         Raises:
             NonFiniteLossError: a loss is NaN or infinite.
@@ -59,14 +57,14 @@ class Losses:
         for local_step, num_samples, loss in self._unread:
             value = float(loss)
             if not math.isfinite(value):
-                raise NonFiniteLossError(self._worker_id, local_step, value)
+                raise NonFiniteLossError(worker_id, local_step, value)
             self._sum += value * num_samples
             self._num_samples += num_samples
         self._unread.clear()
 
-    def pop_state(self) -> dict[str, float]:
+    def pop_state(self, worker_id: str) -> dict[str, float]:
         """Read, and hand over what came since the last time."""
-        self.read()
+        self.read(worker_id)
         taken = self.state_dict()
         self._sum = self._num_samples = 0.0
         return taken

@@ -1,8 +1,8 @@
-"""The strategy of an exchange, as the worker's loop sees it."""
+"""The strategy: which exchanges happen when, as the runner of a worker's rounds sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from raydl.config import TrainConfig
-from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
 from raydl.core.compression import ErrorFeedback, parse_codec, relaid
 from raydl.core.exchange import Exchange, Header
 from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
 from raydl.core.methods import Method
-from raydl.core.reports import AllreduceReport, Outcome, Record
+from raydl.core.reports import Outcome
 from raydl.data.ledger import Claim, Cuts, Span
 from raydl.data.loader import Step, positions_of
 from raydl.metrics import TimeParts
@@ -100,7 +99,11 @@ class WorkerContext:
 
 
 class Strategy(Protocol):
-    """Strategy of the exchanges, as the worker's loop uses it."""
+    """Which exchanges happen when, for one worker in one generation.
+
+    What only workers that exchange as a group have (votes, the undoing of a round, a choice in
+    common) is not here: see ``raydl.collective.strategy.SyncStrategy``.
+    """
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -115,11 +118,6 @@ class Strategy(Protocol):
     @property
     def ledger_round(self) -> int:
         """The round, or the exchanges settled, up to which this worker knows the ledger."""
-        ...
-
-    @property
-    def num_changes(self) -> int:
-        """Changes of this worker's copy of the ledger; 0 where it has none."""
         ...
 
     @property
@@ -153,55 +151,8 @@ class Strategy(Protocol):
         """Enter a committed round; return what follows."""
         ...
 
-    def vote(self, **votes: float) -> None:
-        """Cast votes with the next header."""
-        ...
-
-    def votes(self) -> dict[str, float]:
-        """Return the votes that nobody has sent yet, by field of the header."""
-        ...
-
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
         """Return a copy of the center."""
-        ...
-
-    def prepare_copy(self) -> Callable[[], None]:
-        """Return a function that readies memory for ``snapshot``, in any thread."""
-        ...
-
-    def undo_round(self) -> None:
-        """Undo what a round that failed has committed in part."""
-        ...
-
-    def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
-        """Return the weights that the replica goes on with in the next generation.
-
-        Asked of the schedule of the generation before. None: those that it has.
-
-        Args:
-            snapshot: where the next generation starts.
-            is_behind: whether the worker's last exchange failed.
-        """
-        ...
-
-    def take_records(self) -> tuple[Record, ...]:
-        """Return the records that nobody has taken yet."""
-        ...
-
-    def allreduce_report(self) -> AllreduceReport | None:
-        """Return how the workers' group sums, where it chooses for itself."""
-        ...
-
-    def find_tuning(self) -> None:
-        """Let the workers choose how they exchange from here on, if a choice is due.
-
-        Raises:
-            ExchangeError: somebody did not come to the choice; nothing has changed.
-        """
-        ...
-
-    def choice(self) -> Choice | None:
-        """Return the exchange tuning that the workers of this generation chose, if they did."""
         ...
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raydl.core.center import Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Header, Staging
+from raydl.core.exchange import Arrival, Header, Staging
 from raydl.core.rules import Sends, Tally
 from raydl.core.untrained import BufferNews, UntrainedState
 from raydl.data.ledger import Span
@@ -116,14 +116,7 @@ class MessageExchange:
         feedback.codec.decode(message, out=seen).add_(mirror)
         return np.asarray(message.cpu().numpy())
 
-    def own_pull(self) -> None:
-        """Return None: the replica finds it by the center of the answer."""
-
-    def as_seen(self, weights: Tensor) -> Tensor:
-        """Return the weights that were sent as the shards decode them."""
-        return weights if self._is_plain else self._seen
-
-    def wait(self) -> tuple[Tally, Header]:
+    def wait(self) -> Arrival:
         """Wait for all shards.
 
         Raises:
@@ -135,7 +128,8 @@ class MessageExchange:
             self._session.raise_if(response.refusal)
         if self._sends is Sends.WEIGHTS:
             self._take()
-        return self._tally, Header()
+        is_changed = not self._is_plain and self._sends is Sends.WEIGHTS
+        return Arrival(self._tally, seen=self._seen if is_changed else None)
 
     def commit(self) -> None:
         """Take note: the center itself moved when the message came in."""

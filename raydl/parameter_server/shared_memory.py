@@ -30,7 +30,7 @@ from torch import Tensor
 from raydl.config import TrainConfig
 from raydl.core.center import Mirror
 from raydl.core.compression import parse_codec
-from raydl.core.exchange import Header
+from raydl.core.exchange import Arrival, Header
 from raydl.core.methods import Method
 from raydl.core.rules import Rule, Sends, Tally
 from raydl.data.ledger import Span
@@ -294,15 +294,7 @@ class MappedExchange:
             weights, self.center.weights, self._tally, out=self._pull
         )
 
-    def own_pull(self) -> tuple[Tensor, float]:
-        """Return the pull that the replica subtracts, and its squared distance to the center."""
-        return self._pull, self._distance_squared
-
-    def as_seen(self, weights: Tensor) -> Tensor:
-        """Return the weights: nothing has shortened them."""
-        return weights
-
-    def wait(self) -> tuple[Tally, Header]:
+    def wait(self) -> Arrival:
         """Wait for the orders, if this is the last exchange of a round.
 
         Raises:
@@ -312,7 +304,7 @@ class MappedExchange:
         self._response = settling.wait() if settling else None
         if self._response:
             self._session.raise_if(self._response.refusal)
-        return self._tally, Header()
+        return Arrival(self._tally, pull=self._pull, distance_squared=self._distance_squared)
 
     def commit(self) -> None:
         """Take note of the orders; the center itself has moved."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
-from raydl.core.autotune import Choice
 from raydl.core.center import Mirror, Snapshot
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Exchange, Header, cells, shard_spans
-from raydl.core.reports import AllreduceReport, Outcome, Record
+from raydl.core.reports import Outcome
 from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
@@ -151,11 +149,6 @@ class AsyncStrategy:
         return self._session.ledger_round
 
     @property
-    def num_changes(self) -> int:
-        """The coordinator keeps the ledger."""
-        return 0
-
-    @property
     def num_cuts(self) -> int:
         """How often the learning rate was cut, by the newest orders."""
         return int(self._assignment.num_cuts)
@@ -208,13 +201,6 @@ class AsyncStrategy:
             self._client.leave_generation(self._session.next_message_id())
         return Decision(self._assignment.outcome, keep=self._assignment.keep, publishes=False)
 
-    def vote(self, **votes: float) -> None:
-        """Do nothing: votes are the coordinator's."""
-
-    def votes(self) -> dict[str, float]:
-        """Return none: votes are the coordinator's."""
-        return {}
-
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
         """Return the center as this worker last saw it, to make a lost one again from.
 
@@ -241,29 +227,3 @@ class AsyncStrategy:
             num_cuts=assignment.num_cuts,
             untrained=self._context.flat.untrained.changed_buffers(),
         )
-
-    def prepare_copy(self) -> Callable[[], None]:
-        """Return what does nothing: the center makes its snapshots itself."""
-        return lambda: None
-
-    def undo_round(self) -> None:
-        """Do nothing: what has arrived of a failed round has moved the center."""
-
-    def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
-        """Return None: who follows the center begins anew at it whenever it enters."""
-        return None
-
-    def take_records(self) -> tuple[Record, ...]:
-        """Return none: the coordinator keeps the books."""
-        return ()
-
-    def allreduce_report(self) -> AllreduceReport | None:
-        """Return None: messages are not summed by the workers."""
-        return None
-
-    def find_tuning(self) -> None:
-        """Do nothing: workers that meet the center alone choose nothing together."""
-
-    def choice(self) -> Choice | None:
-        """Return None: there is none."""
-        return None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from raydl.collective.strategy import SyncStrategy, Trained
 from raydl.config import TrainConfig, TrainingConfig, dotted, to_dict
 from raydl.core.center import Snapshot, copied_to_cpu, first_snapshot
-from raydl.core.exchange import Header, StepPlan, cell_size
+from raydl.core.exchange import cell_size
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
 from raydl.core.methods import check_weights, resolve
@@ -35,16 +33,15 @@ from raydl.core.own_rule import try_rule
 from raydl.core.replica import Replica
 from raydl.core.reports import Outcome
 from raydl.core.rules import Rule, Sends
-from raydl.core.strategy import Strategy, WorkerContext, plan_round
+from raydl.core.strategy import Strategy
 from raydl.core.untrained import Untrained, as_tensors
 from raydl.data import DataShape
-from raydl.data.loader import Step
 from raydl.elastic.rendezvous import Age, Signal
-from raydl.elastic.rendezvous_client import Entry, RendezvousClient
+from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, ExchangeError, ShapeError, StepError
 from raydl.metrics import TimeParts
-from raydl.parameter_server.strategy import AsyncStrategy
 from raydl.tasks import Batch
+from raydl.worker.round_runner import RoundRunner
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Any], str]] = (
     weakref.WeakKeyDictionary()
@@ -257,25 +254,14 @@ class Attached:
         )
         self._flat = self._replica.flat
         self._flat.release_gradients()
-        self.local_step = 0
-        """Local steps so far; of one that came later, with those of the others before it."""
-        self._generation = 0
+        self._runner = RoundRunner(job, self._replica, time_parts=self._parts)
         self._loaded: Snapshot | None = None
         self._loaded_untrained: Mapping[str, Any] = {}
-        self._strategy: Strategy | None = None
-        self._trained = Trained()
-        self._feedback: dict[Any, Any] = {}
-        self._is_behind = self._is_away = False
+        self._is_away = False
         self._num_failed = self._num_skipped = 0
-        self._steps: list[Step] = []
-        self._at = 0
-        self._sums = Header()
-        self._began_at = time.monotonic()
         weakref.finalize(
             self, rendezvous.fall_silent
         ).atexit = False  # a loop that forgot to detach
-        self._round_at, self._waited_before = 0.0, 0.0
-        self._step_s = self._waited_s = 0.0
 
     # what the user's loop asks
 
@@ -295,16 +281,21 @@ class Attached:
             self._skip_step()
             return
         self._num_skipped = 0
-        if self._strategy is None:  # the gradient is that of the weights before
+        if self._runner.strategy is None:  # the gradient is that of the weights before
             self._optimizer.step()
-            self.local_step += 1
+            self._runner.local_step += 1
             self._join()
             return
         try:
-            self._take_step(self._strategy)
+            self._take_step()
         except ExchangeError as error:
             self._fall_behind(error)
             self._join()
+
+    @property
+    def local_step(self) -> int:
+        """Local steps so far; of a worker that came later, with those of the others before it."""
+        return self._runner.local_step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -325,7 +316,7 @@ class Attached:
     def generation(self) -> int:
         """How often the workers have changed, as far as this one has noticed."""
         self._inside()
-        return self._generation
+        return self._runner.generation
 
     @property
     def worker_id(self) -> str:
@@ -377,7 +368,7 @@ class Attached:
         Raises:
             AttachError: this worker trains already.
         """
-        if self._strategy is not None:
+        if self._runner.strategy is not None:
             raise AttachError(
                 self._rendezvous.name,
                 "load_state_dict comes first: before `with`, step() and the question for a rank",
@@ -390,7 +381,7 @@ class Attached:
         self._loaded_untrained = state["replica"].get("untrained", {})
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
-        self.local_step = state["local_step"]
+        self._runner.local_step = state["local_step"]
 
     def detach(self) -> None:
         """Leave; the others go on. Steps since the last exchange are lost with this worker."""
@@ -412,11 +403,11 @@ class Attached:
     # entering a generation
 
     def _inside(self) -> Strategy:
-        """Return the schedule of this generation; enter one first, if it must be."""
-        if self._strategy is None:
+        """Return the strategy of this generation; enter one first, if it must be."""
+        if self._runner.strategy is None:
             self._join()
-        assert self._strategy is not None
-        return self._strategy
+        assert self._runner.strategy is not None
+        return self._runner.strategy
 
     def _join(self) -> None:
         """Enter the next generation and open its first round.
@@ -437,10 +428,7 @@ class Attached:
 
     def _fall_behind(self, error: ExchangeError) -> None:
         """Undo what an exchange that failed has done in part."""
-        if self._strategy is not None:
-            self._strategy.undo_round()
-        self._replica.undo_()
-        self._is_behind = True
+        self._runner.undo_round()
         self._count_failure(error)
 
     def _count_failure(self, error: ExchangeError) -> None:
@@ -451,25 +439,13 @@ class Attached:
 
     def _enter(self) -> None:
         with self._parts.measure("initialization"):
-            before = self._strategy
-            age = _age_of(before) if before else self._loaded_age()
-            entry = self._rendezvous.enter(age, self._center, self._first_untrained)
+            entry = self._rendezvous.enter(self._age(), self._center, self._first_untrained)
             snapshot = entry.snapshot or self._center()
             if entry.untrained is not None:
                 self._take_over_untrained(entry.untrained, snapshot)
             self._take_over(snapshot)
-            context = WorkerContext(
-                config=self._job.config,
-                method=self._method,
-                membership=entry.membership,
-                worker_id=self._rendezvous.worker_id,
-                flat=self._flat,
-                time_parts=self._parts,
-                cuts=self._job.order.cuts,
-                feedback=self._feedback,
-            )
-            self._strategy = self._make_strategy(context, entry, snapshot)
-            self._generation = entry.membership.generation
+            self._runner.worker_id = self._rendezvous.worker_id
+            self._runner.enter(entry.membership, entry.transport, snapshot)
 
     def _first_untrained(self) -> Untrained:
         """Return the untrained state of this worker's model, which all begin with."""
@@ -482,79 +458,73 @@ class Attached:
         self._flat.untrained.load(snapshot.untrained)
         self._flat.untrained.load(self._loaded_untrained)
 
-    def _loaded_age(self) -> Age:
+    def _age(self) -> Age:
+        """Return the age of this worker's copy of the center, by the ledger that it knows.
+
+        By messages others may know the same ledger, and later weights: so their exchanges count,
+        too.
+        """
+        runner = self._runner
+        if runner.strategy is not None:
+            return runner.strategy.ledger_round, runner.num_changes + runner.round
         if self._loaded is None:
             return 0, 0
         return self._loaded.round, int(self._loaded.ledger["num_changes"])
 
     def _take_over(self, snapshot: Snapshot) -> None:
         """Let the replica go on from where a generation starts."""
-        follows = self._method.rule.sends is not Sends.WEIGHTS
-        if self._strategy is not None:
-            weights = self._strategy.catch_up(snapshot, is_behind=self._is_behind)
-            if weights is not None:
-                self._hold(weights, torch.tensor(snapshot.buffers))
-        elif self._loaded is None:
-            self.local_step = max(self.local_step, snapshot.local_step)
-            self._hold(*_tensors_of(snapshot))
-        elif follows and self._loaded.round != snapshot.round:
-            self._hold(*_tensors_of(snapshot))
-        if follows and not self._method.is_sync:  # the center went on meanwhile
-            self._hold(*_tensors_of(snapshot))
-        self._is_behind = False
-
-    def _make_strategy(self, context: WorkerContext, entry: Entry, snapshot: Snapshot) -> Strategy:
-        transport: Any = entry.transport
-        if self._method.is_sync:
-            return SyncStrategy(context, transport, snapshot, self._trained)
-        return AsyncStrategy(
-            context, transport, snapshot, incarnation=0, local_step=self.local_step
-        )
+        self._flat.rebind()
+        if self._runner.strategy is not None:
+            self._runner.catch_up(snapshot)
+            return
+        self._runner.is_behind = False
+        if self._loaded is None:
+            self._runner.local_step = max(self.local_step, snapshot.local_step)
+            self._runner.become(snapshot)
+        elif self._method.rule.sends is not Sends.WEIGHTS and self._loaded.round != snapshot.round:
+            self._runner.become(snapshot)  # it follows the center, which has gone on
 
     # a round, step by step
 
     def _open_round(self) -> None:
-        strategy = self._inside()
-        if self._method.is_sync and len(strategy.exchanges) > 1:  # they arrive one by one
-            self._replica.keep()
-        round = strategy.next_round(self.local_step)
-        parts = len(strategy.exchanges)
-        self._plan = plan_round(round.num_steps, fragments=parts, delay=round.delay)
-        self._steps, self._at, self._num_flying = round.steps(), 0, 0
-        self._round_at, self._waited_before = time.perf_counter(), self._waited()
-        self._begin(strategy)
+        self._runner.open_round()
+        self._begin_step()
 
-    def _begin(self, strategy: Strategy) -> None:
+    def _begin_step(self) -> None:
         """Begin a step; send what is due in it, while the user's code computes its gradient."""
-        strategy.begin_step(self._at, float(self._optimizer.param_groups[0]["lr"]))
-        if not self._is_ahead:
-            return
-        begin, _ = self._plan[self._at]
-        self._num_flying += len(begin)
-        if begin:
-            self._replica.begin(self._step_plan(strategy, begin, []))
+        self._runner.begin_step(float(self._optimizer.param_groups[0]["lr"]))
+        self._vote()
+        if self._is_ahead:
+            self._runner.send_ahead()
 
-    def _step_plan(self, strategy: Strategy, begin: list[int], join: list[int]) -> StepPlan:
-        return StepPlan.around(
-            strategy.exchanges, begin, join, make_header=lambda: self._make_header(strategy)
-        )
+    def _vote(self) -> None:
+        """Vote to leave the generation with the next header, if somebody waits to join."""
+        if self._rendezvous.signal is Signal.REGROUP:
+            self._runner.vote(self._runner.generation, regroup=1.0)
 
-    def _take_step(self, strategy: Strategy) -> None:
-        begin, join = self._plan[self._at]
-        step_plan = self._step_plan(strategy, [] if self._is_ahead else begin, join)
-        num_steps = self._replica.num_steps
-        try:
-            sums = self._replica.step_as_it_is(step_plan)
-        finally:
-            if self._replica.num_steps > num_steps:
-                self._note_step()
-        self._sums = sums or self._sums
-        self._num_flying += (0 if self._is_ahead else len(begin)) - len(join)
-        if self._at < len(self._plan):
-            self._check_signal(strategy)
-            self._begin(strategy)
+    def _take_step(self) -> None:
+        self._vote()
+        self._runner.take_step(lambda plan: (None, self._replica.step_as_it_is(plan)))
+        if self._runner.num_left:
+            self._check_signal()
+            self._begin_step()
         else:
-            self._close_round(strategy)
+            self._close_round()
+
+    def _check_signal(self) -> None:
+        """Leave a generation that is over, unless an exchange under way may yet arrive."""
+        if self._rendezvous.signal is Signal.OVER and not self._runner.num_flying:
+            runner = self._runner
+            raise ExchangeError(runner.round, runner.generation, "the generation is over")
+
+    def _close_round(self) -> None:
+        decision = self._runner.close_round()
+        self._num_failed = 0
+        self._runner.pop_records()  # nobody reads them; they would pile up
+        if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
+            self._open_round()
+        else:
+            self._join()
 
     def _has_finite_gradients(self) -> bool:
         """Whether the gradients are finite; with none at all they are."""
@@ -574,45 +544,6 @@ class Attached:
                 f"the gradients were not finite {_MOST_SKIPPED} times in a row, so it was not "
                 f"taken; lower the learning rate, or look at the data of that step",
             )
-
-    def _note_step(self) -> None:
-        """Count a local step, even if its exchange failed."""
-        self._trained.add(*self._steps[self._at])
-        self.local_step += 1
-        self._at += 1
-
-    def _check_signal(self, strategy: Strategy) -> None:
-        """Leave a generation that is over, unless an exchange under way may yet arrive."""
-        if self._rendezvous.signal is Signal.OVER and not self._num_flying:
-            raise ExchangeError(strategy.version, self._generation, "the generation is over")
-
-    def _close_round(self, strategy: Strategy) -> None:
-        self._waited_s = self._waited() - self._waited_before
-        in_steps_s = time.perf_counter() - self._round_at - self._waited_s
-        self._step_s = max(0.0, in_steps_s) / len(self._plan)
-        decision = strategy.settle(self._sums, self.local_step)
-        self._num_failed = 0
-        self._trained.keep_first(0)
-        strategy.take_records()  # nobody reads them; they would pile up
-        if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
-            self._open_round()
-        else:
-            self._join()
-
-    def _make_header(self, strategy: Strategy) -> Header:
-        if self._rendezvous.signal is Signal.REGROUP:
-            strategy.vote(regroup=1.0)
-        return Header(
-            distance=self._replica.distance_squared,
-            step_s=self._step_s,
-            waited_s=self._waited_s,
-            elapsed_s=time.monotonic() - self._began_at,
-            **strategy.votes(),
-        )
-
-    def _waited(self) -> float:
-        """Return the seconds that this worker waited for exchanges so far."""
-        return self._parts.as_dict()["device_device_parameters"]
 
     # weights
 
@@ -637,8 +568,8 @@ class Attached:
 
     def _center(self) -> Snapshot:
         """Return the center as this worker knows it."""
-        if self._strategy is not None:
-            return self._strategy.snapshot(is_kept=False, local_step=self.local_step)
+        if self._runner.strategy is not None:
+            return self._runner.center()
         if self._loaded is not None:
             return self._loaded
         first = first_snapshot(self._flat, ENDLESS)
@@ -663,11 +594,3 @@ def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
 
 def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:
     return torch.tensor(snapshot.weights), torch.tensor(snapshot.buffers)
-
-
-def _age_of(strategy: Strategy) -> Age:
-    """Return the age of a worker's copy of the center, by the ledger that it knows.
-
-    By messages others may know the same ledger, and later weights: so their exchanges count, too.
-    """
-    return strategy.ledger_round, strategy.num_changes + strategy.version

@@ -1,7 +1,7 @@
-"""The loop of one worker, in rounds: get samples, take local steps, exchange, go on.
+"""The training loop of one worker: get samples, take the local steps of a round, exchange, go on.
 
-No Ray here: an actor drives it in a cluster, the trainer drives it in one process, and a
-test drives several in threads. When to talk, and what follows a round, its schedule says.
+No Ray here: an actor drives it in a cluster, the trainer drives it in one process, and a test
+drives several in threads. ``raydl.worker.round_runner`` exchanges.
 """
 
 from __future__ import annotations
@@ -9,35 +9,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from raydl.collective.exchange import GradientGroup, Group
-from raydl.collective.strategy import SyncStrategy, Trained
 from raydl.core.center import Snapshot
 from raydl.core.compression import ErrorFeedback, parse_codec
 from raydl.core.copies import Copies, sizes_of
-from raydl.core.exchange import Header, StepPlan
+from raydl.core.exchange import StepPlan
 from raydl.core.job import BeforeStep, Job, first_model
 from raydl.core.membership import Membership
 from raydl.core.optimizers import lr_at, make_optimizer
 from raydl.core.replica import Replica, Stepped
-from raydl.core.reports import Losses, Outcome, Record, WorkerReport
+from raydl.core.reports import Outcome, WorkerReport
 from raydl.core.rules import Sends
 from raydl.core.saved_state import pack
-from raydl.core.strategy import Round, Strategy, WorkerContext, plan_round
+from raydl.core.strategy import Strategy, WorkerContext
 from raydl.core.tensor_files import TensorFile
 from raydl.core.untrained import Untrained
 from raydl.data import Batches
 from raydl.data.generators import generators_state, load_generators, seed_generators
-from raydl.data.ledger import Span
 from raydl.data.loader import Feed
 from raydl.errors import ExchangeError, NonFiniteCenterError, NonFiniteError, StateLostError
 from raydl.metrics import TimeParts
 from raydl.parameter_server.protocol import CenterClient
-from raydl.parameter_server.strategy import AsyncStrategy
+from raydl.worker.round_runner import RoundRunner
 
 LAST = -1
 """In place of a round: the state of a worker that has left its loop for good."""
@@ -72,7 +71,6 @@ class Worker:
         self.parts = TimeParts.on(self._device)
         self._job = job
         self._publish = publish
-        self._incarnation = incarnation
         self._before_step = before_step
         self._method = job.method
         self._feed = Feed(batches, job.order, device=self._device, time_parts=self.parts)
@@ -90,20 +88,17 @@ class Worker:
                 needs_all_gradients=self._method.needs_all_gradients,
                 who=lambda: (self.worker_id, self.local_step),
             )
-        self.local_step = self._generation = 0
-        self._early_votes: dict[int, dict[str, float]] = {}
+        self.runner = RoundRunner(
+            job,
+            self.replica,
+            time_parts=self.parts,
+            incarnation=incarnation,
+            worker_id=worker_id,
+        )
         self._lock = threading.Lock()
-        self._losses = Losses(worker_id)
-        self._step_s = self._waited_s = self._round_s = 0.0
-        self._is_behind = False
-        self._trained = Trained()
-        self._seconds_at = (0.0, 0.0)
-        self._records: tuple[Record, ...] = ()
         self._kept: dict[int, dict[str, Any]] = {}
         self._held: dict[int, TensorFile] = {}
         self._copies = Copies()
-        self._strategy: Strategy | None = None
-        self._feedback: dict[Span, ErrorFeedback] = {}
         self._first_untrained = untrained or {}
         self._untrained_then = self._first_untrained  # with the newest generation's snapshot
         self._is_spoiled = False
@@ -122,37 +117,22 @@ class Worker:
 
         Args:
             membership: who trains.
-            road: connects this worker with the others, or with the center.
+            transport: connects this worker with the others, or with the center.
             snapshot: the center they all start from.
             own_state: what this worker kept in a checkpoint, or another one handed over; its
                 tensors are this worker's from here on. None: nothing, or it is in memory.
             partners: connects the workers that share this one's replica, if any do.
         """
         with self.parts.measure("initialization"):
-            if self._strategy is None:
+            if self.runner.strategy is None:
                 self._start_from(snapshot, own_state)
+            elif self._is_spoiled:
+                self._start_over(snapshot)
+                self._is_spoiled = self.runner.is_behind = False
             else:
-                self._go_on_from(snapshot, self._strategy)
-                with self._lock:
-                    self._records += self._strategy.take_records()
-            context = WorkerContext(
-                config=self._job.config,
-                method=self._method,
-                membership=membership,
-                worker_id=self.worker_id,
-                flat=self.replica.flat,
-                time_parts=self.parts,
-                cuts=self._job.order.cuts,
-                feedback=self._feedback,
-            )
-            strategy = self._make_strategy(context, transport, snapshot)
+                self.runner.catch_up(snapshot)
+            context = self.runner.enter(membership, transport, snapshot)
             self._untrained_then = {**self._first_untrained, **snapshot.untrained}
-            with self._lock:
-                self._generation, self._strategy = membership.generation, strategy
-                strategy.vote(**self._early_votes.pop(membership.generation, {}))
-                now = membership.generation  # votes for generations that it was not in are void
-                self._early_votes = {g: v for g, v in self._early_votes.items() if g > now}
-            self._seconds_at = (snapshot.seconds, time.monotonic())
             self._join_partners(partners, context)
 
     def _join_partners(self, group: Group | None, context: WorkerContext) -> None:
@@ -168,28 +148,15 @@ class Worker:
         try:
             is_other = self.replica.copy_first_(partners, is_first=is_first)
         except ExchangeError:
-            self._is_behind = True
+            self.runner.is_behind = True
             raise
         if is_other:  # what this worker did by itself is gone
-            self._trained.keep_first(0)
+            self.runner.trained.keep_first(0)
         self.replica.partners = partners
 
-    def _make_strategy(
-        self, context: WorkerContext, transport: Any, snapshot: Snapshot
-    ) -> Strategy:
-        if self._method.is_sync:
-            return SyncStrategy(context, transport, snapshot, self._trained)
-        if self._method.rule.sends is not Sends.WEIGHTS:
-            # The center went on while this worker was away; it measures its progress from
-            # where the center is now.
-            self._become(snapshot)
-        return AsyncStrategy(
-            context, transport, snapshot, incarnation=self._incarnation, local_step=self.local_step
-        )
-
     def _start_from(self, snapshot: Snapshot, own_state: dict[str, Any] | None) -> None:
-        self.local_step = snapshot.local_step
-        self._become(snapshot)
+        self.runner.local_step = snapshot.local_step
+        self.runner.become(snapshot)
         self.replica.flat.untrained.load(snapshot.untrained)
         if not own_state:  # or one that was spoiled, of which nothing is kept
             seed_generators(self._job.config.training.seed, self.worker_id)
@@ -199,26 +166,7 @@ class Worker:
             is_old = own_state.get("round", snapshot.round) != snapshot.round
             has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
             if (is_old or has_open) and self._method.rule.sends is not Sends.WEIGHTS:
-                self._become(snapshot)  # it follows the center, which has gone on
-
-    def _go_on_from(self, snapshot: Snapshot, before: Strategy) -> None:
-        """Go on after another generation, which may have ended with a failed exchange."""
-        if self._is_spoiled:
-            self._start_over(snapshot)
-            self._is_spoiled = self._is_behind = False
-            return
-        weights = before.catch_up(snapshot, is_behind=self._is_behind)
-        if weights is not None:
-            buffers = torch.tensor(snapshot.buffers, device=self._device)
-            self.replica.become(weights.to(self._device), buffers)
-        self._is_behind = False
-
-    def _become(self, snapshot: Snapshot) -> None:
-        device = self._device
-        self.replica.become(
-            torch.tensor(snapshot.weights, device=device),
-            torch.tensor(snapshot.buffers, device=device),
-        )
+                self.runner.become(snapshot)  # it follows the center, which has gone on
 
     # one round
 
@@ -232,46 +180,73 @@ class Worker:
             ExchangeError: the exchange failed.
             NonFiniteError: the replica diverged; it has become the center again.
         """
-        strategy = self._strategy
-        assert strategy is not None, "join comes first"
-        strategy.find_tuning()  # should it fail, there is nothing of this round to undo
-        if self._method.is_sync and len(strategy.exchanges) > 1:  # they arrive one by one
-            self.replica.keep()
+        self.runner.find_tuning()  # should it fail, there is nothing of this round to undo
         try:
-            sums = self._exchange_once(strategy)
-            decision = strategy.settle(sums, self.local_step)
+            self._take_steps()
+            decision = self.runner.close_round()
         except Exception as error:
-            strategy.undo_round()
-            self.replica.undo_()
-            self._is_behind = True
+            self.runner.undo_round()
             if isinstance(error, NonFiniteError):
-                self._roll_back(strategy)
+                self._roll_back()
             raise
-        self._trained.keep_first(0)
         keep = decision.keep
         if keep is not None:
             state = self._state_dict()
             with self._lock:
                 self._kept[keep] = state
         if decision.publishes:
-            self._publish_center(strategy, is_kept=keep is not None)
+            self._publish_center(is_kept=keep is not None)
         return decision.outcome
 
-    def _publish_center(self, strategy: Strategy, *, is_kept: bool) -> None:
+    def _take_steps(self) -> None:
+        """Take the local steps of a round; none, where the center has no work for this worker."""
+        round = self.runner.open_round()
+        steps = round.steps()
+        if steps:
+            self._feed.expect(steps, round.ahead)
+        for epoch, positions in steps:
+            self._notice_step()
+            self._begin_step()
+            loss = self.runner.take_step(partial(self._step, epoch, positions))
+            self.runner.losses.add(self.local_step - 1, self._feed.num_in_batch, loss)
+
+    def _step(self, epoch: int, positions: np.ndarray, step_plan: StepPlan) -> Stepped:
+        return self.replica.step(self._feed.batch(epoch, positions), step_plan)
+
+    def _notice_step(self) -> None:
+        if self._before_step is not None:
+            rank, num_workers = self._entered().place
+            self._before_step(
+                self.worker_id,
+                rank=rank,
+                num_workers=num_workers,
+                local_step=self.local_step,
+                round=self.round,
+                seconds=self.runner.elapsed_s(),
+            )
+
+    def _begin_step(self) -> None:
+        """Set the learning rate of the next step."""
+        num_cuts = self._entered().num_cuts
+        lr = lr_at(self._method.optimizer, self.runner.share_done(), num_cuts=num_cuts)
+        self.replica.set_lr(lr)
+        self.runner.begin_step(lr)
+
+    def _publish_center(self, *, is_kept: bool) -> None:
         with self.parts.measure("host_device_parameters"):
-            snapshot = strategy.snapshot(is_kept=is_kept, local_step=self.local_step)
+            snapshot = self.runner.center(is_kept=is_kept)
         if not snapshot.is_finite():
             self._is_spoiled = True
             raise NonFiniteCenterError(snapshot.round)
         self._publish(snapshot)
 
-    def _roll_back(self, strategy: Strategy) -> None:
+    def _roll_back(self) -> None:
         """Let a replica that has diverged start over at the center.
 
         Raises:
             NonFiniteCenterError: that has diverged, too; the replica starts over where all do next.
         """
-        center = strategy.snapshot(is_kept=False, local_step=self.local_step)
+        center = self.runner.center()
         if not center.is_finite():
             self._is_spoiled = True
             raise NonFiniteCenterError(center.round)
@@ -279,107 +254,22 @@ class Worker:
 
     def _start_over(self, center: Snapshot) -> None:
         """Let the replica begin again at a center; its samples become free again."""
-        device = self._device
-        self.replica.start_over(
-            torch.tensor(center.weights, device=device), torch.tensor(center.buffers, device=device)
-        )
+        self.runner.start_over(center)
         self.replica.flat.untrained.load(self._untrained_then)
-        self._trained.keep_first(0)
-        self._losses = Losses(self.worker_id)
-        self._feedback.clear()
 
-    def _exchange_once(self, strategy: Strategy) -> Header:
-        """Take a round's local steps; return the header sums of its last exchange."""
-        began, waited_s = time.perf_counter(), self._waited()
-        round = strategy.next_round(self.local_step)
-        start, waited_for_turn_s = time.perf_counter(), self._waited() - waited_s
-        sums = self._take_steps(strategy, round)
-        self._losses.read()
-        if round.num_steps:
-            self._waited_s = self._waited() - waited_s
-            in_steps_s = time.perf_counter() - start - (self._waited_s - waited_for_turn_s)
-            self._step_s = max(0.0, in_steps_s) / round.num_steps
-            self._round_s = time.perf_counter() - began
-        return sums
+    def _entered(self) -> Strategy:
+        assert self.runner.strategy is not None, "join comes first"
+        return self.runner.strategy
 
-    def _waited(self) -> float:
-        """Return the seconds that this worker waited for exchanges so far."""
-        return self.parts.as_dict()["device_device_parameters"]
-
-    def _take_steps(self, strategy: Strategy, round: Round) -> Header:
-        sums = Header()
-        if not round.num_steps:  # the center has no work for this worker
-            return sums
-        plan = plan_round(round.num_steps, fragments=len(strategy.exchanges), delay=round.delay)
-        steps = round.steps()
-        self._feed.expect(steps, round.ahead)
-        for step, (epoch, positions) in enumerate(steps):
-            self._notice_step(strategy)
-            self._begin_step(strategy, step)
-            step_plan = self._step_plan(strategy, *plan[step])
-            loss, arrived = self._step(step_plan, epoch, positions)
-            sums = arrived or sums
-            self._losses.add(self.local_step - 1, self._feed.num_in_batch, loss)
-        return sums
-
-    def _step(self, step_plan: StepPlan, epoch: int, positions: np.ndarray) -> Stepped:
-        """Take one local step, and count it even if its exchange fails."""
-        batch = self._feed.batch(epoch, positions)
-        num_steps = self.replica.num_steps
-        try:
-            return self.replica.step(batch, step_plan)
-        finally:
-            if self.replica.num_steps > num_steps:
-                self._trained.add(epoch, positions)
-                self.local_step += 1
-
-    def _notice_step(self, strategy: Strategy) -> None:
-        if self._before_step is not None:
-            rank, num_workers = strategy.place
-            self._before_step(
-                self.worker_id,
-                rank=rank,
-                num_workers=num_workers,
-                local_step=self.local_step,
-                round=strategy.version,
-                seconds=self._elapsed_s(),
-            )
-
-    def _step_plan(self, strategy: Strategy, begin: list[int], join: list[int]) -> StepPlan:
-        return StepPlan.around(
-            strategy.exchanges,
-            begin,
-            join,
-            make_header=lambda: self._make_header(strategy),
-            overlap=self._method.overlap,
-        )
-
-    def _begin_step(self, strategy: Strategy, step: int) -> None:
-        """Set the learning rate for a step of this round, counted from 0."""
-        share_done = strategy.share_done(step, self.local_step)
-        lr = lr_at(self._method.optimizer, share_done, num_cuts=strategy.num_cuts)
-        self.replica.set_lr(lr)
-        strategy.begin_step(step, lr)
-
-    def _make_header(self, strategy: Strategy) -> Header:
-        return Header(
-            **self._losses.pop_state(),
-            distance=self.replica.distance_squared,
-            step_s=self._step_s,
-            waited_s=self._waited_s,
-            elapsed_s=self._elapsed_s(),
-            **strategy.votes(),
-        )
-
-    def _elapsed_s(self) -> float:
-        """Return the seconds of training so far, by this worker's clock."""
-        seconds_before, since = self._seconds_at
-        return seconds_before + time.monotonic() - since
+    @property
+    def local_step(self) -> int:
+        """Local steps of this worker, those of the others before it came among them."""
+        return self.runner.local_step
 
     @property
     def round(self) -> int:
         """Rounds completed since the run began, or exchanges that the center has settled."""
-        return self._strategy.version if self._strategy else 0
+        return self.runner.round
 
     @property
     def copy_age(self) -> tuple[int, int]:
@@ -387,20 +277,22 @@ class Worker:
 
         One with values that are not finite is none. Not while it trains.
         """
-        if self._strategy is not None and not self.center().is_finite():
+        if self.runner.strategy is None:
+            return -1, 0
+        if not self.center().is_finite():
             self._is_spoiled = True
             return -1, 0
-        return (self.round, self._strategy.num_changes) if self._strategy else (-1, 0)
+        return self.round, self.runner.num_changes
 
     @property
     def copy_generation(self) -> int:
         """The generation that made its copy of the center; 0: the center itself made it."""
-        return self._generation if self._strategy and self._method.is_sync else 0
+        return self.runner.generation if self._method.is_sync else 0
 
     @property
     def ledger_round(self) -> int:
         """The round up to which it knows the ledger; -1: it has no copy of the center."""
-        return self._strategy.ledger_round if self._strategy else -1
+        return self.runner.strategy.ledger_round if self.runner.strategy is not None else -1
 
     # what others ask for
 
@@ -408,37 +300,30 @@ class Worker:
         """Ask all ranks to ``stop``, ``regroup`` or keep a ``checkpoint`` after a round.
 
         A vote counts in its generation alone. It may come before the worker has joined that
-        one, since it takes another road than the order to join; one for a generation that
-        has passed is ignored.
+        one, since it does not wait for the order to join.
         """
-        with self._lock:
-            if self._strategy is not None and generation == self._generation:
-                self._strategy.vote(**votes)
-            elif generation > self._generation:
-                self._early_votes.setdefault(generation, {}).update(votes)
+        self.runner.vote(generation, **votes)
 
     def report(self) -> WorkerReport:
         """Return all that is new since the last report."""
-        version = self.round
+        round = self.round  # before its record
         with self._lock:
             kept = tuple(self._kept)
-            records, self._records = self._records, ()
-        if self._strategy is not None:
-            records += self._strategy.take_records()
+        runner = self.runner
         return WorkerReport(
             worker_id=self.worker_id,
-            round=version,
-            records=records,
+            round=round,
+            records=runner.pop_records(),
             kept=kept,
             time_parts=self.parts.as_dict(),
-            generation=self._generation,
-            local_step=self.local_step,
-            step_s=self._step_s,
-            waited_s=self._waited_s,
-            round_s=self._round_s,
+            generation=runner.generation,
+            local_step=runner.local_step,
+            step_s=runner.step_s,
+            waited_s=runner.waited_s,
+            round_s=runner.round_s,
             waiting_s=self.parts.since("device_device_parameters"),
-            allreduce=self._strategy.allreduce_report() if self._strategy else None,
-            choice=self._strategy.choice() if self._strategy else None,
+            allreduce=runner.allreduce_report(),
+            choice=runner.choice(),
             left_out=self._feed.left_out,
             told_s=time.monotonic(),
             cpu_s=time.process_time(),
@@ -446,8 +331,7 @@ class Worker:
 
     def center(self) -> Snapshot:
         """Return this worker's copy of the center, to go on from. Not while it trains."""
-        assert self._strategy, "join comes first"
-        return self._strategy.snapshot(is_kept=False, local_step=self.local_step)
+        return self.runner.center()
 
     def take_kept(self, round: int) -> dict[str, Any]:
         """Hand over the state kept at that round; older ones are dropped with it.
@@ -503,8 +387,7 @@ class Worker:
 
     def prepare_copy(self) -> Callable[[], None]:
         """Return a function that readies memory for a first checkpoint, in any thread."""
-        assert self._strategy is not None, "join comes first"
-        sizes, prepare_center = sizes_of(self.replica.tensors()), self._strategy.prepare_copy()
+        sizes, prepare_center = sizes_of(self.replica.tensors()), self.runner.prepare_copy()
 
         def prepare() -> None:
             self._copies.prepare(sizes)
@@ -518,19 +401,19 @@ class Worker:
                 "replica": self.replica.state_dict(copied or self._copies.of),
                 "local_step": self.local_step,
                 "round": self.round,
-                "num_trained": len(self._trained),
-                **self._losses.state_dict(),
-                "feedback": [[*span, f.state_dict()] for span, f in self._feedback.items()],
+                "num_trained": len(self.runner.trained),
+                **self.runner.losses.state_dict(),
+                "feedback": [[*span, f.state_dict()] for span, f in self.runner.feedback.items()],
                 "generators": generators_state(self._device),
             }
 
     def _load_state(self, state: dict[str, Any], compression: str) -> None:
         self.replica.load_state_dict(state["replica"], copies=False)
-        self.local_step = state["local_step"]
-        self._losses.load_state_dict(state)
+        self.runner.local_step = state["local_step"]
+        self.runner.losses.load_state_dict(state)
         for start, stop, residual in state["feedback"]:
-            self._feedback[start, stop] = ErrorFeedback(parse_codec(compression))
-            self._feedback[start, stop].load_state_dict(residual)
+            feedback = self.runner.feedback[start, stop] = ErrorFeedback(parse_codec(compression))
+            feedback.load_state_dict(residual)
         load_generators(state["generators"], self._device)
 
 

@@ -208,7 +208,7 @@ def test_rounds_that_were_cut_short_are_not_measured():
 def limits_of(method, *, model=linear):
     config = dataclasses.replace(auto(), method=MethodConfig(name=method, period="auto"))
     run = Ensemble(config, num_workers=1, images=tiny_images(48), model=model).join()
-    return run.workers[0]._strategy._profiler._limits
+    return run.workers[0].runner.strategy._profiler._limits
 
 
 def test_only_weights_pass_behind_a_gradient():
@@ -249,13 +249,13 @@ def test_a_run_goes_on_with_the_chosen_tuning_and_keeps_it(monkeypatch):
     assert run.run(rounds=8) == [Outcome.GO_ON] * 2
     for worker in run.workers:
         assert worker.report().choice.tuning == ExchangeTuning(10, 9, "int8")
-        assert worker._strategy.exchanges[0].num_bytes < 51 * 4 + 60
+        assert worker.runner.strategy.exchanges[0].num_bytes < 51 * 4 + 60
     center = [w.center() for w in run.workers]
     assert (center[0].weights == center[1].weights).all()
     assert center[0].tuning == ExchangeTuning(10, 9, "int8")
     again = Ensemble(auto(), num_workers=2, images=tiny_images(96))
     again.join(center[0])
-    assert again.workers[0]._strategy.next_round(0).delay == 9
+    assert again.workers[0].runner.strategy.next_round(0).delay == 9
     assert again.workers[0].report().choice.tuning == ExchangeTuning(10, 9, "int8")
     assert run.run() == [Outcome.FINISHED] * 2
 
@@ -265,14 +265,14 @@ def test_a_run_goes_on_in_the_chosen_fragments(monkeypatch, method):
     wait_long(monkeypatch, [15.0] * 2 + [0.0] * 20)
     config = dataclasses.replace(auto(), method=MethodConfig(name=method, period="auto"))
     run = Ensemble(config, num_workers=2, images=tiny_images(200)).join()
-    num_before = len(run.workers[0]._strategy.exchanges)
+    num_before = len(run.workers[0].runner.strategy.exchanges)
     run.run(rounds=SKIPPED + COUNTED)
     before = [w.center() for w in run.workers]
     run.run(rounds=1)
     for worker in run.workers:
         chosen = worker.report().choice.tuning
         assert chosen.fragments > num_before == 1
-        assert len(worker._strategy.exchanges) == chosen.fragments
+        assert len(worker.runner.strategy.exchanges) == chosen.fragments
     after = [w.center() for w in run.workers]
     assert after[0].round == before[0].round + 1
     assert (after[0].weights == after[1].weights).all()
@@ -282,7 +282,7 @@ def test_a_run_goes_on_in_the_chosen_fragments(monkeypatch, method):
         assert state.shape == after[0].weights.shape
     again = Ensemble(config, num_workers=2, images=tiny_images(200))
     again.join(after[0])
-    assert len(again.workers[0]._strategy.exchanges) == chosen.fragments
+    assert len(again.workers[0].runner.strategy.exchanges) == chosen.fragments
     assert run.run() == [Outcome.FINISHED] * 2
 
 
@@ -321,7 +321,7 @@ def test_a_run_that_goes_on_with_a_period_of_the_users_leaves_the_chosen_one():
     config = dataclasses.replace(auto(), method=MethodConfig(name="sync-easgd", period=4))
     run = Ensemble(config, num_workers=2, images=tiny_images(96))
     run.join(dataclasses.replace(run.first, tuning=ExchangeTuning(10, 9, "int8")))
-    round = run.workers[0]._strategy.next_round(0)
+    round = run.workers[0].runner.strategy.next_round(0)
     assert (round.num_steps, round.delay) == (4, 0)
 
 

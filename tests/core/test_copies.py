@@ -99,7 +99,7 @@ def test_a_worker_copies_state_and_center_to_memory_that_was_made_ready(monkeypa
     worker.prepare_copy()()
     ready = {
         block._memory.ctypes.data
-        for copies in (worker._copies, worker._strategy._copies)
+        for copies in (worker._copies, worker.runner.strategy._copies)
         for block in copies._blocks
     }
     replica, center = worker.take_kept(-1)["replica"], worker.center()

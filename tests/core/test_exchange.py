@@ -44,7 +44,8 @@ def take_rounds(group, rank, *, size, num_rounds):
     for round in range(num_rounds):
         weights = torch.full((size,), float(rank + round))
         exchange.begin(weights, torch.tensor([rank, 1.0]), Header(num_samples=3.0, stop=rank))
-        tally, sums = exchange.wait()
+        arrival = exchange.wait()
+        tally, sums = arrival.tally, arrival.sums
         exchange.commit()
     return exchange.center.weights, exchange.center.buffers, tally, sums, exchange.round
 

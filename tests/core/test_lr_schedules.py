@@ -120,7 +120,7 @@ def test_all_ranks_cut_after_the_same_round_though_they_hear_of_it_in_different_
     ensemble.run(1)
     ensemble.workers[1].vote(1, num_cuts=1)
     ensemble.run(2)
-    assert [w._strategy.num_cuts for w in ensemble.workers] == [1, 1]
+    assert [w.runner.strategy.num_cuts for w in ensemble.workers] == [1, 1]
     ensemble.run()
     assert ensemble.newest.num_cuts == 1
     lrs = {r.round: r.lr for r in ensemble.workers[0].report().records}
@@ -133,12 +133,12 @@ def test_by_messages_the_assignment_tell_how_often_to_cut():
     for _ in range(2):  # told again it is still one cut
         ensemble.service.coordinator.vote(1, num_cuts=1)
     ensemble.run(2)
-    assert [w._strategy.num_cuts for w in ensemble.workers] == [1, 1]
+    assert [w.runner.strategy.num_cuts for w in ensemble.workers] == [1, 1]
     assert ensemble.workers[0].center().num_cuts == 1
     assert ensemble.center().num_cuts == 1
     again = Ensemble(ensemble.config, num_workers=2, images=tiny_images(96))
     again.join(ensemble.center())
-    assert [w._strategy.num_cuts for w in again.workers] == [1, 1]
+    assert [w.runner.strategy.num_cuts for w in again.workers] == [1, 1]
 
 
 def test_workers_are_told_of_cuts_and_told_again_when_they_form_anew():

@@ -33,7 +33,7 @@ def test_by_messages_too(method):
     ensemble = Ensemble(
         config(method, period=30, epochs=20), num_workers=2, images=tiny_images(25)
     ).join()
-    assert ensemble.workers[0]._strategy._assignment.num_steps == 30
+    assert ensemble.workers[0].runner.strategy._assignment.num_steps == 30
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert ensemble.service.coordinator.state()["num_samples"] == 20 * 25
     records = ensemble.service.coordinator.take_records()
@@ -42,7 +42,7 @@ def test_by_messages_too(method):
 
 def test_a_step_never_mixes_two_epochs():
     ensemble = Ensemble(config("diloco", period=30), num_workers=2, images=tiny_images(25)).join()
-    steps = ensemble.workers[0]._strategy.next_round(0).steps()
+    steps = ensemble.workers[0].runner.strategy.next_round(0).steps()
     sizes = [(epoch, len(positions)) for epoch, positions in steps]
     assert [epoch for epoch, _ in sizes] == sorted(epoch for epoch, _ in sizes)
     assert {epoch for epoch, _ in sizes} == {0, 1, 2}
@@ -69,7 +69,7 @@ def test_the_learning_rate_takes_its_course_through_a_long_round():
     ensemble = Ensemble(
         config("diloco", period=39, epochs=3), num_workers=1, images=tiny_images(25)
     ).join()
-    strategy = ensemble.workers[0]._strategy
+    strategy = ensemble.workers[0].runner.strategy
     num_steps = strategy.next_round(0).num_steps
     shares = [strategy.share_done(step, 0) for step in range(num_steps)]
     assert num_steps == 39

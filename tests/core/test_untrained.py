@@ -93,7 +93,7 @@ def test_frozen_parameters_are_never_sent():
     frozen, trained = (
         Ensemble(case, num_workers=2, model=model).join() for model in (Mixed, HeadAlone)
     )
-    sizes = [e.workers[0]._strategy._exchange_bytes for e in (frozen, trained)]
+    sizes = [e.workers[0].runner.strategy._exchange_bytes for e in (frozen, trained)]
     assert sizes[0] == sizes[1]
 
 

@@ -451,7 +451,7 @@ def test_a_streamed_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
 
     stopped = whole_run(data, method, num_workers).join()
     stopped.run(4)
-    strategy = stopped.workers[0]._strategy
+    strategy = stopped.workers[0].runner.strategy
     snapshot = strategy.snapshot(is_kept=True, local_step=stopped.workers[0].local_step)
     states = {worker.worker_id: worker._state_dict() for worker in stopped.workers}
     checkpoint = checkpoint_of(Collected(snapshot, states), stopped.flat, seconds=0.0)
@@ -468,7 +468,7 @@ def test_workers_of_every_strategy_take_blocks_of_their_own(folder):
     cuts = data.train.order(0).cuts(0)
     for method in ("sync-easgd", "async-easgd"):
         ensemble = whole_run(data, method, 2).join()
-        rounds = [worker._strategy.next_round(0) for worker in ensemble.workers]
+        rounds = [worker.runner.strategy.next_round(0) for worker in ensemble.workers]
         spans = [round.claims[0].spans for round in rounds]
         blocks = [{int(np.searchsorted(cuts, a, "right")) for a, _ in s} for s in spans]
         assert blocks[0] != blocks[1]

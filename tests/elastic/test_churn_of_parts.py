@@ -92,7 +92,7 @@ def test_survivors_of_groups_share_one_replica_again(method, lost, members):
 def test_who_takes_over_a_partners_replica_gives_back_what_it_did_alone():
     history = pairs("w0", "w3")
     history.train("w1", "w2", rounds=0)
-    kept = {w: len(history.workers[w]._trained) for w in ("w1", "w2")}
+    kept = {w: len(history.workers[w].runner.trained) for w in ("w1", "w2")}
     assert kept["w2"] == 0
 
 

@@ -131,7 +131,7 @@ class Ensemble:
     def now(self) -> Any:
         """Return the center's weights between two rounds."""
         if self.job.method.is_sync:
-            return self.workers[0]._strategy.snapshot(is_kept=False, local_step=0).weights
+            return self.workers[0].runner.strategy.snapshot(is_kept=False, local_step=0).weights
         return self.center().weights
 
     def center(self) -> Snapshot:

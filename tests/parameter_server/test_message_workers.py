@@ -105,7 +105,7 @@ def test_with_a_lossless_codec_a_newcomer_sees_the_center_itself(method):
         before = run.ensemble.center().weights
         run.workers["w1"].run_round()
         after = run.ensemble.center().weights
-        seen = run.workers["w1"]._strategy.snapshot(is_kept=False, local_step=0).weights
+        seen = run.workers["w1"].runner.strategy.snapshot(is_kept=False, local_step=0).weights
         expected = after if method == "async-sgd" else before
         np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-6)
         assert not np.array_equal(before, after)
@@ -119,7 +119,7 @@ def test_a_worker_that_sends_progress_holds_the_center_as_its_message_left_it():
     for _ in range(3):
         run.workers["w0"].run_round()
     center = run.ensemble.center()
-    copy = run.workers["w0"]._strategy.snapshot(is_kept=False, local_step=6)
+    copy = run.workers["w0"].runner.strategy.snapshot(is_kept=False, local_step=6)
     assert np.array_equal(copy.weights, center.weights)
     assert np.array_equal(copy.buffers, center.buffers)
     assert (copy.round, copy.num_samples) == (run.coordinator.version, center.num_samples)
@@ -131,7 +131,7 @@ def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
     for _ in range(3):
         before = run.ensemble.center()
         run.workers["w0"].run_round()
-    copy = run.workers["w0"]._strategy.snapshot(is_kept=True, local_step=6)
+    copy = run.workers["w0"].runner.strategy.snapshot(is_kept=True, local_step=6)
     assert np.array_equal(copy.weights, before.weights)
     assert copy.num_samples == run.coordinator.state()["num_samples"]
     assert copy.is_kept
@@ -141,7 +141,7 @@ def test_a_center_made_again_from_a_worker_trains_what_was_claimed():
     run = Open(job("async-easgd", epochs=1), num_workers=2, num_first=2)
     for worker_id in ("w0", "w1", "w0"):
         run.workers[worker_id].run_round()
-    copy = run.workers["w0"]._strategy.snapshot(is_kept=False, local_step=4)
+    copy = run.workers["w0"].runner.strategy.snapshot(is_kept=False, local_step=4)
     ledger = Ledger.from_state_dict(copy.ledger)
     assert ledger.num_free == 96 - copy.num_samples, "what was claimed, too"
     again = Open(job("async-easgd", epochs=1), num_workers=2, num_first=0)

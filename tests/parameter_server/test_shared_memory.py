@@ -34,9 +34,10 @@ from raydl.parameter_server.shared_memory import MappedCell, MappedExchange, can
 def move(exchange, replica):
     """Exchange once, and let the replica follow."""
     exchange.begin(replica, torch.zeros(0), Header(num_samples=1.0))
-    exchange.wait()
-    replica.sub_(exchange.own_pull()[0])
+    arrival = exchange.wait()
+    replica.sub_(arrival.pull)
     exchange.commit()
+    return arrival
 
 
 def values_of(shard):
@@ -53,11 +54,10 @@ def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
     exchange.begin(replica, torch.zeros(0), Header(num_samples=3.0))
     assert values_of(shard).tolist() == [1, 2]  # at once
     assert replica.tolist() == [4, 8]  # not before its local step
-    pull, squares = exchange.own_pull()
-    assert pull.tolist() == [1, 2]
-    assert squares == pytest.approx(80)
-    tally, _ = exchange.wait()
-    assert tally == Tally(2, 1, 3.0)
+    arrival = exchange.wait()
+    assert arrival.pull.tolist() == [1, 2]
+    assert arrival.distance_squared == pytest.approx(80)
+    assert arrival.tally == Tally(2, 1, 3.0)
     [settled] = client.settled
     assert (settled.span, settled.weights.size, settled.num_samples) == ((0, 0), 0, 3.0)
 
@@ -69,9 +69,9 @@ def test_a_vector_of_many_blocks_moves_as_one_of_few():
     expected = center + (replica - center) / 4
     exchange = reach(shard)
     before = float(torch.dot(replica, replica))
-    move(exchange, replica)
+    arrival = move(exchange, replica)
     assert torch.allclose(torch.tensor(values_of(shard)), expected)
-    assert exchange.own_pull()[1] == pytest.approx(before, rel=1e-4)
+    assert arrival.distance_squared == pytest.approx(before, rel=1e-4)
 
 
 class Halfway(Elastic):
@@ -85,7 +85,7 @@ def test_a_rule_that_derives_from_elastic_averaging_keeps_its_own_arithmetic():
     shard, rule = open_shard(2, rule=Halfway(0.5)), Halfway(0.5)
     exchange = reach(shard, rule=rule)
     exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header())
-    assert exchange.own_pull()[0].tolist() == [2, 4]
+    assert exchange.wait().pull.tolist() == [2, 4]
     assert values_of(shard).tolist() == [1, 2]
 
 
@@ -96,7 +96,7 @@ def test_a_worker_trains_by_memory_as_it_does_by_message(method):
         run = Ensemble(
             job(method), num_workers=1, images=tiny_images(48), has_neighbours=has_neighbours
         ).join()
-        kind = type(run.workers[0]._strategy.exchanges[0])
+        kind = type(run.workers[0].runner.strategy.exchanges[0])
         assert (kind is MappedExchange) == has_neighbours
         assert run.run() == [Outcome.FINISHED]
         ends.append((run.center().weights, run.workers[0].replica.flat.weights.clone()))

@@ -132,7 +132,9 @@ def test_a_worker_sends_and_receives_within_its_turn_alone(monkeypatch, period):
     monkeypatch.setattr("ensembles.LocalCenterClient", Watched)
     run = Ensemble(job("original-easgd", period=period), num_workers=2, images=tiny_images(24))
     run.join().run()
-    calls = run.workers[0]._strategy._client.calls[:-6]  # nobody waits for one that has done all
+    calls = run.workers[0].runner.strategy._client.calls[
+        :-6
+    ]  # nobody waits for one that has done all
     assert len(calls) > 6
     for first in range(0, len(calls), 3):
         workers, words = zip(*calls[first : first + 3], strict=True)

@@ -79,7 +79,7 @@ def partners_after_a_broken_round():
     )
     ensemble = Ensemble(config, num_workers=2, images=tiny_images(48), model=normed).join()
     for worker in ensemble.workers:
-        worker._strategy.exchanges[0].wait = break_off
+        worker.runner.strategy.exchanges[0].wait = break_off
     with pytest.raises(ExchangeError):
         ensemble.run(1)
     before = [worker.replica.flat.buffers.clone() for worker in ensemble.workers]
