@@ -243,15 +243,18 @@ class ChurningCrew:
         return reports
 
     def _records(self) -> tuple[Any, ...]:
+        from raydl.core.progress import Progress
         from raydl.core.reports import Record
 
         count = max(1, min(3, round(self._poll_s / RECORDS_S)))
         return tuple(
             Record(
-                round=self._round, generation=self._generation, num_workers=len(self._members),
-                epoch=0.1, num_samples=64 * self._round + i, local_step=10 * self._round, lr=0.1,
-                loss=1.0, distance=0.1, exchange_s=0.01, exchange_bytes=1000, staleness=1.0,
-                period=10.0, trained_s=self.now, at_s=self.now,
+                Progress(
+                    round=self._round, generation=self._generation, epoch=0.1,
+                    num_samples=64 * self._round + i, local_step=10 * self._round, seconds=self.now,
+                ),
+                num_workers=len(self._members), lr=0.1, exchange_bytes=1000, loss=1.0,
+                distance=0.1, exchange_s=0.01, staleness=1.0, period=10.0, at_s=self.now,
             )
             for i in range(count)
         )  # fmt: skip
@@ -312,7 +315,7 @@ class Driver:
         from raydl.elastic.controller import Controller
         from raydl.metrics import TIME_PARTS
         from raydl.run.control_channel import ControlChannel
-        from raydl.run.progress import make_progress
+        from raydl.run.progress_reporter import make_reporter
         from raydl.run.recorder import RunRecorder
         from raydl.run.view import EventLog, RunView
         from raydl.storage import Storage
@@ -331,7 +334,7 @@ class Driver:
         flat = FlatModel(torch.nn.Linear(1, 1))
         start = first_snapshot(flat, 60_000)
         clock = lambda: self.worker_group.now  # noqa: E731
-        log = EventLog(make_progress("plain"), clock=clock)
+        log = EventLog(make_reporter("plain"), clock=clock)
         self.recorder = RunRecorder(
             config, num_train=60_000, start=start, seconds_before=0.0, writer=writer, progress=log,
             store=mock.Mock(), best=BestCenter(storage, flat), flat=flat, examples=mock.Mock(),

@@ -33,7 +33,8 @@ from raydl.core.copies import Copies, sizes_of
 from raydl.core.exchange import Exchange, Header, shard_spans
 from raydl.core.methods import may_compress
 from raydl.core.optimizers import make_optimizer
-from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregator, TrainingState
+from raydl.core.progress import Progress
+from raydl.core.reports import AllreduceReport, Outcome, Record, RecordAggregator
 from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.strategy import Decision, Round, WorkerContext, samples_before
@@ -186,12 +187,12 @@ class SyncStrategy:
         self._release_claims()
         self._is_roll_called = False
         # Common to all ranks, unlike a worker's own count: some come later than others.
-        self._num_steps = snapshot.local_step
+        self._num_steps = snapshot.progress.local_step
         self._stop_condition = StopCondition.of(
             context.config.training, epoch_samples=self._ledger.num_samples
         )
-        self._seconds = snapshot.seconds
-        self._round = self._version = snapshot.round
+        self._seconds = snapshot.progress.seconds
+        self._round = self._version = snapshot.progress.round
         self._aggregator = RecordAggregator()
         self._group = group
         self._votes: dict[str, float] = {}
@@ -452,7 +453,13 @@ class SyncStrategy:
         is_over = outcome is not Outcome.GO_ON
         is_new_epoch = self._ledger.epoch > epoch
         self._aggregator.add(sums, num_messages=p, num_steps=p * self._round_steps)
-        self._aggregator.record(self._training_state(), at_once=is_new_epoch or is_over)
+        self._aggregator.record(
+            self._progress(),
+            num_workers=p,
+            lr=self._lr,
+            exchange_bytes=self._exchange_bytes,
+            at_once=is_new_epoch or is_over,
+        )
         self._version = self._round  # told only when its record can be told as well
         keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
         evaluates = num_evaluations_due(self._config.evaluation, self._ledger) > num_due
@@ -474,18 +481,15 @@ class SyncStrategy:
         is_idle = self._stop_condition.samples_left(num_done + self._ledger.num_claimed) == 0
         return Outcome.REGROUP if sums.regroup > 0 or is_idle else Outcome.GO_ON
 
-    def _training_state(self) -> TrainingState:
+    def _progress(self) -> Progress:
         ledger = self._ledger
-        return TrainingState(
+        return Progress(
             round=self._round,
             generation=self._context.membership.generation,
-            num_workers=self._context.membership.num_workers,
             epoch=ledger.num_done_ever / ledger.num_samples,
             num_samples=ledger.num_done_ever,
             local_step=self._num_steps,
-            lr=self._lr,
-            exchange_bytes=self._exchange_bytes,
-            trained_s=self._seconds,
+            seconds=self._seconds,
         )
 
     def vote(self, **votes: float) -> None:
@@ -506,12 +510,7 @@ class SyncStrategy:
         """Return a copy of this rank's center, the same on all ranks."""
         weights, buffers = self._copies.of([self._weights, self._buffers])
         return Snapshot(
-            round=self._round,
-            generation=self._context.membership.generation,
-            epoch=self._ledger.epoch,
-            num_samples=self._ledger.num_done_ever,
-            local_step=self._num_steps,
-            seconds=self._seconds,
+            progress=self._progress(),
             is_kept=is_kept,
             weights=weights.numpy(),
             buffers=buffers.numpy(),

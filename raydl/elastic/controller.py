@@ -313,7 +313,7 @@ class Controller:
                 self._center_manager.note_scoring(num_samples)
             case Collected():
                 self._center_manager.note_collected(event)
-                is_last = event.snapshot.round == self._finished_at
+                is_last = event.snapshot.progress.round == self._finished_at
                 self._recorder.checkpoint(dataclasses.replace(event, is_last=is_last))
             case StatesLost(round, reason):
                 self._center_manager.lost_states(round)

@@ -35,7 +35,7 @@ class Curves:
     @property
     def epoch(self) -> int:
         """Epochs that are complete."""
-        return int(self.last.epoch) if self.last else 0
+        return int(self.last.progress.epoch) if self.last else 0
 
     def add_records(
         self,
@@ -62,8 +62,9 @@ class Curves:
             del self._delays[next(iter(self._delays))]
         has_progress = False
         for record in records:
-            before, self.last = self.last, self._placed(record, min(delays), now)
-            has_progress |= before is None or record.num_samples > before.num_samples
+            before = self.last.progress.num_samples if self.last else -1
+            has_progress |= record.progress.num_samples > before
+            self.last = self._placed(record, min(delays), now)
             self._recorder.record(self.last, reports)
         return has_progress
 

@@ -18,7 +18,8 @@ from typing import Any
 from raydl.config import TrainConfig
 from raydl.core.membership import Membership
 from raydl.core.methods import Method
-from raydl.core.reports import Outcome, Record, RecordAggregator, TrainingState
+from raydl.core.progress import Progress
+from raydl.core.reports import Outcome, Record, RecordAggregator
 from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
 from raydl.core.untrained import Untrained
@@ -347,7 +348,7 @@ class Coordinator:
             at_once = self._ledger.epoch > epoch
             # A worker that leaves is recorded when it has left.
             if assignment.outcome is Outcome.GO_ON and (at_once or self._aggregator.is_due):
-                self._aggregator.record(self._training_state(completion), at_once=at_once)
+                self._record(completion, at_once=at_once)
             member.answered = push.message_id.sequence, assignment
             self._changed.notify_all()
             return assignment
@@ -447,7 +448,7 @@ class Coordinator:
             if is_news:
                 self._count_last_steps(message_id.worker_id)
                 if member.completion is not None:
-                    self._aggregator.record(self._training_state(member.completion), at_once=True)
+                    self._record(member.completion, at_once=True)
                 self._want_last()
                 self._watch.run(not self._members.is_closed)
 
@@ -508,17 +509,23 @@ class Coordinator:
         left = self._stop_condition.steps_left(member.local_step)
         return steps if left is None else min(steps, left)
 
-    def _training_state(self, completion: Completion) -> TrainingState:
-        return TrainingState(
-            round=self._version,
-            generation=self._generation,
+    def _record(self, completion: Completion, *, at_once: bool) -> None:
+        self._aggregator.record(
+            self._progress(self._ledger),
             num_workers=self._members.membership.num_workers,
-            epoch=self._ledger.num_done_ever / self._ledger.num_samples,
-            num_samples=self._ledger.num_done_ever,
-            local_step=self._members.local_step,
             lr=completion.lr,
             exchange_bytes=completion.num_bytes,
-            trained_s=self.seconds,
+            at_once=at_once,
+        )
+
+    def _progress(self, ledger: Ledger) -> Progress:
+        return Progress(
+            round=self._version,
+            generation=self._generation,
+            epoch=ledger.num_done_ever / ledger.num_samples,
+            num_samples=ledger.num_done_ever,
+            local_step=self._members.local_step,
+            seconds=self.seconds,
         )
 
     def vote(self, generation: int, **votes: float) -> None:
@@ -613,11 +620,7 @@ class Coordinator:
         with self._changed:
             ledger = self._kept_ledger() if is_kept else self._ledger
             return {
-                "generation": self._generation,
-                "epoch": ledger.epoch,
-                "num_samples": ledger.num_done_ever,
-                "local_step": self._members.local_step,
-                "seconds": self.seconds,
+                "progress": self._progress(ledger),
                 "ledger": ledger.state_dict(),
                 "num_cuts": self.num_cuts,
                 "untrained": dict(self._untrained),

@@ -6,6 +6,7 @@ Plain objects: the center's actor wraps one of these, and so does a run in one p
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,9 +81,9 @@ class CenterServer:
             job.config,
             job.method,
             Ledger.from_state_dict(snapshot.ledger, cuts=job.order.cuts),
-            version=snapshot.round,
-            seconds=snapshot.seconds,
-            local_step=snapshot.local_step,
+            version=snapshot.progress.round,
+            seconds=snapshot.progress.seconds,
+            local_step=snapshot.progress.local_step,
             untrained=snapshot.untrained,
         )
         self.coordinator.num_cuts = snapshot.num_cuts
@@ -141,7 +142,7 @@ class CenterServer:
         counters = self.coordinator.state(is_kept=due.is_kept)
         snapshot = self._assembled(due, counters, [self.home.state(), *others()])
         if not snapshot.is_finite():
-            raise NonFiniteCenterError(snapshot.round)
+            raise NonFiniteCenterError(snapshot.progress.round)
         return snapshot
 
     def _assembled(self, due: Due, counters: dict[str, Any], shards: list[ShardState]) -> Snapshot:
@@ -154,8 +155,9 @@ class CenterServer:
             ):
                 weights[slice(*span)] = values
                 states[span] = optimizer
+        progress = replace(counters.pop("progress"), round=due.round)
         return Snapshot(
-            round=due.round,
+            progress=progress,
             is_kept=due.is_kept,
             weights=weights,
             buffers=shards[HOME].buffers,

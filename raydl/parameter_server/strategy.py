@@ -11,6 +11,7 @@ import torch
 from raydl.core.center import Mirror, Snapshot
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Exchange, Header, cells, shard_spans
+from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
 from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition
@@ -59,7 +60,7 @@ class AsyncStrategy:
             incarnation,
             context.flat.untrained,
             ledger=snapshot.ledger,
-            ledger_round=snapshot.round,
+            ledger_round=snapshot.progress.round,
         )
         self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges(snapshot.weights))
         self._session.take_assignment(client.enter(self._session.next_message_id(), local_step))
@@ -212,13 +213,16 @@ class AsyncStrategy:
         weights: some samples are trained again then, and none is skipped.
         """
         assignment, ledger = self._assignment, self._session.ledger
+        num_done = num_done_by(ledger)
         return Snapshot(
-            round=assignment.version,
-            generation=self._session.generation,
-            epoch=ledger["epoch"],
-            num_samples=num_done_by(ledger),
-            local_step=local_step,
-            seconds=assignment.seconds,
+            progress=Progress(
+                round=assignment.version,
+                generation=self._session.generation,
+                epoch=num_done / ledger["num_samples"],
+                num_samples=num_done,
+                local_step=local_step,
+                seconds=assignment.seconds,
+            ),
             is_kept=is_kept,
             weights=torch.cat([e.center.weights for e in self.exchanges]).cpu().numpy(),
             buffers=self._buffers.cpu().numpy().copy(),

@@ -184,7 +184,7 @@ class RayWorkerGroup:
         is_safe = ref is not None and self._places["center"][0] == self._home
         self._known = ref if is_safe else ray.put(snapshot)
         optimizer = ray.put(snapshot.optimizer) if self._backup.is_needed else None
-        self._known_optimizer = optimizer, snapshot.round
+        self._known_optimizer = optimizer, snapshot.progress.round
 
     def _start_center(self, snapshot: Any, optimizer: Any = None) -> None:
         """Start all shards of the center.

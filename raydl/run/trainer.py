@@ -54,7 +54,7 @@ from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.folder import RunFolder
 from raydl.run.local_worker_group import LocalWorkerGroup
 from raydl.run.preflight import Trial, try_model
-from raydl.run.progress import make_progress
+from raydl.run.progress_reporter import make_reporter
 from raydl.run.recorder import RunRecorder
 from raydl.run.resume import Start
 from raydl.run.view import EventLog, RunView
@@ -353,8 +353,8 @@ class Trainer:
                 config,
                 job.method,
                 recorder,
-                first_round=snapshot.round,
-                first_generation=snapshot.generation,
+                first_round=snapshot.progress.round,
+                first_generation=snapshot.progress.generation,
                 first_cuts=snapshot.num_cuts,
                 own_states=start.own_states,
                 faults=job.faults,
@@ -389,7 +389,7 @@ class Trainer:
         """Write the end of a run whose last checkpoint is there, and what comes after it not."""
         with self._recorded(job, flat, start, view, examples) as recorder:
             recorder.checkpoints.finish()
-            if not start.before.is_scored(start.snapshot.round):
+            if not start.before.is_scored(start.snapshot.progress.round):
                 evaluated = evaluator.evaluate(start.snapshot)
                 recorder.evaluated(evaluated)
                 for callback in self.callbacks:
@@ -405,8 +405,8 @@ class Trainer:
     ) -> Iterator[RunRecorder]:
         """Open the recorder, tell what is known at the start, and close it in the end."""
         config, folder, snapshot = self.config, start.folder, start.snapshot
-        purge_after = snapshot.num_samples if config.run.resume else None
-        log = EventLog(make_progress(config.run.progress))
+        purge_after = snapshot.progress.num_samples if config.run.resume else None
+        log = EventLog(make_reporter(config.run.progress))
         recorder = RunRecorder(
             config,
             num_train=snapshot.ledger["num_samples"],

@@ -30,6 +30,7 @@ from raydl.core.job import Job
 from raydl.core.methods import check_weights, resolve
 from raydl.core.optimizers import parameters_of
 from raydl.core.own_rule import try_rule
+from raydl.core.progress import Progress
 from raydl.core.replica import Replica
 from raydl.core.reports import Outcome
 from raydl.core.rules import Rule, Sends
@@ -356,9 +357,13 @@ class Attached:
             "replica": self._replica.state_dict(),
             "untrained": as_tensors(self._flat.untrained.arrays()),
             "center": {
-                **vars(center), "weights": weights, "buffers": buffers, "untrained": untrained,
+                **{name: value for name, value in vars(center).items() if name != "progress"},
+                **vars(center.progress),
+                "weights": weights,
+                "buffers": buffers,
+                "untrained": untrained,
             },
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; before this worker comes to the others.
@@ -373,10 +378,7 @@ class Attached:
                 self._rendezvous.name,
                 "load_state_dict comes first: before `with`, step() and the question for a rank",
             )
-        center = state["center"]
-        arrays = {name: center[name].numpy() for name in ("weights", "buffers")}
-        untrained = {name: tensor.numpy() for name, tensor in center.get("untrained", {}).items()}
-        self._loaded = Snapshot(**{**center, **arrays, "untrained": untrained})
+        self._loaded = _loaded_center(state["center"])
         self._flat.untrained.load(state.get("untrained", {}))  # earlier states have none
         self._loaded_untrained = state["replica"].get("untrained", {})
         self._replica.load_state_dict(state["replica"])
@@ -469,7 +471,7 @@ class Attached:
             return runner.strategy.ledger_round, runner.num_changes + runner.round
         if self._loaded is None:
             return 0, 0
-        return self._loaded.round, int(self._loaded.ledger["num_changes"])
+        return self._loaded.progress.round, int(self._loaded.ledger["num_changes"])
 
     def _take_over(self, snapshot: Snapshot) -> None:
         """Let the replica go on from where a generation starts."""
@@ -479,9 +481,12 @@ class Attached:
             return
         self._runner.is_behind = False
         if self._loaded is None:
-            self._runner.local_step = max(self.local_step, snapshot.local_step)
+            self._runner.local_step = max(self.local_step, snapshot.progress.local_step)
             self._runner.become(snapshot)
-        elif self._method.rule.sends is not Sends.WEIGHTS and self._loaded.round != snapshot.round:
+        elif (
+            self._method.rule.sends is not Sends.WEIGHTS
+            and self._loaded.progress.round != snapshot.progress.round
+        ):
             self._runner.become(snapshot)  # it follows the center, which has gone on
 
     # a round, step by step
@@ -573,7 +578,7 @@ class Attached:
         if self._loaded is not None:
             return self._loaded
         first = first_snapshot(self._flat, ENDLESS)
-        return dataclasses.replace(first, local_step=self.local_step)
+        return dataclasses.replace(first, progress=Progress(local_step=self.local_step))
 
     def _newest_center(self) -> Snapshot:
         """Return the center as it is now, wherever it is."""
@@ -590,6 +595,16 @@ def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
         return attached._rendezvous.worker_id, attached.local_step
 
     return who
+
+
+def _loaded_center(center: Mapping[str, Any]) -> Snapshot:
+    """Return the center of a saved state."""
+    names = {field.name for field in dataclasses.fields(Snapshot)}
+    kept = {name: value for name, value in center.items() if name in names}
+    arrays = {name: center[name].numpy() for name in ("weights", "buffers")}
+    untrained = {name: tensor.numpy() for name, tensor in center.get("untrained", {}).items()}
+    progress = Progress.from_dict(center)
+    return Snapshot(**{**kept, **arrays, "progress": progress, "untrained": untrained})
 
 
 def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:

@@ -82,10 +82,7 @@ class Evaluator:
             predicted = self._predicted()
         is_best = self._is_best(metrics)
         return Evaluated(
-            snapshot.round,
-            snapshot.epoch,
-            snapshot.num_samples,
-            snapshot.seconds,
+            snapshot.progress,
             metrics,
             predicted,
             snapshot.weights if is_best else None,

@@ -155,7 +155,7 @@ class Worker:
         self.replica.partners = partners
 
     def _start_from(self, snapshot: Snapshot, own_state: dict[str, Any] | None) -> None:
-        self.runner.local_step = snapshot.local_step
+        self.runner.local_step = snapshot.progress.local_step
         self.runner.become(snapshot)
         self.replica.flat.untrained.load(snapshot.untrained)
         if not own_state:  # or one that was spoiled, of which nothing is kept
@@ -163,7 +163,7 @@ class Worker:
         else:
             by = snapshot.tuning or self._job.config.exchange
             self._load_state(own_state, by.compression)
-            is_old = own_state.get("round", snapshot.round) != snapshot.round
+            is_old = own_state.get("round", snapshot.progress.round) != snapshot.progress.round
             has_open = own_state.get("num_trained", 0) > 0  # free again in a checkpoint's ledger
             if (is_old or has_open) and self._method.rule.sends is not Sends.WEIGHTS:
                 self.runner.become(snapshot)  # it follows the center, which has gone on
@@ -237,7 +237,7 @@ class Worker:
             snapshot = self.runner.center(is_kept=is_kept)
         if not snapshot.is_finite():
             self._is_spoiled = True
-            raise NonFiniteCenterError(snapshot.round)
+            raise NonFiniteCenterError(snapshot.progress.round)
         self._publish(snapshot)
 
     def _roll_back(self) -> None:
@@ -249,7 +249,7 @@ class Worker:
         center = self.runner.center()
         if not center.is_finite():
             self._is_spoiled = True
-            raise NonFiniteCenterError(center.round)
+            raise NonFiniteCenterError(center.progress.round)
         self._start_over(center)
 
     def _start_over(self, center: Snapshot) -> None:

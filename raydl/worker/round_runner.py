@@ -111,7 +111,7 @@ class RoundRunner:
             with self._lock:
                 self._records += self._sync.pop_records()
         sync, strategy = self._make_strategy(context, transport, snapshot)
-        self._seconds_at = (snapshot.seconds, time.monotonic())
+        self._seconds_at = (snapshot.progress.seconds, time.monotonic())
         with self._lock:
             self.generation, self.strategy, self._sync = membership.generation, strategy, sync
             early = self._early_votes.pop(membership.generation, {})

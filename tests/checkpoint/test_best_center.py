@@ -34,7 +34,8 @@ def test_the_best_center_is_kept_though_it_is_not_the_last(tmp_path):
     storage, flat = Storage(str(tmp_path)), flat_model()
     offer(BestCenter(storage, flat), flat, 0.3, 0.9, 0.5, 0.9)
     center, kept = read_best(storage)
-    assert (kept.round, kept.num_samples, kept.metrics) == (2, 20, {"accuracy": 0.9})
+    at = kept.progress
+    assert (at.round, at.num_samples, kept.metrics) == (2, 20, {"accuracy": 0.9})
     assert {key: tensor.shape for key, tensor in center.items()} == {
         key: tensor.shape for key, tensor in flat.model.state_dict().items()
     }

@@ -176,7 +176,9 @@ def test_processes_share_a_frozen_layer_that_each_would_build_for_itself(cluster
 
 def resumed(before, after, tmp_path, members):
     """Let a history go on from a checkpoint of another one, as in a new process."""
-    states = {w: worker.take_kept(before.snapshot.round) for w, worker in before.workers.items()}
+    states = {
+        w: worker.take_kept(before.snapshot.progress.round) for w, worker in before.workers.items()
+    }
     store = CheckpointStore(Storage(str(tmp_path)))
     store.write(checkpoint_of(Collected(before.snapshot, states), before.flat, seconds=1.0))
     checkpoint, _ = store.read()

@@ -86,7 +86,7 @@ def test_survivors_of_groups_share_one_replica_again(method, lost, members):
         for first, second in zip(members[::2], members[1::2], strict=True):
             assert_same(history.weights(first), history.weights(second))
     history.end(*members)
-    assert history.snapshot.num_samples == 75
+    assert history.snapshot.progress.num_samples == 75
 
 
 def test_who_takes_over_a_partners_replica_gives_back_what_it_did_alone():

@@ -8,9 +8,11 @@ from recorders import FakeStore as Store
 from recorders import MemoryWriter as Memory
 from recorders import make_recorder as make
 from recorders import record_at, report_of
+from snapshots import with_progress
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import raydl
+from raydl.core.progress import Progress
 from raydl.core.worker_group import Evaluated
 from raydl.elastic.curves import Curves
 from raydl.tools.report.facts import read_run
@@ -39,7 +41,7 @@ class Driver:
 
     @property
     def moments(self):
-        return [(record.num_samples, round(record.at_s, 3)) for record in self.heard.records]
+        return [(r.progress.num_samples, round(r.at_s, 3)) for r in self.heard.records]
 
 
 def happened(at_s, num_samples):
@@ -125,12 +127,12 @@ def test_a_score_stands_where_its_center_was(clock):
     recorder._writer = memory = Timed()
     recorder.event("generation 1: w0 starts")
     for round, at_s in ((10, 101.0), (20, 105.0)):
-        of_round = dataclasses.replace(
-            happened(at_s, 10 * round), round=round, trained_s=at_s - 100.0
-        )
+        of_round = with_progress(happened(at_s, 10 * round), round=round, seconds=at_s - 100.0)
         recorder.record(of_round, {})
     clock[0] = 130.0  # the evaluator was slow
-    recorder.evaluated(Evaluated(15, 0, 150, 2.5, {"accuracy": 0.9}))
+    recorder.evaluated(
+        Evaluated(Progress(round=15, num_samples=150, seconds=2.5), {"accuracy": 0.9})
+    )
     assert memory.moments["center/accuracy", 150] == 1e9 + 102.5
 
 

@@ -86,7 +86,7 @@ class Ensemble:
         ]
 
     def _publish(self, snapshot: Snapshot) -> None:
-        self.published[snapshot.round] = snapshot
+        self.published[snapshot.progress.round] = snapshot
 
     def join(
         self, snapshot: Snapshot | None = None, states: dict[str, Any] | None = None

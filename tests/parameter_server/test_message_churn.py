@@ -43,7 +43,7 @@ def test_what_a_lost_worker_had_claimed_is_trained_by_the_others():
     assert spans_of(settle(coordinator, "w0")) == [(10, 20)]
     assert spans_of(settle(coordinator, "w0")) == [(20, 30)]
     assert settle(coordinator, "w0").outcome is Outcome.FINISHED
-    assert coordinator.state()["num_samples"] == 30
+    assert coordinator.state()["progress"].num_samples == 30
 
 
 def test_the_assignment_of_those_who_stay_are_not_disturbed():
@@ -74,8 +74,8 @@ def test_records_and_snapshots_are_of_the_membership_of_now():
     now[0] = 1.0
     settle(coordinator, "w0")
     (record,) = coordinator.take_records()
-    assert (record.generation, record.num_workers) == (5, 2)
-    assert coordinator.state()["generation"] == 5
+    assert (record.progress.generation, record.num_workers) == (5, 2)
+    assert coordinator.state()["progress"].generation == 5
 
 
 def test_a_newcomer_begins_where_the_others_are():
@@ -86,7 +86,9 @@ def test_a_newcomer_begins_where_the_others_are():
     for local_step in (2, 4, 6):
         settle(coordinator, "w0", local_step=local_step)
     change(coordinator, 2, "w0", "w2")
-    assert coordinator.state()["local_step"] == 4  # w1, who was to enter, has taken 0, then 3
+    assert (
+        coordinator.state()["progress"].local_step == 4
+    )  # w1, who was to enter, has taken 0, then 3
     change(coordinator, 3, "w2")
     coordinator.take_records()
     enter(coordinator, "w2", generation=2)
@@ -138,7 +140,7 @@ def test_a_late_message_of_a_lost_worker_is_refused_changes_nothing_and_is_count
     assert coordinator.num_refused == 3
     coordinator.end_turn(MessageId("w1", 1, 0, 3))  # these two are of no consequence
     leave(coordinator, "w1")
-    assert coordinator.state()["num_samples"] == 0
+    assert coordinator.state()["progress"].num_samples == 0
     assert shard.exchange(settling("w0", 1, [1, 2])).assignment.num_done == 10
 
 
@@ -156,7 +158,7 @@ def test_a_message_of_an_earlier_life_is_refused():
     )
     assert settle(coordinator, "w1", generation=1) is None
     assert (shard.num_refused, coordinator.num_refused) == (1, 1)
-    assert coordinator.state()["num_samples"] == 0
+    assert coordinator.state()["progress"].num_samples == 0
     # Its new life counts its messages anew.
     assert not shard.exchange(request("w1", 0, [1, 2], generation=3)).refusal
     assert settle(coordinator, "w1", generation=3).num_done == 10
@@ -486,4 +488,4 @@ def test_the_clock_of_a_run_stands_while_nobody_trains():
     assert enter(coordinator, "w2", generation=3).outcome is Outcome.STOPPED
     leave(coordinator, "w2", generation=3)
     now[0] = 300.0
-    assert coordinator.state()["seconds"] == 15.0
+    assert coordinator.state()["progress"].seconds == 15.0

@@ -232,7 +232,7 @@ def test_a_finished_run_assignment_everyone_to_leave_and_wants_one_kept_snapshot
     for _ in range(2):  # told twice, counted once
         coordinator.leave_generation(MessageId("w1", 1, 0, 9))
     assert coordinator.take_due() == [Due(last.version, True)]
-    assert coordinator.state()["num_samples"] == 20
+    assert coordinator.state()["progress"].num_samples == 20
 
 
 def test_a_checkpoint_is_due_when_everyone_was_told_to_keep_its_state():

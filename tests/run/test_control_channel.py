@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import pytest
 from clocks import halt_the_clock
+from snapshots import with_progress
 
+from raydl.core.progress import Progress
 from raydl.errors import ConfigError, DataError, RaydlError
 from raydl.run import control_channel as run_session
 from raydl.run.control_channel import (
@@ -27,7 +29,13 @@ WORKERS = (
     WorkerStatus("w1", "left out", "b", 80, 8, 0.04, 0.0, 2.0),
 )
 TRAINING = RunStatus(
-    "training", 3, 1, "1:2", 9, 1.5, 1440, 31.0, 0.97, WORKERS, ("generation 3: w1 is left out",)
+    "training",
+    Progress(round=9, generation=3, epoch=1.5, num_samples=1440, seconds=31.0),
+    1,
+    "1:2",
+    0.97,
+    WORKERS,
+    ("generation 3: w1 is left out",),
 )
 
 
@@ -169,19 +177,19 @@ def test_the_status_is_written_once_a_second_and_asked_for_no_more_often(tmp_pat
 
     def status():
         asked.append(clock.now)
-        return replace(TRAINING, round=len(asked))
+        return with_progress(TRAINING, round=len(asked))
 
     for tenth in range(35):
         clock.now = tenth / 10
         session.tell(status)
     assert asked == [0.0, 1.0, 2.0, 3.0]
-    wait_for(lambda: (seen := told(tmp_path)) and seen.round == 4)
+    wait_for(lambda: (seen := told(tmp_path)) and seen.progress.round == 4)
 
 
 def test_news_that_must_be_told_at_once_are(tmp_path, session):
     session.tell(TRAINING)
-    session.tell(replace(TRAINING, generation=4), at_once=True)
-    wait_for(lambda: (seen := told(tmp_path)) and seen.generation == 4)
+    session.tell(with_progress(TRAINING, generation=4), at_once=True)
+    wait_for(lambda: (seen := told(tmp_path)) and seen.progress.generation == 4)
 
 
 def test_a_half_written_status_is_never_seen(tmp_path, session, clock):
@@ -190,7 +198,7 @@ def test_a_half_written_status_is_never_seen(tmp_path, session, clock):
     many = replace(TRAINING, events=("something happened",) * 2000)
     for _ in range(100):
         session.tell(many, at_once=True)
-        assert read_status(str(tmp_path)).num_samples == 1440  # or it would raise
+        assert read_status(str(tmp_path)).progress.num_samples == 1440  # or it would raise
 
 
 def test_a_status_of_a_newer_raydl_is_read_as_far_as_it_is_known(tmp_path, session):

@@ -255,4 +255,4 @@ def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(pe
             checkpoint, _ = CheckpointStore(Storage(str(run.run_dir))).read()
     assert watched.refused["messages"] >= 1
     assert watched.stale == []
-    assert int(checkpoint.center["counts"].sum().round()) == checkpoint.num_samples > 0
+    assert int(checkpoint.center["counts"].sum().round()) == checkpoint.progress.num_samples > 0

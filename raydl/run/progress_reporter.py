@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from raydl.core.progress import Progress
 from raydl.text import clock_text
 
 _PLAIN_EVERY_S = 5.0
@@ -26,11 +27,9 @@ class ProgressView:
 
     state: str
     elapsed_s: float
-    epoch: float
+    progress: Progress
     num_epochs: int | None
     num_steps: int | None
-    local_step: int
-    num_samples: int
     share_done: float
     """0..1 of the whole run."""
     samples_per_s: float | None
@@ -41,7 +40,6 @@ class ProgressView:
     workers: Mapping[str, int]
     """How many stand where: ``{"training": 3, "starting": 1}``."""
     wanted_workers: str
-    generation: int
     communication_share: float | None
 
     @property
@@ -54,11 +52,11 @@ class ProgressView:
         """Seconds to the end at this pace; None: there is none, or it is not known."""
         if self.samples_per_s is None or self.samples_per_s <= 0 or self.share_done <= 0:
             return None
-        left = self.num_samples * (1 - self.share_done) / self.share_done
+        left = self.progress.num_samples * (1 - self.share_done) / self.share_done
         return left / self.samples_per_s
 
 
-class Progress(Protocol):
+class ProgressReporter(Protocol):
     """Shows a run to a person."""
 
     def update(self, view: ProgressView) -> None:
@@ -110,7 +108,7 @@ class PlainLines:
             return
         self._shown_at, self._shown_center = now, center
         self._print(
-            f"{_where(view)}  {view.num_samples:,} samples  {_rate(view)}  "
+            f"{_where(view)}  {view.progress.num_samples:,} samples  {_rate(view)}  "
             f"loss {_number(view.train_loss, '.3f')}  "
             f"center {center}  "
             f"workers {_workers_in_short(view)}  comm {_number(view.communication_share, '.0%')}  "
@@ -179,10 +177,10 @@ def panel(view: ProgressView, last_event: str) -> Panel:
     facts.add_row(
         "speed", _rate(view),
         "loss", _number(view.train_loss, ".4f"),
-        "gen.", str(view.generation),
+        "gen.", str(view.progress.generation),
     )  # fmt: skip
     facts.add_row(
-        "samples", f"{view.num_samples:,}",
+        "samples", f"{view.progress.num_samples:,}",
         "elapsed", clock_text(view.elapsed_s, is_short=True),
         "wanted", view.wanted_workers,
     )  # fmt: skip
@@ -202,7 +200,7 @@ class _LastingConsole(Console):
         raise BrokenPipeError("nobody reads the output any more")
 
 
-def make_progress(kind: str) -> Progress:
+def make_reporter(kind: str) -> ProgressReporter:
     """Return the progress display: ``auto`` (a panel on a terminal), panel, plain or none."""
     console = _LastingConsole(stderr=False)
     if kind == "none":
@@ -214,9 +212,9 @@ def make_progress(kind: str) -> Progress:
 
 def _where(view: ProgressView) -> str:
     if view.num_steps is not None:
-        return f"step {view.local_step:,}/{view.num_steps:,}"
+        return f"step {view.progress.local_step:,}/{view.num_steps:,}"
     of_all = f"/{view.num_epochs}" if view.num_epochs is not None else ""
-    return f"epoch {view.epoch:.1f}{of_all}"
+    return f"epoch {view.progress.epoch:.1f}{of_all}"
 
 
 def _workers(view: ProgressView) -> str:

@@ -6,17 +6,16 @@ import io
 import pytest
 from rich.console import Console
 
+from raydl.core.progress import Progress
 from raydl.metrics import TimeParts, communication_share, mean_parts
-from raydl.run.progress import PlainLines, ProgressView, panel
+from raydl.run.progress_reporter import PlainLines, ProgressView, panel
 
 VIEW = ProgressView(
     state="training",
     elapsed_s=75.0,
-    epoch=1.5,
+    progress=Progress(generation=3, epoch=1.5, num_samples=90_000, local_step=700),
     num_epochs=5,
     num_steps=None,
-    local_step=700,
-    num_samples=90_000,
     share_done=0.3,
     samples_per_s=4200.0,
     train_loss=0.104,
@@ -24,7 +23,6 @@ VIEW = ProgressView(
     center_loss=0.0512,
     workers={"training": 3, "starting": 1, "left out": 1},
     wanted_workers="2:8",
-    generation=3,
     communication_share=0.06,
 )
 NOTHING = dataclasses.replace(
