@@ -144,7 +144,7 @@ class CenterActor:
 
     def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
         """Write a key of a generation."""
-        self._store.set(run_id, generation, key, value)
+        self._store.set_key(run_id, generation, key, value)
 
     # In threads of its own. More waiters than these wait for their turn; what they wait for is
     # written elsewhere.
@@ -153,7 +153,7 @@ class CenterActor:
         self, run_id: str, generation: int, keys: list[str], timeout_s: float
     ) -> dict[str, bytes] | None:
         """Return the keys of a generation, once it has some of them or the time is up."""
-        return self._store.wait(run_id, generation, keys, timeout_s)
+        return self._store.wait_for_keys(run_id, generation, keys, timeout_s)
 
     def begin(self, generation: int, round: int) -> Snapshot | None:
         """Begin a generation of a synchronous method; return the snapshot that it starts from."""

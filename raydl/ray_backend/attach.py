@@ -316,13 +316,13 @@ class RendezvousActor:
 
     def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
         """Write a key of a generation."""
-        self._store.set(run_id, generation, key, value)
+        self._store.set_key(run_id, generation, key, value)
 
     def wait_for_keys(
         self, run_id: str, generation: int, keys: list[str], timeout_s: float
     ) -> dict[str, bytes] | None:
         """Return the keys of a generation, once it has some of them or the time is up."""
-        return self._store.wait(run_id, generation, keys, timeout_s)
+        return self._store.wait_for_keys(run_id, generation, keys, timeout_s)
 
     def register(self, wish: str | None, terms: Mapping[str, Any]) -> str:
         """Name a worker."""
