@@ -489,7 +489,7 @@ def _grown_center(num_workers: int, hours: float) -> float:
     trained = dict.fromkeys(members, 0)
     chance, weights, nothing = random.Random(0), np.zeros(11, np.float32), np.empty(0, np.float32)
     for worker_id in members:
-        service.coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
+        service.enter(MessageId(worker_id, 1, 0, 0), 0)
     num_changes, levels = int(hours * HOUR_S / REPLACED_EVERY_S), Levels(hours)
     for number in range(num_changes):
         for worker_id in chance.sample(members, min(num_workers, 16)):
@@ -504,7 +504,7 @@ def _grown_center(num_workers: int, hours: float) -> float:
         del entered[members[lost]], trained[members[lost]]
         members[lost], entered[newcomer], trained[newcomer] = newcomer, number + 2, 0
         service.change(Membership(number + 2, tuple(members)), [])
-        service.coordinator.enter(MessageId(newcomer, number + 2, 0, 0), 0)
+        service.enter(MessageId(newcomer, number + 2, 0, 0), 0)
         service.coordinator.take_records()
         service.coordinator.take_due()
         levels.look(number / num_changes * hours)

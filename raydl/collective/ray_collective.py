@@ -90,8 +90,8 @@ class GroupAddress:
 class CenterStore(dist.Store):  # type: ignore[misc]
     """torch's view of a generation's keys, which the actor ``center`` keeps.
 
-    The center has the methods ``set_key`` and ``wait_for_keys``, those of a ``StoreServer``. Where
-    torch's own stores raise a RuntimeError, so does this one.
+    The center has the methods of a ``StoreServer``. Where torch's own stores raise a RuntimeError,
+    so does this one.
 
     gloo asks for the key of one rank after the other, ``0/0``, ``0/1`` and so on. Here the first
     question waits for those of all ranks: a call for each would be num_workers**2 calls.

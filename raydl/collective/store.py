@@ -28,7 +28,7 @@ class StoreServer:
         self._runs: dict[str, dict[int, dict[str, bytes]]] = {}
         self._changed = threading.Condition()
 
-    def set(self, run_id: str, generation: int, key: str, value: bytes) -> None:
+    def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
         """Write a key; nothing is written to a generation that is over."""
         with self._changed:
             keys = self._keys(run_id, generation)
@@ -36,7 +36,7 @@ class StoreServer:
                 keys[key] = value
                 self._changed.notify_all()
 
-    def wait(
+    def wait_for_keys(
         self, run_id: str, generation: int, keys: list[str], timeout_s: float
     ) -> dict[str, bytes] | None:
         """Return all keys of a generation once the wanted ones are there, or the time is up.

@@ -67,7 +67,7 @@ class LocalWorkerGroup:
             publish=self._shelf.put,
             untrained=self._untrained,
         )
-        self._service = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
+        self._center = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
         self._others = [
             make_shard(self._job, snapshot, index, None)
             for index in range(1, self._job.config.exchange.center_shards)
@@ -93,10 +93,10 @@ class LocalWorkerGroup:
         if self._running:
             self._run_round()
         records: tuple[Record, ...] = ()
-        if self._service:
-            for due in self._service.coordinator.take_due():
-                self._shelf.adopt(self._service.snapshot(due, self._states_of_others))
-            records = self._service.coordinator.take_records()
+        if self._center:
+            for due in self._center.coordinator.take_due():
+                self._shelf.adopt(self._center.snapshot(self._states_of_others, due))
+            records = self._center.coordinator.take_records()
         self._events.append(
             Published(
                 self._shelf.rounds(),
@@ -126,8 +126,8 @@ class LocalWorkerGroup:
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
         """Start to train."""
-        if self._service:
-            self._service.begin_generation(membership)
+        if self._center:
+            self._center.begin_generation(membership)
             for shard in self._others:
                 shard.begin_generation(membership)
             self._events.append(Changed())
@@ -138,8 +138,8 @@ class LocalWorkerGroup:
     ) -> None:
         """Let the worker join a generation."""
         transport: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
-        if self._service:
-            transport = LocalCenterClient([self._service, *self._others], self._service.coordinator)
+        if self._center:
+            transport = LocalCenterClient(self._center, self._others)
         state = own_states.get("w0")
         own_state = state.load() if isinstance(state, SavedState) else state
         self._worker.join(membership, transport, snapshot, own_state)
@@ -148,9 +148,9 @@ class LocalWorkerGroup:
 
     def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
         """Let the one worker leave after an error, and come back."""
-        assert self._service
+        assert self._center
         states = [shard.change(membership) for shard in self._others]
-        snapshot = self._service.change(membership, states)
+        snapshot = self._center.change(membership, states)
         self._events.append(Changed())
         if membership.worker_ids:
             self._enter(membership, snapshot, own_states)
@@ -183,7 +183,7 @@ class LocalWorkerGroup:
 
     def vote(self, generation: int, **votes: float) -> None:
         """Hand the votes to the coordinator, or to all workers."""
-        decider = self._service.coordinator if self._service else self._worker
+        decider = self._center.coordinator if self._center else self._worker
         decider.vote(generation, **votes)
 
     def evaluate(self, round: int) -> None:

@@ -83,20 +83,20 @@ def test_a_key_of_ones_own_is_not_asked_for(center, fake_ray):
 def test_the_first_question_for_a_ranks_key_waits_for_those_of_all_ranks(center, fake_ray):
     store = store_of(center)
     for rank in range(3):
-        center.server.set("run", 7, f"0/{rank}", bytes([rank]))
+        center.server.set_key("run", 7, f"0/{rank}", bytes([rank]))
     assert [store.get(f"0/{rank}") for rank in (1, 0, 2)] == [b"\1", b"\0", b"\2"]
     assert [sorted(keys) for keys, _ in center.asked] == [["0/0", "0/1", "0/2"]]
 
 
 @pytest.mark.parametrize("key", ["plain", "1", "a/b", "/", "a/-1"])
 def test_any_other_key_is_asked_for_alone(center, fake_ray, key):
-    center.server.set("run", 7, key, b"1")
+    center.server.set_key("run", 7, key, b"1")
     assert store_of(center).get(key) == b"1"
     assert [keys for keys, _ in center.asked] == [[key]]
 
 
 def test_no_thread_of_the_center_waits_long_and_a_busy_one_may_answer_late(center, fake_ray):
-    threading.Timer(0.2, center.server.set, ("run", 7, "a", b"1")).start()
+    threading.Timer(0.2, center.server.set_key, ("run", 7, "a", b"1")).start()
     assert store_of(center).get("a") == b"1"
     [(_, asked_s)] = center.asked
     assert asked_s == 2.0
@@ -120,7 +120,7 @@ def test_a_look_at_keys_does_not_wait(center, fake_ray):
     assert store.those_there(["b", "a"], timedelta(seconds=0.05)) == ["a"]
     assert [asked_s for _, asked_s in center.asked] == [0.0, 0.0, 0.05]
     assert fake_ray.waited == [2.0, 2.0, 2.05]
-    center.server.set("run", 7, "b", b"2")
+    center.server.set_key("run", 7, "b", b"2")
     assert store.check(["a", "b"])
 
 
@@ -133,7 +133,7 @@ def test_a_center_that_can_not_be_reached_is_told_except_by_a_look(center, fake_
 
 
 def test_no_key_of_a_generation_that_is_over_is_waited_for(center, fake_ray):
-    center.server.set("run", 8, "a", b"1")
+    center.server.set_key("run", 8, "a", b"1")
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="a later generation has begun"):
         store_of(center).get("a")

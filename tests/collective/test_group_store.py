@@ -19,48 +19,50 @@ def server():
 
 
 def test_a_key_is_there_once_it_was_written(server):
-    assert set(server.wait("run", 1, [], 0.0)) == {SECRET}
-    server.set("run", 1, "0/1", b"address")
-    assert server.wait("run", 1, ["0/1"], 0.0)["0/1"] == b"address"
+    assert set(server.wait_for_keys("run", 1, [], 0.0)) == {SECRET}
+    server.set_key("run", 1, "0/1", b"address")
+    assert server.wait_for_keys("run", 1, ["0/1"], 0.0)["0/1"] == b"address"
 
 
 def test_whoever_waits_for_keys_gets_all_of_them_as_the_last_one_comes(server, pool):
-    waiting = pool.submit(server.wait, "run", 1, ["a", "b"], SOON_S)
-    server.set("run", 1, "a", b"1")
-    server.set("run", 1, "c", b"3")
+    waiting = pool.submit(server.wait_for_keys, "run", 1, ["a", "b"], SOON_S)
+    server.set_key("run", 1, "a", b"1")
+    server.set_key("run", 1, "c", b"3")
     assert not waiting.done()
-    server.set("run", 1, "b", b"2")
+    server.set_key("run", 1, "b", b"2")
     found = waiting.result(timeout=SOON_S)
     assert (found["a"], found["b"], found["c"]) == (b"1", b"2", b"3")
 
 
 def test_a_wait_is_bounded_and_tells_what_has_come(server):
-    server.set("run", 1, "a", b"1")
+    server.set_key("run", 1, "a", b"1")
     began = time.monotonic()
-    found = server.wait("run", 1, ["a", "b"], 0.05)
+    found = server.wait_for_keys("run", 1, ["a", "b"], 0.05)
     assert time.monotonic() - began < SOON_S
     assert found.keys() == {"a", SECRET}
 
 
 def test_runs_and_generations_have_keys_of_their_own(server):
-    server.set("run", 1, "a", b"1")
-    server.set("run", 2, "a", b"2")
-    server.set("other", 1, "a", b"3")
+    server.set_key("run", 1, "a", b"1")
+    server.set_key("run", 2, "a", b"2")
+    server.set_key("other", 1, "a", b"3")
     places = [("run", 1), ("run", 2), ("other", 1)]
-    found = [server.wait(*place, ["a"], 0.0) for place in places]
+    found = [server.wait_for_keys(*place, ["a"], 0.0) for place in places]
     assert [keys["a"] for keys in found] == [b"1", b"2", b"3"]
     assert len({keys[SECRET] for keys in found}) == 3
     assert all(len(keys[SECRET]) == 32 for keys in found)
 
 
 def test_the_keys_of_generations_that_are_over_are_forgotten(server, pool):
-    waiting = pool.submit(server.wait, "run", 1, ["never"], SOON_S)
-    server.set("run", 2, "late", b"w1")
-    server.set("run", 3, "a", b"1")
+    waiting = pool.submit(server.wait_for_keys, "run", 1, ["never"], SOON_S)
+    server.set_key("run", 2, "late", b"w1")
+    server.set_key("run", 3, "a", b"1")
     assert waiting.result(timeout=SOON_S / 2) is None  # at once, not with the time-out
-    server.set("run", 1, "a", b"1")
-    assert server.wait("run", 1, ["a"], 0.0) is None
-    assert server.wait("run", 2, ["late"], 0.0)["late"] == b"w1"  # who is late may be asked yet
+    server.set_key("run", 1, "a", b"1")
+    assert server.wait_for_keys("run", 1, ["a"], 0.0) is None
+    assert (
+        server.wait_for_keys("run", 2, ["late"], 0.0)["late"] == b"w1"
+    )  # who is late may be asked yet
 
 
 def test_a_proof_holds_for_one_secret_and_one_direction():
@@ -82,13 +84,15 @@ class KeysWith(dist.Store):
         self.keys, self.secret = keys, secret
 
     def set(self, key, value):
-        self.keys.set("run", 1, key, value)
+        self.keys.set_key("run", 1, key, value)
 
     def get(self, key):
-        return self.secret if key == SECRET else self.keys.wait("run", 1, [key], SOON_S)[key]
+        return (
+            self.secret if key == SECRET else self.keys.wait_for_keys("run", 1, [key], SOON_S)[key]
+        )
 
     def wait(self, keys, timeout=None):
-        self.keys.wait("run", 1, keys, SOON_S)
+        self.keys.wait_for_keys("run", 1, keys, SOON_S)
 
 
 def connected(group, store):

@@ -37,27 +37,27 @@ class Keys(dist.Store):
         self.waits = []
 
     def set(self, key, value):
-        self.server.set("run", 1, key, value)
+        self.server.set_key("run", 1, key, value)
 
     def get(self, key):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys):
         self.wait(keys)
-        found = self.server.wait("run", 1, keys, 0.0)
+        found = self.server.wait_for_keys("run", 1, keys, 0.0)
         return [found[key] for key in keys]
 
     def wait(self, keys, timeout=None):
         self.waits.append((keys, timeout))
         timeout_s = self.timeout_s if timeout is None else timeout.total_seconds()
-        if not self.server.wait("run", 1, keys, timeout_s).keys() >= set(keys):
+        if not self.server.wait_for_keys("run", 1, keys, timeout_s).keys() >= set(keys):
             raise RuntimeError("the other members did not come")
 
     def check(self, keys):
-        return self.server.wait("run", 1, keys, 0.0).keys() >= set(keys)
+        return self.server.wait_for_keys("run", 1, keys, 0.0).keys() >= set(keys)
 
     def those_there(self, keys, within):
-        found = self.server.wait("run", 1, list(keys), within.total_seconds())
+        found = self.server.wait_for_keys("run", 1, list(keys), within.total_seconds())
         return [key for key in keys if key in found]
 
 

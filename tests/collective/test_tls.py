@@ -141,20 +141,20 @@ class Keys(dist.Store):
     def set(self, key, value):
         if key in self.relays:
             value = self.relays[key].before(value)
-        self.server.set("run", 1, key, value)
+        self.server.set_key("run", 1, key, value)
 
     def get(self, key):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys):
-        found = self.server.wait("run", 1, keys, SOON_S)
+        found = self.server.wait_for_keys("run", 1, keys, SOON_S)
         return [found[key] for key in keys]
 
     def wait(self, keys, timeout=None):
         self.multi_get(keys)
 
     def check(self, keys):
-        return self.server.wait("run", 1, keys, 0.0).keys() >= set(keys)
+        return self.server.wait_for_keys("run", 1, keys, 0.0).keys() >= set(keys)
 
 
 class Relay:

@@ -45,13 +45,13 @@ class Center:
 
     def _set(self, *arguments):
         if self.lost is None:
-            self.server.set(*arguments)
+            self.server.set_key(*arguments)
 
     def _wait(self, run_id, generation, keys, timeout_s):
         self.asked.append((keys, timeout_s))
         if self.lost is not None:
             raise self.lost
-        return self.server.wait(run_id, generation, keys, timeout_s)
+        return self.server.wait_for_keys(run_id, generation, keys, timeout_s)
 
 
 class FakeRay:

@@ -41,7 +41,7 @@ class Threads:
     """The room of one run, and its roads."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+        self.config, self.is_sync = config, False
         self.server: RendezvousServer | None = None
         self.groups: dict[int, LocalGroup] = {}
         self._lock = threading.Lock()
@@ -52,6 +52,7 @@ class Threads:
         """Return a loop's handle, as ``raydl.attach`` does with Ray."""
         job = job_of(self.config, model, optimizer, None)
         terms = terms_of(job, model)
+        self.is_sync = job.method.is_sync
 
         def find() -> RendezvousServer:
             with self._lock:
@@ -70,9 +71,8 @@ class Threads:
         return Attached(model, optimizer, job=job, rendezvous=rendezvous)
 
     def make_transport(self, worker_id: str, membership: Any, abandoned: threading.Event) -> Any:
-        service = self.server and self.server._service
-        if service is not None:
-            return ThreadPost([service], service.coordinator)
+        if self.server and not self.is_sync:
+            return ThreadPost(self.server.center_server)
         with self._lock:
             group = self.groups.setdefault(
                 membership.generation,

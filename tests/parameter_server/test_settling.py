@@ -168,7 +168,7 @@ def test_a_snapshot_counts_no_sample_that_came_after_a_span_of_it_was_copied():
         ensemble.run(1)
         return []
 
-    snapshot = ensemble.service.snapshot(Due(0, False), others)
+    snapshot = ensemble.service.snapshot(others, Due(0, False))
     assert snapshot.progress.num_samples == before["progress"].num_samples
     assert ensemble.center().progress.num_samples > snapshot.progress.num_samples
 

@@ -21,6 +21,7 @@ from raydl.errors import ExchangeTimeoutError
 from raydl.parameter_server.protocol import NOTHING, CellAddress, Completion, MessageId, Response
 from raydl.parameter_server.shard import Shard
 from raydl.parameter_server.shared_memory import MappedCell, open_cells
+from raydl.worker.in_process import HERE
 
 SOON_S = 5.0
 ENDS_ROUND = Completion(Header(), 1, 1, 0.1, 0)
@@ -436,7 +437,7 @@ def test_the_answer_brings_buffers_and_assignment_once_it_is_taken():
 
 def test_the_cells_that_a_process_can_map_come_with_the_workers_place():
     shard = open_shard(2)
-    [(span, address)] = shard.shared_cells("w1").items()
+    [(span, address)] = shard.shared_cells("w1", HERE).items()
     gone = CellAddress("/proc/1/fd/999", 1, 2)
 
     class Posted:
