@@ -6,6 +6,7 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
+from raydl.core.progress import Progress
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.ray_backend.calls import Calls, in_few_words
 from raydl.ray_backend.starts import Starts
@@ -70,7 +71,7 @@ class Bare(RayWorkerGroup):
 
 
 def center_of(round):
-    return Mock(round=round, optimizer=f"of {round}")
+    return Mock(progress=Progress(round=round), optimizer=f"of {round}")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -11,7 +12,7 @@ from clusters import BOUND_S
 from processes import stopped_processes
 
 from raydl.config import ElasticConfig, ScalingConfig
-from raydl.core.worker_group import Lost
+from raydl.core.worker_group import Lost, Refused
 from raydl.elastic.heartbeat import Heartbeats
 from raydl.ray_backend.calls import Calls
 from raydl.ray_backend.cluster import Notices, node_here
@@ -113,3 +114,47 @@ def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster,
     while stopped_processes() - before:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+class StartingShards(RayWorkerGroup):
+    """A center of three shards, of which none has answered yet."""
+
+    def __init__(self):
+        self._calls, self._heartbeats = Calls(), Heartbeats(10.0)
+        self._starts, self._places, self._workers = Starts(600.0), {}, {}
+        self._shards, self._events = [Mock(), Mock(), Mock()], []
+        self._notices = SimpleNamespace(new=lambda homes: [])
+        self._is_open, self._evaluator = False, None
+        for index in (1, 2):
+            self._starts.begin(f"shard {index}")
+
+    def ask_again(self):
+        self._asked_at = -1e9
+        self._calls.forget(lambda _: True)
+        self._ask_for_news()
+
+    @property
+    def leased(self):
+        return self._heartbeats.silent(-1.0)
+
+
+def test_a_shard_has_a_lease_from_its_first_answer_on():
+    """Before that it imports and builds, which takes longer than a lease on a crowded machine."""
+    group = StartingShards()
+    group.ask_again()
+    assert group.leased == []
+    group._on_ping((2, ("node", 4), Refused("process", 0)))
+    group.ask_again()
+    assert group.leased == ["shard 2"]
+
+
+def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
+    group, now = StartingShards(), [0.0]
+    group._starts = Starts(60.0, clock=lambda: now[0])
+    group._starts.begin("shard 1")
+    monkeypatch.setattr("raydl.ray_backend.worker_group.place_held", lambda actor: ("node", 3))
+    given_up = []
+    while now[0] < 100.0:
+        now[0] += 5.0
+        given_up += group._starts.look(group._is_there)
+    assert given_up[0] == ("shard 1", 65.0)
