@@ -73,6 +73,13 @@ def folded(summary: str, *children: object) -> Html:
     return element("details", element("summary", summary), *children)
 
 
+def swatch(color: str, *, is_dashed: bool = False) -> Html:
+    """Return a small square in a colour of the style sheet; a pale one for a dashed line."""
+    square = element("rect", x=0, y=1, width=12, height=12, rx=2, style=f"fill:var(--{color})")
+    kind = "swatch dashed" if is_dashed else "swatch"
+    return element("svg", square, viewBox="0 0 12 14", class_=kind, aria_hidden="true")
+
+
 def _escaped(text: str) -> str:
     """Return text as it may stand in a page, credentials of URIs left out."""
     return escape(redact(text))
