@@ -344,9 +344,7 @@ def _draw(outlooks: Sequence[_Outlook], title: str, path: Path) -> None:
         "communication, share of a worker's time": "communication_share",
     }
     charts = [
-        Chart(
-            title=name, lines=_lines(outlooks, figure), x="doublings", x_label="workers", y="share"
-        )
+        Chart(title=name, lines=_lines(outlooks, figure), x="workers", y="share")
         for name, figure in figures.items()
     ]
     lines_in_file(charts, title=title).save(path)

@@ -1,11 +1,11 @@
-"""Charts, all drawn by matplotlib: their look, their kinds and their forms.
+"""All charts, drawn by matplotlib.
 
-A kind is a function: lines on a page or in a file, areas, bars. It returns a ``Picture``, whose
-forms are pixels for TensorBoard, a file, and SVG inside a page, where the style sheet has the
-colours.
+A function for each kind of chart (lines, areas, bars) returns a ``Picture``, whose methods are the
+forms: pixels for TensorBoard, a file, SVG inside an HTML page. In a page, colours and fonts are
+those of the style sheet.
 
-matplotlib is imported when the first chart is drawn: it takes a third of a second that neither a
-worker nor the start of a command should pay. No pyplot: figures are not shared with user code.
+matplotlib is imported with the first chart: the import takes 0.3 s, which neither workers nor the
+command line should pay. pyplot is not used: it would share its state with the user's own code.
 """
 
 from __future__ import annotations
@@ -23,23 +23,13 @@ import numpy as np
 from raydl.metrics.tags import STACK
 from raydl.redaction import redact
 
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#b3478f", "#8a6d00", "#3aa0d8", "#7b4fb5", "#59636d")
+"""Of numbered lines; the colours of further lines repeat, dashed."""
 PALETTE = {
-    "paper": "#ffffff",
-    "ink": "#1c2024",
-    "soft": "#5c6670",
-    "rule": "#e3e6e9",
-    "c0": "#0072b2",
-    "c1": "#d55e00",
-    "c2": "#009e73",
-    "c3": "#b3478f",
-    "c4": "#8a6d00",
-    "c5": "#3aa0d8",
-    "c6": "#7b4fb5",
-    "c7": "#59636d",
+    **{"paper": "#ffffff", "ink": "#1c2024", "soft": "#5c6670", "rule": "#e3e6e9"},
+    **{f"c{number}": color for number, color in enumerate(_COLORS)},
 }
-"""Colours by name, no two the same: in a page, each is the style sheet's variable of that name."""
-NUM_COLORS = 8
-"""Of numbered lines; past the last, colours repeat, dashed."""
+"""Colours by name, no two the same. In a page, each is the style sheet's variable of that name."""
 
 _FAMILIES = {
     "sgd": "#4d4d4d",
@@ -51,7 +41,7 @@ _FAMILIES = {
     "diloco": "#7b4fb5",
 }
 _OWN_FAMILIES = ("#e6ab02", "#56b4e9", "#e7298a", "#66a61e")
-"""Families that raydl does not know, in the order in which they come."""
+"""Colours of the families that raydl does not know, in the order of the methods."""
 _STRATEGIES: dict[str, Any] = {
     "sync": "-",
     "async": (0, (5, 1.5)),
@@ -60,29 +50,31 @@ _STRATEGIES: dict[str, Any] = {
 }
 
 SUFFIXES = (".png", ".svg", ".pdf")
-"""Files that a chart can be saved to."""
+"""Files that a chart can be saved as."""
 
 _FONT = 10
 _FILE_DPI = 150
-_WIDTH, _HEIGHT = 460, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 446, 12, 218
-"""A chart in a page, and the edges of its plot, in points; pixels where nothing is scaled."""
 _FILE_WIDTH = 684
-_AREAS_WIDTH, _AREAS_HEIGHT = 440, 348
-"""TensorBoard shows a picture 350 pixels wide: letters must stand being made smaller."""
+_PAGE_SIZE = (460, 260)
+"""Sizes are in points: in SVG and in pixels, one is one pixel."""
+_PAGE_EDGES = {"left": 52 / 460, "right": 446 / 460, "bottom": 42 / 260, "top": 248 / 260}
+_AREAS_SIZE = (440, 348)
+"""TensorBoard shows an image 350 pixels wide: its letters must stay legible."""
+_AREAS_EDGES = {"left": 44 / 440, "right": 428 / 440, "bottom": 126 / 348, "top": 320 / 348}
 
 _MOST_POINTS = 400
 """A line of more points is thinned: there are fewer pixels than that."""
 _MOST_DOTS = 60
-"""So many points of a line in a page tell their value when the pointer is over them."""
+"""Points of a line in a page that show their value under the pointer, at most."""
 _FEW = 15
-"""A line of so few points shows where they are."""
+"""A line of at most so many points shows each of them."""
 _ROOM = 0.002
 """Where 100% lies on an axis stretched towards it; a logarithm alone never gets there."""
 _ACCURACIES = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1)
 _LONG_LOG = 20
 """Values whose greatest is so many times their least are drawn on a logarithmic axis."""
 
+_SAMPLES = "samples of all workers together"
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -98,16 +90,16 @@ class Look:
     dashes: Any = "-"
     """A line style of matplotlib."""
 
+    @property
+    def variable(self) -> str:
+        """The colour in a page: a variable of the style sheet."""
+        return _with_variables(self.color)
+
 
 def numbered(number: int) -> Look:
     """Return the look of the line with a number, from 0; past 8 the colours repeat, dashed."""
-    dashes = (0, (5, 2.5)) if number >= NUM_COLORS else "-"
-    return Look(PALETTE[color_name(number)], dashes)
-
-
-def color_name(number: int) -> str:
-    """Return the name of the colour of the line with a number."""
-    return f"c{number % NUM_COLORS}"
+    dashes = (0, (5, 2.5)) if number >= len(_COLORS) else "-"
+    return Look(_COLORS[number % len(_COLORS)], dashes)
 
 
 def family(method: str) -> str:
@@ -160,14 +152,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """One line: points from left to right."""
+    """A line through points from left to right."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     look: Look
     is_step: bool = False
-    """A value holds until the next one."""
+    """Each value holds until the next point."""
     is_faint: bool = False
     """Behind the others, and not in the legend."""
     marks: tuple[Mark, ...] = ()
@@ -178,33 +170,31 @@ class Chart:
     """Lines over each other; at least one has a point."""
 
     lines: Sequence[Line]
-    x: Literal["linear", "seconds", "doublings"] = "linear"
-    """From 0 to the greatest value; the same in seconds, minutes or hours; or by powers of 2."""
-    y: Literal["linear", "zero", "count", "log", "accuracy", "share"] = "linear"
-    """Around all values; from 0 on; and whole numbers; logarithmic for positive values that differ
-    much; shares, stretched towards 100% once one passes 90%; shares from 0 to 100%."""
+    x: str = "samples"
+    """``samples``, ``seconds`` (or minutes, or hours, if many), ``workers`` (logarithmic)."""
+    y: str = "linear"
+    """``linear``: around all values; ``zero``: from 0 on; ``count``: from 0 on, whole numbers;
+    ``log``: logarithmic if the greatest value is at least 20 times the least; ``accuracy``: shares,
+    stretched towards 100% if one is above 90%; ``share``: from 0% to 100%."""
     title: str = ""
-    x_label: str = ""
-    """Not of seconds, which have their own."""
     target: float | None = None
-    """A line across at this value."""
+    """Value of a line across the chart."""
 
 
 @dataclass
 class Picture:
-    """A chart that is drawn, to be had in several forms."""
+    """A chart as a figure of matplotlib, with the sentences that SVG shows under the pointer."""
 
     figure: Any
     dots: list[_Dots] = field(default_factory=list)
-    """Points that say something, in SVG alone."""
     sentences: dict[str, str] = field(default_factory=dict)
-    """What a shape says, by the ``gid`` of its artist; in SVG alone."""
+    """Of shapes, by the ``gid`` of the artist."""
 
     def __post_init__(self) -> None:
         from matplotlib.text import Text
 
-        for text in self.figure.findobj(Text):  # whatever the user's own settings say
-            text.set(usetex=False, parse_math=False)
+        for text in self.figure.findobj(Text):  # a user may have set LaTeX for charts of their own
+            text.set_usetex(False)
 
     def pixels(self) -> np.ndarray:
         """Return uint8, shape [H, W, 3]."""
@@ -219,21 +209,21 @@ class Picture:
         self.figure.savefig(path, dpi=_FILE_DPI, facecolor=PALETTE["paper"])
 
     def svg(self, label: str, *, is_stretched: bool = False) -> str:
-        """Return an SVG element to stand in an HTML page.
+        """Return an ``svg`` element for an HTML page.
 
-        Its colours are the page's variables, and its fonts are the page's. It has no ids, which
-        those of another picture could equal, and names nothing outside of itself. Texts are
-        escaped, and credentials in them left out.
+        Colours are variables of the page's style sheet, named as in ``PALETTE`` and ``STACK``;
+        fonts are the page's. There are no ids, which could collide with those of another chart,
+        and no references. Text is escaped, and credentials are removed from it.
 
         Args:
-            label: read to a person who does not see it.
-            is_stretched: as wide and as high as the page makes it.
+            label: for screen readers.
+            is_stretched: the page sets width and height independently.
         """
         from matplotlib import rc_context
 
         text = io.StringIO()
         self.figure.patch.set_visible(False)
-        # The one way to have texts as texts. The second is for the place of dots.
+        # matplotlib reads these two from its global settings alone.
         with rc_context({"svg.fonttype": "none", "savefig.bbox": "standard"}):
             self.figure.savefig(text, format="svg")
         source = ElementTree.fromstring(text.getvalue())
@@ -247,12 +237,12 @@ class Picture:
             _say(made, self.sentences.get(group, ""))
         for dots in self.dots:
             dots.add_to(svg)
-        return _with_variables(ElementTree.tostring(svg, encoding="unicode"))
+        return ElementTree.tostring(svg, encoding="unicode")
 
 
 @dataclass(frozen=True)
 class _Dots:
-    """The points of a line that say something; the style sheet knows when they are to be seen."""
+    """Circles with sentences along a line; the style sheet hides those of ``dot`` until hovered."""
 
     axes: Any
     kind: Literal["dot", "dot few", "mark"]
@@ -260,8 +250,8 @@ class _Dots:
     marks: Sequence[Mark]
 
     def add_to(self, svg: Any) -> None:
-        """Add circles to an SVG element, in a group of their own."""
-        style = {"class": self.kind, "style": f"color:{self.color}"}
+        """Add a group of circles to an SVG element."""
+        style = {"class": self.kind, "style": _with_variables(f"color:{self.color}")}
         group = ElementTree.SubElement(svg, "g", style)
         height = self.axes.figure.bbox.height
         radius = {"dot": "4", "dot few": "2.5", "mark": "3.5"}[self.kind]
@@ -275,18 +265,18 @@ class _Dots:
 
 
 def lines_in_page(chart: Chart) -> Picture:
-    """Return lines as large as the page has them; title and legend are the page's."""
-    figure = _figure(_WIDTH, _HEIGHT)
-    axes = figure.add_axes(_place(_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM))
-    return Picture(figure, _draw_lines(axes, chart))
+    """Return a chart of lines for a page, which has its title and legend."""
+    figure = _figure(*_PAGE_SIZE)
+    figure.subplots_adjust(**_PAGE_EDGES)
+    return Picture(figure, _draw_lines(figure.add_subplot(), chart))
 
 
 def lines_in_file(charts: Sequence[Chart], *, title: str = "", legend: str = "") -> Picture:
-    """Return charts side by side on one sheet.
+    """Return charts side by side, with one legend.
 
     Args:
         charts: all with the same lines.
-        title: of the sheet.
+        title: above all of them.
         legend: title of the legend.
     """
     count = sum(not line.is_faint for line in charts[0].lines)
@@ -304,10 +294,10 @@ def lines_in_file(charts: Sequence[Chart], *, title: str = "", legend: str = "")
 
 
 def bars_in_file(rows: Mapping[str, Mapping[str, float]], *, x_label: str) -> Picture:
-    """Return stacked bars with a legend.
+    """Return horizontal bars, stacked of the eight time parts, with a legend.
 
     Args:
-        rows: seconds of the eight time parts by name, from top to bottom.
+        rows: seconds by part, by the name of the bar; from top to bottom.
         x_label: what is shown.
     """
     figure = _figure(_FILE_WIDTH, 115 + 27 * len(rows), layout="constrained")
@@ -325,11 +315,11 @@ def bars_in_file(rows: Mapping[str, Mapping[str, float]], *, x_label: str) -> Pi
 
 
 def bar_in_page(seconds: Mapping[str, float], *, longest: float) -> Picture:
-    """Return one stacked bar without words, to be stretched to the width of the page.
+    """Return one stacked bar without words, to be stretched to the width of a page.
 
     Args:
         seconds: by time part.
-        longest: the seconds that the whole width stands for.
+        longest: seconds of a bar of the full width.
     """
     figure = _figure(1000, 10)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -341,13 +331,14 @@ def bar_in_page(seconds: Mapping[str, float], *, longest: float) -> Picture:
 
 
 def areas(points: Sequence[tuple[int, Mapping[str, float]]]) -> Picture:
-    """Return the eight time parts over the samples, stacked; the legend has their seconds now.
+    """Return the eight time parts over samples, stacked; the legend has the newest seconds.
 
     Args:
-        points: samples, and the seconds of each part, at least two, in the order of samples.
+        points: samples, and the seconds of each part; at least two, in the order of samples.
     """
-    figure = _figure(_AREAS_WIDTH, _AREAS_HEIGHT)
-    axes = figure.add_axes(_place(_AREAS_WIDTH, _AREAS_HEIGHT, 44, _AREAS_WIDTH - 12, 28, 222))
+    figure = _figure(*_AREAS_SIZE)
+    figure.subplots_adjust(**_AREAS_EDGES)
+    axes = figure.add_subplot()
     _prepare(axes)
     samples = [float(count) for count, _ in points]
     seconds = np.array([[parts[part] for part in STACK] for _, parts in points]).T
@@ -358,7 +349,7 @@ def areas(points: Sequence[tuple[int, Mapping[str, float]]]) -> Picture:
     _set_axis(axes.xaxis, across, _round_ticks(*across), short)
     axes.grid(axis="y", color=PALETTE["rule"], clip_on=False)
     axes.set_title("seconds per worker, by part", loc="left", fontsize=11, color=PALETTE["ink"])
-    axes.set_xlabel("samples of all workers together")
+    axes.set_xlabel(_SAMPLES)
     names = [f"{words(part)} {_figures(points[-1][1][part])} s" for part in STACK]
     _legend(figure, bands, names, loc="lower left", ncols=2, columnspacing=1.2)
     return Picture(figure)
@@ -368,21 +359,14 @@ def areas(points: Sequence[tuple[int, Mapping[str, float]]]) -> Picture:
 
 
 def _figure(width: float, height: float, **settings: Any) -> Any:
-    """Return an empty sheet of so many points."""
+    """Return an empty figure of a size in points."""
     from matplotlib.figure import Figure
 
     return Figure((width / 72, height / 72), dpi=72, facecolor=PALETTE["paper"], **settings)
 
 
-def _place(
-    width: float, height: float, left: float, right: float, top: float, bottom: float
-) -> tuple[float, float, float, float]:
-    """Return edges, from the top left corner, as matplotlib has them."""
-    return left / width, 1 - bottom / height, (right - left) / width, (bottom - top) / height
-
-
 def _prepare(axes: Any) -> None:
-    """Take away the frame, and give words and lines their colours."""
+    """Remove the frame, and set fonts and colours: the user's own settings must not matter."""
     axes.spines[:].set_visible(False)
     axes.patch.set_visible(False)
     axes.grid(False)
@@ -405,14 +389,12 @@ def _legend(figure: Any, handles: Any, names: Sequence[str], **settings: Any) ->
 
 
 def _draw_lines(axes: Any, chart: Chart) -> list[_Dots]:
-    """Draw a chart; return what its points say."""
+    """Draw a chart; return the dots of its lines."""
     _prepare(axes)
     drawn = [line for line in chart.lines if len(line.ys)]
-    unit, x_label = 1.0, chart.x_label
-    if chart.x == "seconds":
-        unit, x_label = _unit_of_time(max(max(line.xs) for line in drawn))
+    unit, x_label = _x_unit(chart.x, max(max(line.xs) for line in drawn))
     lines = [_thinned_line(line, unit) for line in drawn]
-    x_text = _set_x(axes, chart.x, [x for line in lines for x in line.xs])
+    _set_x(axes, chart.x, [x for line in lines for x in line.xs])
     across = [] if chart.target is None else [chart.target]
     y_text = _set_y(axes, chart.y, [*across, *(y for line in lines for y in line.ys)])
     axes.grid(axis="y", color=PALETTE["rule"], clip_on=False)
@@ -424,11 +406,11 @@ def _draw_lines(axes: Any, chart: Chart) -> list[_Dots]:
     for line in lines:
         _draw_line(axes, line, width=width)
     is_named = len(chart.lines) > 1
-    return [_dots(axes, line, x_text, y_text, is_named=is_named) for line in lines]
+    return [_dots(axes, line, y_text, is_named=is_named) for line in lines]
 
 
 def _thinned_line(line: Line, unit: float) -> Line:
-    """Return a line as it is drawn, its xs in units of the axis."""
+    """Return a line as drawn, with its xs in units of the axis."""
     xs, ys = zip(
         *thinned([(x / unit, y) for x, y in zip(line.xs, line.ys, strict=True)]), strict=True
     )
@@ -452,28 +434,21 @@ def _draw_line(axes: Any, line: Line, *, width: float) -> None:
         )  # fmt: skip
 
 
-def _dots(
-    axes: Any,
-    line: Line,
-    x_text: Callable[[float], str],
-    y_text: Callable[[float], str],
-    *,
-    is_named: bool,
-) -> _Dots:
-    """Return what a line says: at its marks or, if it has none, at points all along it."""
+def _dots(axes: Any, line: Line, text: Callable[[float], str], *, is_named: bool) -> _Dots:
+    """Return the dots of a line: its marks or, if it has none, points all along it."""
     points = list(zip(line.xs, line.ys, strict=True))[:: -(-len(line.xs) // _MOST_DOTS)]
-    said = line.marks or [Mark(x, y, f"{y_text(y)} at {x_text(x)}") for x, y in points]
+    marks = line.marks or [Mark(x, y, f"{text(y)} at {short(x)}") for x, y in points]
     if is_named:
-        said = [replace(mark, sentence=f"{line.name}: {mark.sentence}") for mark in said]
+        marks = [replace(mark, sentence=f"{line.name}: {mark.sentence}") for mark in marks]
     kind: Any = "mark" if line.marks else "dot few" if len(line.xs) <= _FEW else "dot"
-    return _Dots(axes, kind, line.look.color, said)
+    return _Dots(axes, kind, line.look.color, marks)
 
 
 def _draw_target(axes: Any, target: float) -> None:
     soft = PALETTE["soft"]
     axes.axhline(target, color=soft, linewidth=0.8, zorder=1)
-    axes.text(1, target, f"target {percent(target)}", transform=axes.get_yaxis_transform(),
-              ha="right", va="bottom", color=soft, fontsize=8)  # fmt: skip
+    place = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "bottom"}
+    axes.text(0, target, f"target {percent(target)}", color=soft, fontsize=8, **place)
 
 
 def _draw_bars(axes: Any, rows: Sequence[Mapping[str, float]], *, height: float) -> None:
@@ -510,21 +485,19 @@ def thinned(
 # axes
 
 
-def _set_x(axes: Any, kind: str, values: Sequence[float]) -> Callable[[float], str]:
-    """Lay out the x-axis; return how it writes a value."""
-    if kind == "doublings":
+def _set_x(axes: Any, kind: str, values: Sequence[float]) -> None:
+    if kind == "workers":
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
         axes.minorticks_off()
-        return short
+        return
     low, high = min(0.0, *values), max(values)
     ticks = _round_ticks(low, high)
     _set_axis(axes.xaxis, (low, high if high > low else ticks[-1]), ticks, short)
-    return short
 
 
 def _set_y(axes: Any, kind: str, values: Sequence[float]) -> Callable[[float], str]:
-    """Lay out the y-axis; return how it writes a value."""
+    """Set up the y-axis; return the format of its values."""
     low, high = min(values), max(values)
     is_share = kind in ("accuracy", "share") and low >= 0 and high <= 1
     text = percent if is_share else short
@@ -559,12 +532,12 @@ def _set_axis(
 def _round_ticks(
     low: float, high: float, *, from_zero: bool = False, whole: bool = False
 ) -> list[float]:
-    """Return round numbers around two values, the first and the last not between them."""
+    """Return evenly spaced round numbers, from at most ``low`` to at least ``high``."""
     from matplotlib.ticker import MaxNLocator
 
     if from_zero:
         low = min(0.0, low)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value: some room around it
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a single value: room around it
         room = 0.5 * abs(high) or 0.5
         low, high = (low if low == 0 else low - room), high + room
     locator = MaxNLocator(5, steps=(1, 2, 5, 10), integer=whole)
@@ -587,10 +560,12 @@ def _back_from_one(heights: Any) -> Any:
     return 1 + _ROOM - 10.0 ** -np.asarray(heights)
 
 
-def _unit_of_time(longest_s: float) -> tuple[float, str]:
-    """Return (seconds per unit, the label) of an axis of time that ends at ``longest_s``."""
+def _x_unit(kind: str, longest: float) -> tuple[float, str]:
+    """Return (the value of one unit, the label) of an x-axis that ends at ``longest``."""
+    if kind != "seconds":
+        return 1.0, {"samples": _SAMPLES, "workers": "workers"}[kind]
     for limit, size, name in ((600.0, 1.0, "seconds"), (36000.0, 60.0, "minutes")):
-        if longest_s < limit:
+        if longest < limit:
             return size, f"{name} of training"
     return 3600.0, "hours of training"
 
@@ -599,9 +574,9 @@ def _unit_of_time(longest_s: float) -> tuple[float, str]:
 
 
 def _drawn_in(element: Any, group: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (id of its group, element) for paths and texts, in the order in which they lie.
+    """Yield (id of its group, element) for each path and text, from the bottom to the top.
 
-    Points, which matplotlib names by reference, are circles of their own.
+    Markers, which matplotlib refers to by id, are left out: ``_Dots`` stand in for them.
     """
     for child in element:
         if child.tag == f"{_SVG}g":
@@ -611,16 +586,15 @@ def _drawn_in(element: Any, group: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(item: Any) -> dict[str, str]:
-    """Return the attributes that a page needs: fonts are its own."""
-    style = (
-        re.sub(r"font-[^;]*;\s*", "", item.get("style", "")).replace(": ", ":").replace("; ", ";")
-    )
-    kept = {name: item.get(name) for name in ("x", "y", "d") if item.get(name)}
-    return {"style": style, **{name: _in_short(value) for name, value in kept.items()}}
+    """Return the attributes that a page needs; fonts are its own."""
+    style = re.sub(r"font-[^;]*;\s*", "", item.get("style", ""))
+    style = _with_variables(style.replace(": ", ":").replace("; ", ";"))
+    kept = {name: _in_short(item.get(name)) for name in ("x", "y", "d") if item.get(name)}
+    return {"style": style, **kept}
 
 
 def _in_short(numbers: str) -> str:
-    """Return coordinates with one digit behind the point, and no spaces that nothing needs."""
+    """Return coordinates with at most one decimal, without superfluous spaces."""
     text = re.sub(r"-?\d+\.\d+", lambda found: _digits(float(found[0])), numbers)
     return re.sub(r"\s*([A-Za-z])\s*", r"\1", text).strip()
 
@@ -630,13 +604,13 @@ def _digits(number: float) -> str:
 
 
 def _say(element: Any, sentence: str) -> None:
-    """Have a pointer over an element show a sentence."""
+    """Show a sentence when the pointer is over an element."""
     if sentence:
         ElementTree.SubElement(element, "title").text = redact(sentence)
 
 
-def _with_variables(svg: str) -> str:
-    """Return a picture whose colours are the variables of a style sheet."""
+def _with_variables(style: str) -> str:
+    """Return a style whose colours are variables of the style sheet."""
     for name, color in (PALETTE | STACK).items():
-        svg = svg.replace(f":{color}", f":var(--{name})")
-    return svg
+        style = style.replace(color, f"var(--{name})")
+    return style

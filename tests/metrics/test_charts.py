@@ -341,7 +341,7 @@ def test_the_legend_of_a_file_has_the_lines_in_their_order_and_no_faint_ones():
 
 def test_charts_over_workers_double_from_tick_to_tick():
     counts = [4 << n for n in range(6)]
-    pair = [chart([1.0] * 6, xs=counts, x="doublings", y="share") for _ in range(2)]
+    pair = [chart([1.0] * 6, xs=counts, x="workers", y="share") for _ in range(2)]
     picture = lines_in_file(pair)
     picture.pixels()
     for axes in picture.figure.axes:

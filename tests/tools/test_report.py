@@ -392,8 +392,8 @@ def test_a_timeline_of_very_many_generations_is_folded():
 
 def test_what_is_no_element_is_escaped():
     assert element("p", "<b>", element("i", 3), None) == "<p>&lt;b&gt;<i>3</i></p>"
-    assert element("a", class_='"', stroke_width=1.26, x=None) == (
-        '<a class="&quot;" stroke-width="1.3"></a>'
+    assert element("a", class_='"', stroke_width=2, x=None) == (
+        '<a class="&quot;" stroke-width="2"></a>'
     )
     assert "<td>&lt;x&gt;</td>" in table(["a"], [["<x>"]])
 

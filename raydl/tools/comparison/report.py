@@ -210,17 +210,16 @@ def draw(runs: Sequence[Run], rows: Sequence[Row], target: float, out: Path) -> 
         target: a line at this accuracy.
         out: the folder that they are written to.
     """
-    done = {row.method: row.parts for row in rows if row.num_runs}
-    judged = {name: [r for r in runs if r.method == name and _has_accuracy(r)] for name in done}
+    parts = {row.method: row.parts for row in rows if row.num_runs}
+    judged = {name: [r for r in runs if r.method == name and _has_accuracy(r)] for name in parts}
     judged = {name: group for name, group in judged.items() if group}
     for x in ("seconds", "samples") if judged else ():
         chart = _accuracy(judged, x, target)
         picture = lines_in_file([chart], legend="first at the target on top")
         picture.save(out / f"accuracy_over_{x}.png")
-    if done:
-        bars_in_file(done, x_label="seconds per worker, mean over seeds").save(
-            out / "time_parts.png"
-        )
+    if parts:
+        picture = bars_in_file(parts, x_label="seconds per worker, mean over seeds")
+        picture.save(out / "time_parts.png")
 
 
 def _has_accuracy(run: Run) -> bool:
@@ -238,10 +237,7 @@ def _accuracy(groups: Mapping[str, Sequence[Run]], x: str, target: float) -> Cha
         seeds = curves if len(curves) > 1 else []
         lines += [Line(name, xs, ys, looks[name], is_faint=True) for xs, ys in seeds]
         lines.append(Line(name, *_median_curve(curves), looks[name]))
-    return Chart(
-        lines=lines, x="seconds" if x == "seconds" else "linear", y="accuracy", target=target,
-        title="test accuracy of the center", x_label="samples of all workers together",
-    )  # fmt: skip
+    return Chart(lines=lines, x=x, y="accuracy", target=target, title="test accuracy of the center")
 
 
 def _curve(run: Run, x: str) -> tuple[list[float], list[float]]:

@@ -21,14 +21,7 @@ from raydl.errors import ConfigError, RaydlError
 from raydl.redaction import redact, redact_values
 from raydl.tools.comparison.figures import Run, make_rows
 from raydl.tools.comparison.hparams import write_hparams
-from raydl.tools.comparison.report import (
-    describe,
-    draw,
-    machine,
-    markdown,
-    print_table,
-    sentence,
-)
+from raydl.tools.comparison.report import describe, draw, machine, markdown, print_table, sentence
 from raydl.tools.comparison.settings import Comparison, plan
 
 if TYPE_CHECKING:

@@ -5,17 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
-from raydl.metrics.charts import (
-    NUM_COLORS,
-    Chart,
-    Line,
-    Mark,
-    color_name,
-    lines_in_page,
-    numbered,
-)
+from raydl.metrics.charts import Chart, Line, Mark, lines_in_page, numbered
 from raydl.tools.report.events import Curve
 from raydl.tools.report.facts import Generation, RunFacts
 from raydl.tools.report.html import Html, element, swatch
@@ -68,20 +59,20 @@ def _overlay(runs: Sequence[RunFacts], tag: str, title: str, over: str, kind: st
 
 
 def _chart(
-    title: str, lines: Sequence[Line], *, y: Any, over: str = _SECONDS, note: str = ""
+    title: str, lines: Sequence[Line], *, y: str, over: str = _SECONDS, note: str = ""
 ) -> Html | None:
     """Return lines with their title and a note; None if no line has a point."""
     if not any(line.ys for line in lines):
         return None
-    x: Any = "seconds" if over == _SECONDS else "linear"
-    drawn = lines_in_page(Chart(lines=lines, x=x, x_label="samples of all workers together", y=y))
+    drawn = lines_in_page(Chart(lines=lines, x=over, y=y)).svg(title)
     below = element("p", note, class_="note") if note else None
-    return element("figure", element("figcaption", title), Html(drawn.svg(title)), below)
+    return element("figure", element("figcaption", title), Html(drawn), below)
 
 
 def line_swatch(number: int) -> Html:
     """Return a square in the colour of the line with a number."""
-    return swatch(color_name(number), is_dashed=number >= NUM_COLORS)
+    look = numbered(number)
+    return swatch(look.variable, is_dashed=look.dashes != "-")
 
 
 def legend(names: Sequence[str]) -> Html:

@@ -172,7 +172,7 @@ def _part_table(timed: list[tuple[str, dict[str, float]]]) -> Html:
         cells: list[object] = [f"{value:,.2f}" for value in seconds]
         if len(timed) == 1:
             cells.append(f"{seconds[0] / sum(timed[0][1].values()):.1%}")
-        key = element("span", swatch(part), " ", words(part), class_="key")
+        key = element("span", swatch(f"var(--{part})"), " ", words(part), class_="key")
         rows.append([explained(key, TIME_PARTS[part]), *cells])
     return table(["part", *names], rows, numbers=tuple(names))
 
