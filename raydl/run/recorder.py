@@ -29,13 +29,14 @@ from raydl.metrics import (
     MembershipTable,
     MetricsWriter,
     RecentSpeed,
+    StackHistory,
     WorkerCurves,
+    charts,
     communication_share,
     mean_parts,
     spread_of,
     time_values,
 )
-from raydl.metrics.stack_picture import StackHistory, draw_stack
 from raydl.run.progress_reporter import ProgressReporter, ProgressView
 from raydl.storage import Storage, within
 from raydl.worker.examples import Examples
@@ -73,8 +74,10 @@ class BadSamples:
         return f"left out {count} that can not be read; the last: {last}"
 
 
-_DRAW_EVERY_S = 20.0
-"""Pictures are drawn no more often, and once more at the end."""
+_EXAMPLES_EVERY_S = 20.0
+"""Test pictures are drawn no more often, and once more at the end."""
+_CHART_EVERY_S = 60.0
+"""So are the time parts, which take more of the driver: the first time, matplotlib's import."""
 _NOTHING = Totals()
 
 
@@ -139,9 +142,9 @@ class RunRecorder:
         self._told_at = start.progress.num_samples or -1
         self._stack = StackHistory()
         self._to_draw: Evaluated | None = None
-        self._drawn_at = -math.inf
+        self._examples_drawn_at = -math.inf
         self._after_checkpoint = after_checkpoint
-        self._opened_at = time.monotonic()
+        self._opened_at = self._chart_drawn_at = time.monotonic()
         self._began_at: float | None = None
         self._ended_at = self._opened_at
         self._bad_samples = BadSamples()
@@ -360,8 +363,10 @@ class RunRecorder:
             unix_s=_unix_s(self._moment_of(evaluated)),
         )
         self._to_draw = evaluated if evaluated.predicted else None
-        if time.monotonic() - self._drawn_at >= _DRAW_EVERY_S:
-            self._draw()
+        if time.monotonic() - self._examples_drawn_at >= _EXAMPLES_EVERY_S:
+            self._draw_examples()
+        if time.monotonic() - self._chart_drawn_at >= _CHART_EVERY_S:
+            self._draw_time_parts()
 
     def _moment_of(self, evaluated: Evaluated) -> float:
         """Return when the center was what was scored, by this process's monotonic clock."""
@@ -369,18 +374,27 @@ class RunRecorder:
         at_s = max(known.at_s, self._began_at or known.at_s)
         return min(time.monotonic(), at_s + max(0.0, evaluated.progress.seconds - known.trained_s))
 
-    def _draw(self) -> None:
-        """Draw the examples if they are news, and the time parts so far."""
-        self._drawn_at = time.monotonic()
+    def _draw_examples(self) -> None:
+        """Draw the test pictures with what the center says of them, if that is news."""
+        self._examples_drawn_at = time.monotonic()
         scored, self._to_draw = self._to_draw, None
         if scored is not None:
             pixels = self._examples.draw(scored.predicted)
+<<<<<<< HEAD
             self._writer.image(
                 "center/predictions", pixels, num_samples=scored.progress.num_samples
             )
+=======
+            self._writer.image("center/predictions", pixels, num_samples=scored.num_samples)
+
+    def _draw_time_parts(self) -> None:
+        """Draw the time parts so far."""
+        self._chart_drawn_at = time.monotonic()
+>>>>>>> charts
         points = self._stack.points
         if len(points) > 1:
-            self._writer.image("time/stacked", draw_stack(points), num_samples=self._num_samples)
+            pixels = charts.areas(points).pixels()
+            self._writer.image("time/stacked", pixels, num_samples=self._num_samples)
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
@@ -527,7 +541,8 @@ class RunRecorder:
             stack.callback(self._progress.close)
             stack.callback(self._copy_last)
             stack.callback(self._writer.close)
-            stack.callback(self._draw)
+            stack.callback(self._draw_time_parts)
+            stack.callback(self._draw_examples)
             stack.callback(self._write_best)
             self.checkpoints.close()
 

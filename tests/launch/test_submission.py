@@ -119,7 +119,7 @@ def test_the_job_brings_raydl_itself_and_time_for_its_last_checkpoint():
 
 
 def test_ray_itself_and_extras_are_not_installed_for_a_job():
-    asked = ["numpy>=1.26", "ray[default]>=2.60", "tyro", 'matplotlib>=3.8; extra == "report"']
+    asked = ["numpy>=1.26", "ray[default]>=2.60", "tyro", 'mutmut>=3.8; extra == "mutants"']
     assert without_ray(asked) == ["numpy>=1.26", "tyro"]
 
 

@@ -117,6 +117,20 @@ def test_importing_raydl_imports_neither_ray_nor_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.processes
+def test_matplotlib_is_imported_with_the_first_chart_and_pyplot_never():
+    code = (
+        "import sys, raydl.cli, raydl.worker.loop, raydl.ray_backend.actors, raydl.run.trainer;"
+        "from raydl.metrics import TIME_PARTS, charts;"
+        "assert 'matplotlib' not in sys.modules;"
+        "points = [(n, dict.fromkeys(TIME_PARTS, 1.0)) for n in (0, 9)];"
+        "charts.areas(points).pixels(); charts.areas(points).svg('t');"
+        "assert 'matplotlib.figure' in sys.modules;"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_every_public_name_is_there():
     for name in raydl.__all__:
         assert getattr(raydl, name).__name__ == name
@@ -249,7 +263,7 @@ def test_no_sentence_has_pip_install_the_package_of_a_stranger():
     "line",
     [
         "pip install raydl",
-        "`pip install 'raydl[report]'` brings",
+        "`pip install 'raydl[ray-data]'` brings",
         "python -m pip install -U raydl==1",
     ],
 )

@@ -209,6 +209,20 @@ def test_examples_are_drawn_now_and_then_and_always_at_the_end():
     assert memory.images == [("center/predictions", 2), ("center/predictions", 6)]
 
 
+def test_the_time_parts_are_drawn_once_a_minute_and_always_at_the_end(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
+    recorder, memory = make(Store())
+    for at_s in (1.0, 59.0, 61.0, 100.0, 122.0, 130.0):
+        now[0] = at_s
+        recorder.record(record_at(int(at_s)), {"w0": report_of("w0", local_step=int(at_s))})
+        recorder.evaluated(score_at(int(at_s), ()))
+    drawn = [("time/stacked", 61), ("time/stacked", 122)]
+    assert memory.images == drawn
+    recorder.close()
+    assert memory.images == [*drawn, ("time/stacked", 130)]
+
+
 def test_a_task_without_classes_shows_no_examples():
     recorder, memory = make(Store())
     recorder.evaluated(score_at(2, ()))
