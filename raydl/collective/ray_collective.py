@@ -546,7 +546,7 @@ class CollectiveGroup:
             error: of torch.
             round: or the number of an operation.
             waited_s: how long this member has waited.
-            ranks: whom the operation needs; None: all.
+            ranks: of the members that the operation needs; None: all.
         """
         generation, problem = self.address.generation, str(error).partition("\n")[0]
         is_late = waited_s >= 0.9 * self.address.timeout_s

@@ -183,9 +183,17 @@ def _wait_for_all(
     except RuntimeError as error:
         if time.monotonic() - began < timeout_s:
             raise ExchangeError(0, generation, f"{error}; {AGAIN}", group=name) from error
-        there = store.those_there(keys, timedelta(0))
-        missing = [member for member, key in zip(members, keys, strict=True) if key not in there]
+        missing = _not_there(store, keys, members)
         setting = "start_timeout_s of raydl.init_collective_group"
         raise ExchangeTimeoutError(0, generation, timeout_s, missing, name, setting) from error
     places = [value.decode().split() for value in store.multi_get(keys)]
     return [(actor_id, int(pid)) for actor_id, pid in places]
+
+
+def _not_there(store: CenterStore, keys: list[str], members: tuple[str, ...]) -> list[str]:
+    """Return the members whose keys are not there; none, if nobody can say."""
+    try:
+        there = store.those_there(keys, timedelta(0))
+    except RuntimeError:
+        return []
+    return [member for member, key in zip(members, keys, strict=True) if key not in there]

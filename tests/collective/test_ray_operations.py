@@ -149,6 +149,20 @@ def test_a_barrier_holds_all_until_the_last_has_come(ranks):
     assert first.result(BOUND_S)
 
 
+def test_a_back_end_that_is_called_without_options_sums_at_the_first_rank(ranks):
+    def operated(name, rank):
+        group = collective.get_group_handle(name)
+        tensors = [torch.tensor([rank + 2.0]) for _ in range(4)]
+        group.allreduce([tensors[0]])
+        group.reduce([tensors[1]])
+        group.broadcast([tensors[2]])
+        group.reducescatter([tensors[3]], [[torch.tensor([rank + 2.0])] * 2])
+        group.barrier()
+        return [tensor.item() for tensor in tensors]
+
+    assert ranks(2).by_ray(operated) == [[5.0, 5.0, 2.0, 5.0], [5.0, 3.0, 2.0, 5.0]]
+
+
 def test_ray_knows_rank_and_size_and_forgets_the_group(ranks):
     members = ranks(2)
     found = members.by_ray(
@@ -348,6 +362,24 @@ def test_the_back_end_is_registered_once_and_is_there_with_torchs_groups():
     register()
     assert collective.is_backend_available(BACKEND) is dist.is_available()
     assert RayGroup.backend() == BACKEND
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_device_stay_there(ranks):
+    def operated(name, rank):
+        tensors = [torch.tensor([2.0, 5.0], device="cuda") for _ in range(6)]
+        collective.allreduce(tensors[0], name)
+        collective.reduce(tensors[1], 0, name, ReduceOp.MAX)
+        collective.broadcast(tensors[2], 0, name)
+        collective.allgather([tensors[3]], tensors[2], name)
+        collective.reducescatter(tensors[4], [tensors[2]], name)
+        collective.barrier(name)
+        with pytest.raises(ConfigError, match="is on cpu, and the group on cuda"):
+            collective.allreduce(np.ones(2), name)
+        return [(tensor.device.type, tensor.tolist()) for tensor in tensors]
+
+    assert ranks(1, device="cuda").by_ray(operated) == [[("cuda", [2.0, 5.0])] * 6]
 
 
 # what a failure leaves

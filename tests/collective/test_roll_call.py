@@ -75,21 +75,21 @@ def test_processes_that_end_together_are_named_together(keys):
     assert explained(roll).missing == ("b", "c")
 
 
-def test_who_waited_in_vain_names_those_that_have_not_signed(keys):
+def test_a_member_that_waited_in_vain_names_those_that_have_not_signed(keys):
     explained(of(keys, 1, lost=["c"]))  # its operation failed as the first gave up
     error = explained(of(keys, 0), is_late=True)
     assert isinstance(error, ExchangeTimeoutError)
     assert (error.missing, error.timeout_s) == (("c",), 9.0)
 
 
-def test_who_fails_because_another_waited_in_vain_names_the_same(keys):
+def test_a_member_that_fails_because_another_waited_in_vain_names_the_same(keys):
     explained(of(keys, 1), is_late=True)
     error = explained(of(keys, 0))
     assert isinstance(error, ExchangeTimeoutError)
     assert error.missing == ("c",)
 
 
-def test_who_has_come_to_a_message_between_two_is_not_asked_of_others(keys):
+def test_a_message_between_two_needs_no_word_of_a_third(keys):
     assert explained(of(keys, 0), is_late=True, ranks=(0, 2)).missing == ("c",)
 
 

@@ -87,20 +87,20 @@ class Ranks:
 
     Args:
         roll_call: the group is a user's: failures name the members that are missing.
-        lost: the ranks whose processes Ray says have ended.
     """
 
-    def __init__(self, num_workers, monkeypatch, *, timeout_s=20.0, roll_call=False, lost=()):
+    def __init__(self, num_workers, monkeypatch, *, timeout_s=20.0, device="cpu", roll_call=False):
         self.center, self.ray = Center(), FakeRay()
         monkeypatch.setattr(ray_collective, "ray", self.ray)
         monkeypatch.setattr(ray_api, "_check_inside_actor", lambda: None)
         monkeypatch.setattr(ray_api, "ray", types.SimpleNamespace(get_actor=no_actor))
         ray_collective.register()  # before there are threads that could do it twice
-        self.address = GroupAddress("run", 7, "cpu", timeout_s)
+        self.address = GroupAddress("run", 7, device, timeout_s)
         self.worker_ids = tuple(f"w{rank}" for rank in range(num_workers))
         self.abandoned = [threading.Event() for _ in self.worker_ids]
         self.groups = {}
-        self.lost = list(lost)
+        self.lost = []
+        """The ranks whose processes have ended, as Ray says."""
         self._has_roll_call = roll_call
         self._threads_before = set(threading.enumerate())
         self._threads = [ThreadPoolExecutor(1) for _ in self.worker_ids]

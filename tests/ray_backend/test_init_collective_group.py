@@ -1,11 +1,14 @@
-"""Who may come to a user's group, and what is refused before anybody is waited for."""
+"""Which members may come to a user's group, and what is refused before any is waited for."""
 
 import math
+import time
 
 import pytest
 
 import raydl
-from raydl.errors import ConfigError, ExchangeError
+from raydl.collective.ray_collective import GroupAddress
+from raydl.errors import ConfigError, ExchangeError, ExchangeTimeoutError
+from raydl.ray_backend.collective_group import _wait_for_all
 from raydl.ray_backend.group_keys import GroupKeys
 
 A, B = ("actor-a", 11), ("actor-b", 22)
@@ -46,6 +49,56 @@ def test_sums_on_a_device_are_refused_where_all_is_encrypted(monkeypatch):
 def test_a_process_that_is_no_actor_is_refused():
     with pytest.raises(ConfigError, match="works inside a Ray actor; this process is none"):
         form()
+
+
+# the wait for the others
+
+
+class Store:
+    """A store whose waits fail, some at once and some at their time-out."""
+
+    def __init__(self, problem, *, is_late, there=None):
+        self.problem, self.is_late, self.there = problem, is_late, there
+
+    def wait(self, keys, timeout):
+        if self.is_late:
+            time.sleep(timeout.total_seconds())
+        raise RuntimeError(self.problem)
+
+    def those_there(self, keys, within):
+        if self.there is None:
+            raise RuntimeError("the center did not answer")
+        return self.there
+
+
+def failure_of(store):
+    with pytest.raises(ExchangeError) as caught:
+        _wait_for_all(store, GroupAddress("ring", 4, "cpu", 60.0), ("a", "b", "c"), 0.05)
+    return caught.value
+
+
+def test_members_that_do_not_come_are_named_with_the_time_out_to_raise():
+    error = failure_of(Store("not there", is_late=True, there=["process/1"]))
+    assert isinstance(error, ExchangeTimeoutError)
+    assert error.missing == ("a", "c")
+    assert str(error) == (
+        "forming group 'ring' (generation 4) failed: timed out after 0.05 s waiting for members "
+        "['a', 'c']; raise start_timeout_s of raydl.init_collective_group if they were only slow"
+    )
+
+
+def test_without_the_keys_a_time_out_names_no_member():
+    error = failure_of(Store("not there", is_late=True))
+    assert isinstance(error, ExchangeTimeoutError)
+    assert error.missing == ()
+
+
+def test_a_wait_that_another_generation_ends_says_so_at_once():
+    error = failure_of(Store("a later generation has begun", is_late=False))
+    assert type(error) is ExchangeError
+    assert error.problem == (
+        "a later generation has begun; form the group again, under a later generation"
+    )
 
 
 # the keys of a group
