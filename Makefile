@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export OMP_NUM_THREADS ?= 1
 
-BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost link_switched recovery \
+BENCHMARKS := efficiency time_to_accuracy exchange ladder thin_link link_cost link_switched recovery regroup \
 	startup growth accuracy streaming layout partitions chaos
 BENCH_OPTIONS ?=
 

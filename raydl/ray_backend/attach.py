@@ -33,11 +33,9 @@ from raydl.elastic.rendezvous import RendezvousServer
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.parameter_server.ray_transport import RayCenterClient
-from raydl.ray_backend.cluster import START_S, node_here, send_by_value
+from raydl.ray_backend.cluster import START_S, end_when_quiet, node_here, send_by_value
 from raydl.worker.attach import Attached, endless_training, job_of, terms_of
 
-_LINGER_S = 60.0
-"""How long the meeting point stays when nobody is there, in seconds."""
 _ANSWER_S = 60.0
 """The longest wait for an answer of the meeting point, in seconds."""
 _AGAIN_S = 0.2
@@ -258,13 +256,7 @@ class RendezvousActor(RendezvousServer):
         torch.set_num_threads(1)
         super().__init__(name, job, terms, node=node_here())
         self._run_id = uuid.uuid4().hex[:8]
-        end = functools.partial(ray.kill, ray.get_runtime_context().current_actor)
-        threading.Thread(target=self._end_when_quiet, args=(end,), daemon=True).start()
-
-    def _end_when_quiet(self, end: Callable[[], None]) -> None:
-        while (quiet_s := self.quiet_s()) < _LINGER_S:
-            time.sleep(min(1.0, _LINGER_S - quiet_s))
-        end()
+        end_when_quiet(self.quiet_s)
 
     def run_id(self) -> str:
         """Return the prefix of this run's keys."""

@@ -380,17 +380,13 @@ class RunRecorder:
         scored, self._to_draw = self._to_draw, None
         if scored is not None:
             pixels = self._examples.draw(scored.predicted)
-<<<<<<< HEAD
             self._writer.image(
                 "center/predictions", pixels, num_samples=scored.progress.num_samples
             )
-=======
-            self._writer.image("center/predictions", pixels, num_samples=scored.num_samples)
 
     def _draw_time_parts(self) -> None:
         """Draw the time parts so far."""
         self._chart_drawn_at = time.monotonic()
->>>>>>> charts
         points = self._stack.points
         if len(points) > 1:
             pixels = charts.areas(points).pixels()
