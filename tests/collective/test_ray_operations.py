@@ -517,7 +517,7 @@ def test_a_group_in_which_an_operation_has_failed_does_no_further_one(ranks):
 def test_an_operation_whose_group_is_destroyed_by_another_thread_fails(ranks):
     members = ranks(2, timeout_s=BOUND_S)
     waiting = members.begin(0, total, members.name(0), 0)
-    members.center.server.wait("run", 7, ["never"], 0.2)  # by then it waits for the other
+    members.center.server.wait_for_keys("run", 7, ["never"], 0.2)  # by then it waits for the other
     collective.destroy_collective_group(members.name(0))
     error_of(waiting)
 
