@@ -361,7 +361,7 @@ class Driver:
         self.controller.step()
         if self._desk:
             self._desk.tell(self._view.status)
-            self._desk.take_requests()
+            self._desk.pop_requests()
 
     def begin(self) -> None:
         """Step until all train."""
@@ -473,14 +473,14 @@ def _grown_center(num_workers: int, hours: float) -> float:
     from raydl.data import DataShape
     from raydl.parameter_server.protocol import Completion, MessageId, Request
     from raydl.parameter_server.server import CenterServer
-    from raydl.worker.attach import Endless, TheirLoop
+    from raydl.worker.user_loop import Endless, UserLoop
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd", period=10),
         scaling=ScalingConfig(num_workers=num_workers),
         training=TrainingConfig(batch_size=64, epochs=100_000),
     )
-    job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
+    job = Job(config, resolve(config), UserLoop("vector"), DataShape((), 0), Endless())
     flat = FlatModel(torch.nn.Linear(10, 1))
     service = CenterServer(job, first_snapshot(flat, 60_000))
     members = [f"w{i}" for i in range(num_workers)]
@@ -505,8 +505,8 @@ def _grown_center(num_workers: int, hours: float) -> float:
         members[lost], entered[newcomer], trained[newcomer] = newcomer, number + 2, 0
         service.change(Membership(number + 2, tuple(members)), [])
         service.enter(MessageId(newcomer, number + 2, 0, 0), 0)
-        service.coordinator.take_records()
-        service.coordinator.take_due()
+        service.coordinator.pop_records()
+        service.coordinator.pop_due()
         levels.look(number / num_changes * hours)
     return levels.grown()
 
@@ -529,14 +529,14 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
     from raydl.metrics import TIME_PARTS
     from raydl.ray_backend.worker_group import RayWorkerGroup
     from raydl.storage import Storage
-    from raydl.worker.attach import Endless, TheirLoop
+    from raydl.worker.user_loop import Endless, UserLoop
 
     config = TrainConfig(
         method=MethodConfig(name="async-easgd"),
         scaling=ScalingConfig(num_workers=num_workers),
         training=TrainingConfig(epochs=5),
     )
-    job = Job(config, resolve(config), TheirLoop("vector"), DataShape((), 0), Endless())
+    job = Job(config, resolve(config), UserLoop("vector"), DataShape((), 0), Endless())
 
     class Light:
         """Answers."""

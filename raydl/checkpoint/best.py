@@ -94,7 +94,7 @@ class BestCenter:
         self._waiting: Evaluated | None = None
         self._lock = threading.Lock()
 
-    def open_again(self) -> list[str]:
+    def load_earlier(self) -> list[str]:
         """Go on from what an earlier start kept, if anything; return a sentence if it is damaged.
 
         Then the next center that is scored counts as the best.
@@ -132,7 +132,7 @@ class BestCenter:
         assert waiting.weights is not None, "take saw to it"
         assert waiting.buffers is not None, "which comes with the weights"
         center = self._flat.state_dict_of(
-            view_of(waiting.weights), view_of(waiting.buffers), waiting.untrained, copies=False
+            view_of(waiting.weights), view_of(waiting.buffers), waiting.non_trainable, copies=False
         )
         try:
             file = tensor_files.seal(center, best.to_dict())

@@ -64,7 +64,7 @@ def checkpoint_of(
     return Checkpoint(
         progress=snapshot.progress,
         seconds=seconds,
-        center=flat.state_dict_of(weights, buffers, snapshot.untrained, copies=False),
+        center=flat.state_dict_of(weights, buffers, snapshot.non_trainable, copies=False),
         state={
             "optimizer": snapshot.optimizer,
             "num_cuts": snapshot.num_cuts,
@@ -73,7 +73,7 @@ def checkpoint_of(
             "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
             "totals": totals.to_state(),
             "order": order,
-            "untrained": flat.untrained.unsaved(),
+            "untrained": flat.non_trainable.unsaved(),
             "ended": ended,
         },
         workers=collected.workers,
@@ -255,7 +255,7 @@ class CheckpointWriter:
         """Checkpoints that an earlier driver completed after this one had taken the run over."""
         return self._store.num_late
 
-    def take_failures(self) -> list[str]:
+    def pop_failures(self) -> list[str]:
         """Return, once, what could not be written; the next time it may go through.
 
         Of checkpoints the newest is not among them: see ``close``.

@@ -138,11 +138,11 @@ class CenterStore(dist.Store):  # type: ignore[misc]
         NCCL asks this in a thread of its own, where an error would end the process.
         """
         try:
-            return len(self.those_there(keys, timedelta(0))) == len(keys)
+            return len(self.keys_present(keys, timedelta(0))) == len(keys)
         except RuntimeError:
             return False
 
-    def those_there(self, keys: Sequence[str], within: timedelta) -> list[str]:
+    def keys_present(self, keys: Sequence[str], within: timedelta) -> list[str]:
         """Return which of some keys are there, once all are or a time is over.
 
         Raises:
@@ -568,7 +568,7 @@ class CollectiveGroup:
         store.set(f"late/{round}/{self._rank}", b"here")
         keys = {w: f"late/{round}/{rank}" for rank, w in enumerate(self._worker_ids)}
         try:
-            there = store.those_there(list(keys.values()), _ROLL_CALL)
+            there = store.keys_present(list(keys.values()), _ROLL_CALL)
         except RuntimeError:  # the center is lost, too: who knows
             return []
         return [worker_id for worker_id, key in keys.items() if key not in there]

@@ -133,7 +133,7 @@ class RollCall:
     def _signed(self, ranks: list[int]) -> dict[int, bytes]:
         keys = {rank: f"out/{rank}" for rank in ranks}
         try:
-            there = self._store.those_there(list(keys.values()), _LOOK)
+            there = self._store.keys_present(list(keys.values()), _LOOK)
         except RuntimeError:  # the actor that keeps the keys is lost, too
             time.sleep(_LOOK.total_seconds())
             return {}

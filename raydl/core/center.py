@@ -47,9 +47,9 @@ class Snapshot:
     """How often the learning rate was cut up to here, for the schedule ``plateau``."""
     tuning: ExchangeTuning | None = None
     """Exchange tuning that the workers chose, if they did."""
-    untrained: dict[str, np.ndarray] = field(default_factory=dict)
-    """Differences from the untrained state at this start of the run, by name; see
-    ``raydl.core.flat.UntrainedState``."""
+    non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
+    """Differences from the non-trainable state at this start of the run, by name; see
+    ``raydl.core.flat.NonTrainableState``."""
 
     def is_finite(self) -> bool:
         """Whether all values of the center are finite; see ``raydl.core.flat.is_finite``."""

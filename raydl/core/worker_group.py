@@ -171,12 +171,12 @@ class Evaluated:
     """Of the center, [num_parameters], where the best is kept and this may be it."""
     buffers: np.ndarray | None = None
     """[num_buffers], beside the weights."""
-    untrained: dict[str, np.ndarray] = field(default_factory=dict)
+    non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
     """Of the snapshot, beside the weights."""
 
     def without_center(self) -> Evaluated:
         """Return the score alone: it may be remembered, and takes no memory to speak of."""
-        return dataclasses.replace(self, weights=None, buffers=None, untrained={})
+        return dataclasses.replace(self, weights=None, buffers=None, non_trainable={})
 
 
 @dataclass(frozen=True)

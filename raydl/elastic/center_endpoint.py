@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raydl.collective.store import StoreServer
+from raydl.collective.key_store import StoreServer
 from raydl.data.ledger import Span
 from raydl.parameter_server.protocol import Assignment, CellAddress, MessageId, Request, Response
 from raydl.parameter_server.server import CenterServer

@@ -92,7 +92,7 @@ class CenterManager:
         is_older = copy.round == self.newest and knows_more
         return copy.round in self.published and not is_older
 
-    def note_that_it_is_here(self, is_here: bool) -> bool:
+    def note_presence(self, is_here: bool) -> bool:
         """Note whether the center holds what all go on from, and return it.
 
         Raises:

@@ -19,7 +19,7 @@ from typing import Any
 from raydl.core.center import Snapshot
 from raydl.core.job import Job
 from raydl.core.membership import Membership
-from raydl.core.untrained import Untrained
+from raydl.core.non_trainable import NonTrainable
 from raydl.elastic.center_endpoint import CenterEndpoint
 from raydl.errors import AttachError, ConfigError
 from raydl.parameter_server.server import CenterServer
@@ -116,7 +116,7 @@ class Rendezvous:
 
     # what workers say
 
-    def name_one(self, wish: str | None = None) -> str:
+    def new_worker_id(self, wish: str | None = None) -> str:
         """Return an id that no worker had before, the wished one if it is none of those."""
         number = len(self._names)
         worker_id = wish or f"w{number}"
@@ -180,7 +180,7 @@ class Rendezvous:
 
     # what the room asks for
 
-    def take_center(self) -> None:
+    def note_center(self) -> None:
         """Note that the center is at the meeting: by messages everybody moves alone from now on."""
         if self._has_center:
             return
@@ -190,7 +190,7 @@ class Rendezvous:
             self._entered = {w: g for w, g in self._entered.items() if w in staying}
             self._number(staying)
 
-    def take_changes(self) -> list[Membership]:
+    def pop_changes(self) -> list[Membership]:
         """Return the memberships that nobody has taken yet, in their order."""
         changes, self._changes = self._changes, []
         return changes
@@ -378,7 +378,7 @@ class RendezvousServer(CenterEndpoint):
         )
         self._copy: Snapshot | None = None
         self._copied_in = 0
-        self._untrained: Untrained | None = None
+        self._non_trainable: NonTrainable | None = None
         self._starts: dict[str, Snapshot] = {}
         self._members: frozenset[str] = frozenset()
 
@@ -396,7 +396,7 @@ class RendezvousServer(CenterEndpoint):
                     f"{self._terms.get(setting)}, got {value}",
                 )
         with self._lock:
-            return self._rendezvous.name_one(wish)
+            return self._rendezvous.new_worker_id(wish)
 
     def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
         """Return the generation that a worker waiting to join is called into; None: ask again.
@@ -424,18 +424,20 @@ class RendezvousServer(CenterEndpoint):
             self._follow()
             return is_last and self._job.method.is_sync
 
-    def put(self, generation: int, snapshot: Snapshot, untrained: Untrained | None = None) -> None:
+    def put(
+        self, generation: int, snapshot: Snapshot, non_trainable: NonTrainable | None = None
+    ) -> None:
         """Take in the center that a generation starts from, or ends with.
 
         Args:
             generation: which.
             snapshot: the center.
-            untrained: all of the untrained state, from a worker that enters for the first time;
-                the first that comes is everybody's.
+            non_trainable: all of the non-trainable state, from a worker that enters for the first
+                time; the first that comes is everybody's.
         """
         with self._lock:
-            if self._untrained is None:
-                self._untrained = untrained
+            if self._non_trainable is None:
+                self._non_trainable = non_trainable
             is_late = generation != self._rendezvous.membership.generation
             if is_late or self._center_server is not None:
                 return  # others went on meanwhile
@@ -443,9 +445,9 @@ class RendezvousServer(CenterEndpoint):
                 self._copy, self._copied_in = snapshot, generation
             else:
                 self._center_server = CenterServer(self._job, snapshot, node=self._node)
-                self._rendezvous.take_changes()  # the center was there for none of them
+                self._rendezvous.pop_changes()  # the center was there for none of them
                 self._change(self._rendezvous.membership)
-            self._rendezvous.take_center()
+            self._rendezvous.note_center()
             self._follow()
 
     def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
@@ -465,11 +467,11 @@ class RendezvousServer(CenterEndpoint):
                 )
             return self._copy if call.source is None or self._copied_in == call.generation else None
 
-    def first_untrained(self) -> Untrained:
-        """Return the untrained state that all workers begin with; after the center has come."""
+    def first_non_trainable(self) -> NonTrainable:
+        """Return the non-trainable state that all workers begin with; after the center has come."""
         with self._lock:
-            assert self._untrained is not None, "it comes with the first center"
-            return self._untrained
+            assert self._non_trainable is not None, "it comes with the first center"
+            return self._non_trainable
 
     def center(self) -> Snapshot | None:
         """Return the center as it is now; None: the workers have it."""
@@ -485,13 +487,13 @@ class RendezvousServer(CenterEndpoint):
     def _follow(self) -> None:
         """Let the center follow who came and went."""
         if self._job.method.is_sync:
-            self._rendezvous.take_changes()
+            self._rendezvous.pop_changes()
         elif self._center_server is not None:
-            for membership in self._rendezvous.take_changes():
+            for membership in self._rendezvous.pop_changes():
                 self._change(membership)
             coordinator = self._center_server.coordinator
-            coordinator.take_records()  # nobody reads them; they would pile up
-            coordinator.take_due()
+            coordinator.pop_records()  # nobody reads them; they would pile up
+            coordinator.pop_due()
 
     def _change(self, membership: Membership) -> None:
         """Let workers come and go at the center; keep what the new ones start from."""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raydl.collective.exchange import Group
+from raydl.collective.sync_exchange import Group
 from raydl.core.center import Snapshot
 from raydl.core.membership import Membership
-from raydl.core.untrained import Untrained
+from raydl.core.non_trainable import NonTrainable
 from raydl.elastic.rendezvous import NO_COPY, Age, Invitation, RendezvousServer, Signal
 from raydl.errors import AttachError, ExchangeError
 from raydl.parameter_server.protocol import CenterClient
@@ -41,8 +41,8 @@ class Entry:
     transport: Group | CenterClient
     snapshot: Snapshot | None
     """The snapshot that all start from; None: this worker's own copy of the center."""
-    untrained: Untrained | None = None
-    """The untrained state that all begin with; None: this worker has it."""
+    non_trainable: NonTrainable | None = None
+    """The non-trainable state that all begin with; None: this worker has it."""
 
 
 @dataclass
@@ -104,15 +104,15 @@ class RendezvousClient:
         return self._stay.signal
 
     def enter(
-        self, age: Age, own: Callable[[], Snapshot], own_untrained: Callable[[], Untrained]
+        self, age: Age, own: Callable[[], Snapshot], own_non_trainable: Callable[[], NonTrainable]
     ) -> Entry:
         """Leave the generation, if any, and wait for the next one.
 
         Args:
             age: of this worker's copy of the center.
             own: returns it.
-            own_untrained: returns the untrained state of this worker's model, for all to begin
-                with.
+            own_non_trainable: returns the non-trainable state of this worker's model, which all may
+                begin with.
 
         Raises:
             ExchangeError: somebody who was called as well went away; to be tried again.
@@ -130,12 +130,12 @@ class RendezvousClient:
         # Unless it enters, what it has leads nowhere: the others go on from something else.
         self._void = None if has_newest or age == call.age else age
         if call.source == self.worker_id:
-            untrained = None if self._has_entered else own_untrained()
-            point.put(call.generation, own(), untrained)
+            non_trainable = None if self._has_entered else own_non_trainable()
+            point.put(call.generation, own(), non_trainable)
         is_here = has_newest and self._in_rounds
         snapshot = None if is_here else self._wait_for_center(point, call, stay)
         is_new = not self._has_entered and call.source != self.worker_id
-        first = point.first_untrained() if is_new else None
+        first = point.first_non_trainable() if is_new else None
         self._transport = transport = self._make_transport(
             self.worker_id, call.membership, stay.abandoned
         )

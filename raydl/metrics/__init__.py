@@ -12,8 +12,8 @@ charts.py       all charts, by matplotlib
 tensorboard.py  event files, and the layout of TensorBoard's page *Custom Scalars*
 """
 
+from raydl.metrics.background_writer import BackgroundWriter
 from raydl.metrics.memberships import MembershipTable
-from raydl.metrics.queued import Queued
 from raydl.metrics.speed import RecentSpeed
 from raydl.metrics.tags import COMPARED, STACK, TAGS, Tag, tag_of, time_values
 from raydl.metrics.tensorboard import TensorBoardWriter
@@ -27,10 +27,10 @@ __all__ = [
     "STACK",
     "TAGS",
     "TIME_PARTS",
+    "BackgroundWriter",
     "Forgiving",
     "MembershipTable",
     "MetricsWriter",
-    "Queued",
     "RecentSpeed",
     "StackHistory",
     "Tag",

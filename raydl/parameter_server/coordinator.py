@@ -18,11 +18,11 @@ from typing import Any
 from raydl.config import TrainConfig
 from raydl.core.membership import Membership
 from raydl.core.methods import Method
+from raydl.core.non_trainable import NonTrainable
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome, Record, RecordAggregator
 from raydl.core.rules import Sends
 from raydl.core.stop_condition import StopCondition, num_evaluations_due
-from raydl.core.untrained import Untrained
 from raydl.data.ledger import Claim, Ledger
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 from raydl.parameter_server.members import Member, Members
@@ -169,7 +169,7 @@ A lost center is made again from the worker that was told the ledger last. Where
 is the newest orders of all; of more the ledger is p/16 exchanges older at most, whose samples are
 trained again, beside those of the p exchanges under way, which are lost in any case.
 """
-_NONE: Untrained = {}
+_NONE: NonTrainable = {}
 
 
 class Coordinator:
@@ -182,7 +182,7 @@ class Coordinator:
         version: exchanges settled before, and checkpoints voted for.
         seconds: seconds trained before.
         local_step: local steps of each worker before, the mean.
-        untrained: what the center has of the untrained state; see
+        non_trainable: what the center has of the non-trainable state; see
             ``raydl.core.center.Snapshot``.
         clock: seconds, rising.
     """
@@ -196,7 +196,7 @@ class Coordinator:
         version: int = 0,
         seconds: float = 0.0,
         local_step: int = 0,
-        untrained: Untrained = _NONE,
+        non_trainable: NonTrainable = _NONE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -212,7 +212,7 @@ class Coordinator:
         self._votes: dict[str, float] = {}
         self._dues = Dues()
         self._turns = Turns()
-        self._untrained = dict(untrained)
+        self._non_trainable = dict(non_trainable)
         self._is_end = False
         self.num_cuts = 0
         """How often the learning rate was cut, for the schedule ``plateau``."""
@@ -333,7 +333,7 @@ class Coordinator:
             num_steps = completion.local_step - member.local_step
             member.local_step, member.completion = completion.local_step, completion
             self._members.note_step(worker_id, completion.header.step_s)
-            self._untrained.update(completion.untrained)
+            self._non_trainable.update(completion.non_trainable)
             self._aggregator.add(
                 completion.header, num_messages=1, num_steps=num_steps, staleness=staleness
             )
@@ -600,12 +600,12 @@ class Coordinator:
                 seconds=self.seconds,
             )
 
-    def take_due(self) -> list[Due]:
+    def pop_due(self) -> list[Due]:
         """Return the snapshots that are wanted: all that are kept, and the newest other."""
         with self._changed:
             return self._dues.pop_due()
 
-    def take_records(self) -> tuple[Record, ...]:
+    def pop_records(self) -> tuple[Record, ...]:
         """Return the records that nobody has taken yet."""
         with self._changed:
             return self._aggregator.pop_records()
@@ -623,7 +623,7 @@ class Coordinator:
                 "progress": self._progress(ledger),
                 "ledger": ledger.state_dict(),
                 "num_cuts": self.num_cuts,
-                "untrained": dict(self._untrained),
+                "non_trainable": dict(self._non_trainable),
             }
 
     def _kept_ledger(self) -> Ledger:

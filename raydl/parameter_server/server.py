@@ -92,7 +92,7 @@ class CenterServer:
             version=snapshot.progress.round,
             seconds=snapshot.progress.seconds,
             local_step=snapshot.progress.local_step,
-            untrained=snapshot.untrained,
+            non_trainable=snapshot.non_trainable,
         )
         self.coordinator.num_cuts = snapshot.num_cuts
         self.home = make_shard(job, snapshot, HOME, self.coordinator, node=node)

@@ -211,7 +211,7 @@ class Shard:
             self._newest = {w: self._newest[w] if w in before else {} for w in members}
         for cell in self._cells.values():
             if cell.mapped:
-                cell.mapped.let_in(members)
+                cell.mapped.admit(members)
         return self._state(members)
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:

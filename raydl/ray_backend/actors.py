@@ -168,12 +168,12 @@ class CenterActor(CenterEndpoint):
                 refused={"snapshots": self._shelf.num_refused},
             )
         coordinator = self._center_server.coordinator
-        for due in coordinator.take_due():
+        for due in coordinator.pop_due():
             # No put: the center's own snapshot is never late, whoever joins while it is made.
             self._shelf.adopt(self._center_server.snapshot(self._states_of_others, due))
         return Published(
             self._shelf.rounds(),
-            coordinator.take_records(),
+            coordinator.pop_records(),
             faults,
             coordinator.is_complete(),
             told_s=time.monotonic(),
@@ -319,7 +319,7 @@ class WorkerActor:
         worker_id: str,
         train: Samples,
         prepare: Prepare,
-        untrained: dict[str, np.ndarray],
+        non_trainable: dict[str, np.ndarray],
         saved: SavedPlace | None = None,
     ) -> tuple[Place, bool]:
         """Build the worker; return its node and process id, and whether it has read ``saved``.
@@ -331,12 +331,12 @@ class WorkerActor:
             worker_id: its id.
             train: the training set.
             prepare: makes its samples ready for the model.
-            untrained: the untrained state of the run's first model.
+            non_trainable: the non-trainable state of the run's first model.
             saved: where its own state in a checkpoint may be read; None: there is none, or the
                 driver sends it.
         """
         try:
-            return self._set_up(job, worker_id, Batches(train, prepare), untrained, saved)
+            return self._set_up(job, worker_id, Batches(train, prepare), non_trainable, saved)
         except Exception as error:
             raise_if_of_machine(worker_id, error)
             raise
@@ -346,7 +346,7 @@ class WorkerActor:
         job: Job,
         worker_id: str,
         batches: Batches,
-        untrained: dict[str, np.ndarray],
+        non_trainable: dict[str, np.ndarray],
         saved: SavedPlace | None,
     ) -> tuple[Place, bool]:
         keep_freed_memory()
@@ -364,7 +364,7 @@ class WorkerActor:
             batches=batches,
             publish=self._publish,
             before_step=self._injector.before_step if job.faults.faults else None,
-            untrained=untrained,
+            non_trainable=non_trainable,
         )
         self._num_threads = job.config.scaling.num_threads
         self._job = job
@@ -677,11 +677,11 @@ class EvaluatorActor:
     """Scores snapshots of the center, beside the workers."""
 
     def __init__(
-        self, job: Job, test: Samples, prepare: Prepare, untrained: dict[str, np.ndarray]
+        self, job: Job, test: Samples, prepare: Prepare, non_trainable: dict[str, np.ndarray]
     ) -> None:
         keep_freed_memory()
         torch.set_num_threads(1)
-        self._evaluator = Evaluator(job, Batches(test, prepare), untrained)
+        self._evaluator = Evaluator(job, Batches(test, prepare), non_trainable)
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""

@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
 from raydl.config.tls import check_device
+from raydl.core.custom_rule import as_method
 from raydl.core.job import Job
 from raydl.core.membership import Membership
-from raydl.core.own_rule import as_method
 from raydl.core.rules import Rule
 from raydl.elastic.rendezvous import RendezvousServer
 from raydl.elastic.rendezvous_client import RendezvousClient
 from raydl.errors import AttachError, ConfigError, RaydlError
 from raydl.parameter_server.ray_transport import RayCenterClient
 from raydl.ray_backend.cluster import START_S, end_when_quiet, node_here, send_by_value
-from raydl.worker.attach import Attached, endless_training, job_of, terms_of
+from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 
 _ANSWER_S = 60.0
 """The longest wait for an answer of the meeting point, in seconds."""

@@ -193,7 +193,7 @@ def _wait_for_all(
 def _not_there(store: CenterStore, keys: list[str], members: tuple[str, ...]) -> list[str]:
     """Return the members whose keys are not there; none, if nobody can say."""
     try:
-        there = store.those_there(keys, timedelta(0))
+        there = store.keys_present(keys, timedelta(0))
     except RuntimeError:
         return []
     return [member for member, key in zip(members, keys, strict=True) if key not in there]

@@ -45,7 +45,6 @@ from raydl.elastic.heartbeat import Heartbeats
 from raydl.errors import InfrastructureError
 from raydl.faults import Fault
 from raydl.ray_backend.actors import CenterActor, EvaluatorActor, ShardActor, WorkerActor
-from raydl.ray_backend.calls import Call, Calls, Handler, in_few_words, original
 from raydl.ray_backend.cluster import (
     Notices,
     Place,
@@ -59,8 +58,9 @@ from raydl.ray_backend.cluster import (
     worker_options,
 )
 from raydl.ray_backend.liveness import Liveness, Times, times_of
-from raydl.ray_backend.starts import Starts
-from raydl.ray_backend.states import Handovers, RayState, feed
+from raydl.ray_backend.pending_calls import Call, Handler, PendingCalls, in_few_words, original
+from raydl.ray_backend.start_timeouts import StartTimeouts
+from raydl.ray_backend.state_transfer import Handovers, RayState, feed
 from raydl.storage import Storage
 from raydl.worker.loop import LAST
 
@@ -115,8 +115,8 @@ class RayWorkerGroup:
         job: what the workers do.
         dataset: put into shared memory once; every node holds one copy for its workers.
         prepare: makes its samples ready for the model.
-        untrained: the untrained state of the run's first model, which all processes begin with;
-            put into shared memory once, too.
+        non_trainable: the non-trainable state of the run's first model, which all processes begin
+            with; put into shared memory once, too.
         storage: the run's folder, where those who leave put their replicas for those who come.
     """
 
@@ -125,7 +125,7 @@ class RayWorkerGroup:
         job: Job,
         dataset: Dataset,
         prepare: Prepare,
-        untrained: dict[str, np.ndarray],
+        non_trainable: dict[str, np.ndarray],
         storage: Storage,
     ) -> None:
         send_by_value(type(job.method.rule))
@@ -134,15 +134,15 @@ class RayWorkerGroup:
         self._home = node_here()
         self._train = ray.put(dataset.train)
         self._prepare = ray.put(prepare)
-        self._untrained = ray.put(untrained)
+        self._non_trainable = ray.put(non_trainable)
         self._test = ray.put(dataset.test)
         self._threads = 1 if job.method.is_sync else 2 * job.config.scaling.max_workers + 4
         self._shards: list[ActorHandle] = []
         self._workers: dict[str, ActorHandle] = {}
         self._places: dict[str, Place] = {}
-        self._calls = Calls()
+        self._calls = PendingCalls()
         self._heartbeats = Heartbeats(job.config.elastic.lease_s)
-        self._starts = Starts(job.config.elastic.max_busy_s)
+        self._starts = StartTimeouts(job.config.elastic.max_busy_s)
         self._notices = Notices()
         self._avoided: set[str] = set()
         self._liveness = Liveness()
@@ -250,7 +250,7 @@ class RayWorkerGroup:
             worker_id,
             self._train,
             self._prepare,
-            self._untrained,
+            self._non_trainable,
             own_state and own_state.place,
         )
         self._calls.expect(ref, worker_id, self._on_ready(worker_id, own_state))
@@ -641,7 +641,7 @@ class RayWorkerGroup:
         """Return the evaluator; it starts if it does not run."""
         if self._evaluator is None:
             self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
-                self._job, self._test, self._prepare, self._untrained
+                self._job, self._test, self._prepare, self._non_trainable
             )
         return self._evaluator
 

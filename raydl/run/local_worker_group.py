@@ -40,11 +40,11 @@ class LocalWorkerGroup:
         job: what the worker does.
         dataset: training and test set.
         prepare: makes its samples ready for the model.
-        untrained: the untrained state of the run's first model.
+        non_trainable: the non-trainable state of the run's first model.
     """
 
     def __init__(
-        self, job: Job, dataset: Dataset, prepare: Prepare, untrained: dict[str, np.ndarray]
+        self, job: Job, dataset: Dataset, prepare: Prepare, non_trainable: dict[str, np.ndarray]
     ) -> None:
         self._job = job
         self._train = Batches(dataset.train, prepare)
@@ -52,20 +52,20 @@ class LocalWorkerGroup:
         self._shelf = SnapshotShelf()
         self._events: list[Event] = []
         self._running = False
-        self._untrained = untrained
+        self._non_trainable = non_trainable
 
     def start_center(self, snapshot: Snapshot) -> None:
         """Build the worker."""
         torch.set_num_threads(self._job.config.scaling.num_threads)
         self._shelf.put(snapshot)
         # The evaluation model first: building it draws from the same generator.
-        self._evaluator = Evaluator(self._job, self._test, self._untrained)
+        self._evaluator = Evaluator(self._job, self._test, self._non_trainable)
         self._worker = Worker(
             self._job,
             "w0",
             batches=self._train,
             publish=self._shelf.put,
-            untrained=self._untrained,
+            non_trainable=self._non_trainable,
         )
         self._center = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
         self._others = [
@@ -94,9 +94,9 @@ class LocalWorkerGroup:
             self._run_round()
         records: tuple[Record, ...] = ()
         if self._center:
-            for due in self._center.coordinator.take_due():
+            for due in self._center.coordinator.pop_due():
                 self._shelf.adopt(self._center.snapshot(self._states_of_others, due))
-            records = self._center.coordinator.take_records()
+            records = self._center.coordinator.pop_records()
         self._events.append(
             Published(
                 self._shelf.rounds(),
@@ -193,7 +193,7 @@ class LocalWorkerGroup:
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
         """Take the worker's kept state."""
-        kept = self._worker.take_kept(round)
+        kept = self._worker.pop_kept(round)
         self._events.append(Collected(self._snapshot(round), {"w0": kept}))
 
     def _snapshot(self, round: int) -> Snapshot:

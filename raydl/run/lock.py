@@ -79,7 +79,7 @@ def held(
     claim = _Claim(storage)
     try:
         try:
-            claim.stake(setting)
+            claim.claim_folder(setting)
         except OSError as error:
             problem = f"{storage.root} can not be claimed: {in_words(error)}"
             raise ConfigError(setting, problem) from error
@@ -244,7 +244,7 @@ class _Claim:
         # A daemon: a store that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._keep, name="run-claim", daemon=True)
 
-    def stake(self, setting: str) -> None:
+    def claim_folder(self, setting: str) -> None:
         """Claim the folder, if no living driver does.
 
         Raises:

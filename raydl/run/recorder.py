@@ -416,7 +416,7 @@ class RunRecorder:
 
     def show(self, state: State, workers: Mapping[str, int]) -> None:
         """Refresh the terminal."""
-        for sentence in self.checkpoints.take_failures():
+        for sentence in self.checkpoints.pop_failures():
             self.event(sentence)
         self._tell_of_old_checkpoint(state)
         self._progress.update(self._view(state, workers))

@@ -50,7 +50,7 @@ class Start:
         Args:
             folder: of the run.
             config: its settings.
-            flat: the run's first model; it gets the untrained state of the checkpoint.
+            flat: the run's first model; it gets the non-trainable state of the checkpoint.
             order: of the training samples.
 
         Raises:
@@ -64,8 +64,8 @@ class Start:
         best = BestCenter(folder.storage, flat, driver_epoch=epoch)
         if not config.run.resume:
             return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
-        folder.open_again(config)
-        known = best.open_again() if config.checkpoint.keep_best else []
+        folder.load_earlier(config)
+        known = best.load_earlier() if config.checkpoint.keep_best else []
         if not store.names() and not folder.storage.exists("result.json"):
             _refuse_without_manifest(folder, store)
             sentences = [*known, f"no checkpoint yet: the run begins anew in {folder.root}"]
@@ -73,7 +73,7 @@ class Start:
             return cls(folder, store, best, first, {}, 0.0, sentences)
         checkpoint, sentences = store.read()
         snapshot = snapshot_of(checkpoint, flat)
-        flat.load_untrained(checkpoint.center, checkpoint.state.get("untrained", {}))
+        flat.load_non_trainable(checkpoint.center, checkpoint.state.get("untrained", {}))
         _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
         result = _result_at(folder, snapshot)
         ended_by, why = result.get("ended_by"), result.get("ended_because")

@@ -333,7 +333,7 @@ def test_workers_that_see_the_folder_write_their_files_and_others_send_them(
     assert pieces_of_driver == []
     # For whom it is sent to it is another folder, as a disk of another machine is.
     monkeypatch.setattr(Storage, "address", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr("raydl.ray_backend.states.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("raydl.ray_backend.state_transfer.PIECE_BYTES", 10_000)
     fit(tmp_path / "unseen", steps=40)
     assert len(pieces_of_driver) >= 2
     assert not (tmp_path / "elsewhere").exists()

@@ -274,7 +274,7 @@ def test_remove_prints_what_the_driver_says(tmp_path, capsys):
     def drive():
         while not is_over.wait(0.005):
             control_channel.tell(STATUS)
-            for request in control_channel.take_requests():
+            for request in control_channel.pop_requests():
                 is_known = request.worker_id != "w0"
                 sentence = "leaves after this round" if is_known else "is needed"
                 control_channel.answer(request, f"{request.worker_id} {sentence}", ok=is_known)

@@ -10,9 +10,9 @@ from members import HOST, Center, FakeRay, Ranks
 from ray.exceptions import RayActorError
 
 from raydl.collective import ray_collective as collective
+from raydl.collective.key_store import SECRET
 from raydl.collective.process_group import TorchGroup
 from raydl.collective.ray_collective import CenterStore, GroupAddress
-from raydl.collective.store import SECRET
 from raydl.config.tls import TlsFiles
 from raydl.errors import ExchangeError, ExchangeTimeoutError
 
@@ -73,7 +73,7 @@ def test_a_key_of_ones_own_is_not_asked_for(center, fake_ray):
     store.set("a", b"1")
     assert store.get("a") == b"1"
     assert store.check(["a"])
-    assert store.those_there(["a"], timedelta(0)) == ["a"]
+    assert store.keys_present(["a"], timedelta(0)) == ["a"]
     assert center.asked == []
 
 
@@ -114,7 +114,7 @@ def test_a_look_at_keys_does_not_wait(center, fake_ray):
     assert not store.check(["a"])
     store.set("a", b"1")
     assert not store.check(["a", "b"])
-    assert store.those_there(["b", "a"], timedelta(seconds=0.05)) == ["a"]
+    assert store.keys_present(["b", "a"], timedelta(seconds=0.05)) == ["a"]
     assert [asked_s for _, asked_s in center.asked] == [0.0, 0.0, 0.05]
     assert fake_ray.waited == [2.0, 2.0, 2.05]
     center.server.set_key("run", 7, "b", b"2")

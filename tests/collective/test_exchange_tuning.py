@@ -6,7 +6,7 @@ import pytest
 import torch
 from ensembles import Ensemble, linear, tiny_images
 
-from raydl.collective.strategy import COUNTED, SKIPPED, ExchangeProfiler
+from raydl.collective.sync_strategy import COUNTED, SKIPPED, ExchangeProfiler
 from raydl.config import ExchangeConfig, MethodConfig, TrainConfig, TrainingConfig
 from raydl.core.autotune import (
     ENOUGH,
@@ -233,7 +233,7 @@ def auto(**more):
 
 def wait_long(monkeypatch, seconds):
     """Let every worker believe that it waited so long in each round."""
-    from raydl.collective import strategy as profiler
+    from raydl.collective import sync_strategy as profiler
 
     real = profiler.ExchangeProfiler._measured
 

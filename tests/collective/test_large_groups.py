@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raydl.collective.key_store import StoreServer
 from raydl.collective.process_group import TorchGroup, is_done
-from raydl.collective.store import StoreServer
 
 MANY = 34
 """More than connect each with every other."""

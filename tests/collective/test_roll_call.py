@@ -24,7 +24,7 @@ class Keys:
     def get(self, key):
         return self.words[key]
 
-    def those_there(self, keys, within):
+    def keys_present(self, keys, within):
         if self.is_lost:
             raise RuntimeError("the center did not answer")
         return [key for key in keys if key in self.words]

@@ -121,7 +121,7 @@ def test_what_a_resumed_run_is_told_of_its_optimizer_counts():
     ensemble.run(2)
     ensemble.workers[0].vote(1, stop=1.0)
     ensemble.run()
-    kept, snapshot = {"w0": ensemble.workers[0].take_kept(3)}, ensemble.newest
+    kept, snapshot = {"w0": ensemble.workers[0].pop_kept(3)}, ensemble.newest
     centers = []
     for momentum in (0.9, 0.0):
         optimizer = dataclasses.replace(first.optimizer, momentum=momentum)
@@ -419,7 +419,7 @@ def test_shortened_messages_are_shorter(method):
         ensemble.run()
         records = ensemble.workers[0].report().records
         if not ensemble.job.method.is_sync:
-            records = ensemble.service.coordinator.take_records()
+            records = ensemble.service.coordinator.pop_records()
         num_bytes[codec] = records[-1].exchange_bytes
     assert num_bytes["bf16"] < 0.55 * num_bytes["none"]
     assert num_bytes["int8"] < 0.30 * num_bytes["none"]
@@ -441,7 +441,7 @@ def test_a_resumed_run_remembers_what_its_messages_left_out(method):
     first.run(2)
     first.workers[0].vote(1, stop=1.0)
     first.run()
-    states = {w.worker_id: w.take_kept(3) for w in first.workers}
+    states = {w.worker_id: w.pop_kept(3) for w in first.workers}
     second = Ensemble(config, num_workers=2, images=tiny_images(31)).join(first.newest, states)
     second.run()
     assert np.array_equal(whole.center().weights, second.center().weights)

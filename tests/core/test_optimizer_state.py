@@ -11,7 +11,7 @@ from replicas import PLAIN, batches, deep, flattened, replica_of, settings
 from torch.nn import functional
 
 from raydl.checkpoint.store import Checkpoint, CheckpointStore
-from raydl.collective.exchange import GradientGroup
+from raydl.collective.sync_exchange import GradientGroup
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig
 from raydl.core.center import Center, copied_to_cpu, joined_states, split_states
 from raydl.core.optimizers import make_optimizer
@@ -25,7 +25,7 @@ from raydl.worker.in_process import LocalGroup
 def through_a_checkpoint(folder, ensemble, round):
     """Return the states of the workers and of the center's optimizer, written and read again."""
     store = CheckpointStore(Storage(str(folder)))
-    workers = {w.worker_id: w.take_kept(round) for w in ensemble.workers}
+    workers = {w.worker_id: w.pop_kept(round) for w in ensemble.workers}
     state = {"optimizer": ensemble.newest.optimizer}
     store.write(
         Checkpoint(

@@ -36,7 +36,7 @@ def test_by_messages_too(method):
     assert ensemble.workers[0].runner.strategy._assignment.num_steps == 30
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert ensemble.service.coordinator.state()["progress"].num_samples == 20 * 25
-    records = ensemble.service.coordinator.take_records()
+    records = ensemble.service.coordinator.pop_records()
     assert records[0].period == 30
 
 

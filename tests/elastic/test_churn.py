@@ -287,7 +287,7 @@ def test_a_newcomer_starts_at_the_center(method):
 def test_a_newcomer_with_the_state_of_one_that_left_starts_as_that_replica():
     history = History(config("sync-measgd"))
     history.train("w0", "w1", rounds=2)
-    left = history.workers["w1"].take_kept(0)
+    left = history.workers["w1"].pop_kept(0)
     history.train("w0", rounds=1)
     history.train("w0", "w2", rounds=0, states={"w2": left})
     assert_same(history.workers["w2"].replica.state_dict(), left["replica"])

@@ -10,7 +10,7 @@ from stages import Stage
 
 from raydl.core.center import SnapshotShelf
 from raydl.core.worker_group import Lost, Published, Refused
-from raydl.elastic.refusals import Refusals
+from raydl.elastic.fencing import Refusals
 
 
 def made(round, generation, *, value=0.0, is_kept=False):

@@ -73,14 +73,14 @@ class Ensemble:
         self.first = first_snapshot(self.flat, self.images.num_samples)
         order = self.images.order(self.config.training.seed)
         self.job = Job(self.config, resolve(self.config), task, self.images.shape, order)
-        untrained = self.flat.untrained.arrays()
+        non_trainable = self.flat.non_trainable.arrays()
         self.workers = [
             Worker(
                 self.job,
                 f"w{i}",
                 batches=self.batches,
                 publish=self._publish,
-                untrained=untrained,
+                non_trainable=non_trainable,
             )
             for i in range(self.num_workers)
         ]

@@ -215,7 +215,7 @@ class History:
                     batches=self.watched[worker_id],
                     publish=self._publish,
                     before_step=self._before_step,
-                    untrained=self.flat.untrained.arrays(),
+                    non_trainable=self.flat.non_trainable.arrays(),
                 )
 
     def _before_step(self, worker_id, *, round, **_):

@@ -4,10 +4,10 @@ import torch
 from message_jobs import message_job as job
 
 from raydl.core.membership import Membership
+from raydl.core.non_trainable import NonTrainableState
 from raydl.core.optimizers import make_optimizer
 from raydl.core.reports import Outcome
 from raydl.core.rules import Elastic
-from raydl.core.untrained import UntrainedState
 from raydl.parameter_server.client import ClientSession
 from raydl.parameter_server.protocol import (
     NOTHING,
@@ -58,8 +58,8 @@ def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, time
     """Return a worker's exchange with a center of its node, as another process would have it."""
     [(span, address)] = shard.shared_cells(worker_id, HERE).items()
     cell = MappedCell.open_address(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
-    session = ClientSession(worker_id, 1, 0, UntrainedState("", {}), ledger={}, ledger_round=0)
-    session.take_assignment(ASSIGNMENT)
+    session = ClientSession(worker_id, 1, 0, NonTrainableState("", {}), ledger={}, ledger_round=0)
+    session.set_assignment(ASSIGNMENT)
     return MappedExchange(
         cell,
         address.slot,

@@ -10,9 +10,9 @@ from ray.exceptions import GetTimeoutError
 from ray.util import collective
 
 from raydl.collective import ray_collective
+from raydl.collective.key_store import StoreServer
 from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupAddress
 from raydl.collective.roll_call import RollCall
-from raydl.collective.store import StoreServer
 
 HOST = "127.0.0.1"
 

@@ -2,6 +2,6 @@
 
 import ray
 
-from raydl.collective.store import StoreServer
+from raydl.collective.key_store import StoreServer
 
 StoreActor = ray.remote(num_cpus=0, max_concurrency=16)(StoreServer)

@@ -90,7 +90,7 @@ def test_workers_come_and_go_while_the_others_train(
     assert run.coordinator.is_complete()
     state = run.coordinator.state()
     assert (state["progress"].num_samples, state["progress"].generation) == (60 * 96, 4)
-    assert [due.is_kept for due in run.coordinator.take_due()][-1]
+    assert [due.is_kept for due in run.coordinator.pop_due()][-1]
     assert np.isfinite(run.ensemble.center().weights).all()
 
 

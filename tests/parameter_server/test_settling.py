@@ -47,7 +47,7 @@ def test_a_worker_that_has_finished_has_taken_all_its_steps(method):
     for worker_id in ("w0", "w1"):
         coordinator.leave_generation(MessageId(worker_id, 1, 0, 9))
     assert coordinator.is_complete()
-    assert coordinator.take_records()[-1].progress.num_samples == 20
+    assert coordinator.pop_records()[-1].progress.num_samples == 20
 
 
 def test_a_finished_worker_that_is_lost_before_it_has_left_leaves_its_last_steps_to_others():
@@ -68,7 +68,7 @@ def test_a_checkpoint_counts_what_the_kept_states_have_trained():
     coordinator.vote(1, checkpoint=1.0)
     kept = settle(coordinator, "w0", num_trained=15)
     assert kept.keep is not None
-    assert coordinator.take_due() == [Due(kept.keep, True)]
+    assert coordinator.pop_due() == [Due(kept.keep, True)]
     assert coordinator.state()["progress"].num_samples == 15
     assert (
         coordinator.state(is_kept=True)["progress"].num_samples == 20
@@ -101,7 +101,7 @@ def test_unsent_steps_of_a_leaving_worker_count_where_its_replica_goes_on(method
     assert settle(coordinator, "w0", num_trained=5).outcome is not Outcome.GO_ON
     coordinator.leave_generation(MessageId("w0", 1, 0, 9))
     assert coordinator.state()["progress"].num_samples == (10 if goes_on else 5)
-    assert coordinator.take_records()[-1].progress.num_samples == (10 if goes_on else 5)
+    assert coordinator.pop_records()[-1].progress.num_samples == (10 if goes_on else 5)
 
 
 def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
@@ -111,11 +111,11 @@ def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
     settle(coordinator, "w1")
     coordinator.dismiss("w0")
     assert settle(coordinator, "w0", num_trained=5).outcome is Outcome.LEFT
-    assert coordinator.take_due() == []
+    assert coordinator.pop_due() == []
     coordinator.leave_generation(
         MessageId("w0", 1, 0, 9)
     )  # the first epoch is complete with its last step
-    assert coordinator.take_due() == [Due(coordinator.version, False)]
+    assert coordinator.pop_due() == [Due(coordinator.version, False)]
 
 
 def test_a_vote_for_a_checkpoint_is_no_staleness():
@@ -129,7 +129,7 @@ def test_a_vote_for_a_checkpoint_is_no_staleness():
             coordinator.vote(1, checkpoint=1.0)
     now[0] = 1.0
     settle(coordinator, "w0")
-    (record,) = coordinator.take_records()
+    (record,) = coordinator.pop_records()
     assert record.staleness == 6 / 7  # each but the first one behind one other exchange
 
 

@@ -65,7 +65,7 @@ class Store:
             time.sleep(timeout.total_seconds())
         raise RuntimeError(self.problem)
 
-    def those_there(self, keys, within):
+    def keys_present(self, keys, within):
         if self.there is None:
             raise RuntimeError("the center did not answer")
         return self.there

@@ -25,7 +25,7 @@ STANDARD_LIBRARY_ALONE = (
     "launch/spot_notice", "run/versions",
 )  # fmt: skip
 ARITHMETIC = (
-    "core/rules", "core/flat", "core/untrained", "core/membership", "core/replica",
+    "core/rules", "core/flat", "core/non_trainable", "core/membership", "core/replica",
     "core/stop_condition", "core/compression", "core/optimizers", "core/cost_model",
     "core/autotune", "data/ledger", "elastic/stragglers",
 )  # fmt: skip

@@ -140,7 +140,7 @@ def test_a_run_that_failed_says_why(tmp_path):
 
 
 def test_a_run_that_can_not_start_says_why(tmp_path, monkeypatch):
-    def no_room(job, dataset, prepare, untrained, storage):
+    def no_room(job, dataset, prepare, non_trainable, storage):
         raise ResourceError("this machine holds 1")
 
     monkeypatch.setattr("raydl.run.trainer._make_worker_group", no_room)
@@ -375,7 +375,7 @@ class FakeDesk:
     def tell(self, status, *, at_once=False):
         self.told.append(status().state)
 
-    def take_requests(self):
+    def pop_requests(self):
         taken, self.requests = self.requests, []
         return taken
 

@@ -106,7 +106,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from raydl.collective.process_group import TorchGroup, is_done
-from raydl.collective.store import SECRET
+from raydl.collective.key_store import SECRET
 
 place, host, is_first = sys.argv[1], sys.argv[2], sys.argv[3] == "0"
 STEP = timedelta(seconds=10)

@@ -75,7 +75,7 @@ def test_a_run_stopped_after_any_round_goes_on_to_the_same_bits(method, num_work
         assert first.run() == [Outcome.STOPPED] * num_workers
         snapshot = first.newest
         assert snapshot.progress.round == stop_after
-        states = {w.worker_id: w.take_kept(stop_after) for w in first.workers}
+        states = {w.worker_id: w.pop_kept(stop_after) for w in first.workers}
 
         second = Ensemble(config, num_workers=num_workers, images=images, model=model)
         second.join(snapshot, states).run()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydl.collective.exchange import GatheredExchange, Group, StagedExchange, SyncExchange
+from raydl.collective.sync_exchange import GatheredExchange, Group, StagedExchange, SyncExchange
 from raydl.core.autotune import (
     TAKEN_OVER,
     Choice,
@@ -29,7 +29,7 @@ from raydl.core.autotune import (
     choose,
 )
 from raydl.core.center import Center, Snapshot, joined_states, split_states
-from raydl.core.copies import Copies, sizes_of
+from raydl.core.copy_buffers import CopyBuffers, sizes_of
 from raydl.core.exchange import Exchange, Header, shard_spans
 from raydl.core.methods import may_compress
 from raydl.core.optimizers import make_optimizer
@@ -213,7 +213,7 @@ class SyncStrategy:
         self._profiler = self._make_profiler() if context.method.finds_tuning else None
         self._weights = torch.tensor(snapshot.weights, device=context.center_device())
         self._buffers = torch.tensor(snapshot.buffers, device=context.center_device())
-        self._copies = Copies()
+        self._copies = CopyBuffers()
         self._make_centers(snapshot.optimizer)
         self._make_exchanges()
 
@@ -518,7 +518,7 @@ class SyncStrategy:
             ledger=self._ledger.state_dict(with_claims=True),
             num_cuts=self.num_cuts,
             tuning=self._tuning if self._profiler else None,
-            untrained=self._context.flat.untrained.changed(),
+            non_trainable=self._context.flat.non_trainable.changed(),
         )
 
     def prepare_copy(self) -> Callable[[], None]:

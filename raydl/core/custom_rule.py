@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from raydl.config import MethodConfig
+from raydl.config.custom_code import load_own
 from raydl.config.learning import STRATEGIES
-from raydl.config.own_code import load_own
 from raydl.core.rules import Rule, Sends, Tally
 from raydl.errors import ConfigError, UnknownNameError
 

@@ -1,4 +1,4 @@
-"""Random numbers that follow from what they are for, and from nothing that came before.
+"""A counter-based random number generator: each number is a hash of what it is for.
 
 A generator with a state gives other numbers to another number of workers. Here a number is a
 hash of (seed, epoch, row, draw), so that it is the same wherever and whenever it is drawn. The

@@ -12,8 +12,8 @@ import torch
 from raydl.config import ElasticConfig, ExchangeConfig, MethodConfig, ScalingConfig, TrainConfig
 from raydl.elastic.rendezvous import RendezvousServer
 from raydl.elastic.rendezvous_client import RendezvousClient
-from raydl.worker.attach import Attached, endless_training, job_of, terms_of
 from raydl.worker.in_process import LocalCenterClient, LocalGroup
+from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 
 TIMEOUT_S = 30.0
 

@@ -10,8 +10,8 @@ import torch
 from processes import resident_bytes
 from stores import StoreActor
 
-from raydl.collective.exchange import GatheredExchange, SyncExchange
 from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
+from raydl.collective.sync_exchange import GatheredExchange, SyncExchange
 from raydl.config import OptimizerConfig
 from raydl.core.center import Center
 from raydl.core.compression import ErrorFeedback, parse_codec

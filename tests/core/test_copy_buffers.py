@@ -6,7 +6,7 @@ import torch
 from ensembles import Ensemble, tiny_images
 
 from raydl.config import MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig
-from raydl.core.copies import Copies, sizes_of
+from raydl.core.copy_buffers import CopyBuffers, sizes_of
 
 LARGE = 1 << 18  # floats: a block of its own
 
@@ -38,7 +38,7 @@ def is_of(state, value):
 
 def test_a_copy_is_what_was_copied_and_shares_nothing_with_it():
     state = state_of(2.0)
-    copy = Copies().of(state)
+    copy = CopyBuffers().of(state)
     state["weights"].zero_()
     state["half"].zero_()
     assert is_of(copy, 2.0)
@@ -47,7 +47,7 @@ def test_a_copy_is_what_was_copied_and_shares_nothing_with_it():
 
 
 def test_the_memory_of_a_copy_is_used_again_once_nobody_has_it():
-    copies = Copies()
+    copies = CopyBuffers()
     first = copies.of(state_of(1.0))
     second = copies.of(state_of(2.0))
     assert not places(first) & places(second)
@@ -60,7 +60,7 @@ def test_the_memory_of_a_copy_is_used_again_once_nobody_has_it():
 
 
 def test_a_view_of_a_copy_keeps_its_memory():
-    copies = Copies()
+    copies = CopyBuffers()
     copy = copies.of(state_of(1.0))
     memory = copy["weights"][5:9].numpy().data  # as a file that is being written has it
     del copy
@@ -70,7 +70,7 @@ def test_a_view_of_a_copy_keeps_its_memory():
 
 
 def test_what_no_copy_needs_is_given_back():
-    copies = Copies()
+    copies = CopyBuffers()
     many = [copies.of(state_of(1.0)) for _ in range(4)]
     assert len(copies._blocks) == 12
     del many
@@ -82,7 +82,7 @@ def test_what_no_copy_needs_is_given_back():
 
 
 def test_memory_that_was_made_ready_beforehand_is_taken_first():
-    copies, state = Copies(), state_of(1.0)
+    copies, state = CopyBuffers(), state_of(1.0)
     thread = threading.Thread(target=copies.prepare, args=(sizes_of(state),))
     thread.start()
     thread.join()
@@ -94,7 +94,7 @@ def test_memory_that_was_made_ready_beforehand_is_taken_first():
 
 
 def test_a_worker_copies_state_and_center_to_memory_that_was_made_ready(monkeypatch):
-    monkeypatch.setattr("raydl.core.copies._LEAST_BYTES", 1)
+    monkeypatch.setattr("raydl.core.copy_buffers._LEAST_BYTES", 1)
     worker = trained_worker()
     worker.prepare_copy()()
     ready = {
@@ -102,7 +102,7 @@ def test_a_worker_copies_state_and_center_to_memory_that_was_made_ready(monkeypa
         for copies in (worker._copies, worker.runner.strategy._copies)
         for block in copies._blocks
     }
-    replica, center = worker.take_kept(-1)["replica"], worker.center()
+    replica, center = worker.pop_kept(-1)["replica"], worker.center()
     tensors = [replica["weights"], replica["gradients"]]
     tensors.append(replica["optimizer"]["state"][0]["momentum_buffer"])
     assert {t.data_ptr() for t in tensors} | {center.weights.ctypes.data} <= ready

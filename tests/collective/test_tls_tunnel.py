@@ -17,9 +17,9 @@ import torch.distributed as dist
 from processes import descendants_of, listeners_of
 
 from benchmarks.certificates import environment_of, make_certificates
+from raydl.collective.key_store import StoreServer
 from raydl.collective.process_group import TorchGroup
-from raydl.collective.store import StoreServer
-from raydl.collective.tunnel import hidden_port
+from raydl.collective.tls_tunnel import hidden_port
 from raydl.config import ExchangeConfig, ScalingConfig, TrainConfig
 from raydl.config.tls import check_device, check_tls, tls_files
 from raydl.errors import ConfigError

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from ensembles import Ensemble, tiny_images
-from own_loops import Threads, run_all, settings
+from user_loops import Threads, run_all, settings
 
 import raydl
 from raydl.config import ExchangeConfig, MethodConfig, OptimizerConfig, TrainConfig, TrainingConfig

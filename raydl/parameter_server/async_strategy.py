@@ -58,12 +58,12 @@ class AsyncStrategy:
             context.worker_id,
             context.membership.generation,
             incarnation,
-            context.flat.untrained,
+            context.flat.non_trainable,
             ledger=snapshot.ledger,
             ledger_round=snapshot.progress.round,
         )
         self.exchanges: tuple[Exchange, ...] = tuple(self._make_exchanges(snapshot.weights))
-        self._session.take_assignment(client.enter(self._session.next_message_id(), local_step))
+        self._session.set_assignment(client.enter(self._session.next_message_id(), local_step))
         self._in_turn = context.method.strategy == "round_robin"
         self._overlaps = context.method.overlap
         self._samples_before: list[float] = []
@@ -229,5 +229,5 @@ class AsyncStrategy:
             optimizer={},
             ledger=ledger,
             num_cuts=assignment.num_cuts,
-            untrained=self._context.flat.untrained.changed_buffers(),
+            non_trainable=self._context.flat.non_trainable.changed_buffers(),
         )

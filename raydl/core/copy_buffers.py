@@ -43,7 +43,7 @@ class _Block:
         return torch.from_numpy(view)
 
 
-class Copies:
+class CopyBuffers:
     """Makes copies of nested values on the CPU. For one thread at a time."""
 
     def __init__(self) -> None:

@@ -24,18 +24,18 @@ from torch.optim import LBFGS, Optimizer
 
 from raydl.config import TrainConfig, TrainingConfig, dotted, to_dict
 from raydl.core.center import Snapshot, copied_to_cpu, first_snapshot
+from raydl.core.custom_rule import try_rule
 from raydl.core.exchange import cell_size
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
 from raydl.core.methods import check_weights, resolve
+from raydl.core.non_trainable import NonTrainable, as_tensors
 from raydl.core.optimizers import parameters_of
-from raydl.core.own_rule import try_rule
 from raydl.core.progress import Progress
 from raydl.core.replica import Replica
 from raydl.core.reports import Outcome
 from raydl.core.rules import Rule, Sends
 from raydl.core.strategy import Strategy
-from raydl.core.untrained import Untrained, as_tensors
 from raydl.data import DataShape
 from raydl.elastic.rendezvous import Age, Signal
 from raydl.elastic.rendezvous_client import RendezvousClient
@@ -80,7 +80,7 @@ ENDLESS = 2**62
 """Steps of a loop that only its owner ends."""
 
 
-class TheirLoop:
+class UserLoop:
     """The place of a task: the user's loop knows model and loss.
 
     Args:
@@ -145,7 +145,7 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     method = resolve(config, rule)
     trained = [p for p in model.parameters() if p.requires_grad]
     check_weights(name, trained, config, method)
-    if method.has_own_rule:
+    if method.has_custom_rule:
         size = sum(p.numel() for p in trained)
         fragments = config.exchange.fragments
         size = cell_size(size, num_shards=1, num_fragments=fragments)
@@ -164,7 +164,7 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     ):
         if value > 1:
             raise ConfigError(setting, f"must be 1 with a loop of your own, got {value}")
-    return Job(config, method, TheirLoop(name), DataShape((), 0), Endless())
+    return Job(config, method, UserLoop(name), DataShape((), 0), Endless())
 
 
 def endless_training() -> TrainingConfig:
@@ -257,7 +257,7 @@ class Attached:
         self._flat.release_gradients()
         self._runner = RoundRunner(job, self._replica, time_parts=self._parts)
         self._loaded: Snapshot | None = None
-        self._loaded_untrained: Mapping[str, Any] = {}
+        self._loaded_non_trainable: Mapping[str, Any] = {}
         self._is_away = False
         self._num_failed = self._num_skipped = 0
         weakref.finalize(
@@ -328,7 +328,7 @@ class Attached:
     def center_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict with the center's weights and buffers, on the CPU."""
         center = self._newest_center()
-        return self._flat.state_dict_of(*_tensors_of(center), center.untrained)
+        return self._flat.state_dict_of(*_tensors_of(center), center.non_trainable)
 
     @contextlib.contextmanager
     def center(self) -> Iterator[nn.Module]:
@@ -336,32 +336,32 @@ class Attached:
         center = self._newest_center()
         self._flat.rebind()
         kept = self._flat.weights.clone(), self._flat.buffers.clone()
-        kept_untrained = self._flat.untrained.own()
+        kept_non_trainable = self._flat.non_trainable.own()
         self._is_away = True
         try:
             self._hold(*_tensors_of(center))
-            self._flat.untrained.load(center.untrained)
+            self._flat.non_trainable.load(center.non_trainable)
             yield self._flat.model
         finally:
             self._hold(*kept)
-            self._flat.untrained.load(kept_untrained)
+            self._flat.non_trainable.load(kept_non_trainable)
             self._is_away = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that this worker needs to go on later, on the CPU: its model, the center."""
         center = self._rendezvous.center() or self._center()
         weights, buffers = _tensors_of(center)
-        untrained = as_tensors(center.untrained)
+        non_trainable = as_tensors(center.non_trainable)
         return {
             "local_step": self.local_step,
             "replica": self._replica.state_dict(),
-            "untrained": as_tensors(self._flat.untrained.arrays()),
+            "untrained": as_tensors(self._flat.non_trainable.arrays()),
             "center": {
-                **{name: value for name, value in vars(center).items() if name != "progress"},
+                **{name: value for name, value in vars(center).items() if name not in _RENAMED},
                 **vars(center.progress),
                 "weights": weights,
                 "buffers": buffers,
-                "untrained": untrained,
+                "untrained": non_trainable,
             },
         }
 
@@ -379,8 +379,8 @@ class Attached:
                 "load_state_dict comes first: before `with`, step() and the question for a rank",
             )
         self._loaded = _loaded_center(state["center"])
-        self._flat.untrained.load(state.get("untrained", {}))  # earlier states have none
-        self._loaded_untrained = state["replica"].get("untrained", {})
+        self._flat.non_trainable.load(state.get("untrained", {}))  # earlier states have none
+        self._loaded_non_trainable = state["replica"].get("untrained", {})
         self._replica.load_state_dict(state["replica"])
         self._optimizer.load_state_dict(copied_to_cpu(state["replica"]["optimizer"]))
         self._runner.local_step = state["local_step"]
@@ -441,24 +441,24 @@ class Attached:
 
     def _enter(self) -> None:
         with self._parts.measure("initialization"):
-            entry = self._rendezvous.enter(self._age(), self._center, self._first_untrained)
+            entry = self._rendezvous.enter(self._age(), self._center, self._first_non_trainable)
             snapshot = entry.snapshot or self._center()
-            if entry.untrained is not None:
-                self._take_over_untrained(entry.untrained, snapshot)
+            if entry.non_trainable is not None:
+                self._take_over_non_trainable(entry.non_trainable, snapshot)
             self._take_over(snapshot)
             self._runner.worker_id = self._rendezvous.worker_id
             self._runner.enter(entry.membership, entry.transport, snapshot)
 
-    def _first_untrained(self) -> Untrained:
-        """Return the untrained state of this worker's model, which all begin with."""
-        self._flat.untrained.mark()
-        return self._flat.untrained.arrays()
+    def _first_non_trainable(self) -> NonTrainable:
+        """Return the non-trainable state of this worker's model, which all begin with."""
+        self._flat.non_trainable.mark()
+        return self._flat.non_trainable.arrays()
 
-    def _take_over_untrained(self, first: Untrained, snapshot: Snapshot) -> None:
-        """Begin with the untrained state of the others; what was loaded is this worker's own."""
-        self._flat.untrained.load_first(first)
-        self._flat.untrained.load(snapshot.untrained)
-        self._flat.untrained.load(self._loaded_untrained)
+    def _take_over_non_trainable(self, first: NonTrainable, snapshot: Snapshot) -> None:
+        """Begin with the others' non-trainable state; what was loaded is this worker's own."""
+        self._flat.non_trainable.load_first(first)
+        self._flat.non_trainable.load(snapshot.non_trainable)
+        self._flat.non_trainable.load(self._loaded_non_trainable)
 
     def _age(self) -> Age:
         """Return the age of this worker's copy of the center, by the ledger that it knows.
@@ -597,14 +597,18 @@ def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
     return who
 
 
+_RENAMED = ("progress", "non_trainable")
+"""Fields of a snapshot that stand in a saved state under other names."""
+
+
 def _loaded_center(center: Mapping[str, Any]) -> Snapshot:
     """Return the center of a saved state."""
     names = {field.name for field in dataclasses.fields(Snapshot)}
     kept = {name: value for name, value in center.items() if name in names}
     arrays = {name: center[name].numpy() for name in ("weights", "buffers")}
-    untrained = {name: tensor.numpy() for name, tensor in center.get("untrained", {}).items()}
+    non_trainable = {name: tensor.numpy() for name, tensor in center.get("untrained", {}).items()}
     progress = Progress.from_dict(center)
-    return Snapshot(**{**kept, **arrays, "progress": progress, "untrained": untrained})
+    return Snapshot(**{**kept, **arrays, "progress": progress, "non_trainable": non_trainable})
 
 
 def _tensors_of(snapshot: Snapshot) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ _NUM_SENDERS = 4
 """Processes whose messages are remembered: the center, or rank 0, which is another one at times."""
 
 
-class Curves:
+class RecordForwarder:
     """Hands on records, and tells whether the training goes on.
 
     Records come several at once, whenever their process was asked. When each happened is known by

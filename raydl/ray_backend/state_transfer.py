@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raydl.core.saved_state import SavedState
 from raydl.errors import CheckpointError, RaydlError, StateLostError
-from raydl.ray_backend.calls import in_few_words
+from raydl.ray_backend.pending_calls import in_few_words
 from raydl.storage import Storage, Sum
 
 PIECE_BYTES = 16 << 20

@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 0.05
 _Act = Callable[[MetricsWriter], None]
 
 
-class Queued:
+class BackgroundWriter:
     """Hands all on to a writer in a thread of its own, which is left behind if it hangs.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 _LOOK_EVERY_S = 5.0
 
 
-class Starts:
+class StartTimeouts:
     """The processes that have not answered yet, and since when a node holds each.
 
     Args:

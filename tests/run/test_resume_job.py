@@ -1,4 +1,4 @@
-"""What the cluster does with a run that is sent again."""
+"""What the cluster does with a run that is submitted again."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from old_runs import grow_old
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raydl import cli
-from raydl.cli import again
+from raydl.cli import resume_job
 from raydl.run import trainer
 from raydl.run.folder import RunFolder
 from raydl.run.lock import held
@@ -25,7 +25,7 @@ def options_of(run_dir):
 def test_a_run_sent_again_goes_on_from_its_checkpoint(tmp_path, capsys):
     options = options_of(tmp_path / "run")
     assert cli.main(["train", *options, "--epochs", "1"]) == 0
-    assert again.again([*options, "--resume"]) == 0
+    assert resume_job.resume([*options, "--resume"]) == 0
     assert "(192 samples" not in capsys.readouterr().out.splitlines()[0]
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
 
@@ -41,7 +41,7 @@ def begin(run, monkeypatch, submission):
 
 def test_a_run_that_was_lost_before_it_wrote_anything_is_begun(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYDL_SUBMISSION", "ours")
-    assert again.again(options_of(tmp_path / "run")) == 0
+    assert resume_job.resume(options_of(tmp_path / "run")) == 0
     assert json.loads((tmp_path / "run/config.json").read_text())["submission"] == "ours"
 
 
@@ -49,7 +49,7 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_begins_anew(tmp_path, c
     run = tmp_path / "run"
     begin(run, monkeypatch, "ours")
     (run / "notes.txt").write_text("mine")
-    assert again.again([*options_of(run), "--run.progress", "plain"]) == 0
+    assert resume_job.resume([*options_of(run), "--run.progress", "plain"]) == 0
     assert capsys.readouterr().out.count(f"no checkpoint yet: the run begins anew in {run}") == 1
     assert (run / "result.json").exists()
     assert (run / "notes.txt").read_text() == "mine"
@@ -70,7 +70,7 @@ def test_a_folder_of_others_is_refused_and_keeps_all_it_has(tmp_path, capsys, mo
     (run / "notes.txt").write_text("mine")
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     monkeypatch.setenv("RAYDL_SUBMISSION", "ours")
-    assert again.again(options_of(run)) == 2
+    assert resume_job.resume(options_of(run)) == 2
     assert "already holds a run; add --resume, or name another" in capsys.readouterr().err
     after = {p: p.read_bytes() for p in before}
     assert {p.name: d for p, d in after.items() if p.name != "driver.lock"} == {
@@ -81,14 +81,14 @@ def test_a_folder_of_others_is_refused_and_keeps_all_it_has(tmp_path, capsys, mo
 def test_a_folder_whose_driver_lives_is_refused(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     begin(run, monkeypatch, "ours")
-    monkeypatch.setattr(again, "HOLD_WAIT_S", 0.0)
+    monkeypatch.setattr(resume_job, "HOLD_WAIT_S", 0.0)
     with held(Storage(str(run)), "run.run_dir"):
-        assert again.again(options_of(run)) == 2
+        assert resume_job.resume(options_of(run)) == 2
     assert "is in use by process" in capsys.readouterr().err
 
 
 def test_resume_of_what_is_not_there_fails_when_it_is_sent_again_too(tmp_path, capsys):
-    assert again.again([*options_of(tmp_path / "run"), "--resume"]) == 2
+    assert resume_job.resume([*options_of(tmp_path / "run"), "--resume"]) == 2
     assert "no run is there" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -121,8 +121,8 @@ def test_a_storage_that_fails_a_second_attempt_is_one_sentence(tmp_path, capsys,
 
     monkeypatch.setenv("RAYDL_SUBMISSION", "ours")
     monkeypatch.setattr(RunFolder, "begun_by", fail)
-    assert again.again(options_of(tmp_path / "run")) == 2
+    assert resume_job.resume(options_of(tmp_path / "run")) == 2
     error = capsys.readouterr().err
     assert error == f"error: checkpoint {tmp_path}/run: can not be read: the disk is gone\n"
-    assert again.again(["--run-dir", "s3://b/a"]) == 2
+    assert resume_job.resume(["--run-dir", "s3://b/a"]) == 2
     assert capsys.readouterr().err.startswith("error: run.run_dir names a folder; a URI goes into")

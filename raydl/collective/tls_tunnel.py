@@ -50,14 +50,15 @@ _TOKEN_BYTES = 16
 _TO, _FROM = b">", b"<"
 _ROOT = str(Path(__file__).resolve().parents[2])
 _START = (
-    f"import sys; sys.path.insert(0, {_ROOT!r}); from raydl.collective.tunnel import main; main()"
+    f"import sys; sys.path.insert(0, {_ROOT!r}); "
+    f"from raydl.collective.tls_tunnel import main; main()"
 )
 
 
 # the worker's side
 
 
-class Tunnel:
+class TlsTunnel:
     """The tunnel of one worker, in one generation.
 
     Args:
@@ -89,7 +90,7 @@ class Tunnel:
         ports = self._ask({"peers": {str(rank): place for rank, place in peers.items()}})["ways"]
         return {int(rank): port for rank, port in ports.items()}
 
-    def lead_to(self, port: int) -> None:
+    def forward_to(self, port: int) -> None:
         """Lead connections of others to a port of gloo's."""
         self._ask({"gloo": port})
 
@@ -183,7 +184,7 @@ class _Far:
         self.port = self._listener.getsockname()[1]
         _in_thread(self._accept, self._listener, self._admit)
 
-    def lead_to(self, port: int) -> None:
+    def forward_to(self, port: int) -> None:
         with self._changed:
             self._gloo_port = port
             self._changed.notify_all()
@@ -295,7 +296,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         if "gloo" in asked:
-            far.lead_to(asked["gloo"])
+            far.forward_to(asked["gloo"])
             _tell({})
         else:
             _tell({"ways": {rank: far.open_way(*place) for rank, place in asked["peers"].items()}})

@@ -40,7 +40,7 @@ class Call:
     """Whether its answer may come a little later, with those of others."""
 
 
-class Calls:
+class PendingCalls:
     """All calls under way."""
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from raydl.collective.key_store import SECRET, StoreServer, proof
 from raydl.collective.process_group import TorchGroup, make_gloo
-from raydl.collective.store import SECRET, StoreServer, proof
 
 SOON_S = 5.0
 HOST = "127.0.0.1"

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import raydl
 from raydl.core.progress import Progress
 from raydl.core.worker_group import Evaluated
-from raydl.elastic.curves import Curves
+from raydl.elastic.record_forwarder import RecordForwarder
 from raydl.tools.report.facts import read_run
 
 
@@ -33,7 +33,7 @@ class Driver:
 
     def __init__(self):
         self.now, self.heard = 0.0, Heard()
-        self.curves = Curves(self.heard, lambda: self.now)
+        self.curves = RecordForwarder(self.heard, lambda: self.now)
 
     def hear(self, now, told_s, *records, sender="w0"):
         self.now = now

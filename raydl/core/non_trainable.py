@@ -1,4 +1,4 @@
-"""The untrained state of a model: what is neither trained nor averaged.
+"""The non-trainable state of a model: what is neither trained nor averaged.
 
 Frozen parameters, integer buffers, buffers of another dtype than the weights, and masks. No
 exchange averages it; it is made equal in all processes at the start, and kept in checkpoints.
@@ -19,8 +19,8 @@ from raydl.errors import ShapeError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, the integers that its bits can be read as."""
-Untrained = Mapping[str, np.ndarray]
-"""Values of the untrained state, or of a part of it, by the model's own names."""
+NonTrainable = Mapping[str, np.ndarray]
+"""Values of the non-trainable state, or of a part of it, by the model's own names."""
 _NOT_KEPT = {torch.complex128, torch.complex32}
 _BLOCK = 1 << 24
 """Elements of which a checksum is taken at a time."""
@@ -45,7 +45,7 @@ class Place:
         self._tensors[self._key] = tensor
 
 
-class UntrainedState:
+class NonTrainableState:
     """Tensors of a model that are neither trained nor averaged.
 
     Every process begins with that of the run's first model, as torch's DDP makes all ranks equal
@@ -108,7 +108,7 @@ class UntrainedState:
             if tensor is not None:  # else a cache that the model has dropped
                 self._load(name, tensor, values)
 
-    def load_first(self, arrays: Untrained) -> None:
+    def load_first(self, arrays: NonTrainable) -> None:
         """Take over all of the run's first model, and mark it.
 
         Raises:
@@ -200,21 +200,21 @@ class UntrainedState:
 
 
 class BufferNews:
-    """Changes of an untrained state's buffers that a receiver does not have yet.
+    """Changes of an non-trainable state's buffers that a receiver does not have yet.
 
     They are compared where they are, and the device is waited for once.
 
     Args:
-        untrained: whose marked state is known.
+        non_trainable: whose marked state is known.
     """
 
-    def __init__(self, untrained: UntrainedState) -> None:
-        self._untrained = untrained
+    def __init__(self, non_trainable: NonTrainableState) -> None:
+        self._non_trainable = non_trainable
         self._told: dict[str, Tensor] = {}
 
     def pop_changes(self) -> dict[str, np.ndarray]:
         """Return copies of the buffers of the state dict that differ from what was told of them."""
-        state = self._untrained
+        state = self._non_trainable
         now = {k: t.detach() for k, t in state.buffers().items() if state.is_saved(k)}
         is_news = _are_true([_differs_from(t, self._told_of(k, t)) for k, t in now.items()])
         news = {k: t for (k, t), is_new in zip(now.items(), is_news, strict=True) if is_new}
@@ -223,7 +223,7 @@ class BufferNews:
 
     def _told_of(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return what is known of a buffer, on its device."""
-        marked = self._untrained.marked(name)
+        marked = self._non_trainable.marked(name)
         if name not in self._told and marked is not None:
             with contextlib.suppress(RuntimeError):  # it has another dtype by now
                 self._told[name] = tensor_of(marked, tensor.dtype).to(tensor.device)
@@ -251,7 +251,7 @@ def can_be_kept(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.dtype not in _NOT_KEPT
 
 
-def as_tensors(arrays: Untrained) -> dict[str, Tensor]:
+def as_tensors(arrays: NonTrainable) -> dict[str, Tensor]:
     """Return copies of the arrays as tensors, by name."""
     return {name: torch.tensor(array) for name, array in arrays.items()}
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from ensembles import Ensemble, tiny_images
 from histories import History, assert_same, config
-from own_loops import Threads, run_all, settings
 from safetensors.torch import load_file
 from torch import nn
+from user_loops import Threads, run_all, settings
 
 import raydl
 from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import MethodConfig
 from raydl.core.flat import FlatModel
-from raydl.core.untrained import BufferNews, _weighted_sum
+from raydl.core.non_trainable import BufferNews, _weighted_sum
 from raydl.core.worker_group import Collected
 from raydl.data import Batches, Normalizer, load
 from raydl.errors import ConfigError, ShapeError
@@ -64,12 +64,12 @@ UNTRAINED = {
 
 
 def arrays_of(worker):
-    return worker.replica.flat.untrained.arrays()
+    return worker.replica.flat.non_trainable.arrays()
 
 
 def test_all_that_is_neither_trained_nor_averaged_is_untrained_state():
     flat = FlatModel(Mixed((1, 4, 4), 3))
-    assert set(flat.untrained.names) == UNTRAINED
+    assert set(flat.non_trainable.names) == UNTRAINED
     assert flat.num_buffers == 64  # mean and variance
     assert flat.num_parameters == 2 * 32 + 33 * 3
 
@@ -77,7 +77,7 @@ def test_all_that_is_neither_trained_nor_averaged_is_untrained_state():
 @pytest.mark.parametrize("method", METHODS)
 def test_every_worker_begins_with_the_untrained_state_of_the_first_model(method):
     ensemble = Ensemble(config(method), num_workers=3, model=Mixed).join()
-    first = ensemble.flat.untrained.arrays()
+    first = ensemble.flat.non_trainable.arrays()
     for worker in ensemble.workers:
         assert_same(arrays_of(worker), first)
     ensemble.run()
@@ -177,13 +177,13 @@ def test_processes_share_a_frozen_layer_that_each_would_build_for_itself(cluster
 def resumed(before, after, tmp_path, members):
     """Let a history go on from a checkpoint of another one, as in a new process."""
     states = {
-        w: worker.take_kept(before.snapshot.progress.round) for w, worker in before.workers.items()
+        w: worker.pop_kept(before.snapshot.progress.round) for w, worker in before.workers.items()
     }
     store = CheckpointStore(Storage(str(tmp_path)))
     store.write(checkpoint_of(Collected(before.snapshot, states), before.flat, seconds=1.0))
     checkpoint, _ = store.read()
     after.snapshot = snapshot_of(checkpoint, after.flat)
-    after.flat.load_untrained(checkpoint.center, checkpoint.state["untrained"])
+    after.flat.load_non_trainable(checkpoint.center, checkpoint.state["untrained"])
     after.train(*members, rounds=0, states=checkpoint.workers)
     return after
 
@@ -206,7 +206,7 @@ def test_a_resumed_run_has_the_counters_and_the_bits_of_one_that_was_not(method,
 def test_a_newcomer_has_the_untrained_state_of_the_center(tmp_path):
     history = History(config("sync-easgd"), model=Mixed)
     history.train("w0", "w1", rounds=3)
-    at_center = history.snapshot.untrained["norm.num_batches_tracked"]
+    at_center = history.snapshot.non_trainable["norm.num_batches_tracked"]
     assert at_center == arrays_of(history.workers["w0"])["norm.num_batches_tracked"] > 0
     history.train("w0", "w1", "w2", rounds=0)
     assert_same(arrays_of(history.workers["w2"]), arrays_of(history.workers["w0"]))
@@ -217,7 +217,7 @@ def test_by_messages_the_center_has_the_counters_of_who_exchanged_last(method):
     ensemble = Ensemble(config(method), num_workers=2, model=Mixed).join()
     ensemble.run()
     counts = [int(arrays_of(w)["norm.num_batches_tracked"]) for w in ensemble.workers]
-    told = ensemble.center().untrained
+    told = ensemble.center().non_trainable
     assert set(told) == {"norm.num_batches_tracked"}, "all else is as it began"
     # A message with the weights before a step has the counters before it, too.
     assert int(told["norm.num_batches_tracked"]) in {*counts, *(c - 1 for c in counts)}
@@ -225,8 +225,8 @@ def test_by_messages_the_center_has_the_counters_of_who_exchanged_last(method):
 
 def test_a_buffer_that_comes_back_to_where_it_began_is_told():
     flat = FlatModel(Mixed((1, 4, 4), 3))
-    flat.untrained.mark()
-    news = BufferNews(flat.untrained)
+    flat.non_trainable.mark()
+    news = BufferNews(flat.non_trainable)
     assert news.pop_changes() == {}
     for counter in (1, 0):
         flat.model.norm.num_batches_tracked.fill_(counter)
@@ -239,8 +239,8 @@ def test_a_buffer_that_comes_back_to_where_it_began_is_told():
 
 def test_a_buffer_that_is_written_by_its_data_is_told():
     flat = FlatModel(Mixed((1, 4, 4), 3))
-    flat.untrained.mark()
-    news = BufferNews(flat.untrained)
+    flat.non_trainable.mark()
+    news = BufferNews(flat.non_trainable)
     flat.model.norm.num_batches_tracked.data.add_(3)
     assert int(news.pop_changes()["norm.num_batches_tracked"]) == 3
 
@@ -268,11 +268,11 @@ def test_the_center_of_a_round_has_the_teacher_of_the_first_worker():
     history = History(config("sync-easgd"), model=WithTeacher)
     history.train("w0", "w1", rounds=2)
     teacher = history.workers["w0"].replica.flat.model.teacher.weight
-    assert torch.equal(torch.tensor(history.snapshot.untrained["teacher.weight"]), teacher)
+    assert torch.equal(torch.tensor(history.snapshot.non_trainable["teacher.weight"]), teacher)
     center = history.flat.state_dict_of(
         torch.tensor(history.snapshot.weights),
         torch.tensor(history.snapshot.buffers),
-        history.snapshot.untrained,
+        history.snapshot.non_trainable,
     )
     assert torch.equal(center["teacher.weight"], teacher)
 
@@ -401,22 +401,22 @@ def test_a_tensor_of_another_shape_in_its_place_is_told():
     ],
 )
 def test_a_process_that_builds_another_model_is_told(name, tensor, sentence):
-    first = FlatModel(Mixed((1, 4, 4), 3)).untrained.arrays()
+    first = FlatModel(Mixed((1, 4, 4), 3)).non_trainable.arrays()
     model = Mixed((1, 4, 4), 3)
     if hasattr(model, name):
         del model._buffers[name]
     model.register_buffer(name, tensor)
     with pytest.raises(ShapeError, match=re.escape(sentence)):
-        FlatModel(model, untrained=first).untrained.load_first(first)
+        FlatModel(model, non_trainable=first).non_trainable.load_first(first)
 
 
 def test_a_process_that_builds_a_frozen_layer_of_another_shape_is_told():
-    first = FlatModel(Mixed((1, 4, 4), 3)).untrained.arrays()
+    first = FlatModel(Mixed((1, 4, 4), 3)).non_trainable.arrays()
     model = Mixed((1, 4, 4), 3)
     model.frozen.bias = nn.Parameter(torch.zeros(30), requires_grad=False)
     sentence = r"frozen.bias of shape \[30\], the run's first model of \[32\]"
     with pytest.raises(ShapeError, match=sentence):
-        FlatModel(model, untrained=first).untrained.load_first(first)
+        FlatModel(model, non_trainable=first).non_trainable.load_first(first)
 
 
 def test_state_that_is_no_tensor_is_refused():
@@ -481,8 +481,10 @@ class Holder(nn.Module):
 def passed_on(tensor, **how):
     """Return the tensor that another process has of a first model's."""
     first = FlatModel(Holder(tensor, **how))
-    other = FlatModel(Holder(torch.zeros_like(tensor), **how), untrained=first.untrained.names)
-    other.untrained.load_first(first.untrained.arrays())
+    other = FlatModel(
+        Holder(torch.zeros_like(tensor), **how), non_trainable=first.non_trainable.names
+    )
+    other.non_trainable.load_first(first.non_trainable.arrays())
     return other.model.held
 
 
@@ -507,7 +509,7 @@ def test_a_complex_buffer_is_passed_on():
 def test_a_tensor_that_no_checkpoint_holds_is_refused_where_it_would_be_saved(tensor):
     with pytest.raises(ShapeError, match=r"has held, torch\..* which no checkpoint would hold"):
         FlatModel(Holder(tensor))
-    assert FlatModel(Holder(tensor, persistent=False)).untrained.names == ()
+    assert FlatModel(Holder(tensor, persistent=False)).non_trainable.names == ()
 
 
 class Grows(nn.Module):
@@ -544,12 +546,12 @@ def test_a_run_whose_model_has_a_buffer_that_grows_is_resumed(tmp_path, method):
 
 def test_a_cache_may_change_its_dtype_and_its_layout():
     first = FlatModel(Holder(torch.zeros(3), persistent=False))
-    later = FlatModel(Holder(torch.zeros(3), persistent=False), untrained=["held"])
+    later = FlatModel(Holder(torch.zeros(3), persistent=False), non_trainable=["held"])
     first.model.held = torch.ones(4, dtype=torch.float64)
-    later.untrained.load_first(first.untrained.arrays())
+    later.non_trainable.load_first(first.non_trainable.arrays())
     assert torch.equal(later.model.held, torch.ones(4, dtype=torch.float64))
     first.model.held = torch.eye(2).to_sparse()
-    assert first.untrained.own() == {}
+    assert first.non_trainable.own() == {}
 
 
 @pytest.mark.parametrize(
@@ -557,8 +559,8 @@ def test_a_cache_may_change_its_dtype_and_its_layout():
 )
 def test_a_buffer_of_another_kind_than_before_is_told(other):
     flat = FlatModel(Holder(torch.tensor([0])))
-    flat.untrained.mark()
-    news = BufferNews(flat.untrained)
+    flat.non_trainable.mark()
+    news = BufferNews(flat.non_trainable)
     flat.model.held = other
     assert np.array_equal(news.pop_changes()["held"], other.resolve_conj().numpy())
     assert news.pop_changes() == {}
@@ -568,7 +570,7 @@ def test_a_parameter_that_is_registered_as_a_buffer_too_is_trained():
     model = nn.Linear(2, 1)
     model.register_buffer("copy", model.weight)
     flat = FlatModel(model)
-    assert (flat.num_parameters, flat.num_buffers, flat.untrained.names) == (3, 0, ())
+    assert (flat.num_parameters, flat.num_buffers, flat.non_trainable.names) == (3, 0, ())
     flat.weights.fill_(7)
     assert torch.equal(model.state_dict()["copy"], torch.full((1, 2), 7.0))
 
@@ -577,7 +579,7 @@ def test_a_parameter_that_is_a_buffer_of_a_module_around_it_is_trained():
     model = nn.Sequential(nn.Linear(2, 1))
     model.register_buffer("anchor", model[0].weight)
     flat = FlatModel(model)
-    assert (flat.num_parameters, flat.num_buffers, flat.untrained.names) == (3, 0, ())
+    assert (flat.num_parameters, flat.num_buffers, flat.non_trainable.names) == (3, 0, ())
 
 
 def test_a_checksum_that_a_device_takes_tells_places_apart():
@@ -591,10 +593,10 @@ def test_a_frozen_parameter_whose_values_change_places_has_moved(device):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(device)
     model[0].requires_grad_(False)
     flat = FlatModel(model)
-    flat.untrained.mark()
-    assert flat.untrained.moved_parameters() == ()
+    flat.non_trainable.mark()
+    assert flat.non_trainable.moved_parameters() == ()
     model[0].weight.copy_(model[0].weight.roll(1, 0))
-    assert flat.untrained.moved_parameters() == ("0.weight",)
+    assert flat.non_trainable.moved_parameters() == ("0.weight",)
 
 
 class FilledLater(nn.Module):

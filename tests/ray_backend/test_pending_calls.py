@@ -8,8 +8,8 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from raydl.core.progress import Progress
 from raydl.elastic.heartbeat import Heartbeats
-from raydl.ray_backend.calls import Calls, in_few_words
-from raydl.ray_backend.starts import Starts
+from raydl.ray_backend.pending_calls import PendingCalls, in_few_words
+from raydl.ray_backend.start_timeouts import StartTimeouts
 from raydl.ray_backend.worker_group import RayWorkerGroup, _Backup
 
 PROCESS = (
@@ -53,8 +53,8 @@ class Bare(RayWorkerGroup):
     """A worker group whose center has no process."""
 
     def __init__(self):
-        self._calls, self._heartbeats = Calls(), Heartbeats(10.0)
-        self._shards, self._places, self._starts = [], {}, Starts(600.0)
+        self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
+        self._shards, self._places, self._starts = [], {}, StartTimeouts(600.0)
         self._workers = {"w0": Mock()}
         self._collected = {}
         self._backup = _Backup(is_needed=True)
@@ -135,12 +135,12 @@ class Arrivals:
 @pytest.fixture
 def arrivals(monkeypatch):
     arrivals = Arrivals()
-    monkeypatch.setattr("raydl.ray_backend.calls.ray", arrivals)
+    monkeypatch.setattr("raydl.ray_backend.pending_calls.ray", arrivals)
     return arrivals
 
 
 def calls_of(*refs, loops=()):
-    calls = Calls()
+    calls = PendingCalls()
     for at, name in refs:
         calls.expect((at, name), name, list, can_wait=True)
     for at, name in loops:

@@ -19,7 +19,7 @@ HOLD_WAIT_S = 180.0
 """How long a lock is waited for: a file server keeps that of a machine that went for a while."""
 
 
-def again(arguments: Sequence[str]) -> int:
+def resume(arguments: Sequence[str]) -> int:
     """Go on with the run that this submission began, or begin it if it never did."""
     words = list(arguments)
     try:
@@ -56,4 +56,4 @@ def _is_ours(words: Sequence[str]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(again(sys.argv[1:]))
+    sys.exit(resume(sys.argv[1:]))

@@ -14,10 +14,10 @@ from processes import stopped_processes
 from raydl.config import ElasticConfig, ScalingConfig
 from raydl.core.worker_group import Lost, Refused
 from raydl.elastic.heartbeat import Heartbeats
-from raydl.ray_backend.calls import Calls
 from raydl.ray_backend.cluster import Notices, node_here
 from raydl.ray_backend.liveness import Liveness
-from raydl.ray_backend.starts import Starts
+from raydl.ray_backend.pending_calls import PendingCalls
+from raydl.ray_backend.start_timeouts import StartTimeouts
 from raydl.ray_backend.worker_group import RayWorkerGroup
 
 
@@ -26,7 +26,7 @@ class Watch:
 
     def __init__(self, *names):
         self.now, self.there = 0.0, set()
-        self.starts = Starts(60.0, clock=lambda: self.now)
+        self.starts = StartTimeouts(60.0, clock=lambda: self.now)
         for name in names:
             self.starts.begin(name)
 
@@ -90,11 +90,11 @@ class OneWorker(RayWorkerGroup):
             scaling=ScalingConfig(num_workers=1), elastic=ElasticConfig(max_busy_s=patience_s)
         ))  # fmt: skip
         self._home, self._asked_at = node_here(), time.monotonic() + 1e6
-        self._calls, self._heartbeats, self._liveness = Calls(), Heartbeats(10.0), Liveness()
-        self._starts, self._notices = Starts(patience_s), Notices()
+        self._calls, self._heartbeats, self._liveness = PendingCalls(), Heartbeats(10.0), Liveness()
+        self._starts, self._notices = StartTimeouts(patience_s), Notices()
         self._avoided, self._told_busy = set(), set()
         self._workers, self._places, self._events, self._late = {}, {}, [], []
-        self._train = self._prepare = self._untrained = None
+        self._train = self._prepare = self._non_trainable = None
 
 
 @pytest.mark.cluster
@@ -120,8 +120,8 @@ class StartingShards(RayWorkerGroup):
     """A center of three shards, of which none has answered yet."""
 
     def __init__(self):
-        self._calls, self._heartbeats = Calls(), Heartbeats(10.0)
-        self._starts, self._places, self._workers = Starts(600.0), {}, {}
+        self._calls, self._heartbeats = PendingCalls(), Heartbeats(10.0)
+        self._starts, self._places, self._workers = StartTimeouts(600.0), {}, {}
         self._shards, self._events = [Mock(), Mock(), Mock()], []
         self._notices = SimpleNamespace(new=lambda homes: [])
         self._is_open, self._evaluator = False, None
@@ -150,7 +150,7 @@ def test_a_shard_has_a_lease_from_its_first_answer_on():
 
 def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
     group, now = StartingShards(), [0.0]
-    group._starts = Starts(60.0, clock=lambda: now[0])
+    group._starts = StartTimeouts(60.0, clock=lambda: now[0])
     group._starts.begin("shard 1")
     monkeypatch.setattr("raydl.ray_backend.worker_group.place_held", lambda actor: ("node", 3))
     given_up = []

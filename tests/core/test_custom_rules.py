@@ -9,13 +9,13 @@ import pytest
 import torch
 from ensembles import linear
 from histories import History, assert_same, config
-from own_loops import Threads, settings
 from torch.optim import SGD
+from user_loops import Threads, settings
 
 import raydl
 from raydl.config import MethodConfig, TrainConfig
+from raydl.core.custom_rule import check_rule, try_rule
 from raydl.core.methods import METHODS, resolve
-from raydl.core.own_rule import check_rule, try_rule
 from raydl.core.rules import MeanGradient, Outer, Rule, Sends
 from raydl.errors import ConfigError, ShapeError
 from raydl.tasks import Classification
@@ -178,7 +178,7 @@ def test_the_sentence_says_where_state_belongs():
     )
 
 
-@pytest.mark.parametrize("name", ["test_own_rules:WantsARate", "raydl.core.rules:Elastic"])
+@pytest.mark.parametrize("name", ["test_custom_rules:WantsARate", "raydl.core.rules:Elastic"])
 def test_a_rule_by_name_that_wants_arguments(name):
     config = TrainConfig(method=MethodConfig(name=name))
     if name.endswith("Elastic"):  # it has a from_config of its own
@@ -187,7 +187,7 @@ def test_a_rule_by_name_that_wants_arguments(name):
     with pytest.raises(ConfigError) as error:
         resolve(config)
     assert str(error.value) == (
-        "method.name test_own_rules:WantsARate can not be made: missing a required argument: "
+        "method.name test_custom_rules:WantsARate can not be made: missing a required argument: "
         "'rate'; give its arguments defaults, define from_config(config), or give an instance in "
         "Python: Trainer(method=...)"
     )
@@ -429,7 +429,7 @@ def test_attached_models_are_of_a_dtype_that_can_be_exchanged(dtype, method, exc
 
 
 def test_a_rule_is_tried_before_it_is_attached_too():
-    from raydl.worker.attach import job_of
+    from raydl.worker.user_loop import job_of
 
     model = linear((1, 4, 4), 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

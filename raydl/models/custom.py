@@ -9,7 +9,7 @@ from types import ModuleType
 
 from torch import nn
 
-from raydl.config.own_code import load_own
+from raydl.config.custom_code import load_own
 from raydl.errors import ConfigError, UnknownNameError
 
 _WITHOUT_AUXILIARY = {
