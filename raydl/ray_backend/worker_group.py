@@ -194,9 +194,9 @@ class RayWorkerGroup:
             optimizer: what their optimizer remembers, if the snapshot does not have it.
         """
         threads = self._threads
-        center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()
+        center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()  # type: ignore[attr-defined]
         others = [
-            ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(
+            ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(  # type: ignore[attr-defined]
                 self._job, snapshot, index, optimizer
             )
             for index in range(1, self._job.config.exchange.center_shards)
@@ -241,7 +241,7 @@ class RayWorkerGroup:
         options = worker_options(
             self._job.config.scaling, not_on=self._notices.nodes | self._avoided
         )
-        worker = WorkerActor.options(**options).remote()
+        worker = WorkerActor.options(**options).remote()  # type: ignore[attr-defined]
         self._workers[worker_id] = worker
         self._starts.begin(worker_id)
         self._calls.expect(worker.ping.remote(), worker_id, self._on_alive(worker_id))
@@ -640,7 +640,7 @@ class RayWorkerGroup:
     def _wake_evaluator(self) -> ActorHandle:
         """Return the evaluator; it starts if it does not run."""
         if self._evaluator is None:
-            self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
+            self._evaluator = EvaluatorActor.options(**self._at_home()).remote(  # type: ignore[attr-defined]
                 self._job, self._test, self._prepare, self._non_trainable
             )
         return self._evaluator
