@@ -11,7 +11,7 @@ import torch
 
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
-from raydl.core.compression import ErrorFeedback, parse_codec, relaid
+from raydl.core.compression import ErrorFeedback, parse_codec, redistribute_residuals
 from raydl.core.exchange import Exchange, Header
 from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
@@ -83,7 +83,7 @@ class WorkerContext:
     def lay_feedback(self, spans: Sequence[Span]) -> None:
         """Lay what was left out into other spans of the same parameters, where they are others."""
         if self.feedback and set(self.feedback) != set(spans):
-            laid = relaid(self.feedback, spans)
+            laid = redistribute_residuals(self.feedback, spans)
             self.feedback.clear()
             self.feedback.update(laid)
 
