@@ -31,10 +31,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from raydl.config import TrainingConfig
-from raydl.core.center import copied_to_cpu, load_state, set_lr
+from raydl.core.center import as_tensors, copied_to_cpu, load_state, set_lr
 from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan
 from raydl.core.flat import FlatModel, is_finite
-from raydl.core.non_trainable import as_tensors
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.core.rules import Rule, Sends, squared_distance
 from raydl.core.tensor_files import view_of

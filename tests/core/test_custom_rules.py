@@ -191,8 +191,8 @@ def test_a_rule_by_name_needs_from_config_or_no_arguments(name):
         resolve(config)
     assert str(error.value) == (
         "method.name test_custom_rules:WantsARate can not be constructed: missing a required "
-        "argument: 'rate'; give its arguments defaults, define from_config(config), or pass an instance "
-        "in Python: Trainer(method=...)"
+        "argument: 'rate'; give its arguments defaults, define from_config(config), or pass an "
+        "instance in Python: Trainer(method=...)"
     )
 
 
@@ -425,7 +425,7 @@ def test_a_model_is_attached_only_if_its_dtype_can_be_exchanged(dtype, method, e
     sentence = (
         "must have float32 parameters for method"
         if dtype is torch.float64
-        else ("must have float32 or float64 parameters, they are")
+        else ("must have float32 or float64 parameters, got")
     )
     with pytest.raises(ShapeError, match=sentence):
         threads.attach(model, optimizer)
