@@ -509,7 +509,7 @@ class Attached:
 
     def _take_step(self) -> None:
         self._vote()
-        self._runner.take_step(lambda plan: (None, self._replica.step_as_it_is(plan)))
+        self._runner.take_step(lambda plan: (None, self._replica.step_with_given_gradients(plan)))
         if self._runner.num_left:
             self._check_signal()
             self._begin_step()
