@@ -165,10 +165,11 @@ def plan_round(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list
     """Return, for each local step of a round, the fragments that begin and that join in it.
 
     Fragments take effect at even distances, the last one in the last step; each begins ``delay``
-    steps earlier. So no exchange is in progress between two rounds.
+    steps earlier. So no exchange is in progress between two rounds. A round without steps has an
+    empty plan.
     """
     plan: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_steps)]
-    for fragment in range(fragments):
+    for fragment in range(fragments if num_steps else 0):
         join = -(-(fragment + 1) * num_steps // fragments) - 1
         plan[max(0, join - delay)][0].append(fragment)
         plan[join][1].append(fragment)

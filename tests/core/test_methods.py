@@ -56,6 +56,13 @@ def test_a_run_ends_after_its_steps_samples_or_seconds(method, end):
         assert ensemble.center().progress.num_samples == 40
 
 
+@pytest.mark.parametrize("method", ["original-easgd", "async-easgd", "async-sgd"])
+def test_a_worker_for_which_the_coordinator_has_no_work_finishes(method):
+    ensemble = Ensemble(settings(method, seconds=1e-9), num_workers=2).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    assert ensemble.center().progress.num_samples == 0
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("delay", [0, 1])

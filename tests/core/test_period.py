@@ -10,6 +10,7 @@ import raydl
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.core.reports import Outcome
 from raydl.core.stop_condition import notes_on_period
+from raydl.core.strategy import plan_round
 from raydl.tools.comparison.figures import COLUMNS, Run, make_rows
 
 
@@ -47,6 +48,16 @@ def test_a_step_never_mixes_two_epochs():
     assert [epoch for epoch, _ in sizes] == sorted(epoch for epoch, _ in sizes)
     assert {epoch for epoch, _ in sizes} == {0, 1, 2}
     assert max(size for _, size in sizes) == 2
+
+
+def test_each_fragment_begins_its_delay_before_it_joins_and_the_last_one_joins_in_the_last_step():
+    assert plan_round(4, fragments=2, delay=1) == [([0], []), ([], [0]), ([1], []), ([], [1])]
+    assert plan_round(1, fragments=2, delay=1) == [([0, 1], [0, 1])]
+
+
+def test_a_round_without_steps_has_an_empty_plan():
+    """The coordinator has no work for a worker that joins at the end of the run."""
+    assert plan_round(0, fragments=2, delay=1) == []
 
 
 @pytest.mark.parametrize("lost", [(0, 3), (1, 17)])
