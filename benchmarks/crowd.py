@@ -167,7 +167,7 @@ class Party:
         [exchange] = strategy.exchanges
         began = time.perf_counter()
         with mock.patch.object(exchange, "wait", self._answered(exchange.wait)):
-            sums = self._replica.step_as_it_is(step_plan)
+            sums = self._replica.step_with_given_gradients(step_plan)
         self._in_steps_s += time.perf_counter() - began
         self._num_steps += 1
         strategy.settle(sums or Header(), self._num_steps)

@@ -260,7 +260,7 @@ class SyncStrategy:
     def _make_centers(self, optimizer: dict[str, Any]) -> None:
         method = self._context.method
         self._spans = shard_spans(self._weights.numel(), self._tuning.fragments)
-        self._context.lay_feedback(self._spans)
+        self._context.redistribute_residuals(self._spans)
         sizes = [stop - start for start, stop in self._spans]
         states = split_states(optimizer, sizes)
         self._centers = []

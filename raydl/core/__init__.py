@@ -1,4 +1,4 @@
-"""The arithmetic and its words: rules, methods, replicas, the center, what a process reports.
+"""Update rules, methods, replica, center, exchange and membership.
 
-Nothing here knows Ray, a network or a clock of its own.
+Nothing here imports Ray or uses the network.
 """

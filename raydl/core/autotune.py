@@ -1,25 +1,26 @@
-"""Chooses how often to exchange, with which fragments, delay and codec, by measured times.
+"""Chooses period, fragments, delay and codec of a synchronous method from measured times.
 
     symbol  name here     meaning
-    t       step_s        seconds of one local step, waiting not counted
-    w       waited_s      seconds of a round waited for exchanges, of the worker that waits least
-    E       exchange_s    seconds in which all parameters travel, each number in four bytes
+    t       step_s        seconds of one local step, without waiting
+    w       waited_s      seconds per round that the worker with the least waiting spends waiting
+    E       exchange_s    seconds to exchange all parameters at four bytes per number
     n, d    period, delay local steps between exchanges, and from the start of one to its effect
-    f       fragments     parts of the parameters that travel one after another
-    r       share         what a codec leaves of the bytes
-    H       HIDDEN_STEP   share of a step behind which an exchange passes: forward and backward
+    f       fragments     parts of the parameters that are exchanged one after another
+    r       share         bytes of a compressed message relative to a plain one
+    H       HIDDEN_STEP   share of a step that hides an exchange: forward and backward
 
-A fragment's exchange passes behind d steps and the gradient of one more. What is left is waited:
+The exchange of a fragment is hidden behind d steps and the gradient of one more. Workers wait for
+the rest:
 
     w = f max(0, E r / f - (d + H) t)         the share of waiting is w / (n t + w)
 
-Where the period grows, the fragments grow with it: as many steps lie between two messages, each
-message carries less, and a delay remains a short one. (Streaming DiLoCo, Douillard and others 2025,
-exchanges so.)
+A longer period has more fragments in proportion, as in Streaming DiLoCo (Douillard and others
+2025): the steps between two messages stay the same, each message is smaller, and the delay stays
+short.
 
-The worker that waits least is the slowest one: its waiting is the link's, the others wait for this
-worker too, which no tuning helps. Where it waits too much, E follows from w; the first of
-``candidates`` by which little would be waited is taken.
+The slowest worker waits least, and only for the network. The other workers also wait for the
+slowest one, which no tuning shortens. If the slowest worker waits too much, E follows from w, and
+the first of ``candidates`` with a small predicted share of waiting is chosen.
 """
 
 from __future__ import annotations
@@ -30,19 +31,18 @@ from dataclasses import dataclass, replace
 from raydl.core.compression import parse_codec
 
 ENOUGH = 0.03
-"""Share of a round that may be waited."""
+"""Largest share of a round that workers may wait."""
 HIDDEN_STEP = 0.75
 SLACK = 1.3
-"""Margin of an exchange over its measured time: first steps are slower than later ones, so
-that more seems to pass behind them, and links are not even."""
-TAKEN_OVER = "the workers before chose it"
-"""The reason of a exchange tuning that a run, or a generation, begins with."""
-_TIMES = (1, 2, 3, 4, 6, 10)
+"""Safety factor on the measured time of an exchange: the first steps are slower than later ones
+and hide more, and the speed of a network varies."""
+TAKEN_OVER = "chosen by earlier workers"
+"""Reason of a tuning that a run or a generation starts with."""
+_FACTORS = (1, 2, 3, 4, 6, 10)
 """Factors for period and fragments."""
-_LONGEST = 100
-"""Local steps between exchanges."""
+_MAX_PERIOD = 100
+"""Local steps."""
 _CODECS = ("bf16", "int8")
-_MANY = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -56,36 +56,36 @@ class ExchangeTuning:
 
     def __str__(self) -> str:
         parts = "" if self.fragments == 1 else f", {self.fragments} fragments"
-        shortened = "" if self.compression == "none" else f", {self.compression}"
-        return f"period {self.period}{parts}, delay {self.delay}{shortened}"
+        codec = "" if self.compression == "none" else f", {self.compression}"
+        return f"period {self.period}{parts}, delay {self.delay}{codec}"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured times of some rounds under one exchange tuning."""
+    """Times of some rounds under one exchange tuning."""
 
     step_s: float
     waited_s: float
     num_workers: int
 
     def waiting(self, period: int) -> float:
-        """Return the share of a round that was waited, 0..1."""
+        """Return the share of a round spent waiting, 0..1."""
         return self.waited_s / (period * self.step_s + self.waited_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a choice."""
+    """Limits that the user's settings put on a choice."""
 
     overlap: bool = True
-    """An exchange passes behind a gradient."""
+    """Exchanges overlap with the gradient."""
     may_compress: bool = True
-    """Messages may be shortened further than the user said."""
+    """Messages may be compressed although the user did not ask for a codec."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A exchange tuning that was chosen, and why."""
+    """A chosen exchange tuning."""
 
     generation: int
     tuning: ExchangeTuning
@@ -93,33 +93,34 @@ class Choice:
 
 
 def share_of_bytes(compression: str, num_workers: int) -> float:
-    """Return the bytes of an exchange over those of an all-reduce that shortens nothing.
+    """Return the bytes of an exchange relative to an uncompressed all-reduce.
 
-    Shortened messages are gathered: p - 1 of them reach every worker, where a ring brings
-    2 (p - 1) / p.
+    Compressed messages are gathered: each worker receives p - 1 of them, against
+    2 (p - 1) / p messages in a ring.
     """
     codec = parse_codec(compression)
     if codec.name == "none":
         return 1.0
-    return codec.num_bytes(_MANY) / (4 * _MANY) * num_workers / 2
+    num_values = 1 << 20  # enough to make the overhead per message negligible
+    return codec.num_bytes(num_values) / (4 * num_values) * num_workers / 2
 
 
 def carried_over(chosen: ExchangeTuning, compression: str, num_workers: int) -> ExchangeTuning:
-    """Return a chosen exchange tuning as another membership takes it over.
+    """Return the tuning of an earlier membership, adapted to another number of workers.
 
-    A codec that shortens nothing among so many workers gives way to the user's.
+    The user's codec replaces the chosen one unless that sends fewer bytes.
 
     Args:
-        chosen: by workers before.
-        compression: the user's.
-        num_workers: that train now.
+        chosen: tuning of the earlier membership.
+        compression: the user's codec.
+        num_workers: workers that train now.
     """
     now, users = (share_of_bytes(c, num_workers) for c in (chosen.compression, compression))
     return chosen if now < users else replace(chosen, compression=compression)
 
 
 def exchange_s(now: ExchangeTuning, measured: Measured, limits: Limits) -> float:
-    """Return E, from rounds in which somebody waited."""
+    """Return E in seconds, from rounds in which workers waited."""
     hidden_s = _hidden_s(now, measured.step_s, limits)
     share = share_of_bytes(now.compression, measured.num_workers)
     return (measured.waited_s + now.fragments * hidden_s) / share
@@ -128,7 +129,7 @@ def exchange_s(now: ExchangeTuning, measured: Measured, limits: Limits) -> float
 def waiting(
     tuning: ExchangeTuning, seconds: float, step_s: float, num_workers: int, limits: Limits
 ) -> float:
-    """Return the share of a round that would be waited, 0..1, where E is so many seconds."""
+    """Return the predicted share of a round spent waiting, 0..1, for E = ``seconds``."""
     sent_s = seconds * share_of_bytes(tuning.compression, num_workers) / tuning.fragments
     waited_s = tuning.fragments * max(0.0, sent_s - _hidden_s(tuning, step_s, limits))
     return Measured(step_s, waited_s, num_workers).waiting(tuning.period)
@@ -139,35 +140,35 @@ def _hidden_s(tuning: ExchangeTuning, step_s: float, limits: Limits) -> float:
 
 
 def candidates(now: ExchangeTuning, limits: Limits) -> Iterator[ExchangeTuning]:
-    """Yield what may be chosen, the mildest first: what exchanges as often, then less often.
+    """Yield the tunings to choose from, the mildest change first.
 
-    A delay lets a message pass behind all steps up to the next one, and changes no byte of it; then
-    messages are shortened; then period and fragments grow. With each of them the shortest delay
-    comes first: replicas that move on for longer with an older pull need more samples.
+    A longer delay comes first: it hides a message behind more steps and changes no byte of it.
+    Compression comes second, a longer period with more fragments last. Each of them is tried with
+    the shortest delay first, since replicas that apply older pulls need more samples.
     """
     codecs = _CODECS if limits.may_compress and now.compression == "none" else ()
-    longest = max(now.delay, now.period // now.fragments - 1)
-    for times in _TIMES:
-        period, fragments = times * now.period, times * now.fragments
-        if times > 1 and period > _LONGEST:
+    max_delay = max(now.delay, now.period // now.fragments - 1)
+    for factor in _FACTORS:
+        period, fragments = factor * now.period, factor * now.fragments
+        if factor > 1 and period > _MAX_PERIOD:
             return
         for compression in (now.compression, *codecs):
-            for delay in range(now.delay, longest + 1):
+            for delay in range(now.delay, max_delay + 1):
                 yield ExchangeTuning(period, delay, compression, fragments)
 
 
 def choose(
     now: ExchangeTuning, measured: Measured, limits: Limits, *, generation: int = 0
 ) -> Choice | None:
-    """Return the mildest exchange tuning by which little would be waited; None: that of now is it.
+    """Return the mildest tuning with little waiting, or None if the present one is it.
 
-    Where none is enough, the one by which least would be waited.
+    If every candidate waits too much, return the one that waits least.
 
     Args:
-        now: under which the times were taken.
-        measured: of at least one round.
-        limits: what the user's settings leave open.
-        generation: which membership chooses.
+        now: tuning under which the times were measured.
+        measured: times of at least one round.
+        limits: limits from the user's settings.
+        generation: generation that chooses.
     """
     share_now = measured.waiting(now.period)
     if share_now <= ENOUGH:
@@ -184,8 +185,7 @@ def choose(
     if best == now:
         return None
     reason = (
-        f"an exchange of {seconds * 1e3:,.0f} ms beside steps of {measured.step_s * 1e3:,.0f} ms "
-        f"made the workers wait {share_now:.0%} of their time; now {share(best, 1.0):.0%} is "
-        f"expected"
+        f"workers waited {share_now:.0%} of their time, with {seconds * 1e3:,.0f} ms per exchange "
+        f"and {measured.step_s * 1e3:,.0f} ms per step; {share(best, 1.0):.0%} is expected now"
     )
     return Choice(generation, best, reason)

@@ -1,7 +1,7 @@
-"""Callbacks: what is called in the driver whenever the center was scored, and at the end.
+"""Callbacks: called in the driver after each evaluation of the center and at the end of the run.
 
-``Callback`` is what one looks like. ``StopAtAccuracy`` and ``Patience`` are the two
-that settings ask for; they use nothing that one of your own could not::
+``Callback`` is the protocol. ``StopAtAccuracy`` and ``Patience`` implement the settings
+``training.stop_at_accuracy`` and ``training.patience``; they use nothing but that protocol::
 
     class UntilLunch(raydl.Callback):
         def evaluated(self, evaluated):
@@ -25,28 +25,30 @@ from raydl.errors import ConfigError, RaydlError
 
 @runtime_checkable
 class Callback(Protocol):
-    """Hears of each score of the center, and may end the run.
+    """Receives each score of the center and may end the run.
 
-    It is called in the driver, between two looks at the cluster: return soon. What it raises ends
-    the run and arrives with its own traceback, once all processes are closed.
+    The driver calls it between two polls of the cluster, so it should return soon. An exception
+    ends the run; it is raised with its own traceback after all processes are closed.
     """
 
     def evaluated(self, evaluated: Evaluated) -> str | bool | None:
-        """Take in a score of the center; return whether the run should end, best with a reason.
+        """Handle a score of the center and return whether to end the run, preferably why.
 
-        The workers are some rounds further by then, and end after the next one, with a checkpoint.
-        What is scored meanwhile, and the last center, is heard of as well.
+        The workers are some rounds ahead of the score by then. They end after their next round,
+        with a checkpoint. Evaluations that finish meanwhile, and the one of the last center, are
+        reported, too.
 
         Args:
-            evaluated: the metrics of a snapshot of the center, and the progress of the run then.
+            evaluated: metrics of a snapshot of the center, with the progress of the run at the
+                time of the snapshot.
         """
         ...
 
     def ended(self, figures: Mapping[str, Any]) -> None:
-        """Take in the end of a run that no exception ended; its folder is complete.
+        """Handle the end of a run that no exception ended; the run folder is complete.
 
         Args:
-            figures: those of ``result.json``.
+            figures: contents of ``result.json``.
         """
         return None
 
@@ -55,7 +57,7 @@ class StopAtAccuracy(Callback):
     """Ends the run at the first score of the center that reaches an accuracy.
 
     Args:
-        accuracy: the lowest that will do, in (0, 1].
+        accuracy: lowest sufficient accuracy, in (0, 1].
     """
 
     def __init__(self, accuracy: float) -> None:
@@ -64,18 +66,18 @@ class StopAtAccuracy(Callback):
         self._accuracy = accuracy
 
     def evaluated(self, evaluated: Evaluated) -> str | None:
-        """Return that the accuracy is reached, or nothing."""
+        """Return a reason if the accuracy is reached."""
         accuracy = evaluated.metrics.get("accuracy", -math.inf)
         return f"reached accuracy {accuracy:.4f}" if accuracy >= self._accuracy else None
 
 
 class Patience(Callback):
-    """Ends the run when the center has not become better for some evaluations (early stopping).
+    """Ends the run after some evaluations in a row without a better center (early stopping).
 
-    What counts is the accuracy, or the loss where there is none. Any better score counts.
+    The score is the accuracy, or the loss of a task without accuracy. Any improvement counts.
 
     Args:
-        num_evaluations: in a row, none of them better than the best before; 1 or more.
+        num_evaluations: evaluations in a row that may be no better than the best, 1 or more.
     """
 
     def __init__(self, num_evaluations: int) -> None:
@@ -86,99 +88,97 @@ class Patience(Callback):
         self._num_worse = 0
 
     def evaluated(self, evaluated: Evaluated) -> str | None:
-        """Return that patience is at its end, or nothing."""
+        """Return a reason if the last evaluations were no better."""
         score = score_of(evaluated.metrics)
         self._num_worse = 0 if score > self._best else self._num_worse + 1
         self._best = max(self._best, score)
         if self._num_worse < self._num_evaluations:
             return None
         last = f"in the last {self._num_worse} evaluation{'s' if self._num_worse > 1 else ''}"
-        what = "accuracy" if "accuracy" in evaluated.metrics else "loss"
+        metric = "accuracy" if "accuracy" in evaluated.metrics else "loss"
         if self._best == -math.inf:
-            return f"no {what} that is a number {last}"
-        best = self._best if what == "accuracy" else -self._best
-        return f"no better {what} than {best:.4f} {last}"
+            return f"no finite {metric} {last}"
+        best = self._best if metric == "accuracy" else -self._best
+        return f"no better {metric} than {best:.4f} {last}"
 
 
 def score_of(metrics: Mapping[str, float]) -> float:
-    """Return what centers are compared by, more is better: the accuracy, else minus the loss.
+    """Return the score that compares centers, higher is better: the accuracy, or minus the loss.
 
-    What is not a number, or not there, is worse than anything.
+    A missing value or NaN is worse than any number.
     """
     score = metrics["accuracy"] if "accuracy" in metrics else -metrics.get("loss", math.inf)
     return -math.inf if math.isnan(score) else score
 
 
 def callbacks_of(training: TrainingConfig) -> list[StopAtAccuracy | Patience]:
-    """Return the callbacks that the settings ask for."""
-    found: list[StopAtAccuracy | Patience] = []
+    """Return the callbacks that the settings request."""
+    callbacks: list[StopAtAccuracy | Patience] = []
     if training.stop_at_accuracy is not None:
-        found.append(StopAtAccuracy(training.stop_at_accuracy))
+        callbacks.append(StopAtAccuracy(training.stop_at_accuracy))
     if training.patience is not None:
-        found.append(Patience(training.patience))
-    return found
+        callbacks.append(Patience(training.patience))
+    return callbacks
 
 
 def checked_callbacks(callbacks: object) -> tuple[Callback, ...]:
-    """Return a user's callbacks.
+    """Return a user's callbacks as a tuple.
 
     Raises:
-        ConfigError: they are no list, or one is a class, has not the methods of
-            ``Callback``, or would have to be awaited.
+        ConfigError: if they are no list, or one of them is a class, lacks a method of
+            ``Callback`` or has an async one.
     """
     if not isinstance(callbacks, Iterable):
         name = type(callbacks).__name__
         raise ConfigError("callbacks", f"must be a list, got a {name}; put it in brackets")
-    found = tuple(callbacks)
-    for callback in found:
-        if isinstance(callback, type) or not isinstance(callback, Callback):
-            name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+    checked = tuple(callbacks)
+    for callback in checked:
+        kind = callback if isinstance(callback, type) else type(callback)
+        if kind is callback or not isinstance(callback, Callback):
             raise ConfigError(
                 "callbacks",
-                f"must be objects with the methods evaluated and ended, got {name}; "
-                f"derive it from raydl.Callback and pass an object of it",
+                f"must be objects with the methods evaluated and ended, got {kind.__name__}; "
+                f"derive it from raydl.Callback and pass an instance",
             )
         if any(map(inspect.iscoroutinefunction, (callback.evaluated, callback.ended))):
-            name = type(callback).__name__
-            raise ConfigError("callbacks", f"are not awaited: leave out the async of {name}")
-    return found
+            raise ConfigError(
+                "callbacks", f"must not have async methods, got {kind.__name__}; remove the async"
+            )
+    return checked
 
 
 class Listeners:
-    """The callbacks of a run, and what the first of them said that asked for its end.
+    """The callbacks of a run, and the first request to end it.
 
     Args:
-        callbacks: in the order in which they are called.
+        callbacks: in calling order.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.ended_by = ""
-        """Origin of the request: the ``name`` of a callback, else module:Class; empty: none."""
+        """Callback that requested the end, by its ``name`` or as module:Class; empty if none."""
         self.ended_because = ""
-        """The reason it gave."""
+        """Its reason."""
         self._callbacks = tuple(callbacks)
 
     def note_score(self, evaluated: Evaluated) -> None:
-        """Call all with a score, each with a copy; what one of them raises comes as it is.
+        """Call each callback with its own copy of a score; exceptions propagate unchanged.
 
         Raises:
-            RaydlError: one of them called ``sys.exit``, which would look like a signal.
+            RaydlError: if a callback called ``sys.exit``, which would look like a signal.
         """
         for callback in self._callbacks:
-            own = replace(evaluated, metrics=dict(evaluated.metrics))
+            kind = type(callback)
+            name = str(getattr(callback, "name", "") or f"{kind.__module__}:{kind.__qualname__}")
             try:
-                answer = callback.evaluated(own)
+                reason = callback.evaluated(replace(evaluated, metrics=dict(evaluated.metrics)))
             except SystemExit as error:
                 raise RaydlError(
-                    f"{_name_of(callback)} called sys.exit({error.code!r}); a callback ends the "
-                    f"run with a checkpoint when it returns the reason"
+                    f"{name} called sys.exit({error.code!r}); return a reason instead, which ends "
+                    f"the run with a checkpoint"
                 ) from error
-            if answer and not self.ended_by:
-                self.ended_by = _name_of(callback)
-                asked = f"{self.ended_by} asked for the end"
-                self.ended_because = answer if isinstance(answer, str) else asked
-
-
-def _name_of(callback: Callback) -> str:
-    kind = type(callback)
-    return str(getattr(callback, "name", "") or f"{kind.__module__}:{kind.__qualname__}")
+            if reason and not self.ended_by:
+                self.ended_by = name
+                self.ended_because = (
+                    reason if isinstance(reason, str) else f"{name} requested the end of the run"
+                )

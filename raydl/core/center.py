@@ -1,8 +1,8 @@
-"""The center variable: what remembers, while replicas explore.
+"""The center variable of elastic averaging, and snapshots of it.
 
-``Center`` is the variable itself, or a span of it. In a synchronous method every rank
-keeps the same one, moved by the same totals; otherwise it lives in the center's shards.
-``SnapshotShelf`` holds committed copies for those who evaluate and write checkpoints.
+``Center`` is the variable itself, or one span of it. In synchronous methods every rank has a copy
+and applies the same sums to it; otherwise the center lives in shards. ``SnapshotCache`` holds
+committed copies for evaluation and checkpoints.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from raydl.core.autotune import ExchangeTuning
+from raydl.core.copy_buffers import map_nested
 from raydl.core.flat import FlatModel, is_finite
 from raydl.core.optimizers import parameters_of
 from raydl.core.progress import Progress
@@ -30,25 +31,25 @@ MakeOptimizer = Callable[[list[Tensor]], "Optimizer | None"]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A committed copy of the center, as NumPy arrays so that it travels without a copy."""
+    """A committed copy of the center, as NumPy arrays, which Ray shares without copying them."""
 
     progress: Progress
     is_kept: bool
-    """Whether the workers kept their states at this round for a checkpoint."""
+    """Whether the workers kept their states of this round for a checkpoint."""
     weights: np.ndarray
     """Shape [num_parameters]."""
     buffers: np.ndarray
     """Shape [num_buffers]."""
     optimizer: dict[str, Any]
-    """State of the optimizer at the center; empty where the rule has none."""
+    """State of the optimizer at the center; empty if the rule has none."""
     ledger: dict[str, Any]
     """State of the ``raydl.data.ledger.Ledger`` at this round."""
     num_cuts: int = 0
-    """How often the learning rate was cut up to here, for the schedule ``plateau``."""
+    """Cuts of the learning rate so far, for the schedule ``plateau``."""
     tuning: ExchangeTuning | None = None
-    """Exchange tuning that the workers chose, if they did."""
+    """Exchange tuning that the workers chose, or None."""
     non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
-    """Differences from the non-trainable state at this start of the run, by name; see
+    """Non-trainable tensors, by name, that differ from those at this start of the run; see
     ``raydl.core.flat.NonTrainableState``."""
 
     def is_finite(self) -> bool:
@@ -57,16 +58,16 @@ class Snapshot:
 
 
 class Center:
-    """The center variable c, or one span of it, with its optimizer if it has any.
+    """The center variable c, or one span of it, with the optimizer at the center if any.
 
-    Several threads may call ``apply_`` at once: they then add to the same memory with no
-    order between them, as Hogwild does. Who wants an order holds a lock around it.
+    Several threads may call ``apply_`` at once. They then add to the same memory in no order, as
+    in Hogwild; for an order the caller holds a lock.
 
     Args:
-        weights: initial values, shape [n]; kept, and moved in place.
-        buffers: initial float buffers, shape [num_buffers]; kept, and moved in place.
-        rule: what moves it.
-        make_optimizer: builds the user's optimizer, for rules that let it step here.
+        weights: initial values, shape [n]; updated in place.
+        buffers: initial float buffers, shape [num_buffers]; updated in place.
+        rule: update rule.
+        make_optimizer: builds the user's optimizer, for rules with that optimizer at the center.
     """
 
     def __init__(
@@ -76,21 +77,20 @@ class Center:
         self.buffers = buffers
         self._rule = rule
         self._make = rule.make_center_optimizer if rule.steps_replica else make_optimizer
-        # A torch optimizer reads the gradient off its tensor. So that threads do not take
-        # each other's, each has an alias of the weights with an optimizer of its own; the
-        # optimizer's state is one and the same.
-        self._here = threading.local()
+        # A torch optimizer reads the gradient from its tensor. Each thread has its own alias of
+        # the weights, with its own gradient and optimizer; all optimizers share one state.
+        self._local = threading.local()
         self._states: dict[int, dict[str, Any]] = {}
         self._lr: float | None = None
         self._kept: tuple[Tensor, Tensor, dict[str, Any]] | None = None
 
     def apply_(self, total_weights: Tensor, total_buffers: Tensor, tally: Tally) -> None:
-        """Move the center by a total of messages, which is used up.
+        """Update the center with the sum of messages; both totals are overwritten.
 
         Args:
-            total_weights: sum of what the rule sends, shape [n].
+            total_weights: sum of the messages, shape [n].
             total_buffers: sum of the replicas' float buffers, shape [num_buffers].
-            tally: what the totals are made of.
+            tally: number of messages and samples in the totals.
         """
         weights, optimizer = self._handle()
         if optimizer is not None and self._lr is not None:
@@ -99,50 +99,50 @@ class Center:
         mix_buffers_(self.buffers, total_buffers, tally)
 
     def _handle(self) -> tuple[Tensor, Optimizer | None]:
-        """Return this thread's alias of the weights, and its optimizer."""
-        if not hasattr(self._here, "weights"):
-            self._here.weights = self.weights.detach()
-            self._here.optimizer = self._make([self._here.weights])
-            if self._here.optimizer is not None:
-                self._share_state(self._here.optimizer)
-        return self._here.weights, self._here.optimizer
+        """Return this thread's alias of the weights and its optimizer."""
+        if not hasattr(self._local, "weights"):
+            self._local.weights = self.weights.detach()
+            self._local.optimizer = self._make([self._local.weights])
+            if self._local.optimizer is not None:
+                self._share_state(self._local.optimizer)
+        return self._local.weights, self._local.optimizer
 
     def _share_state(self, optimizer: Optimizer) -> None:
-        """Let an optimizer work on the one state there is, by the place of each parameter."""
-        for place, tensor in enumerate(parameters_of(optimizer)):
-            state = optimizer.state[tensor]  # some have one from the beginning
-            optimizer.state[tensor] = self._states.setdefault(place, state)
+        """Let an optimizer use the shared state, by the index of each parameter."""
+        for index, tensor in enumerate(parameters_of(optimizer)):
+            state = optimizer.state[tensor]  # some optimizers have one from the beginning
+            optimizer.state[tensor] = self._states.setdefault(index, state)
 
     def keep(self) -> None:
-        """Remember the state as it is now, for ``undo_``."""
+        """Save the present state for ``undo_``."""
         self._kept = self.weights.clone(), self.buffers.clone(), self.optimizer_state()
 
     def undo_(self) -> None:
-        """Go back to what ``keep`` remembered."""
-        assert self._kept is not None, "keep comes first"
+        """Restore the state of the last ``keep``."""
+        assert self._kept is not None, "call keep first"
         weights, buffers, state = self._kept
         self.weights.copy_(weights)
         self.buffers.copy_(buffers)
         self.load_optimizer(state)
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the user's optimizer, where it steps here."""
+        """Set the learning rate of the user's optimizer, if it is at the center."""
         if not self._rule.steps_replica:
             self._lr = lr
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return a copy of the state of the optimizer at the center, or an empty dict."""
+        """Return a copy of the state of the optimizer at the center; empty if there is none."""
         _, optimizer = self._handle()
         return copied_to_cpu(optimizer.state_dict()) if optimizer else {}
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Take over what ``optimizer_state`` returned."""
+        """Load a state that ``optimizer_state`` returned."""
         _, optimizer = self._handle()
         if optimizer is None or not state:
             return
         load_state(optimizer, state)
-        for place, tensor in enumerate(parameters_of(optimizer)):
-            shared = self._states[place]  # other threads have it too
+        for index, tensor in enumerate(parameters_of(optimizer)):
+            shared = self._states[index]  # the optimizers of other threads hold it, too
             shared.clear()
             shared.update(optimizer.state[tensor])
         self._share_state(optimizer)
@@ -150,7 +150,7 @@ class Center:
 
 @dataclass(frozen=True)
 class Mirror:
-    """A worker's copy of a span of the center, as it last came to know it."""
+    """A worker's copy of a span of the center, from its last exchange."""
 
     weights: Tensor
     """Shape [n]."""
@@ -159,21 +159,21 @@ class Mirror:
 
 
 def joined_states(states: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
-    """Return the optimizer state of the whole center from those of its spans, in order.
+    """Return the optimizer state of the whole center from the states of its spans, in order.
 
-    What has the shape of its span is laid end to end; anything else (a step count) is that of
-    the first one that has been exchanged.
+    Tensors of the shape of their span are concatenated. Other values (a step count) come from the
+    first span that has been exchanged.
     """
     if len(states) == 1 or not states[0]:
         return states[0]
     merged = {}
-    known = [
+    exchanged = [
         (state["state"][0], n) for state, n in zip(states, sizes, strict=True) if state["state"]
     ]
-    first, size = known[0] if known else ({}, 0)
+    first, size = exchanged[0] if exchanged else ({}, 0)
     for key, value in first.items():
         if isinstance(value, Tensor) and value.shape == (size,):
-            # A span that has not been exchanged yet has no state: as good as zeros.
+            # A span that has not been exchanged yet has no state, which equals zeros.
             parts = [
                 state["state"].get(0, {}).get(key, value.new_zeros(size))
                 for state, size in zip(states, sizes, strict=True)
@@ -185,7 +185,7 @@ def joined_states(states: list[dict[str, Any]], sizes: list[int]) -> dict[str, A
 
 
 def split_states(state: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
-    """Return the optimizer states of the spans of a center from that of the whole."""
+    """Return the optimizer state of each span of a center from the state of the whole."""
     if len(sizes) == 1 or not state:
         return [state] * len(sizes)
     whole = state["state"].get(0, {})
@@ -193,16 +193,16 @@ def split_states(state: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]
     for key, value in whole.items():
         is_flat = isinstance(value, Tensor) and value.shape == (sum(sizes),)
         parts = torch.split(value, sizes) if is_flat else [value] * len(sizes)
-        for part, piece in zip(split, parts, strict=True):
-            part[key] = piece
-    return [{**state, "state": {0: part} if part else {}} for part in split]
+        for span_state, part in zip(split, parts, strict=True):
+            span_state[key] = part
+    return [{**state, "state": {0: span_state} if span_state else {}} for span_state in split]
 
 
 def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
-    """Return where a new run starts: the weights of a model, and no sample seen.
+    """Return the snapshot that a new run starts from.
 
     Args:
-        flat: the initial model.
+        flat: initial model.
         num_samples: samples in the training set.
     """
     return Snapshot(
@@ -216,16 +216,16 @@ def first_snapshot(flat: FlatModel, num_samples: int) -> Snapshot:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameters; groups with a share of it get that."""
+    """Set the learning rate of all groups; a group with ``lr_share`` gets that share of it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_share", 1.0)
 
 
 def load_state(optimizer: Optimizer, state: dict[str, Any], *, copies: bool = True) -> None:
-    """Load what an optimizer remembers; its settings stay those of now.
+    """Load the state of an optimizer and keep its present settings.
 
-    torch keeps the tensors that it is given, so they are copied, for a snapshot is shared with
-    others; without ``copies`` they are the optimizer's from here on.
+    torch keeps the tensors that it loads. They are copied, because a snapshot is shared with
+    others; without ``copies`` the optimizer owns them from now on.
     """
     settings = [{**group} for group in optimizer.param_groups]
     optimizer.load_state_dict(copied_to_cpu(state) if copies else state)
@@ -235,72 +235,58 @@ def load_state(optimizer: Optimizer, state: dict[str, Any], *, copies: bool = Tr
 
 def copied_to_cpu(value: Any) -> Any:
     """Return nested dicts and lists with copies of all tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {k: copied_to_cpu(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [copied_to_cpu(v) for v in value]
-    return value
+    return map_nested(value, lambda v: v.detach().cpu().clone() if isinstance(v, Tensor) else v)
 
 
 def as_arrays(value: Any) -> Any:
-    """Return nested dicts and lists with arrays on the memory of their tensors.
+    """Return nested dicts and lists with tensors as arrays on the same memory.
 
-    Ray shares arrays with a process of the same node; tensors it copies, twice. Of a dtype that
-    NumPy lacks they stay tensors.
+    Ray shares arrays with processes on the same node, but copies tensors twice. Tensors of a dtype
+    that NumPy lacks stay tensors.
     """
-    if isinstance(value, Tensor):
+
+    def as_array(v: Any) -> Any:
         try:
-            return value.detach().cpu().numpy()
+            return v.detach().cpu().numpy() if isinstance(v, Tensor) else v
         except TypeError:
-            return value
-    if isinstance(value, dict):
-        return {k: as_arrays(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [as_arrays(v) for v in value]
-    return value
+            return v
+
+    return map_nested(value, as_array)
 
 
 def as_tensors(value: Any) -> Any:
-    """Return nested dicts and lists with copies of their arrays as tensors again."""
-    if isinstance(value, np.ndarray):
-        return torch.tensor(value)
-    if isinstance(value, dict):
-        return {k: as_tensors(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [as_tensors(v) for v in value]
-    return value
+    """Return nested dicts and lists with arrays copied to tensors."""
+    return map_nested(value, lambda v: torch.tensor(v) if isinstance(v, np.ndarray) else v)
 
 
-class SnapshotShelf:
-    """The newest committed snapshots, and the two newest that are kept for a checkpoint.
+class SnapshotCache:
+    """The newest committed snapshots, and the two newest that belong to a checkpoint.
 
-    Snapshots may come faster than anyone takes them; those that a checkpoint needs are held
-    however many others come between. Two, since the last round of a run may follow at once
-    on one that was voted for and is not collected yet.
+    Snapshots may arrive faster than they are read. Snapshots for a checkpoint are held however
+    many others follow: two of them, since the last round of a run may directly follow a
+    checkpoint's round that has not been collected yet.
 
-    A worker's snapshot may be held up on its way while the others go on without it, and its
-    round may be one that they train anew. So each generation begins here: from then on a
-    snapshot that a member of an earlier one made is refused, whatever its round.
+    A worker's snapshot may be delayed while the other workers go on without it, and they may train
+    its round again. So each generation begins here: from then on snapshots from members of earlier
+    generations are refused, whatever their round.
 
     Args:
-        num_newest: how many are held in any case.
+        num_newest: number of newest snapshots to hold.
     """
 
     def __init__(self, *, num_newest: int = 3) -> None:
         self._num_newest = num_newest
         self._by_round: dict[int, Snapshot] = {}
         self.generation = 0
-        """The newest that has begun."""
+        """Newest generation that has begun."""
         self.num_refused = 0
-        """Snapshots that came too late: an earlier generation made them."""
+        """Snapshots of earlier generations that arrived too late."""
 
     def begin(self, generation: int, round: int) -> Snapshot | None:
-        """Begin a generation; return the snapshot of the round that it starts from, if held.
+        """Begin a generation and return the snapshot of the round it starts from, if held.
 
-        What lies beyond that round is dropped: nobody goes on from it, and this generation will
-        make snapshots with the same numbers.
+        Snapshots beyond that round are dropped: no worker goes on from them, and this generation
+        will make snapshots of the same rounds.
         """
         self.generation = max(self.generation, generation)
         if round in self._by_round:
@@ -308,30 +294,30 @@ class SnapshotShelf:
         return self.get(round)
 
     def put(self, snapshot: Snapshot) -> bool:
-        """Take in a snapshot; return whether it counts.
+        """Store a snapshot, or refuse one of an earlier generation; return whether it is stored.
 
-        One of the same round and generation is replaced by its equal.
+        It replaces a snapshot of the same round and generation, which is equal.
         """
         before = self._by_round.get(snapshot.progress.round)
         newest = max(self.generation, before.progress.generation if before else 0)
         if snapshot.progress.generation < newest:
             self.num_refused += 1
             return False
-        self._take_in(snapshot)
+        self._store(snapshot)
         return True
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Take in a copy that the controller has chosen to go on from, of any generation.
+        """Store a copy, of any generation, that the controller chose to go on from.
 
-        Between two generations that of a member of the last one is the newest there is, and if
-        all of these are lost, that of a worker which was left out before. One of the same round
-        that a later generation made stays.
+        Between two generations the newest copy belongs to a member of the last generation. If all
+        of these members are lost, it belongs to a worker that was left out before. A snapshot of
+        the same round from a later generation is not replaced.
         """
         before = self._by_round.get(snapshot.progress.round)
         if before is None or before.progress.generation <= snapshot.progress.generation:
-            self._take_in(snapshot)
+            self._store(snapshot)
 
-    def _take_in(self, snapshot: Snapshot) -> None:
+    def _store(self, snapshot: Snapshot) -> None:
         before = self._by_round.get(snapshot.progress.round)
         if before is not None and before.is_kept:
             is_same = before.progress.generation == snapshot.progress.generation
@@ -347,13 +333,13 @@ class SnapshotShelf:
         return tuple(sorted(self._by_round))
 
     def num_changes(self) -> int:
-        """Return the changes of the ledger in the newest one."""
+        """Return the number of ledger changes in the newest snapshot."""
         return int(self.newest().ledger.get("num_changes", 0))
 
     def newest(self) -> Snapshot:
-        """Return the newest snapshot; there is one as soon as a run begins."""
+        """Return the newest snapshot; a run stores one when it begins."""
         return self._by_round[max(self._by_round)]
 
     def get(self, round: int) -> Snapshot | None:
-        """Return the snapshot of that round, or None if it is not held (any more)."""
+        """Return the snapshot of a round, or None if it is not held."""
         return self._by_round.get(round)

@@ -1,14 +1,15 @@
-"""Lossy encodings of an exchanged vector, with error feedback.
+"""Lossy codecs for exchanged vectors, with error feedback.
 
     symbol  name here   meaning
-    v       values      the vector that is to travel, float32, shape [n]
-    e       residual    what earlier messages left out, shape [n]
-    m       decoded     what the receiver sees: C(.) is encode, then decode, shape [n]
+    v       values      the vector to send, float32, shape [n]
+    e       residual    the part that earlier messages left out, shape [n]
+    m       decoded     the vector that the receiver decodes, shape [n]
+    C(.)                encode, then decode
 
     error feedback:     m = C(v + e) ; e <- (v + e) - m
 
-The size of a message (bytes in the order of the machine) follows from n alone. The same
-values give the same bytes. What is not finite stays so: a diverged run is seen.
+The size of a message depends on n alone; its byte order is the machine's. Equal values give equal
+bytes. Non-finite values stay non-finite, so that a diverged run is noticed.
 
 Sources: Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019, arXiv 1901.09847 (error
 feedback); Aji & Heafield 2017, arXiv 1704.05021, and Stich et al. 2018, arXiv 1809.07599
@@ -32,23 +33,23 @@ from raydl.errors import ConfigError
 
 
 class Codec(Protocol):
-    """Turns a vector of float32 into bytes and back."""
+    """Encodes a float32 vector as bytes and decodes it."""
 
     name: str
-    """As ``parse_codec`` understands it."""
+    """The setting that ``parse_codec`` accepts."""
 
     def num_bytes(self, num_values: int) -> int:
-        """Return the exact size of the message of so many values, in bytes."""
+        """Return the exact size of a message in bytes."""
 
     def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the message: uint8, shape [num_bytes(n)], on the device of the values."""
 
     def decode(self, message: Tensor, *, out: Tensor) -> Tensor:
-        """Write all of ``out``, float32, shape [n]; the message may start at any byte."""
+        """Overwrite ``out``, float32, shape [n]; the message may start at any byte."""
 
 
 class _Cast:
-    """Each value alone, as another type."""
+    """Casts each value to another dtype."""
 
     name: str
     dtype: torch.dtype
@@ -57,7 +58,7 @@ class _Cast:
         return self.dtype.itemsize * num_values
 
     def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
-        message = _room(self, values, out)
+        message = _message(self, values, out)
         message.view(self.dtype).copy_(values)
         return message
 
@@ -66,25 +67,25 @@ class _Cast:
 
 
 class Plain(_Cast):
-    """The values as they are: the same bits come back."""
+    """Values without encoding: decodes to the same bits."""
 
     name, dtype = "none", torch.float32
 
 
 class BFloat16(_Cast):
-    """Values rounded to bfloat16, to nearest even: a relative error of at most 2^-8."""
+    """Values rounded to the nearest bfloat16, ties to even: relative error at most 2^-8."""
 
     name, dtype = "bf16", torch.bfloat16
 
 
 class Int8Blocks:
-    """One byte per value, and per block the greatest magnitude s as float32.
+    """One byte per value, and per block its largest magnitude s as float32.
 
-    q = round(v / s * 127) ; m = q / 127 * s, off by s / 254 at most. All s come first, then
-    all q. A block that holds a value that is not finite decodes to NaN as a whole.
+    q = round(v / s * 127) ; m = q / 127 * s, with an error of at most s / 254. The message is all
+    s, then all q. A block with a non-finite value decodes to NaN as a whole.
 
     Args:
-        block_size: values that share an s; the last block may be short.
+        block_size: values that share one s; the last block may be shorter.
     """
 
     def __init__(self, block_size: int = 1024) -> None:
@@ -96,15 +97,15 @@ class Int8Blocks:
 
     def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return all s, then all q."""
-        message = _room(self, values, out)
+        message = _message(self, values, out)
         for part, scale, level in self._groups(values, message):
             rows = pad(part, (0, -len(part) % self.block_size)).view(-1, self.block_size)
             low, high = rows.aminmax(dim=1)  # NaN if any value is
             torch.maximum(low.abs(), high.abs(), out=scale)
-            # Division comes first: 127 / s may overflow. NaN becomes q = 0: it is 0 / 0 of a
-            # block of zeros, or of a block whose s says that it is not finite.
-            shares = (rows / scale[:, None]).mul_(127).round_().nan_to_num_(nan=0)
-            level.copy_(shares.view(-1)[: len(level)])
+            # Divide first: 127 / s may overflow. NaN becomes q = 0; it comes from 0 / 0 in a
+            # block of zeros, or from a block whose s is not finite.
+            levels = (rows / scale[:, None]).mul_(127).round_().nan_to_num_(nan=0)
+            level.copy_(levels.view(-1)[: len(level)])
         return message
 
     def decode(self, message: Tensor, *, out: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class Int8Blocks:
         return out
 
     def _groups(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (v, s, q) of many blocks at a time: scratch is 4 MiB, not a vector."""
+        """Yield (v, s, q) of several blocks at a time, so that scratch memory is 4 MiB."""
         start, step = len(message) - len(values), max(1, 2**20 // self.block_size)
         scales, levels = message[:start].view(torch.float32), message[start:].view(torch.int8)
         for block in range(0, len(scales), step):
@@ -124,41 +125,53 @@ class Int8Blocks:
 
 
 class TopK:
-    """The k = max(1, ceil(share * n)) values of the largest magnitude; all others become 0.
+    """The k = max(1, ceil(share * n)) values of largest magnitude; all others become 0.
 
-    Of equal ones the lower index goes; NaN goes first, then infinities. The message is the
-    indices as int32 in rising order, then their values as float32. n < 2^31.
+    NaN ranks above infinities, infinities above numbers; among equal magnitudes the lower index
+    is sent. The message is the indices as int32 in ascending order, then their values as float32.
+    n < 2^31.
 
     Args:
-        share: in (0, 1], taken as the decimal it is written as: 0.07 of 100 is 7, not 8.
+        share: in (0, 1], read as a decimal number: 0.07 of 100 is 7, not 8.
     """
 
     def __init__(self, share: float) -> None:
         self.name, self.share = f"topk:{share}", share
 
     def num_bytes(self, num_values: int) -> int:
-        """Return 8 * k, or 0 of no values."""
+        """Return 8 * k, or 0 for no values."""
         k = math.ceil(Fraction(str(self.share)) * num_values)
         return 8 * min(max(1, k), num_values)
 
     def encode(self, values: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the indices and the values of the k largest."""
-        message = _room(self, values, out)
+        message = _message(self, values, out)
         half = len(message) // 2
-        largest = _largest(values, k=half // 4)
+        k = half // 4
+        magnitudes = values.view(torch.int32) & 0x7FFFFFFF  # integers in the same order, NaN last
+        # Which of several equal values torch.topk returns is undefined, so only its smallest
+        # magnitude is used.
+        limit = magnitudes.topk(k, sorted=False).values.amin() if k else 0
+        above = (magnitudes > limit).nonzero()[:k, 0]
+        equal = (magnitudes == limit).nonzero()[: k - len(above), 0]
+        largest = torch.cat([above, equal]).sort().values
         message[:half].view(torch.int32).copy_(largest)
         message[half:].view(torch.float32).copy_(values[largest])
         return message
 
     def decode(self, message: Tensor, *, out: Tensor) -> Tensor:
-        """Return zeros with the kept values among them."""
+        """Return the sent values, and zeros elsewhere."""
         message, half = _aligned(self, message, out), len(message) // 2
-        indices, kept = message[:half].view(torch.int32), message[half:].view(torch.float32)
-        return out.zero_().index_copy_(0, indices.long(), kept)
+        indices, sent = message[:half].view(torch.int32), message[half:].view(torch.float32)
+        return out.zero_().index_copy_(0, indices.long(), sent)
 
 
 def parse_codec(text: str) -> Codec:
-    """Return the codec of ``none``, ``bf16``, ``int8`` or ``topk:SHARE``, or raise ConfigError."""
+    """Return the codec for ``none``, ``bf16``, ``int8`` or ``topk:SHARE``.
+
+    Raises:
+        ConfigError: for any other text.
+    """
     simple: dict[str, Codec] = {"none": Plain(), "bf16": BFloat16(), "int8": Int8Blocks()}
     if text in simple:
         return simple[text]
@@ -173,11 +186,11 @@ def parse_codec(text: str) -> Codec:
 
 
 class ErrorFeedback:
-    """A codec that makes up in later messages for what earlier ones left out.
+    """A codec that adds the parts left out of earlier messages to later ones.
 
-    All m and the last e sum to all v: what is not sent is late, not lost. ``encode`` begins
-    an exchange, ``commit`` says that it succeeded. Without it the residual stays, and the
-    next ``encode`` forgets this one. Memory: three vectors and a message.
+    The sum of all m and the last e is the sum of all v: values are delayed, not lost. ``encode``
+    begins an exchange, ``commit`` ends a successful one. Without ``commit`` the residual stays,
+    and the next ``encode`` discards the message. Memory: three vectors and a message.
 
     Attributes:
         residual: e after the last commit, shape [n]; [0] before the first ``encode``.
@@ -193,7 +206,11 @@ class ErrorFeedback:
     def encode(self, values: Tensor) -> Tensor:
         """Return the message of values + residual; the next call overwrites it."""
         if self._next.shape != values.shape:
-            self._make_room(values)
+            residual = self.residual if len(self.residual) else torch.zeros_like(values)
+            assert residual.shape == values.shape, (residual.shape, values.shape)
+            self.residual = residual.to(values)
+            self.decoded, self._next = torch.empty_like(values), torch.empty_like(values)
+            self._message = _message(self.codec, values, None)
         torch.add(values, self.residual, out=self._next)
         self.codec.encode(self._next, out=self._message)
         self.codec.decode(self._message, out=self.decoded)
@@ -202,8 +219,8 @@ class ErrorFeedback:
         return self._message
 
     def commit(self) -> None:
-        """Keep the residual of the last message, which has arrived."""
-        assert self._is_open, "a commit follows each encode at most once"
+        """Keep the residual of the last message, whose exchange succeeded."""
+        assert self._is_open, "commit at most once after each encode"
         self.residual, self._next, self._is_open = self._next, self.residual, False
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -211,52 +228,35 @@ class ErrorFeedback:
         return {"residual": self.residual.to("cpu", copy=True)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what ``state_dict`` returned, and forget the last message."""
+        """Load a state that ``state_dict`` returned, and discard the last message."""
         self.residual, self._next = state["residual"].clone(), torch.zeros(0)
         self._is_open = False
 
-    def _make_room(self, values: Tensor) -> None:
-        residual = self.residual if len(self.residual) else torch.zeros_like(values)
-        assert residual.shape == values.shape, (residual.shape, values.shape)
-        self.residual = residual.to(values)
-        self.decoded, self._next = torch.empty_like(values), torch.empty_like(values)
-        self._message = _room(self.codec, values, None)
 
-
-def relaid(
+def redistribute_residuals(
     feedback: Mapping[tuple[int, int], ErrorFeedback], spans: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], ErrorFeedback]:
-    """Return codecs of other spans of the same parameters, with what the ones before left out.
+    """Return codecs for other spans of the same parameters, with the same residuals.
 
     Args:
-        feedback: at least one codec by span, all of one kind.
-        spans: [start, stop) each, end to end.
+        feedback: codecs of one kind by span, at least one.
+        spans: contiguous spans, [start, stop) each.
     """
     codec = next(iter(feedback.values())).codec
-    left = {span: before.residual for span, before in feedback.items() if len(before.residual)}
-    if not left:
+    residuals = {span: old.residual for span, old in feedback.items() if len(old.residual)}
+    if not residuals:
         return {}
-    whole = next(iter(left.values())).new_zeros(spans[-1][1])
-    for (start, stop), residual in left.items():
+    whole = next(iter(residuals.values())).new_zeros(spans[-1][1])
+    for (start, stop), residual in residuals.items():
         whole[start:stop] = residual
-    laid = {span: ErrorFeedback(codec) for span in spans}
-    for (start, stop), after in laid.items():
-        after.load_state_dict({"residual": whole[start:stop]})
-    return laid
+    redistributed = {span: ErrorFeedback(codec) for span in spans}
+    for (start, stop), new in redistributed.items():
+        new.load_state_dict({"residual": whole[start:stop]})
+    return redistributed
 
 
-def _largest(values: Tensor, *, k: int) -> Tensor:
-    """Return the indices of the k largest magnitudes in rising order, shape [k]."""
-    magnitudes = values.view(torch.int32) & 0x7FFFFFFF  # integers that order alike, NaN last
-    # torch.topk leaves open which of equal values it takes: only the limit is asked of it.
-    limit = magnitudes.topk(k, sorted=False).values.amin() if k else 0
-    above = (magnitudes > limit).nonzero()[:k, 0]
-    equal = (magnitudes == limit).nonzero()[: k - len(above), 0]
-    return torch.cat([above, equal]).sort().values
-
-
-def _room(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
-    """Return ``out``, which has to start at a multiple of 4 bytes, or a new message."""
+def _message(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
+    """Return ``out``, which must start at a multiple of 4 bytes, or memory for a message."""
     assert values.dtype == torch.float32, values.dtype
     num_bytes = codec.num_bytes(len(values))
     if out is None:
@@ -266,6 +266,6 @@ def _room(codec: Codec, values: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _aligned(codec: Codec, message: Tensor, out: Tensor) -> Tensor:
-    """Return the message, copied if torch has no view of numbers that start where it does."""
+    """Return the message, copied if it is not aligned for a view of four-byte numbers."""
     assert len(message) == codec.num_bytes(len(out)), (codec.name, message.shape, out.shape)
     return message.clone() if message.storage_offset() % 4 else message

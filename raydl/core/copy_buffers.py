@@ -1,14 +1,15 @@
-"""Copies of a state, in memory that is used again: a training waits while one is made.
+"""Copies of a state in reused memory, to shorten the pause that a copy makes in training.
 
-What the system hands out anew it has to clear, page by page, and that takes several times as long
-as the copy itself. So the memory of an earlier copy is used again as soon as nobody has any tensor
-in it, and the memory of the first copy is made ready beforehand.
+The system clears newly allocated memory page by page, which takes several times as long as the
+copy itself. So the memory of an earlier copy is reused once no tensor refers to it, and the memory
+of the first copy is allocated and touched in advance.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,35 +17,32 @@ import torch
 from torch import Tensor
 
 _LEAST_BYTES = 1 << 20
-"""Smaller tensors are copied to wherever the allocator likes."""
+"""Smaller tensors are copied to newly allocated memory."""
 
 
 class _Block:
-    """Memory for one tensor, and whether anybody uses it."""
+    """Memory for one tensor."""
 
     def __init__(self, num_bytes: int) -> None:
-        # torch's: for large arrays NumPy asks for huge pages, for which a busy system has to tidy
-        # up first.
+        # Allocated by torch: for large arrays NumPy requests huge pages, and a busy system has to
+        # compact its memory first.
         self._memory = torch.empty(num_bytes, dtype=torch.uint8).numpy()
         self._user: weakref.ref[np.ndarray] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.nbytes
+        self.num_bytes = num_bytes
 
     @property
     def is_free(self) -> bool:
         return self._user is None or self._user() is None
 
     def lend(self) -> Tensor:
-        """Return the bytes as a tensor; they are in use until it and all its views are gone."""
-        view = self._memory.view()  # which the tensor's storage keeps
+        """Return the bytes as a tensor; they are in use while it or a view of it exists."""
+        view = self._memory.view()  # the tensor's storage keeps it alive
         self._user = weakref.ref(view)
         return torch.from_numpy(view)
 
 
 class CopyBuffers:
-    """Makes copies of nested values on the CPU. For one thread at a time."""
+    """Copies nested values to the CPU. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
@@ -52,17 +50,17 @@ class CopyBuffers:
     def of(self, value: Any) -> Any:
         """Return nested dicts and lists with copies of all tensors on the CPU.
 
-        Memory of earlier copies that this one has no use for is given back.
+        Memory of earlier copies that this copy does not need is freed.
         """
-        copy = self._of(value)
+        copy = map_nested(value, lambda v: self._copy(v) if isinstance(v, Tensor) else v)
         self._blocks = [block for block in self._blocks if not block.is_free]
         return copy
 
     def prepare(self, sizes: list[int]) -> None:
-        """Make memory ready for the next copy, as far as it is not there; in any thread.
+        """Allocate the missing memory for the next copy; may run in any thread.
 
         Args:
-            sizes: of its tensors, as ``sizes_of`` returns them.
+            sizes: bytes of its tensors, from ``sizes_of``.
         """
         ready = Counter(block.num_bytes for block in list(self._blocks) if block.is_free)
         missing = Counter(size for size in sizes if size >= _LEAST_BYTES) - ready
@@ -71,16 +69,8 @@ class CopyBuffers:
             block.lend().zero_()  # touches each page
         self._blocks += blocks
 
-    def _of(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._copy(value.detach())
-        if isinstance(value, dict):
-            return {key: self._of(v) for key, v in value.items()}
-        if isinstance(value, list):
-            return [self._of(v) for v in value]
-        return value
-
     def _copy(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
         if tensor.nbytes < _LEAST_BYTES:
             return tensor.to("cpu", copy=True)
         free = (b for b in self._blocks if b.num_bytes == tensor.nbytes and b.is_free)
@@ -90,6 +80,15 @@ class CopyBuffers:
             self._blocks.append(block)
         copy = block.lend().view(tensor.dtype).view(tensor.shape)
         return copy.copy_(tensor)
+
+
+def map_nested(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested dicts and lists with a function applied to all values in them."""
+    if isinstance(value, dict):
+        return {key: map_nested(v, function) for key, v in value.items()}
+    if isinstance(value, list):
+        return [map_nested(v, function) for v in value]
+    return function(value)
 
 
 def sizes_of(value: Any) -> list[int]:

@@ -1,7 +1,7 @@
-"""Rules of a user's own: found, checked, and tried before anything starts.
+"""Custom update rules: loaded, checked and tried before any process starts.
 
-What a rule does wrong would be seen late, or never: a center that does not move, state that a
-resumed run does not have. So a copy of it takes a few steps over small tensors first.
+Some mistakes in a rule would show late or never: a center that does not move, or state that a
+resumed run lacks. So a copy of the rule takes a few steps on small tensors first.
 """
 
 from __future__ import annotations
@@ -24,114 +24,69 @@ from raydl.config.learning import STRATEGIES
 from raydl.core.rules import Rule, Sends, Tally
 from raydl.errors import ConfigError, UnknownNameError
 
-_FEW = 6
 _NUM_UPDATES = 16
-"""A rule may let arrivals gather before the center moves; but not so many."""
+"""Updates after which the center must have moved; a rule may collect some messages first."""
 _SETTINGS = {"sends": Sends, "steps_replica": bool, "strategy": str, "period": int}
 """Attributes of a rule, and the type of each."""
-_ALIKE = 0.75
-_MISSING = object()
+_SIMILARITY = 0.75
 _CPU = torch.device("cpu")
 
 
 def as_method(method: MethodConfig | Rule | str) -> tuple[MethodConfig, Rule | None]:
-    """Return the settings that a user's ``method`` stands for, and the rule if it is one.
+    """Return the settings for a user's ``method`` argument, and the rule if it is one.
 
     Raises:
-        ConfigError: it is of another kind.
+        ConfigError: if it has any other type.
     """
     given: Any = method
     if isinstance(given, MethodConfig):
         return given, None
     if isinstance(given, str):
         return MethodConfig(name=given), None
+    kind = type(given)
     if isinstance(given, Rule):
-        return MethodConfig(name=_name_of(given)), given
+        return MethodConfig(name=f"{kind.__module__}:{kind.__qualname__}"), given
     if isinstance(given, type) and issubclass(given, Rule):
-        raise ConfigError("method", f"is the class {given.__name__}; give an instance of it")
-    raise ConfigError(
-        "method", f"must be a name, a MethodConfig or a Rule, got a {type(given).__name__}"
-    )
+        raise ConfigError("method", f"is the class {given.__name__}; pass an instance of it")
+    raise ConfigError("method", f"must be a name, a MethodConfig or a Rule, got a {kind.__name__}")
 
 
 def named_rule(config: MethodConfig) -> Rule | None:
-    """Return the rule that ``module:Class`` names, or None for a name of the table.
+    """Return the rule that ``module:Class`` names, or None for the name of a built-in method.
 
     Raises:
-        ConfigError: it can not be imported, is no rule, or can not be made.
+        ConfigError: if it can not be imported, is not a rule, or can not be constructed.
     """
     if ":" not in config.name:
         return None
     found = load_own("method.name", config.name)
     if not (isinstance(found, type) and issubclass(found, Rule)):
         raise ConfigError("method.name", f"{config.name} is no subclass of raydl.core.rules.Rule")
-    # A class with a from_config of its own makes itself.
+    # A class with its own from_config constructs itself.
     if inspect.getattr_static(found, "from_config") is inspect.getattr_static(Rule, "from_config"):
         try:
             inspect.signature(found).bind()
         except TypeError as error:
             raise ConfigError(
                 "method.name",
-                f"{config.name} can not be made: {error}; give its arguments defaults, define "
-                f"from_config(config), or give an instance in Python: Trainer(method=...)",
+                f"{config.name} can not be constructed: {error}; give its arguments defaults, "
+                f"define from_config(config), or pass an instance in Python: Trainer(method=...)",
             ) from error
     return found.from_config(config)
 
 
-def _name_of(rule: Rule) -> str:
-    return f"{type(rule).__module__}:{type(rule).__qualname__}"
-
-
 def check_rule(rule: Rule) -> None:
-    """Check what a rule of a user's own says of itself.
+    """Check the attributes and the signatures of a custom rule.
 
     Raises:
-        ConfigError: a setting of it is wrong or misspelt, or a method is missing or takes something
-            else.
+        ConfigError: if an attribute is invalid or misspelled, or a method is missing or has
+            another signature.
     """
     name = type(rule).__name__
-    _check_settings(rule, name)
-    _check_methods(rule, name)
-
-
-def try_rule(rule: Rule, num_parameters: int, *, device: torch.device = _CPU) -> None:
-    """Try a rule of a user's own on small tensors.
-
-    Args:
-        rule: which was checked.
-        num_parameters: that an exchange has; a rule may hold tensors of that size.
-        device: of the exchange.
-
-    Raises:
-        ConfigError: the center is not moved in place, or the rule keeps state in itself.
-        Exception: what the rule's own code raised.
-    """
-    try:
-        _try(rule, _values(_FEW, device), least_updates=_NUM_UPDATES)
-    except ConfigError:
-        raise
-    except Exception:
-        _try(rule, _values(num_parameters, device), least_updates=2)
-
-
-def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
-    name = type(rule).__name__
-    try:
-        tried = copy.deepcopy(rule)
-    except Exception:  # of its contents; its own changes are seen all the same
-        tried = rule
-    before = dict(_remembered(tried))
-    _try_pull(tried, name, values)
-    _refuse_state(tried, before, name, "pull")
-    _try_updates(tried, name, values, least=least_updates)
-    _refuse_state(tried, before, name, "update_center_")
-
-
-def _check_settings(rule: Rule, name: str) -> None:
     for key, value in _own_values(type(rule)):
-        near = difflib.get_close_matches(key, _SETTINGS, n=1, cutoff=_ALIKE)
-        is_own = key in _SETTINGS or key.startswith("_")
-        if near and not is_own and isinstance(value, _SETTINGS[near[0]]):
+        near = difflib.get_close_matches(key, _SETTINGS, n=1, cutoff=_SIMILARITY)
+        is_known = key in _SETTINGS or key.startswith("_")
+        if near and not is_known and isinstance(value, _SETTINGS[near[0]]):
             raise UnknownNameError(f"method.name {name}", key, _SETTINGS)
     sends, strategy, period = (getattr(rule, key) for key in ("sends", "strategy", "period"))
     if not isinstance(sends, Sends):
@@ -140,28 +95,68 @@ def _check_settings(rule: Rule, name: str) -> None:
     if strategy not in STRATEGIES:
         raise UnknownNameError(f"method.name {name}.strategy", str(strategy), STRATEGIES)
     if not isinstance(period, int) or period < 1:
-        problem = f"{name}.period must be a whole number from 1 on, got {period!r}"
+        problem = f"{name}.period must be a whole number of at least 1, got {period!r}"
         raise ConfigError("method.name", problem)
+    _check_methods(rule, name)
+
+
+def try_rule(rule: Rule, num_parameters: int, *, device: torch.device = _CPU) -> None:
+    """Try a custom rule on small tensors.
+
+    Args:
+        rule: a rule that ``check_rule`` accepted.
+        num_parameters: parameters of an exchange; a rule may hold tensors of that size.
+        device: device of the exchange.
+
+    Raises:
+        ConfigError: if the center does not move in place, or the rule keeps state in itself.
+        Exception: any exception of the rule's own code.
+    """
+    try:
+        _try(rule, _values(6, device), least_updates=_NUM_UPDATES)
+    except ConfigError:
+        raise
+    except Exception:  # perhaps it holds tensors of the exchange's size
+        _try(rule, _values(num_parameters, device), least_updates=2)
+
+
+def _try(rule: Rule, values: Tensor, *, least_updates: int) -> None:
+    name = type(rule).__name__
+    try:
+        tried = copy.deepcopy(rule)
+    except Exception:  # it holds a value that can not be copied: try the rule itself
+        tried = rule
+    before = _copied_attributes(tried)
+    _try_pull(tried, name, values)
+    _refuse_state(tried, before, name, "pull")
+    _try_updates(tried, name, values, least=least_updates)
+    _refuse_state(tried, before, name, "update_center_")
+
+
+def _class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a user's classes, base classes first."""
+    for cls in reversed(kind.__mro__[: kind.__mro__.index(Rule)]):
+        yield from vars(cls).items()
 
 
 def _own_values(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield what a user's classes define beside functions, the base classes first."""
-    for cls in reversed(kind.__mro__[: kind.__mro__.index(Rule)]):
-        for key, value in vars(cls).items():
-            if not key.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
-                yield key, value
+    """Yield the class attributes that are not functions."""
+    for key, value in _class_attributes(kind):
+        if not key.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+            yield key, value
 
 
 def _check_methods(rule: Rule, name: str) -> None:
-    """Raise a ConfigError if a method that is asked for is missing, or takes something else."""
+    """Raise a ConfigError if a required method is missing or has another signature."""
     needed: dict[str, Callable[..., Any]] = {"update_center_": rule.update_center_}
     if rule.sends is Sends.WEIGHTS and type(rule).measured_pull is Rule.measured_pull:
         needed["pull"] = rule.pull
     for method, bound in needed.items():
-        theirs, base = getattr(type(rule), method), getattr(Rule, method)
-        if theirs is base:
-            near = difflib.get_close_matches(method, _functions(type(rule)), n=1, cutoff=_ALIKE)
-            hint = f"; is {near[0]}() meant?" if near else ""
+        base = getattr(Rule, method)
+        if getattr(type(rule), method) is base:
+            functions = [key for key, value in _class_attributes(type(rule)) if callable(value)]
+            near = difflib.get_close_matches(method, functions, n=1, cutoff=_SIMILARITY)
+            hint = f"; rename {near[0]}()?" if near else ""
             raise ConfigError(
                 "method.name",
                 f"{name} sends {rule.sends.value} and has no {method}(){hint} (docs/algorithms.md)",
@@ -174,19 +169,8 @@ def _check_methods(rule: Rule, name: str) -> None:
         try:
             inspect.signature(bound).bind(*arguments, **keywords)
         except TypeError as error:
-            raise ConfigError(
-                "method.name",
-                f"{name}.{method}() must take {wanted}: {error}",
-            ) from error
-
-
-def _functions(kind: type) -> list[str]:
-    return [
-        key
-        for cls in kind.__mro__[: kind.__mro__.index(Rule)]
-        for key, value in vars(cls).items()
-        if callable(value)
-    ]
+            problem = f"{name}.{method}() must take {wanted}: {error}"
+            raise ConfigError("method.name", problem) from error
 
 
 def _try_pull(rule: Rule, name: str, values: Tensor) -> None:
@@ -194,26 +178,25 @@ def _try_pull(rule: Rule, name: str, values: Tensor) -> None:
         return
     replica, center = values.clone(), values.flip(0)
     pull: Any = rule.pull(replica, center, Tally(2, 1, 8.0), out=torch.empty_like(center))
-    if not isinstance(pull, Tensor) or (pull.shape, pull.dtype) != (center.shape, center.dtype):
-        is_tensor = isinstance(pull, Tensor)
-        found = f"{pull.dtype} of shape {list(pull.shape)}" if is_tensor else repr(pull)
+    is_tensor = isinstance(pull, Tensor)
+    if not is_tensor or (pull.shape, pull.dtype) != (center.shape, center.dtype):
+        returned = f"{pull.dtype} of shape {list(pull.shape)}" if is_tensor else repr(pull)
         raise ConfigError(
             "method.name",
-            f"{name}.pull() must return what the replica subtracts, {center.dtype} of its shape "
-            f"{list(center.shape)}; it returned {found}",
+            f"{name}.pull() must return the update that the replica subtracts, {center.dtype} of "
+            f"shape {list(center.shape)}; it returned {returned}",
         )
     if not (torch.equal(replica, values) and torch.equal(center, values.flip(0))):
         raise ConfigError(
-            "method.name",
-            f"{name}.pull() must leave replica and center as they are, and write into out",
+            "method.name", f"{name}.pull() must not change replica or center; write into out"
         )
 
 
 def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
-    """Let messages of two workers move a center; so many at least, and more until it has moved."""
-    center = values * 1e-12  # so small that a step of any size shows
+    """Update a center with messages of two workers, ``least`` times or more until it moves."""
+    center = values * 1e-12  # so small that an update of any size is visible
     before = center.clone()
-    # As at a real center: the rule gets another name of the memory.
+    # As at a real center, the rule gets an alias of the memory.
     handle = center.detach()
     optimizer: Optimizer | None = rule.make_center_optimizer([handle])
     if not rule.steps_replica:
@@ -226,14 +209,13 @@ def _try_updates(rule: Rule, name: str, values: Tensor, *, least: int) -> None:
             return
     raise ConfigError(
         "method.name",
-        f"{name}.update_center_() did not move the center in {_NUM_UPDATES} updates on trial; "
-        f"move it in place, as center.add_(...) does: center = ... makes a tensor that nobody "
-        f"sees",
+        f"{name}.update_center_() did not move the center in {_NUM_UPDATES} trial updates; update "
+        f"it in place, for example with center.add_(...): center = ... only makes a new tensor",
     )
 
 
 def _values(size: int, device: torch.device) -> Tensor:
-    """Return numbers of either sign, always the same, shape [size]."""
+    """Return positive and negative numbers, always the same, shape [size]."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(size, generator=generator).to(device)
 
@@ -242,25 +224,30 @@ def _values(size: int, device: torch.device) -> Tensor:
 
 
 def _attributes(rule: Rule) -> Iterator[tuple[str, Any]]:
-    """Yield what a rule and its user's classes hold beside functions."""
+    """Yield the attributes of a rule and of its user's classes that are not functions."""
     yield from _own_values(type(rule))
     for key, value in vars(rule).items():
-        # A cached property would be computed again.
+        # A cached property can be computed again.
         if not isinstance(getattr(type(rule), key, None), functools.cached_property):
             yield key, value
 
 
-def _remembered(rule: Rule) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a rule as they are now, for a comparison later."""
+def _copied_attributes(rule: Rule) -> dict[str, Any]:
+    """Return copies of a rule's attributes, for a later comparison."""
+    copies = {}
     for key, value in _attributes(rule):
-        copied = _copied(value)
-        # Of what is not even equal to its own copy nobody can tell whether it was changed.
-        yield key, copied if _is_same(copied, value) else value
+        try:
+            copied = copy.deepcopy(value)
+        except Exception:  # a lock, for example: compared by identity
+            copied = value
+        # A value that does not equal its own copy is compared by identity, too.
+        copies[key] = copied if _is_same(copied, value) else value
+    return copies
 
 
 def _refuse_state(rule: Rule, before: Mapping[str, Any], name: str, method: str) -> None:
     now = dict(_attributes(rule))
-    changed = [k for k, v in now.items() if not _is_same(before.get(k, _MISSING), v)]
+    changed = [k for k, v in now.items() if k not in before or not _is_same(before[k], v)]
     changed += [key for key in before if key not in now]
     if changed:
         raise ConfigError(
@@ -272,23 +259,16 @@ def _refuse_state(rule: Rule, before: Mapping[str, Any], name: str, method: str)
         )
 
 
-def _copied(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # a lock, say: by identity then
-        return value
-
-
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values hold the same, as far as that can be seen."""
+    """Whether two values are equal, as far as they can be compared."""
     try:
-        return one is other or (type(one) is type(other) and _holds_same(one, other))
-    except Exception:  # it holds itself, or can not be compared
+        return one is other or (type(one) is type(other) and _has_same_content(one, other))
+    except Exception:  # it contains itself, or can not be compared
         return True
 
 
-def _holds_same(one: Any, other: Any) -> bool:
-    """Whether two values of one type hold the same; NaN is the same as NaN."""
+def _has_same_content(one: Any, other: Any) -> bool:
+    """Whether two values of one type are equal; NaN equals NaN."""
     if isinstance(one, (Tensor, np.ndarray)):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False

@@ -1,9 +1,8 @@
-"""The exchange between a replica and the center, as both sides see it.
+"""The protocol of an exchange between a replica and the center.
 
-``StepPlan`` says which exchanges start and complete in one local step; ``Exchange`` is
-what every transport implements. Spans say which of the flat parameters each shard of the center
-and each fragment holds; where a device's parameters go to a center that lies elsewhere, they are
-staged through host memory.
+``StepPlan`` lists the exchanges that start and complete in one local step. Every transport
+implements ``Exchange``. Spans say which of the flat parameters a shard of the center or a fragment
+holds. ``Staging`` moves parameters between a device and host memory, for a center elsewhere.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from raydl.data.ledger import Span, split_evenly
 
 @dataclass(frozen=True)
 class Header:
-    """A few numbers that travel with a message and are summed with it.
+    """Numbers that are sent with a message and summed over all workers.
 
-    In a synchronous round every rank sees the same sums, so all take the same decision with
-    no message of its own. All fields describe the time since the last message.
+    In a synchronous round every rank receives the same sums, so all ranks take the same decision
+    without further messages. All fields describe the time since the last message.
     """
 
     stop: float = 0.0
@@ -35,21 +34,21 @@ class Header:
     regroup: float = 0.0
     """Votes to leave this generation after this round."""
     checkpoint: float = 0.0
-    """Votes to keep the state as it is after this round."""
+    """Votes to keep the state of this round for a checkpoint."""
     lr_cut: float = 0.0
-    """Votes to cut the learning rate once more after this round."""
+    """Votes to cut the learning rate again after this round."""
     num_samples: float = 0.0
-    """Samples whose gradients are in this message, since the last one of the same span."""
+    """Samples behind this message, since the last message of the same span."""
     loss_sum: float = 0.0
     """Sum of the losses of ``loss_samples`` samples."""
     loss_samples: float = 0.0
-    """Samples behind ``loss_sum``: all up to the step before this one."""
+    """Samples behind ``loss_sum``: all up to the previous step."""
     distance: float = 0.0
-    """Squared distance to the center at the exchange before."""
+    """Squared distance to the center at the previous exchange."""
     step_s: float = 0.0
-    """Seconds per local step in the round before, waiting not counted."""
+    """Seconds per local step in the previous round, without waiting."""
     waited_s: float = 0.0
-    """Seconds waited for exchanges in the round before."""
+    """Seconds waited for exchanges in the previous round."""
     elapsed_s: float = 0.0
     """Seconds of training so far, by this worker's clock."""
 
@@ -57,60 +56,60 @@ class Header:
         return Header(*(a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)))
 
     def numbers(self) -> list[float]:
-        """Return the fields in their order; ``astuple`` takes forty times as long."""
+        """Return the fields in order; ``dataclasses.astuple`` takes forty times as long."""
         return list(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What an exchange has brought, before it is committed."""
+    """Result of an exchange before it is committed."""
 
     tally: Tally
-    """What the sums are made of."""
+    """Number of workers, messages and samples."""
     sums: Header = Header()
-    """Of the headers of all messages."""
+    """Sums of the headers of all messages."""
     seen: Tensor | None = None
-    """The weights that were sent as the center sees them, where a codec has changed them."""
+    """Weights as the center decoded them, or None if no codec changed them."""
     pull: Tensor | None = None
-    """What the replica subtracts, where it was found together with the center's move; else the
-    replica finds it by the center as it was."""
+    """Update that the replica subtracts, if the transport computed it while it moved the center.
+    If None, the replica computes it from the center before the exchange."""
     distance_squared: float = 0.0
-    """Squared distance between replica and center before, where ``pull`` is given."""
+    """Squared distance between replica and center before the exchange, if ``pull`` is given."""
 
 
 class Exchange(Protocol):
-    """A replica's view of a transport: transactions with one span of the center."""
+    """A replica's interface to a transport: transactions with one span of the center."""
 
     @property
     def span(self) -> slice:
-        """Which of the flat parameters travel."""
+        """The flat parameters that are exchanged."""
         ...
 
     @property
     def center(self) -> Center | Mirror:
-        """The center's span as it was before this exchange, until ``commit``."""
+        """The span of the center; until ``commit`` with its values before this exchange."""
         ...
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
-        """Send copies and return at once.
+        """Begin to send copies; do not wait.
 
         Args:
-            weights: what the rule sends, the span of it.
+            weights: the rule's message for this span, shape [n].
             buffers: float buffers, shape [num_buffers].
-            header: the numbers that ride along.
+            header: numbers sent with the message.
         """
         ...
 
     def wait(self) -> Arrival:
-        """Wait until the exchange has arrived; return what it has brought.
+        """Wait for the exchange to complete and return its result.
 
         Raises:
-            ExchangeError: it failed or took too long; no tensor was changed.
+            ExchangeError: if the exchange failed or timed out; no tensor has changed.
         """
         ...
 
     def commit(self) -> None:
-        """Move the center. Cannot fail."""
+        """Update the center. Can not fail."""
         ...
 
 
@@ -120,20 +119,20 @@ class Partners(Protocol):
     def mean_(
         self, gradients: Tensor, num_samples: int, is_reached: bytearray
     ) -> tuple[int, bytearray]:
-        """Replace mean gradients by that of the joined batch; return its samples.
+        """Replace a worker's mean gradient by the mean gradient of the joined batch.
 
         Args:
             gradients: shape [num_parameters].
-            num_samples: behind them.
-            is_reached: by parameter, whether it has a gradient.
+            num_samples: samples of this worker.
+            is_reached: for each parameter, whether it has a gradient.
 
         Returns:
-            The samples of all, and which parameters have a gradient of anyone.
+            The samples of all workers, and for each parameter whether any worker has a gradient.
         """
         ...
 
     def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> list[bool]:
-        """Replace tensors by the first worker's; return which were others."""
+        """Replace tensors by those of the first worker and return which of them differed."""
         ...
 
     def bytes_of_first(self, data: bytes, *, is_first: bool) -> bytes:
@@ -148,11 +147,11 @@ class StepPlan:
     begin: tuple[Exchange, ...] = ()
     """Exchanges that begin around this step."""
     join: tuple[Exchange, ...] = ()
-    """Exchanges that are waited for and take effect in this step."""
+    """Exchanges that complete in this step: the worker waits for them and applies them."""
     header: Header = Header()
     """Header of the last exchange that begins."""
     overlap: bool = True
-    """Weights travel while the gradient is computed, rather than before."""
+    """Whether weights are sent while the gradient is computed, rather than before."""
 
     @classmethod
     def around(
@@ -164,76 +163,75 @@ class StepPlan:
         make_header: Callable[[], Header],
         overlap: bool = True,
     ) -> StepPlan:
-        """Return what a step has to do with some of a round's exchanges, by their numbers.
+        """Return the plan of one local step.
 
         Args:
-            exchanges: of the round; its header travels with the last one.
-            begin: those that begin around the step.
-            join: those that take effect in it.
-            make_header: asked only if the header travels.
-            overlap: weights travel while the gradient is computed.
+            exchanges: all exchanges of the round; its header is sent with the last one.
+            begin: indices of the exchanges that begin around the step.
+            join: indices of the exchanges that take effect in the step.
+            make_header: called only if the header is sent.
+            overlap: whether weights are sent while the gradient is computed.
         """
-        is_last = len(exchanges) - 1 in begin
         return cls(
             begin=tuple(exchanges[f] for f in begin),
             join=tuple(exchanges[f] for f in join),
-            header=make_header() if is_last else Header(),
+            header=make_header() if len(exchanges) - 1 in begin else Header(),
             overlap=overlap,
         )
 
 
 def shard_spans(size: int, num_shards: int) -> list[Span]:
-    """Return which of ``size`` parameters each shard, or each fragment, holds."""
+    """Return the span of each shard, or of each fragment, of ``size`` parameters."""
     edges = [0, *itertools.accumulate(split_evenly(size, num_shards))]
     return list(itertools.pairwise(edges))
 
 
 def cells(size: int, *, num_shards: int, num_fragments: int) -> list[list[Span]]:
-    """Return the spans of each shard: its part of every fragment that meets it."""
+    """Return the spans of each shard: its intersection with every fragment, if not empty."""
     fragments = shard_spans(size, num_fragments)
     return [
-        [span for part in fragments if (span := _common(part, shard))]
+        [span for fragment in fragments if (span := _intersection(fragment, shard))]
         for shard in shard_spans(size, num_shards)
     ]
 
 
 def cell_size(size: int, *, num_shards: int, num_fragments: int) -> int:
-    """Return how many parameters the first cell has: what a rule gets to see at once."""
+    """Return the number of parameters in the first cell, which a rule gets in one call."""
     start, stop = cells(size, num_shards=num_shards, num_fragments=num_fragments)[0][0]
     return stop - start
 
 
-def _common(a: Span, b: Span) -> Span | None:
+def _intersection(a: Span, b: Span) -> Span | None:
     start, stop = max(a[0], b[0]), min(a[1], b[1])
     return (start, stop) if start < stop else None
 
 
 def host_like(tensor: Tensor) -> Tensor:
-    """Return new host memory for a tensor's values; pinned for a CUDA tensor.
+    """Return new host memory for the values of a tensor; pinned for a CUDA tensor.
 
-    The device copies to and from pinned memory by itself; of other memory the host would first
-    make a pinned copy, and wait for it.
+    The device copies to and from pinned memory asynchronously. For other memory the host would
+    first make a pinned copy, and wait.
     """
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 class Staging:
-    """Takes the parameters of one span off their device and puts what comes back on it.
+    """Copies the parameters of one span from their device to host memory and back.
 
-    Parameters in host memory are handed over as they are, without a copy. For others the memory
-    is made once, at the first use.
+    Parameters in host memory are passed on without a copy. For others the host memory is allocated
+    at the first use.
     """
 
     def __init__(self) -> None:
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
-        self._is_taken: Any = None
-        """A CUDA event: the device has what was received last."""
+        self._is_copied: Any = None
+        """CUDA event: the device has copied the last received values."""
 
     def fetch(self, values: Tensor) -> np.ndarray:
         """Return values as an array in host memory; the next call may overwrite it.
 
-        It waits until the device has computed them, and for nothing that is asked of it later.
+        Waits until the device has computed them, but not for work that is queued later.
         """
         if not values.is_cuda:
             return np.asarray(values.numpy())
@@ -243,14 +241,14 @@ class Staging:
         return np.asarray(self._sent.numpy())
 
     def put_(self, target: Tensor, values: np.ndarray) -> None:
-        """Copy an array into a tensor; on a device without waiting for what it computes now."""
+        """Copy an array into a tensor, without waiting for the device."""
         if not target.is_cuda:
-            np.copyto(target.numpy(), values)  # torch itself takes no read-only arrays, Ray's
+            np.copyto(target.numpy(), values)  # torch refuses read-only arrays, such as Ray's
             return
         if self._received is None:
             self._received = host_like(target)
-            self._is_taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._is_taken.synchronize()  # before the first recording it is over
+            self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_copied.synchronize()  # returns at once before the first record
         np.copyto(self._received.numpy(), values)
         target.copy_(self._received, non_blocking=True)
-        self._is_taken.record()
+        self._is_copied.record()

@@ -15,7 +15,7 @@ from raydl.tasks import DataShape, Task, build_model
 
 
 class BeforeStep(Protocol):
-    """Is told of a local step that is about to begin; see ``raydl.faults.Injector``."""
+    """Called before each local step; see ``raydl.faults.Injector``."""
 
     def __call__(
         self,
@@ -27,7 +27,7 @@ class BeforeStep(Protocol):
         round: int,
         seconds: float,
     ) -> None:
-        """Do as the step requires; may block, or not come back."""
+        """Inject the faults due at this step; may block, or never return."""
         ...
 
 
@@ -40,21 +40,21 @@ class Job:
     task: Task
     shape: DataShape
     order: Order
-    """In which order the training samples come."""
+    """Order of the training samples."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     """Injected faults, for chaos testing."""
 
 
 def first_model(job: Job, non_trainable: NonTrainable | None, *, device: str = "cpu") -> FlatModel:
-    """Return a model with the non-trainable state that the run's first model has.
+    """Build the model with the non-trainable state of the run's first model.
 
     Args:
-        job: says which model, and from which seed.
-        non_trainable: that state, by name; None: it is as the model is built.
-        device: where the model goes.
+        job: names the model and the seed.
+        non_trainable: that state, by name, or None to keep the state of the new model.
+        device: device of the model.
 
     Raises:
-        ShapeError: this process builds another model than the first one.
+        ShapeError: if this process builds a model that differs from the first one.
     """
     model = build_model(job.task, job.shape, seed=job.config.training.seed).to(device)
     names = None if non_trainable is None else non_trainable.keys()

@@ -1,8 +1,8 @@
-"""The named methods, and one method with all its settings decided.
+"""The named methods, and the method of a run with all its settings resolved.
 
 A method is a *rule* (what an exchange computes) under a *strategy* (which exchanges happen when),
-with a period and an inner optimizer. Names follow SC17 (arXiv 1708.02983), where they are
-from there. ``Method`` knows which settings go together.
+with a period and an inner optimizer. Methods from SC17 (arXiv 1708.02983) have their names there.
+``resolve`` also checks that the settings fit together.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from raydl.core.optimizers import (
     OwnOptimizer,
     check_optimizer,
     default_lr,
+    ignores_zero_gradients,
     is_elementwise,
-    leaves_what_has_no_gradient,
-    own_of,
+    named_optimizer,
 )
 from raydl.core.rules import (
     DelayedOuter,
@@ -40,25 +40,25 @@ from raydl.errors import ConfigError, ShapeError, UnknownNameError
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method with all its settings decided."""
+    """A method with all its settings resolved."""
 
     name: str
     rule: Rule
     strategy: str
     period: int
-    """Local steps between exchanges; where the workers choose, those that they begin with."""
+    """Local steps between exchanges; the initial value if the workers choose it."""
     finds_tuning: bool
-    """The workers choose period, delay and compression by measured times."""
+    """Whether the workers choose period, delay and compression from measured times."""
     overlap: bool
     by_speed: bool
     optimizer: OptimizerConfig
-    """The user's optimizer settings with the method's own filled in."""
+    """The user's optimizer settings, completed with the defaults of the method."""
     inner: OptimizerConfig
-    """The optimizer that the workers build: without a momentum that is the master's."""
+    """Optimizer of the workers; its momentum is 0 if the momentum is at the center."""
     own_optimizer: OwnOptimizer | None = None
-    """The user's own, instead of the named."""
+    """The user's optimizer function, which replaces the named optimizer."""
     has_custom_rule: bool = False
-    """The rule is the user's own, and is tried with the model."""
+    """Whether the rule is a custom one, which is tried with the model first."""
 
     @property
     def is_sync(self) -> bool:
@@ -67,44 +67,44 @@ class Method:
 
     @property
     def has_center_optimizer(self) -> bool:
-        """Whether an optimizer at the center has state that moves with it."""
+        """Whether an optimizer steps at the center."""
         makes_one = type(self.rule).make_center_optimizer is not Rule.make_center_optimizer
         return makes_one or not self.rule.steps_replica
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether an optimizer at the center would move a parameter without a gradient."""
+        """Whether an optimizer at the center would update a parameter without a gradient."""
         is_at_center = not self.rule.steps_replica
-        return is_at_center and not leaves_what_has_no_gradient(self.inner, self.own_optimizer)
+        return is_at_center and not ignores_zero_gradients(self.inner, self.own_optimizer)
 
 
 def check_weights(
     model: str, parameters: Sequence[Tensor], config: TrainConfig, method: Method
 ) -> None:
-    """Raise a ShapeError if a model's parameters can not be exchanged as a method does.
+    """Raise a ShapeError if a method can not exchange the parameters of a model.
 
     Args:
-        model: its name.
-        parameters: those that are trained, all of one dtype.
-        config: says how messages are shortened.
-        method: of the run.
+        model: name of the model.
+        parameters: trained parameters, all of one dtype.
+        config: settings of the run.
+        method: method of the run.
     """
     dtype = parameters[0].dtype
     if dtype not in (torch.float32, torch.float64):
-        raise ShapeError(model, f"must have float32 or float64 parameters, they are {dtype}")
-    is_plain = method.is_sync and config.exchange.compression == "none"
-    if dtype is torch.float64 and not is_plain:
+        raise ShapeError(model, f"must have float32 or float64 parameters, got {dtype}")
+    compression = config.exchange.compression
+    if dtype is torch.float64 and not (method.is_sync and compression == "none"):
         raise ShapeError(
             model,
             f"must have float32 parameters for method {config.method.name} with compression "
-            f"{config.exchange.compression}, they are {dtype}",
+            f"{compression}, got {dtype}",
         )
     if not all(bool(torch.isfinite(p).all()) for p in parameters):
         raise ShapeError(model, "must begin with finite parameters, some are NaN or infinite")
 
 
-def check(config: TrainConfig, method: Method) -> None:
-    """Raise a ConfigError if settings do not go together."""
+def _check(config: TrainConfig, method: Method) -> None:
+    """Raise a ConfigError if settings do not fit together."""
     _check_beta(config, method)
     _check_optimizer(config, method)
     _check_exchange(config, method)
@@ -122,19 +122,16 @@ def _check_optimizer(config: TrainConfig, method: Method) -> None:
     if not is_elementwise(optimizer, method.own_optimizer):
         raise ConfigError(
             "optimizer.name",
-            f"can not be {name} {where} on flat tensors: it looks at the shapes of parameters; "
-            f"take an elementwise one, or a method with local steps",
+            f"can not be {name} {where} on flat tensors: it depends on the shapes of parameters; "
+            f"take an elementwise optimizer, or a method with local steps",
         )
     if method.strategy == "hogwild" and name != "sgd":
-        raise ConfigError(
-            "optimizer.name", f"must be sgd {where} with no lock around it, got {name}"
-        )
-    exchange = config.exchange
-    is_whole = method.is_sync and exchange.fragments == 1
+        raise ConfigError("optimizer.name", f"must be sgd {where} without a lock, got {name}")
+    is_whole = method.is_sync and config.exchange.fragments == 1
     if optimizer.decay_only_matrices and not is_whole:
         raise ConfigError(
             "optimizer.decay_only_matrices",
-            f"can not be kept {where}, in parts that know no layers; "
+            f"can not be set {where} in parts, without the shapes of parameters; "
             f"set exchange.fragments 1, or take a sync method",
         )
 
@@ -145,20 +142,20 @@ def _check_deterministic(config: TrainConfig, method: Method) -> None:
     if method.strategy in ("async", "hogwild"):
         raise ConfigError(
             "training.deterministic",
-            f"can not be kept by {method.name}: its workers come in no fixed order; "
+            f"is not possible with {method.name}: its workers exchange in no fixed order; "
             f"take a sync method or original-easgd",
         )
     if config.optimizer.lr_schedule == "plateau":
         raise ConfigError(
             "training.deterministic",
-            "can not be kept with optimizer.lr_schedule plateau: when the center is scored depends "
+            "is not possible with optimizer.lr_schedule plateau: the time of evaluations depends "
             "on the clock; take step",
         )
     if config.scaling.min_workers != config.scaling.max_workers:
         raise ConfigError(
             "training.deterministic",
-            f"needs a fixed number of workers, got {config.scaling.wanted()}: when workers join "
-            f"depends on the cluster",
+            f"needs a fixed number of workers, got {config.scaling.wanted()}: the time at which "
+            f"workers join depends on the cluster",
         )
 
 
@@ -170,15 +167,15 @@ def _check_beta(config: TrainConfig, method: Method) -> None:
     if method.is_sync and beta > 1:
         raise ConfigError(
             "method.beta",
-            f"must be in (0, 1] where all workers exchange at once, got {beta}: "
-            f"more throws the center past the replicas' mean",
+            f"must be in (0, 1] for {method.name}, got {beta}: all workers exchange at once, and "
+            f"a larger value moves the center beyond the mean of the replicas",
         )
     fewest = max(1, config.scaling.min_workers)
     if moving_rate(beta, fewest) > moving_rate_limit_in_turn():
         raise ConfigError(
             "method.beta",
             f"must be at most the {fewest} workers of the smallest membership, got {beta}: "
-            f"one exchange would move more than the whole gap",
+            f"one exchange would close more than the whole gap",
         )
 
 
@@ -197,102 +194,82 @@ def _check_exchange(config: TrainConfig, method: Method) -> None:
             f"got {exchange.delay}",
         )
     if exchange.delay and method.strategy == "round_robin":
-        raise ConfigError(
-            "exchange.delay", f"has no meaning for {method.name}: a turn ends with its exchange"
-        )
+        problem = f"has no meaning for {method.name}: a turn ends with its exchange"
+        raise ConfigError("exchange.delay", problem)
     clips = config.optimizer.clip_grad_norm is not None and not method.rule.steps_replica
     if clips and (exchange.fragments > 1 or exchange.center_shards > 1):
         raise ConfigError(
             "optimizer.clip_grad_norm",
-            f"must be None for {method.name} in fragments or shards: its gradients are shortened "
-            f"at the center, where no part knows the length of the whole",
+            f"must be None for {method.name} in fragments or shards: its gradients are clipped at "
+            f"the center, where no part has the norm of the whole",
         )
     if method.is_sync and exchange.center_shards > 1:
-        raise ConfigError(
-            "exchange.center_shards",
-            f"has no meaning for {method.name}: in a sync method every rank keeps the center",
-        )
+        problem = f"has no meaning for {method.name}: every rank holds the whole center"
+        raise ConfigError("exchange.center_shards", problem)
     if exchange.allreduce != "library":
         _check_allreduce(config, method)
     if parse_codec(exchange.compression).name != "none":
         _check_compression(config)
     for name in ("packed", "resident"):
         if not method.is_sync and not getattr(exchange, name):
-            raise ConfigError(
-                f"exchange.{name}", f"can be turned off for sync methods only, not {method.name}"
-            )
+            problem = f"can be turned off for sync methods only, not for {method.name}"
+            raise ConfigError(f"exchange.{name}", problem)
     if exchange.overlap is not None and method.rule.sends is not Sends.WEIGHTS:
-        raise ConfigError(
-            "exchange.overlap",
-            f"has no meaning for {method.name}: what it sends is known only after the gradient",
+        problem = (
+            f"has no meaning for {method.name}: its message depends on the gradient of the step"
         )
+        raise ConfigError("exchange.overlap", problem)
 
 
 def _check_replicas(config: TrainConfig, method: Method) -> None:
-    if config.method.dynamic_weights and config.method.group_size > 1:
-        raise ConfigError(
-            "method.dynamic_weights", "can not go with method.group_size: a group is one replica"
-        )
-    if config.method.dynamic_weights and method.rule.sends is not Sends.WEIGHTS:
-        raise ConfigError(
-            "method.dynamic_weights",
-            f"has no meaning for {method.name}: its replicas follow the center",
-        )
     size, scaling = config.method.group_size, config.scaling
+    if config.method.dynamic_weights and size > 1:
+        raise ConfigError("method.dynamic_weights", f"needs method.group_size 1, got {size}")
+    if config.method.dynamic_weights and method.rule.sends is not Sends.WEIGHTS:
+        problem = f"has no meaning for {method.name}: its replicas are copies of the center"
+        raise ConfigError("method.dynamic_weights", problem)
     if size == 1:
         return
     if not method.is_sync or not method.rule.steps_replica:
-        raise ConfigError(
-            "method.group_size",
-            f"is for sync methods whose replicas take steps of their own, not {method.name}",
-        )
+        problem = f"is for sync methods with local steps, not for {method.name}"
+        raise ConfigError("method.group_size", problem)
     for count in {max(1, scaling.min_workers), max(1, scaling.max_workers)}:
         if count % size:
-            raise ConfigError(
-                "method.group_size", f"must divide scaling.num_workers, got {size} and {count}"
-            )
+            problem = f"must divide scaling.num_workers, got {size} and {count}"
+            raise ConfigError("method.group_size", problem)
 
 
 def _check_tuning(config: TrainConfig, method: Method) -> None:
     if not method.finds_tuning:
         return
     if not method.is_sync or not method.rule.steps_replica:
-        raise ConfigError(
-            "method.period",
-            f"can be auto for synchronous methods with local steps, not {method.name}; give a "
-            f"number",
-        )
+        problem = f"can be auto for sync methods with local steps, not for {method.name}"
+        raise ConfigError("method.period", f"{problem}; give a number")
     if config.method.group_size > 1:
-        raise ConfigError(
-            "method.period", "can not be auto where workers share a replica; give a number"
-        )
+        raise ConfigError("method.period", "can not be auto with method.group_size; give a number")
     if config.training.deterministic:
-        raise ConfigError(
-            "method.period", "auto chooses by measured times, not with --deterministic"
-        )
+        problem = "can not be auto with training.deterministic: it depends on measured times"
+        raise ConfigError("method.period", f"{problem}; give a number")
 
 
 def _check_allreduce(config: TrainConfig, method: Method) -> None:
-    exchange = config.exchange
+    allreduce = config.exchange.allreduce
     if not method.is_sync:
-        raise ConfigError(
-            "exchange.allreduce",
-            f"has no meaning for {method.name}: its workers exchange with the center alone",
-        )
+        problem = f"has no meaning for {method.name}: its workers exchange with the center only"
+        raise ConfigError("exchange.allreduce", problem)
     if config.exchange_device != "cpu":
-        raise ConfigError(
-            "exchange.allreduce", f"can be {exchange.allreduce} on CPUs only; NCCL chooses itself"
-        )
-    if config.training.deterministic and exchange.allreduce == "auto":
+        problem = f"can be {allreduce} on CPUs only: NCCL chooses its own algorithm"
+        raise ConfigError("exchange.allreduce", problem)
+    if config.training.deterministic and allreduce == "auto":
         raise ConfigError(
             "exchange.allreduce",
-            "auto chooses by measured times, and with that the order of the sums; "
-            "name an algorithm, or leave --deterministic",
+            "can not be auto with training.deterministic: measured times would decide the order "
+            "of the sums; name an algorithm",
         )
 
 
 def may_compress(config: TrainConfig) -> bool:
-    """Whether the other settings permit shorter messages in a synchronous method."""
+    """Whether the other settings allow compression in a synchronous method."""
     try:
         _check_compression(config)
     except ConfigError:
@@ -303,49 +280,47 @@ def may_compress(config: TrainConfig) -> bool:
 def _check_compression(config: TrainConfig) -> None:
     exchange = config.exchange
     if not exchange.packed:
-        raise ConfigError(
-            "exchange.packed", "can not be turned off with exchange.compression: it packs"
-        )
+        problem = "can not be turned off with exchange.compression, which needs packed messages"
+        raise ConfigError("exchange.packed", problem)
     if exchange.allreduce != "library":
         raise ConfigError(
             "exchange.allreduce",
-            f"has no meaning with exchange.compression {exchange.compression}: "
-            f"shortened messages are gathered, not summed on their way",
+            f"has no meaning with exchange.compression {exchange.compression}: compressed messages "
+            f"are gathered, not reduced",
         )
     if config.method.beta > 1:
         raise ConfigError(
             "method.beta",
-            f"must be in (0, 1] with exchange.compression, got {config.method.beta}: "
-            f"differences are then to an older center",
+            f"must be in (0, 1] with exchange.compression, got {config.method.beta}: messages are "
+            f"then differences to an older center",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRow:
-    """One row of the table."""
+    """A named method with its default settings."""
 
     name: str
     make_rule: Callable[[MethodConfig], Rule]
     strategy: str
-    sentence: str
-    source: str
-    """The equations, by paper."""
+    sentence: str = ""
+    """Description, for ``raydl methods``."""
     period: int = 10
-    """Local steps between exchanges where the user names none."""
+    """Default number of local steps between exchanges."""
     lr: float = 0.25
-    """Learning rate where the user names none."""
+    """Default learning rate."""
     momentum: float = 0.0
-    """Momentum where the user names none."""
+    """Default momentum."""
     nesterov: bool = False
-    """Look ahead along the momentum where the user does not say."""
+    """Default for Nesterov momentum."""
     is_momentum_at_center: bool = False
-    """The momentum is the master's, not the replicas'."""
+    """Whether the momentum is at the center (the master), not at the replicas."""
     outer: tuple[float, float] | None = None
-    """(rate, momentum) of the outer step where the user may set them."""
+    """Default (rate, momentum) of the outer step, or None if there is none to set."""
     overlap: bool = True
-    """Weights travel while the gradient is computed."""
+    """Whether weights are sent while the gradient is computed."""
     by_speed: bool = False
-    """Local steps in proportion to a worker's speed; the fastest takes ``period``."""
+    """Whether slower workers take fewer local steps; the fastest takes ``period``."""
 
 
 def _nesterov(config: MethodConfig) -> Rule:
@@ -354,25 +329,23 @@ def _nesterov(config: MethodConfig) -> Rule:
 
 
 _ROWS = (
-    MethodRow(
+    MethodRow(  # SC17 eq. 1, eq. 2 for one worker
         name="original-easgd",
         make_rule=Elastic.from_config,
         strategy="round_robin",
         period=1,
         overlap=False,
-        sentence="workers take turns in rank order, one active at a time: SC17's baseline",
-        source="SC17 eq. 1, and 2 for one worker",
+        sentence="workers take turns in rank order, one active at a time: the baseline of SC17",
     ),
-    MethodRow(
+    MethodRow(  # SC17, Async SGD
         name="async-sgd",
         make_rule=Outer.from_config,
         strategy="async",
         period=1,
         lr=0.1,
-        sentence="SGD at the master, first come first served; with a longer period Downpour",
-        source="SC17, Async SGD",
+        sentence="SGD at the master, in the order of arrival; with a longer period Downpour",
     ),
-    MethodRow(
+    MethodRow(  # SC17 eq. 3 and 4, at the master
         name="async-msgd",
         make_rule=Outer.from_config,
         strategy="async",
@@ -381,18 +354,16 @@ _ROWS = (
         momentum=0.9,
         is_momentum_at_center=True,
         sentence="async-sgd with momentum at the master",
-        source="SC17 eq. 3 and 4, at the master",
     ),
-    MethodRow(
+    MethodRow(  # SC17, Hogwild SGD
         name="hogwild-sgd",
         make_rule=Outer.from_config,
         strategy="hogwild",
         period=1,
         lr=0.1,
         sentence="async-sgd without the lock",
-        source="SC17, Hogwild SGD",
     ),
-    MethodRow(
+    MethodRow(  # rule and strategy of SC17, combined here
         name="hogwild-msgd",
         make_rule=Outer.from_config,
         strategy="hogwild",
@@ -401,25 +372,22 @@ _ROWS = (
         momentum=0.9,
         is_momentum_at_center=True,
         sentence="async-msgd without the lock",
-        source="rule and schedule of SC17, joined here",
     ),
-    MethodRow(
+    MethodRow(  # SC17 eq. 1, eq. 2 for one worker
         name="async-easgd",
         make_rule=Elastic.from_config,
         strategy="async",
-        sentence="each worker exchanges with the center when it is due, one at a time",
-        source="SC17 eq. 1, and 2 for one worker",
+        sentence="each worker exchanges with the center by itself, one at a time",
     ),
-    MethodRow(
+    MethodRow(  # SC17 eq. 5, 6, eq. 2 for one worker
         name="async-measgd",
         make_rule=Elastic.from_config,
         strategy="async",
         lr=0.025,
         momentum=0.9,
         sentence="async-easgd with momentum in the local step",
-        source="SC17 eq. 5 and 6, and 2 for one worker",
     ),
-    MethodRow(
+    MethodRow(  # EASGD paper, EAMSGD
         name="eamsgd",
         make_rule=Elastic.from_config,
         strategy="async",
@@ -427,49 +395,43 @@ _ROWS = (
         momentum=0.99,
         nesterov=True,
         sentence="async-easgd with Nesterov momentum 0.99 in the local step",
-        source="EASGD paper, EAMSGD",
     ),
-    MethodRow(
+    MethodRow(  # SC17 eq. 1, eq. 2 for one worker
         name="hogwild-easgd",
         make_rule=Elastic.from_config,
         strategy="hogwild",
         sentence="async-easgd without the lock",
-        source="SC17 eq. 1, and 2 for one worker",
     ),
-    MethodRow(
+    MethodRow(  # rule and strategy of SC17, combined here
         name="hogwild-measgd",
         make_rule=Elastic.from_config,
         strategy="hogwild",
         lr=0.025,
         momentum=0.9,
         sentence="async-measgd without the lock",
-        source="rule and schedule of SC17, joined here",
     ),
-    MethodRow(
+    MethodRow(  # SC17 eq. 1 and 2
         name="sync-easgd",
         make_rule=Elastic.from_config,
         strategy="sync",
-        sentence="all workers exchange at once with the center, hidden behind the gradient",
-        source="SC17 eq. 1 and 2",
+        sentence="all workers exchange with the center at once, overlapped with the gradient",
     ),
-    MethodRow(
+    MethodRow(  # SC17 eq. 2, 5 and 6
         name="sync-measgd",
         make_rule=Elastic.from_config,
         strategy="sync",
         lr=0.025,
         momentum=0.9,
         sentence="sync-easgd with momentum in the local step",
-        source="SC17 eq. 2, 5 and 6",
     ),
-    MethodRow(
+    MethodRow(  # SC17, data-parallel SGD
         name="sync-sgd",
         make_rule=MeanGradient.from_config,
         strategy="sync",
         period=1,
         sentence="mean gradient of all workers: the plain data-parallel baseline",
-        source="SC17, data-parallel SGD",
     ),
-    MethodRow(
+    MethodRow(  # SC17 eq. 3 and 4
         name="sync-msgd",
         make_rule=MeanGradient.from_config,
         strategy="sync",
@@ -477,34 +439,30 @@ _ROWS = (
         lr=0.025,
         momentum=0.9,
         sentence="sync-sgd with momentum",
-        source="SC17 eq. 3 and 4",
     ),
-    MethodRow(
+    MethodRow(  # local SGD, FedAvg
         name="local-sgd",
         make_rule=Outer.from_config,
         strategy="sync",
         outer=(1.0, 0.0),
         sentence="local steps, then the mean of all replicas",
-        source="local SGD, FedAvg",
     ),
-    MethodRow(
+    MethodRow(  # arXiv 2311.08105
         name="diloco",
         make_rule=_nesterov,
         strategy="sync",
         period=50,
         outer=(0.7, 0.9),
         sentence="local steps, then an outer Nesterov step along the mean progress",
-        source="arXiv 2311.08105",
     ),
-    MethodRow(
+    MethodRow(  # arXiv 2401.09135
         name="async-diloco",
         make_rule=DelayedOuter.from_config,
         strategy="async",
         period=20,
         outer=(0.7, 0.5),
         by_speed=True,
-        sentence="progress applied on arrival, delayed Nesterov, local steps by speed",
-        source="arXiv 2401.09135",
+        sentence="progress is applied on arrival, delayed Nesterov, local steps by speed",
     ),
 )
 
@@ -515,22 +473,22 @@ METHODS: dict[str, MethodRow] = {row.name: row for row in _ROWS}
 def resolve(
     config: TrainConfig, rule: Rule | None = None, own_optimizer: OwnOptimizer | None = None
 ) -> Method:
-    """Return the method that the settings name, its defaults filled in.
+    """Return the method of a run, with defaults for all settings that are not set.
 
     Args:
-        config: the run's settings.
-        rule: one of the user's own, instead of the named.
-        own_optimizer: likewise.
+        config: settings of the run.
+        rule: custom rule, which replaces the named method.
+        own_optimizer: optimizer function, which replaces the named optimizer.
 
     Raises:
-        UnknownNameError: no method, or no optimizer, has that name.
-        ConfigError: two settings contradict each other, or a rule of the user's own is wrong.
+        UnknownNameError: if there is no method or optimizer of that name.
+        ConfigError: if settings contradict each other, or a custom rule is invalid.
     """
     rule = rule or named_rule(config.method)
     if rule is not None:
         check_rule(rule)
     row = _row_of(rule, config.method)
-    own_optimizer = own_optimizer or own_of(config.optimizer)
+    own_optimizer = own_optimizer or named_optimizer(config.optimizer)
     optimizer = _filled_optimizer(row, config.optimizer, own_optimizer)
     method_config = _filled_method(row, config.method, optimizer)
     finds_tuning = method_config.period == AUTO
@@ -549,7 +507,7 @@ def resolve(
         own_optimizer=own_optimizer,
         has_custom_rule=rule is not None,
     )
-    check(config, method)
+    _check(config, method)
     return method
 
 
@@ -560,16 +518,13 @@ def _row_of(rule: Rule | None, config: MethodConfig) -> MethodRow:
             make_rule=lambda _: rule,
             strategy=config.strategy or rule.strategy,
             period=rule.period,
-            sentence=(rule.__doc__ or "").split("\n")[0],
-            source="your own",
         )
     if config.name not in METHODS:
         raise UnknownNameError("method.name", config.name, METHODS)
     row = METHODS[config.name]
     if config.strategy not in (None, row.strategy):
-        raise ConfigError(
-            "method.strategy", f"of {row.name} is {row.strategy}; it is set for rules of your own"
-        )
+        problem = f"of {row.name} is {row.strategy}; set it for custom rules only"
+        raise ConfigError("method.strategy", problem)
     return row
 
 
@@ -578,20 +533,18 @@ def _filled_optimizer(
 ) -> OptimizerConfig:
     is_sgd = optimizer.name == "sgd" and own is None
     momentum, nesterov, lr = optimizer.momentum, optimizer.nesterov, optimizer.lr
-    if momentum is None and (is_sgd or row.momentum):  # else the optimizer's own
+    if momentum is None and (is_sgd or row.momentum):  # else the optimizer's default
         momentum = row.momentum
     if nesterov is None and (is_sgd or row.nesterov):
         nesterov = row.nesterov
     if lr is None:
         lr = row.lr if is_sgd else default_lr(optimizer, own)
     if nesterov and row.is_momentum_at_center:
-        raise ConfigError(
-            "optimizer.nesterov", f"is for momentum at the replicas; {row.name} has the master's"
-        )
+        problem = f"is for momentum at the replicas; {row.name} has it at the center"
+        raise ConfigError("optimizer.nesterov", problem)
     if nesterov and momentum == 0:
-        raise ConfigError(
-            "optimizer.nesterov", f"needs momentum; {row.name} has none: set optimizer.momentum"
-        )
+        problem = f"needs momentum; {row.name} has none: set optimizer.momentum"
+        raise ConfigError("optimizer.nesterov", problem)
     return dataclasses.replace(optimizer, momentum=momentum, lr=lr, nesterov=nesterov)
 
 
@@ -613,7 +566,7 @@ def _filled_method(
 
 
 def filled_in(config: TrainConfig, method: Method) -> TrainConfig:
-    """Return the settings with what the method decides written out, as a run records them."""
+    """Return the settings with the resolved values of the method, as a run records them."""
     return dataclasses.replace(
         config,
         method=dataclasses.replace(

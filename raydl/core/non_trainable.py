@@ -1,7 +1,7 @@
-"""The non-trainable state of a model: what is neither trained nor averaged.
+"""The non-trainable state of a model: tensors that are neither trained nor averaged.
 
-Frozen parameters, integer buffers, buffers of another dtype than the weights, and masks. No
-exchange averages it; it is made equal in all processes at the start, and kept in checkpoints.
+These are frozen parameters, integer buffers, buffers of another dtype than the weights, and masks.
+Exchanges do not average them. All processes start with equal ones, and checkpoints hold them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,47 +18,46 @@ from torch import Tensor, nn
 from raydl.errors import ShapeError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element, the integers that its bits can be read as."""
+"""Integer dtype by bytes per element, to view other dtypes as bits."""
 NonTrainable = Mapping[str, np.ndarray]
-"""Values of the non-trainable state, or of a part of it, by the model's own names."""
+"""Values of the non-trainable state, or of a part of it, by the names in the model."""
 _NOT_KEPT = {torch.complex128, torch.complex32}
 _BLOCK = 1 << 24
-"""Elements of which a checksum is taken at a time."""
+"""Elements per step of a checksum."""
 
 
 class Place:
-    """Slot of a parameter or buffer in its module: a model may put another tensor there."""
+    """Slot of a parameter or buffer in its module; a model may assign another tensor to it."""
 
     def __init__(self, tensors: dict[str, Any], key: str, *, is_saved: bool) -> None:
         self._tensors = tensors
         self._key = key
         self.is_saved = is_saved
-        """Whether the state dict has it."""
+        """Whether the state dict contains it."""
 
     def get(self) -> Tensor | None:
-        """Return what is there now."""
+        """Return the present tensor."""
         tensor: Tensor | None = self._tensors.get(self._key)
         return tensor
 
     def set(self, tensor: Tensor) -> None:
-        """Put a tensor there."""
+        """Assign a tensor."""
         self._tensors[self._key] = tensor
 
 
 class NonTrainableState:
     """Tensors of a model that are neither trained nor averaged.
 
-    Every process begins with that of the run's first model, as torch's DDP makes all ranks equal
-    when it is constructed. From then on each replica keeps its own: frozen parameters are never
-    sent, and of buffers that can not be averaged (a counter of batches) the center has those of
-    one worker.
+    Every process starts with the state of the run's first model, as all ranks of torch's DDP do.
+    From then on each replica keeps its own: frozen parameters are never sent, and for buffers that
+    can not be averaged (a batch counter) the center has the values of one worker.
 
-    Values travel as NumPy arrays under the model's own names; a dtype that NumPy lacks, bfloat16
-    say, as integers of its size.
+    Values are sent as NumPy arrays by the names in the model. A dtype that NumPy lacks, such as
+    bfloat16, is sent as integers of the same size.
 
     Args:
-        name: of the model, for messages.
-        places: of each tensor, by name.
+        name: name of the model, for error messages.
+        places: slot of each tensor, by name.
     """
 
     def __init__(self, name: str, places: Mapping[str, Place]) -> None:
@@ -73,85 +72,79 @@ class NonTrainableState:
         return tuple(self._places)
 
     def is_saved(self, name: str) -> bool:
-        """Whether the model's state dict has it."""
+        """Whether the model's state dict contains a tensor."""
         return self._places[name].is_saved
 
     def unsaved(self) -> dict[str, np.ndarray]:
-        """Return copies of what the state dict does not have."""
+        """Return copies of the tensors that are not in the state dict."""
         return {k: _array_of(t) for k, t in self.tensors().items() if not self.is_saved(k)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors themselves."""
-        found = {name: place.get() for name, place in self._places.items()}
-        return {name: t for name, t in found.items() if t is not None and can_be_kept(t)}
+        """Return the tensors themselves, by name."""
+        tensors = {name: place.get() for name, place in self._places.items()}
+        return {name: t for name, t in tensors.items() if t is not None and can_be_kept(t)}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return copies of all of it."""
+        """Return copies of all tensors."""
         return {name: _array_of(tensor) for name, tensor in self.tensors().items()}
 
     def load(self, arrays: Mapping[str, Any]) -> None:
-        """Take over values; tensors that are not named stay as they are.
+        """Load values; tensors that are not named keep their values.
 
         Args:
-            arrays: arrays, or tensors, by name.
+            arrays: arrays or tensors, by name.
 
         Raises:
-            ShapeError: the model has no such tensor, or one of another shape or dtype.
+            ShapeError: if the model lacks a tensor, or has it with another shape or dtype.
         """
         for name, values in arrays.items():
             if name not in self._places:
-                raise ShapeError(
-                    self._name,
-                    f"has no {name}, which the run's first model has; build all models alike",
-                )
+                self._refuse(f"has no {name}, but the run's first model has it")
             tensor = self._places[name].get()
             if tensor is not None:  # else a cache that the model has dropped
                 self._load(name, tensor, values)
 
     def load_first(self, arrays: NonTrainable) -> None:
-        """Take over all of the run's first model, and mark it.
+        """Load the state of the run's first model and mark it.
 
         Raises:
-            ShapeError: this is another model.
+            ShapeError: if this model differs from the first one.
         """
         others = [k for k in self.tensors() if self.is_saved(k) and k not in arrays]
         if others:
-            raise ShapeError(
-                self._name,
-                f"has {others[0]}, which the run's first model does not have; build all models "
-                f"alike",
-            )
+            self._refuse(f"has {others[0]}, but the run's first model lacks it")
         self.load(arrays)
         self.mark()
 
     def _load(self, name: str, tensor: Tensor, values: Any) -> None:
         if isinstance(tensor, nn.Parameter) and tuple(values.shape) != tuple(tensor.shape):
-            raise ShapeError(
-                self._name,
-                f"has {name} of shape {list(tensor.shape)}, the run's first model of "
-                f"{list(values.shape)}; build all models alike",
+            self._refuse(
+                f"has {name} of shape {list(tensor.shape)}, but the run's first model has shape "
+                f"{list(values.shape)}"
             )
         try:
-            found = tensor_of(values, tensor.dtype)
-        except RuntimeError as error:  # other bytes an element
-            if not self.is_saved(name):  # a cache, which may be of any kind
-                self._places[name].set(torch.as_tensor(values).to(tensor.device, copy=True))
-                return
-            raise ShapeError(
-                self._name,
-                f"has {name} of {tensor.dtype}, the run's first model of {values.dtype}; build "
-                f"all models alike",
-            ) from error
+            loaded = tensor_of(values, tensor.dtype)
+        except RuntimeError:  # elements of another size
+            if self.is_saved(name):
+                self._refuse(
+                    f"has {name} of {tensor.dtype}, but the run's first model has {values.dtype}"
+                )
+            # A cache may be of any kind.
+            self._places[name].set(torch.as_tensor(values).to(tensor.device, copy=True))
+            return
         with torch.no_grad():
-            if found.shape == tensor.shape and not _shares_elements(tensor):
-                tensor.copy_(found)
-            else:  # a buffer that grows, or one that was expanded
-                tensor.data = found.to(tensor.device)
+            if loaded.shape == tensor.shape and not _shares_elements(tensor):
+                tensor.copy_(loaded)
+            else:  # a buffer that grows, or an expanded one
+                tensor.data = loaded.to(tensor.device)
 
-    # what has changed
+    def _refuse(self, problem: str) -> NoReturn:
+        raise ShapeError(self._name, f"{problem}; build the same model in all processes")
+
+    # changes since the start
 
     def mark(self) -> None:
-        """Remember the state as it is now; what has changed is what differs from it."""
+        """Remember the present state, to find later changes."""
         self._prints, self._base = {}, {}
         for name, tensor in self.tensors().items():
             if isinstance(tensor, nn.Parameter):
@@ -160,9 +153,9 @@ class NonTrainableState:
                 self._base[name] = _array_of(tensor)
 
     def changed(self) -> dict[str, np.ndarray]:
-        """Return copies of what differs from the marked state, as far as the state dict has it.
+        """Return copies of the tensors in the state dict that differ from the marked state.
 
-        Frozen parameters among them are those that the model moves by itself, a teacher's say.
+        They include frozen parameters that the model itself updates, such as those of a teacher.
         """
         return {**self._changed_parameters(), **self.changed_buffers()}
 
@@ -172,15 +165,15 @@ class NonTrainableState:
         return {k: a for k, a in now.items() if k in self._base and _differs(a, self._base[k])}
 
     def own(self) -> dict[str, np.ndarray]:
-        """Return copies of what a replica needs to go on: all buffers, and changed parameters.
+        """Return copies of the state that a resumed replica needs: all buffers, changed parameters.
 
-        Not only the changed buffers: one that counts in a ring comes back to where it began.
+        Changed buffers alone are not enough: a cyclic counter returns to its marked value.
         """
         buffers = {name: _array_of(tensor) for name, tensor in self.buffers().items()}
         return {**self._changed_parameters(), **buffers}
 
     def marked(self, name: str) -> np.ndarray | None:
-        """Return a buffer as it was marked; None: there was none."""
+        """Return the marked value of a buffer, or None if it did not exist."""
         return self._base.get(name)
 
     def moved_parameters(self) -> tuple[str, ...]:
@@ -199,79 +192,75 @@ class NonTrainableState:
         return {k: t for k, t in self.tensors().items() if not isinstance(t, nn.Parameter)}
 
 
-class BufferNews:
-    """Changes of an non-trainable state's buffers that a receiver does not have yet.
+class BufferChanges:
+    """Changes of the non-trainable buffers that the receiver does not have yet.
 
-    They are compared where they are, and the device is waited for once.
+    Buffers are compared on their device, with one synchronization.
 
     Args:
-        non_trainable: whose marked state is known.
+        non_trainable: a marked state; the receiver has the marked values.
     """
 
     def __init__(self, non_trainable: NonTrainableState) -> None:
         self._non_trainable = non_trainable
-        self._told: dict[str, Tensor] = {}
+        self._sent: dict[str, Tensor] = {}
 
     def pop_changes(self) -> dict[str, np.ndarray]:
-        """Return copies of the buffers of the state dict that differ from what was told of them."""
+        """Return copies of the buffers in the state dict that changed since they were returned."""
         state = self._non_trainable
         now = {k: t.detach() for k, t in state.buffers().items() if state.is_saved(k)}
-        is_news = _are_true([_differs_from(t, self._told_of(k, t)) for k, t in now.items()])
-        news = {k: t for (k, t), is_new in zip(now.items(), is_news, strict=True) if is_new}
-        self._told.update({k: t.clone() for k, t in news.items()})
-        return {k: _array_of(t) for k, t in news.items()}
+        flags = [_differs_from(t, self._last_sent(k, t)) for k, t in now.items()]
+        is_new = torch.stack([f.to(flags[0].device) for f in flags]).tolist() if flags else []
+        changes = {k: t for (k, t), new in zip(now.items(), is_new, strict=True) if new}
+        self._sent.update({k: t.clone() for k, t in changes.items()})
+        return {k: _array_of(t) for k, t in changes.items()}
 
-    def _told_of(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return what is known of a buffer, on its device."""
+    def _last_sent(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return the receiver's values of a buffer, on the buffer's device."""
         marked = self._non_trainable.marked(name)
-        if name not in self._told and marked is not None:
-            with contextlib.suppress(RuntimeError):  # it has another dtype by now
-                self._told[name] = tensor_of(marked, tensor.dtype).to(tensor.device)
-        return self._told.get(name)
+        if name not in self._sent and marked is not None:
+            with contextlib.suppress(RuntimeError):  # its dtype has changed
+                self._sent[name] = tensor_of(marked, tensor.dtype).to(tensor.device)
+        return self._sent.get(name)
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
-    """Return where each parameter and buffer is, by name; one that has two names, by the first."""
+    """Return the slot of each parameter and buffer by name; of several names, by the first."""
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    found: dict[str, Place] = {}
-    seen: set[int] = set()
+    places: dict[str, Place] = {}
+    visited: set[int] = set()
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if tensor is None or id(tensor) in seen or not can_be_kept(tensor):
+                if tensor is None or id(tensor) in visited or not can_be_kept(tensor):
                     continue
-                seen.add(id(tensor))
+                visited.add(id(tensor))
                 name = f"{prefix}.{key}" if prefix else key
-                found[name] = Place(tensors, key, is_saved=id(tensor) in saved)
-    return found
+                places[name] = Place(tensors, key, is_saved=id(tensor) in saved)
+    return places
 
 
 def can_be_kept(tensor: Tensor) -> bool:
-    """Whether arrays and checkpoints can hold a tensor: sparse ones, say, they can not."""
+    """Whether arrays and checkpoints can hold a tensor; they can not hold sparse ones."""
     return tensor.layout == torch.strided and tensor.dtype not in _NOT_KEPT
 
 
-def as_tensors(arrays: NonTrainable) -> dict[str, Tensor]:
-    """Return copies of the arrays as tensors, by name."""
-    return {name: torch.tensor(array) for name, array in arrays.items()}
-
-
 def tensor_of(values: Any, dtype: torch.dtype) -> Tensor:
-    """Return an array of ``_array_of``, or a tensor, as a tensor of a dtype.
+    """Return a tensor of a dtype from a tensor or an array, which may hold its bits as integers.
 
     Raises:
-        RuntimeError: its elements have another size.
+        RuntimeError: if its elements have another size.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     if tensor.dtype == dtype:
         return tensor
     if tensor.dtype not in _INTEGERS.values() or tensor.element_size() != dtype.itemsize:
-        raise RuntimeError(f"{tensor.dtype} is no form of {dtype}")
+        raise RuntimeError(f"{tensor.dtype} does not hold the bits of {dtype}")
     return tensor.view(dtype)
 
 
 def _array_of(tensor: Tensor) -> np.ndarray:
-    """Return a copy as an array; a dtype that NumPy lacks as integers of its size."""
+    """Return a copy as an array; a dtype that NumPy lacks, as integers of the same size."""
     tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
     try:
         return tensor.numpy()
@@ -280,14 +269,14 @@ def _array_of(tensor: Tensor) -> np.ndarray:
 
 
 def _shares_elements(tensor: Tensor) -> bool:
-    """Whether several elements are one in memory, as ``expand`` makes them: none can be written."""
+    """Whether elements share memory, as after ``expand``, so that they can not be written."""
     return any(
         size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def _differs_from(tensor: Tensor, other: Tensor | None) -> Tensor:
-    """Return, on the device of a tensor, whether it differs from another one in shape or a bit."""
+    """Return, on its device, whether a tensor differs from another in shape or any bit."""
     if other is None or _kind(tensor) != _kind(other):
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return (_bits(tensor) != _bits(other)).any()
@@ -297,29 +286,20 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _are_true(flags: list[Tensor]) -> list[bool]:
-    """Return flags of a device as values of the host, all at once."""
-    found: list[bool] = (
-        torch.stack([f.to(flags[0].device) for f in flags]).tolist() if flags else []
-    )
-    return found
-
-
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as integers, in one row."""
+    """Return the elements of a tensor as a flat vector of integers."""
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     return flat.view(_INTEGERS[tensor.element_size()])
 
 
-def _differs(array: np.ndarray, other: np.ndarray | None) -> bool:
-    """Whether two arrays differ in shape or in any bit."""
-    if other is None or array.shape != other.shape:
-        return True
-    return not np.array_equal(array.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+def _differs(array: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays differ in shape or any bit."""
+    is_same = np.array_equal(array.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+    return array.shape != other.shape or not is_same
 
 
 def _fingerprint(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells whether a frozen parameter was moved: its shape, a checksum of its bits."""
+    """Return the shape of a parameter and a checksum of its bits, to detect changes."""
     bits = _bits(tensor.detach())
     checksum = _crc32(bits) if bits.device.type == "cpu" else _weighted_sum(bits)
     return tuple(tensor.shape), checksum
@@ -333,7 +313,7 @@ def _crc32(bits: Tensor) -> int:
 
 
 def _weighted_sum(bits: Tensor) -> int:
-    """Return a checksum that a device takes by itself: each element counts by its place."""
+    """Return a checksum computed on the device: a sum of the elements, weighted by position."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for number, block in enumerate(torch.split(bits, _BLOCK)):
         places = torch.arange(block.numel(), device=bits.device).add_(number * _BLOCK)

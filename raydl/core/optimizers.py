@@ -1,20 +1,20 @@
-"""The inner optimizer: any of torch.optim by name, or one of the user's own, on flat storage.
+"""The inner optimizer on flat storage: any of torch.optim by name, or the user's own.
 
-What an optimizer holds depends on what it looks at:
+The tensors that an optimizer holds depend on what its step depends on:
 
-- Elementwise ones (SGD, the Adam family, …) hold the flat tensor itself, one for the whole
-  model or for a span of the center. With a weight decay for matrices alone they hold views of
-  it, one for each run of neighbouring layers of a kind.
-- All others (Adafactor, Muon, whatever is not known) look at the shape of a parameter. They
-  hold the model's own parameters, which are views of the flat tensor, as their gradients are.
+- Elementwise optimizers (SGD, the Adam family, …) hold one flat tensor, for the whole model or for
+  a span of the center. If only matrices decay, they hold views of it, one for each run of
+  consecutive layers of one kind.
+- All others (Adafactor, Muon, any unknown one) depend on the shape of a parameter. They hold the
+  model's own parameters, which are views of the flat tensor, as their gradients are.
 
-A parameter that a step's loss did not reach has no gradient, and torch then leaves it and its
-state alone. A flat tensor can not: with the first such step the elementwise ones change over to
-the model's own parameters, and take their state along (``split_by_parameter``).
+A parameter that the loss of a step does not reach has no gradient, and torch skips it and its
+state. A flat tensor can not skip a part. So at the first such step an elementwise optimizer is
+replaced by one over the model's own parameters with the same state (``split_by_parameter``).
 
-A hook of torch's own runs before every step: it hands the gradient of the flat tensor down to
-the views, and shortens one that is too long, over all groups together. One exploding batch
-would else throw a replica out, and the center after it.
+A pre-step hook of torch assigns slices of the flat gradient to the views. Another clips the
+gradient over all groups together: one exploding batch would otherwise throw off a replica, and
+then the center.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from raydl.core.rules import lr_factor
 from raydl.errors import ConfigError, UnknownNameError
 
 OwnOptimizer = Callable[[list[Tensor]], Optimizer]
-"""The user's own: from parameters to an optimizer over them, ``torch.optim.AdamW`` for example."""
+"""A user's function from parameters to an optimizer over them, such as ``torch.optim.AdamW``."""
 
 _REFUSED = {
-    "lbfgs": "it asks for the loss several times in a step",
-    "sparseadam": "it takes sparse gradients only, and those of a replica are dense",
+    "lbfgs": "it evaluates the loss several times per step",
+    "sparseadam": "it needs sparse gradients, and replicas have dense ones",
 }
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    name.lower(): found
-    for name, found in sorted(vars(torch.optim).items())
-    if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    name.lower(): kind
+    for name, kind in sorted(vars(torch.optim).items())
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     if name.lower() not in _REFUSED
 }
-"""Every optimizer of torch.optim that can be named, in lower case."""
+"""The supported optimizers of torch.optim, by name in lower case."""
 
 ELEMENTWISE = frozenset(
     {
@@ -56,10 +56,10 @@ ELEMENTWISE = frozenset(
         "rprop", "sgd",
     }
 )  # fmt: skip
-"""Optimizers that ignore a parameter's shape, and so are the same on any slice of it."""
+"""Optimizers that ignore the shape of a parameter, so that they work on any slice of it."""
 
 _BY_FIELD = ("lr", "momentum", "nesterov", "weight_decay")
-"""Settings that have a field of their own in ``raydl.config.OptimizerConfig``."""
+"""Arguments of optimizers that are fields of ``raydl.config.OptimizerConfig``."""
 
 
 def make_optimizer(
@@ -67,15 +67,15 @@ def make_optimizer(
 ) -> Callable[[list[Tensor]], Optimizer]:
     """Return a function that builds the configured optimizer over one flat tensor.
 
-    The gradient is read off the flat tensor's ``grad`` at each step. Given several tensors, the
-    model's own parameters, the function builds it over these.
+    Each step reads the gradient from the ``grad`` of the flat tensor. Given several tensors, the
+    model's own parameters, the function builds the optimizer over these.
 
     Args:
-        config: the settings.
-        own: the user's own, instead of the named.
-        model: whose parameters the flat tensor holds, in their order; they are views of it by
-            the time the function is called. Needed for what looks at layers: an optimizer that
-            is not elementwise, a weight decay for matrices alone.
+        config: settings of the optimizer.
+        own: the user's function, which replaces the named optimizer.
+        model: model whose parameters are views of the flat tensor, in their order, when the
+            function is called. Needed by optimizers that are not elementwise, and if only matrices
+            decay.
     """
 
     def build(tensors: list[Tensor]) -> Optimizer:
@@ -86,19 +86,19 @@ def make_optimizer(
         else:
             optimizer = _over(tensors, config, own)
         if config.clip_grad_norm is not None:
-            optimizer.register_step_pre_hook(_shorten(config.clip_grad_norm))
+            optimizer.register_step_pre_hook(_clipper(config.clip_grad_norm))
         return optimizer
 
     return build
 
 
 def _parameters_of(model: nn.Module | None) -> list[Tensor]:
-    assert model is not None, "an optimizer that looks at layers needs the model"
+    assert model is not None, "an optimizer that depends on layers needs the model"
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | None) -> Optimizer:
-    """Return the optimizer over tensors whose gradients are in place when it steps."""
+    """Return the optimizer over tensors that have their gradients when it steps."""
     if own is None:
         groups = _groups([(t, t.ndim > 1) for t in tensors], config)
         return OPTIMIZERS[config.name](groups, **_settings(config))
@@ -106,12 +106,12 @@ def _over(tensors: list[Tensor], config: OptimizerConfig, own: OwnOptimizer | No
     if not isinstance(made, Optimizer) or "lr" not in made.param_groups[0]:
         raise ConfigError(
             "optimizer.name",
-            f"{config.name} must return a torch.optim.Optimizer with an lr, it returned a "
+            f"{config.name} must return a torch.optim.Optimizer with an lr, got a "
             f"{type(made).__name__}",
         )
     optimizer: Optimizer = made
     highest = _highest_lr(optimizer)
-    for group in optimizer.param_groups:  # groups keep their rates relative to each other
+    for group in optimizer.param_groups:  # the ratios of the groups' rates stay the same
         group["lr_share"] = float(group["lr"]) / highest if highest else 1.0
     return optimizer
 
@@ -121,27 +121,27 @@ def _highest_lr(optimizer: Optimizer) -> float:
 
 
 def _over_runs(flat: Tensor, parameters: list[Tensor], config: OptimizerConfig) -> Optimizer:
-    """Return the optimizer over views of the flat tensor, one for each run of layers of a kind."""
+    """Return the optimizer over views of the flat tensor, one per run of layers of one kind."""
     views, slices, start = [], [], 0
     for is_matrix, layers in itertools.groupby(parameters, key=lambda p: p.ndim > 1):
         stop = start + sum(p.numel() for p in layers)
         views.append((flat[start:stop], is_matrix))
         slices.append(slice(start, stop))
         start = stop
-    assert start == flat.numel(), "the flat tensor holds the whole model"
+    assert start == flat.numel(), "the flat tensor must hold the whole model"
     optimizer = OPTIMIZERS[config.name](_groups(views, config), **_settings(config))
 
-    def hand_down(*_: Any) -> None:
+    def set_gradients(*_: Any) -> None:
         assert flat.grad is not None
         for (view, _is_matrix), part in zip(views, slices, strict=True):
             view.grad = flat.grad[part]
 
-    optimizer.register_step_pre_hook(hand_down)
+    optimizer.register_step_pre_hook(set_gradients)
     return optimizer
 
 
 def _groups(tensors: list[tuple[Tensor, bool]], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups of (tensor, whether it is of matrices)."""
+    """Return the parameter groups of tensors, given as (tensor, whether it holds matrices)."""
     if not config.decay_only_matrices:
         return [{"params": [t for t, _ in tensors]}]
     decayed = [t for t, is_matrix in tensors if is_matrix]
@@ -150,41 +150,40 @@ def _groups(tensors: list[tuple[Tensor, bool]], config: OptimizerConfig) -> list
     return [group for group in groups if group["params"]]
 
 
-def _shorten(max_norm: float) -> Callable[..., None]:
-    """Return a hook that shortens the gradient of all groups together to ``max_norm``."""
+def _clipper(max_norm: float) -> Callable[..., None]:
+    """Return a hook that clips the gradient of all groups together to an L2 norm."""
 
-    def shorten(optimizer: Optimizer, *_: Any) -> None:
+    def clip(optimizer: Optimizer, *_: Any) -> None:
         parameters = parameters_of(optimizer)
         if len(parameters) > 1 or parameters[0].is_cuda:
             nn.utils.clip_grad_norm_(parameters, max_norm)
             return
-        # The same of one tensor, without another pass over a gradient that is short enough: on a
-        # GPU to look at the length would be to wait for it.
+        # The same for one tensor, without a second pass over a gradient that is short enough. Not
+        # on a GPU, where the comparison would wait for the device.
         gradient = parameters[0].grad
         if gradient is not None:
-            share = max_norm / (torch.linalg.vector_norm(gradient) + 1e-6)
-            if share < 1:
-                gradient.mul_(share)
+            scale = max_norm / (torch.linalg.vector_norm(gradient) + 1e-6)
+            if scale < 1:
+                gradient.mul_(scale)
 
-    return shorten
+    return clip
 
 
 def is_by_parameter(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Whether an optimizer holds a model's own parameters, rather than a flat tensor of them."""
-    own = {id(parameter) for parameter in parameters}
-    return all(id(tensor) in own for tensor in parameters_of(optimizer))
+    """Whether an optimizer holds a model's own parameters, not a flat tensor of them."""
+    ids = {id(parameter) for parameter in parameters}
+    return all(id(tensor) in ids for tensor in parameters_of(optimizer))
 
 
 def split_by_parameter(
     optimizer: Optimizer, make: Callable[[list[Tensor]], Optimizer], parameters: list[Tensor]
 ) -> Optimizer:
-    """Return an optimizer over the parameters that goes on as one over the flat tensor would.
+    """Return an optimizer over the parameters with the state of one over the flat tensor.
 
     Args:
-        optimizer: elementwise, over the flat tensor that the parameters are views of, or over
-            views of it.
-        make: builds it.
-        parameters: of the model, in the order of the flat tensor.
+        optimizer: elementwise optimizer over the flat tensor or over views of it.
+        make: builds the optimizer.
+        parameters: views of the flat tensor, in its order.
     """
     if is_by_parameter(optimizer, parameters):
         return optimizer
@@ -201,39 +200,38 @@ def split_by_parameter(
 
 
 def _pieces(value: Any, tensor: Tensor, parameters: list[Tensor]) -> list[Any]:
-    """Return a value of an optimizer's state for each of the parameters in a tensor."""
+    """Return the part of an optimizer's state value for each of the parameters in a tensor."""
     if not isinstance(value, Tensor):
         return [value] * len(parameters)
-    if value.shape != tensor.shape:  # a count of steps
+    if value.shape != tensor.shape:  # a step count
         return [value.clone() for _ in parameters]
     parts = torch.split(value, [p.numel() for p in parameters])
     return [part.view(p.shape).clone() for part, p in zip(parts, parameters, strict=True)]
 
 
-def leaves_what_has_no_gradient(config: OptimizerConfig, own: OwnOptimizer | None = None) -> bool:
-    """Whether a step along a zero gradient changes nothing: plain SGD, with no decay."""
+def ignores_zero_gradients(config: OptimizerConfig, own: OwnOptimizer | None = None) -> bool:
+    """Whether a zero gradient changes nothing: plain SGD without momentum and weight decay."""
     is_plain = config.name == "sgd" and own is None
     return is_plain and not config.momentum and not config.weight_decay
 
 
 def no_gradient_text(names: Sequence[str]) -> str:
-    """Return why a model can not be trained by a method whose optimizer is at the center."""
+    """Return why a method with the optimizer at the center can not train a model."""
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
         f"the loss did not reach the parameter {names[0]}{others}, which an optimizer at the "
-        f"center would decay or move all the same; take a method with local steps (local-sgd), "
-        f"an optimizer without momentum and weight decay, or let all parameters take part in the "
-        f"loss"
+        f"center would update anyway; take a method with local steps (local-sgd), an optimizer "
+        f"without momentum and weight decay, or make the loss depend on all parameters"
     )
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all tensors that an optimizer moves, in the order of its groups."""
+    """Return all tensors that an optimizer updates, in the order of its groups."""
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def is_elementwise(config: OptimizerConfig, own: OwnOptimizer | None = None) -> bool:
-    """Whether the optimizer looks at no parameter's shape; of one's own it is rarely known."""
+    """Whether the optimizer ignores the shape of parameters; a user's function rarely counts."""
     if own is None:
         return config.name in ELEMENTWISE
     return _unwrapped(own) in [OPTIMIZERS[name] for name in ELEMENTWISE]
@@ -246,14 +244,14 @@ def _unwrapped(own: OwnOptimizer) -> OwnOptimizer:
 
 
 def _takes(config: OptimizerConfig) -> dict[str, inspect.Parameter]:
-    """Return what the constructor of a named optimizer takes, but for the parameters."""
+    """Return the arguments of a named optimizer except the parameters."""
     arguments = dict(inspect.signature(OPTIMIZERS[config.name]).parameters)
     del arguments["params"]
     return arguments
 
 
 def _settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of a named optimizer; what is unset is its own default."""
+    """Return the settings as arguments of a named optimizer, without those that are not set."""
     takes = _takes(config)
     fields = {name: getattr(config, name) for name in _BY_FIELD if name in takes}
     given = {name: value for name, value in fields.items() if value is not None}
@@ -261,12 +259,12 @@ def _settings(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def lr_at(config: OptimizerConfig, share_done: float, *, num_cuts: int = 0) -> float:
-    """Return the learning rate at a share of the run, 0..1.
+    """Return the learning rate at a share of the run.
 
     Args:
-        config: the settings, their ``lr`` filled in.
-        share_done: of the run's samples, by all workers.
-        num_cuts: how often the center was found to stand still, for the schedule ``plateau``.
+        config: resolved settings.
+        share_done: share of the run that is done by all workers, 0..1.
+        num_cuts: cuts of the rate so far, for the schedule ``plateau``.
     """
     assert config.lr is not None
     factor = lr_factor(
@@ -279,87 +277,82 @@ def lr_at(config: OptimizerConfig, share_done: float, *, num_cuts: int = 0) -> f
     return float(config.lr * factor * config.gamma**num_cuts)
 
 
-# before any actor starts
+# checks before any process starts
 
 
 def as_config(
     optimizer: OptimizerConfig | OwnOptimizer | str | None,
     make_optimizer: OwnOptimizer | None = None,
 ) -> tuple[OptimizerConfig, OwnOptimizer | None]:
-    """Return the settings that a user's optimizer stands for, and the function that builds it.
+    """Return the settings for a user's optimizer arguments, and the function that builds it.
 
     Args:
         optimizer: a name, settings, or a function of parameters.
-        make_optimizer: a function of parameters, where ``optimizer`` has the settings.
+        make_optimizer: a function of parameters, if ``optimizer`` has the settings.
 
     Raises:
-        ConfigError: one of them is of another kind, or they contradict each other.
+        ConfigError: if one of them has another type, or they contradict each other.
     """
+    own: Any = make_optimizer
     if isinstance(optimizer, str):
-        optimizer = OptimizerConfig(name=optimizer)
-    if optimizer is None or isinstance(optimizer, OptimizerConfig):
-        return _with_own(optimizer or OptimizerConfig(), make_optimizer)
-    if not callable(optimizer):
+        config = OptimizerConfig(name=optimizer)
+    elif optimizer is None or isinstance(optimizer, OptimizerConfig):
+        config = optimizer or OptimizerConfig()
+    elif not callable(optimizer):
         raise ConfigError(
             "optimizer",
             f"must be a name, an OptimizerConfig or a function of parameters, "
             f"got a {type(optimizer).__name__}",
         )
-    if make_optimizer is not None:
-        raise ConfigError(
-            "make_optimizer", "and a function as optimizer exclude each other; give one"
-        )
-    return _with_own(OptimizerConfig(), optimizer)
-
-
-def _with_own(config: OptimizerConfig, own: Any) -> tuple[OptimizerConfig, OwnOptimizer | None]:
+    elif own is not None:
+        problem = "and a function as optimizer exclude each other; give one"
+        raise ConfigError("make_optimizer", problem)
+    else:
+        config, own = OptimizerConfig(), optimizer
     if own is None:
         return config, None
     if not callable(own):
         kind = type(own).__name__
         raise ConfigError("make_optimizer", f"must be a function of parameters, got a {kind}")
     if config.name != OptimizerConfig().name:
-        raise ConfigError(
-            "make_optimizer",
-            f"and optimizer.name {config.name} exclude each other; leave the name out",
-        )
+        problem = f"and optimizer.name {config.name} exclude each other; leave the name out"
+        raise ConfigError("make_optimizer", problem)
     return dataclasses.replace(config, name=_name_of(own)), own
 
 
 def _name_of(own: OwnOptimizer) -> str:
-    """Return how a record of a run names a function; a command can find most by that again."""
+    """Return the name of a function in the records of a run: ``module:name``, if it has one."""
     if isinstance(own, functools.partial):
         return f"functools:partial({getattr(own.func, '__name__', '…')})"
     kind = own if hasattr(own, "__qualname__") else type(own)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def own_of(config: OptimizerConfig) -> OwnOptimizer | None:
-    """Return what ``module:function`` names, or None for a name of torch.optim.
+def named_optimizer(config: OptimizerConfig) -> OwnOptimizer | None:
+    """Return the function that ``module:function`` names, or None for a name of torch.optim.
 
     Raises:
-        ConfigError: it can not be imported, or is no function.
-        UnknownNameError: torch.optim has no such optimizer.
+        ConfigError: if it can not be imported or is not a function.
+        UnknownNameError: if torch.optim has no optimizer of that name.
     """
     if ":" in config.name:
-        found = load_own("optimizer.name", config.name)
-        if not callable(found):
+        own = load_own("optimizer.name", config.name)
+        if not callable(own):
             raise ConfigError("optimizer.name", f"{config.name} is no function of parameters")
-        return found  # type: ignore[no-any-return]
+        return own  # type: ignore[no-any-return]
     if config.name in _REFUSED:
-        raise ConfigError(
-            "optimizer.name", f"can not be {config.name}: {_REFUSED[config.name]}; take adamw"
-        )
+        problem = f"can not be {config.name}: {_REFUSED[config.name]}; take adamw"
+        raise ConfigError("optimizer.name", problem)
     if config.name not in OPTIMIZERS:
         raise UnknownNameError("optimizer.name", config.name, OPTIMIZERS)
     return None
 
 
 def default_lr(config: OptimizerConfig, own: OwnOptimizer | None) -> float:
-    """Return the learning rate that an optimizer has by itself, the highest of its groups.
+    """Return the default learning rate of an optimizer, the highest of its groups.
 
     Raises:
-        ConfigError: one of the user's own does not tell it without the model.
+        ConfigError: if a user's function does not work without the whole model.
     """
     if own is None:
         return float(_takes(config)["lr"].default)
@@ -367,21 +360,44 @@ def default_lr(config: OptimizerConfig, own: OwnOptimizer | None) -> float:
         return _highest_lr(_over(_sample(), config, own))
     except ConfigError:
         raise
-    except Exception as error:  # whatever a function may do that counts on a whole model
+    except Exception as error:  # any error of a function that expects a whole model
         raise ConfigError(
             "optimizer.lr",
-            f"must be set for {config.name}, which does not take a single parameter on trial "
-            f"({type(error).__name__}: {error}); give it as --lr, or in Python as "
-            f"optimizer=OptimizerConfig(lr=...) beside make_optimizer=...",
+            f"must be set for {config.name}, which can not be tried on a single parameter "
+            f"({type(error).__name__}: {error}); set --lr, or in Python pass "
+            f"optimizer=OptimizerConfig(lr=...) with make_optimizer=...",
         ) from error
 
 
 def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
-    """Raise a ConfigError if the optimizer does not take its settings."""
-    if own is not None:
-        _check_own(config)
-        _check_warmup(config, own)
-        return
+    """Raise a ConfigError if the optimizer does not accept its settings."""
+    if own is None:
+        _check_named(config)
+        is_rprop = config.name == "rprop"
+    else:
+        for name in ("momentum", "nesterov", "weight_decay", "options", "decay_only_matrices"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"optimizer.{name}",
+                    f"is for optimizers by name; {config.name} is your own function: set it there, "
+                    f"and take a method without it",
+                )
+        is_rprop = _unwrapped(own) is torch.optim.Rprop
+    if is_rprop and config.warmup > 0:
+        raise ConfigError(
+            "optimizer.warmup",
+            f"must be 0 for rprop, which takes its step sizes from the rate of the first step, "
+            f"got {config.warmup}",
+        )
+    if own is None and config.options:
+        try:
+            _over(_sample(), config, None).step()
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            problem = f"{config.options!r} is not accepted by {config.name}: {error}"
+            raise ConfigError("optimizer.options", problem) from error
+
+
+def _check_named(config: OptimizerConfig) -> None:
     takes = _takes(config)
     for name in ("momentum", "nesterov", "weight_decay"):
         if getattr(config, name) and name not in takes:
@@ -392,37 +408,13 @@ def check_optimizer(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
             )
     for name in config.parsed_options:
         if name in _BY_FIELD:
-            raise ConfigError("optimizer.options", f"can not hold {name}: set optimizer.{name}")
+            raise ConfigError("optimizer.options", f"must not have {name}: set optimizer.{name}")
         if name not in takes:
             choices = [known for known in takes if known not in _BY_FIELD]
             raise UnknownNameError(f"optimizer.options of {config.name}", name, choices)
     if config.decay_only_matrices and "weight_decay" not in takes:
-        raise ConfigError(
-            "optimizer.decay_only_matrices", f"has no meaning for {config.name}: it has no decay"
-        )
-    _check_warmup(config, own)
-    if config.options:
-        _try_step(config)
-
-
-def _check_warmup(config: OptimizerConfig, own: OwnOptimizer | None) -> None:
-    is_rprop = config.name == "rprop" if own is None else _unwrapped(own) is torch.optim.Rprop
-    if is_rprop and config.warmup > 0:
-        raise ConfigError(
-            "optimizer.warmup",
-            f"must be 0 for rprop, which takes its step sizes from the rate of the first step, "
-            f"got {config.warmup}",
-        )
-
-
-def _check_own(config: OptimizerConfig) -> None:
-    for name in ("momentum", "nesterov", "weight_decay", "options", "decay_only_matrices"):
-        if getattr(config, name):
-            raise ConfigError(
-                f"optimizer.{name}",
-                f"is for an optimizer by name, {config.name} is your own: set it there, and "
-                f"take a method without it",
-            )
+        problem = f"has no meaning for {config.name}: it has no weight decay"
+        raise ConfigError("optimizer.decay_only_matrices", problem)
 
 
 def _sample() -> list[Tensor]:
@@ -432,25 +424,18 @@ def _sample() -> list[Tensor]:
     return [parameter]
 
 
-def _try_step(config: OptimizerConfig) -> None:
-    """Take a step over a sample: what the constructor or the step refuses is told now."""
-    try:
-        _over(_sample(), config, None).step()
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            "optimizer.options", f"{config.options!r} is not taken by {config.name}: {error}"
-        ) from error
-
-
 def check_for_model(
     config: OptimizerConfig, own: OwnOptimizer | None, model: nn.Module, flat: Tensor
 ) -> dict[str, Any]:
-    """Return what a checkpoint would hold of the optimizer over this model; often nothing yet.
+    """Return the initial state of the optimizer over a model, as a checkpoint would hold it.
+
+    For elementwise optimizers, which accept all models, it is empty and nothing is built: the first
+    optimizer of a process takes torch seconds to load.
 
     Raises:
-        ConfigError: it does not take the parameters.
+        ConfigError: if the optimizer does not accept the parameters.
     """
-    if is_elementwise(config, own):  # those take all; torch's first optimizer loads for seconds
+    if is_elementwise(config, own):
         return {}
     try:
         optimizer = make_optimizer(config, own, model)([flat])

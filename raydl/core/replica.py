@@ -1,19 +1,19 @@
-"""A replica: a model on one flat buffer, its inner optimizer, and one local step.
+"""A replica: a model on one flat buffer, its inner optimizer, and its local step.
 
-The step of every synchronous and asynchronous method is the same; only the transport
-behind ``raydl.core.exchange.Exchange`` differs.
+The local step is the same for all methods; only the transport behind
+``raydl.core.exchange.Exchange`` differs.
 
-A worker that comes back after a failure is far from where the others went. With dynamic
-weights it is pulled hard and pulls the center little:
+A worker that rejoins after a failure is far from the other replicas. With dynamic weights the
+center pulls it strongly, and it moves the center little:
 
     u       log of the distance between replica and center at an exchange
-    a       u minus the median of the newest u before
-    f       0 for a <= log 2, 1 for a >= log 8, a straight line between
+    a       u minus the median of the preceding u
+    f       0 for a <= log 2, 1 for a >= log 8, linear between
     x <- x - (alpha*(1 - f) + f) * (x - c) ; c <- c + alpha*(1 - f)*(x - c)
 
-With f = 0 this is elastic averaging, with f = 1 the replica starts again at the center. Our
-reading of Xu and Carr, arXiv 2409.09242, of which we know the idea (weights by the trend of
-the log distance), not the formulas: the score and its limits are ours.
+f = 0 is elastic averaging; with f = 1 the replica restarts at the center. This is our reading of
+Xu and Carr, arXiv 2409.09242. We know their idea (weights from the trend of the log distance), not
+their formulas: the score f and its limits are ours.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from raydl.config import TrainingConfig
-from raydl.core.center import copied_to_cpu, load_state, set_lr
+from raydl.core.center import as_tensors, copied_to_cpu, load_state, set_lr
 from raydl.core.exchange import Arrival, Exchange, Header, Partners, StepPlan
 from raydl.core.flat import FlatModel, is_finite
-from raydl.core.non_trainable import as_tensors
 from raydl.core.optimizers import is_by_parameter, no_gradient_text, split_by_parameter
 from raydl.core.rules import Rule, Sends, squared_distance
 from raydl.core.tensor_files import view_of
@@ -45,125 +44,124 @@ from raydl.tasks import Task, in_precision
 
 
 class Distances:
-    """Squared distances of one replica, by the start of each span of the center.
+    """Squared distances of one replica to the center, by the start of each span.
 
-    Fragments may change from one round to the next: what was known of a span goes once another
-    one that covers its start is noted.
+    Fragments may change from one round to the next. A new span replaces all spans that start
+    within it.
     """
 
     def __init__(self) -> None:
         self._squares: dict[int, float] = {}
 
     def note(self, span: slice, squares: float) -> None:
-        """Take in the squared distance of a span."""
+        """Store the squared distance of a span."""
         within = range(span.start, span.stop)
-        kept = {start: before for start, before in self._squares.items() if start not in within}
-        self._squares = {**kept, span.start: squares}
+        others = {start: value for start, value in self._squares.items() if start not in within}
+        self._squares = {**others, span.start: squares}
 
     def total(self) -> float:
         """Return the squared distance of all spans together."""
         return sum(self._squares.values())
 
     def state(self) -> dict[int, float]:
-        """Return what is kept in a checkpoint."""
+        """Return the state for a checkpoint."""
         return dict(self._squares)
 
     def load(self, state: Mapping[int, float]) -> None:
-        """Take over what ``state`` returned."""
+        """Load a state that ``state`` returned."""
         self._squares = dict(state)
 
 
-_GRACE, _LIMIT = math.log(2), math.log(8)
-_REMEMBERED, _NEEDED = 8, 4
+_LOW, _HIGH = math.log(2), math.log(8)
+_MAX_DISTANCES, _MIN_DISTANCES = 8, 4
 
 
 class DistanceTrend:
     """Follows one replica's distance to one span of the center."""
 
     def __init__(self) -> None:
-        self._logs: deque[float] = deque(maxlen=_REMEMBERED)
+        self._logs: deque[float] = deque(maxlen=_MAX_DISTANCES)
 
     def distrust(self, distance: float) -> float:
-        """Take in the distance at an exchange; return f, 0 (trusted) to 1.
+        """Store the distance at an exchange; return f, 0 (trusted) to 1.
 
-        The first exchanges are trusted: distances grow from zero in every run.
+        The first exchanges are trusted, since distances grow from zero in every run.
         """
         if distance <= 0:
             return 0.0
         log = math.log(distance)
-        if len(self._logs) < _NEEDED:
+        if len(self._logs) < _MIN_DISTANCES:
             self._logs.append(log)
             return 0.0
         usual = statistics.median(self._logs)
-        # A jump counts as a small one, or the next one would look small beside it.
-        self._logs.append(min(log, usual + _GRACE))
-        return min(1.0, max(0.0, (log - usual - _GRACE) / (_LIMIT - _GRACE)))
+        # Store a jump as a small one, or the next jump would seem small in comparison.
+        self._logs.append(min(log, usual + _LOW))
+        return min(1.0, max(0.0, (log - usual - _LOW) / (_HIGH - _LOW)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was seen."""
+        """Return the stored distances."""
         return {"logs": list(self._logs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
-        self._logs = deque(state["logs"], maxlen=_REMEMBERED)
+        """Load a state that ``state_dict`` returned."""
+        self._logs = deque(state["logs"], maxlen=_MAX_DISTANCES)
 
 
 class DynamicWeights:
-    """How far one replica is trusted at each span of the center, by the span's start.
+    """The trust in one replica at each span of the center, by the start of the span.
 
     Args:
-        is_on: without dynamic weights it is always trusted.
+        is_on: without dynamic weights the replica is always trusted.
     """
 
     def __init__(self, *, is_on: bool) -> None:
         self.is_on = is_on
-        self._dynamic_weights: dict[int, DistanceTrend] = {}
+        self._trends: dict[int, DistanceTrend] = {}
         self._distrust: dict[int, float] = {}
 
     def note_distance(self, start: int, distance: float) -> None:
-        """Take in the distance to a span at an exchange."""
-        self._distrust[start] = self._dynamic_weights.setdefault(start, DistanceTrend()).distrust(
-            distance
-        )
+        """Store the distance to a span at an exchange."""
+        trend = self._trends.setdefault(start, DistanceTrend())
+        self._distrust[start] = trend.distrust(distance)
 
     def distrust_at(self, start: int) -> float:
-        """Return f at a span's newest exchange, 0 (trusted) to 1."""
+        """Return f at the newest exchange of a span, 0 (trusted) to 1."""
         return self._distrust.get(start, 0.0)
 
     def state(self) -> list[list[Any]]:
-        """Return what was seen at each span."""
-        return [[start, trust.state_dict()] for start, trust in self._dynamic_weights.items()]
+        """Return the stored distances of each span."""
+        return [[start, trend.state_dict()] for start, trend in self._trends.items()]
 
     def load(self, state: list[list[Any]]) -> None:
-        """Take over what ``state`` returned, where that matters."""
-        for start, seen in state if self.is_on else ():
-            self._dynamic_weights[start] = DistanceTrend()
-            self._dynamic_weights[start].load_state_dict(seen)
+        """Load a state that ``state`` returned, if dynamic weights are on."""
+        for start, trend_state in state if self.is_on else ():
+            self._trends[start] = DistanceTrend()
+            self._trends[start].load_state_dict(trend_state)
 
 
-_SILENT = StepPlan()
-_PLAIN = TrainingConfig()
+_NO_EXCHANGE = StepPlan()
+_DEFAULTS = TrainingConfig()
 MakeGradient = Callable[[], tuple[Tensor, int]]
-"""Adds a gradient to what the optimizer sees; returns (the mean loss, the samples behind it)."""
+"""Adds to the gradients of the optimizer; returns the mean loss and the number of samples."""
 Stepped = tuple[Tensor, Header | None]
-"""The mean loss of a step's batch, and the header sums of its last exchange, if it joined one."""
+"""The mean loss of the batch, and the header sums of the last exchange that the step joined."""
 
 
 class Replica:
-    """The parameters x_i of one worker and the arithmetic around them.
+    """The parameters x_i of one worker, with the local step and its exchanges.
 
     Args:
-        flat: the model, on its device.
-        task: knows the loss of a batch.
-        rule: what an exchange does.
+        flat: the model on its device.
+        task: computes the loss of a batch.
+        rule: update rule of an exchange.
         make_optimizer: builds the inner optimizer over the flat weights.
-        time_parts: where the time is counted.
-        training: says the precision, and in how many parts a batch goes through the model.
-        has_dynamic_weights: a replica that is suddenly far away counts little; for rules
-            that send weights.
-        needs_all_gradients: refuse to send the gradient of a loss that does not reach all
-            parameters; for an optimizer at the center, which would move the others all the same.
-        who: returns (worker, its local step), for errors.
+        time_parts: measures the time parts.
+        training: precision, and number of parts of a batch.
+        has_dynamic_weights: whether a replica that is suddenly far from the center counts little;
+            for rules that send weights.
+        needs_all_gradients: whether to refuse a gradient if the loss did not reach all parameters;
+            for optimizers at the center that would update the others anyway.
+        who: returns (worker id, local step), for error messages.
     """
 
     def __init__(
@@ -174,7 +172,7 @@ class Replica:
         rule: Rule,
         make_optimizer: Callable[[list[Tensor]], Optimizer],
         time_parts: TimeParts,
-        training: TrainingConfig = _PLAIN,
+        training: TrainingConfig = _DEFAULTS,
         has_dynamic_weights: bool = False,
         needs_all_gradients: bool = False,
         who: Callable[[], tuple[str, int]] = lambda: ("", 0),
@@ -192,7 +190,7 @@ class Replica:
         self._dynamic_weights = DynamicWeights(is_on=has_dynamic_weights)
         self._pull = torch.empty_like(self.flat.weights)
         self._sent = torch.empty(0)
-        self._num_seen = 0
+        self._num_samples = 0
         self._num_begun: dict[int, int] = {}
         self._num_sent: dict[int, int] = {}
         self._num_dropped = 0
@@ -200,33 +198,33 @@ class Replica:
         self._reached_sent: dict[int, tuple[int, ...]] = {}
         self._moves: list[tuple[slice, Tensor]] | None = None
         self.num_steps = 0
-        """Local steps taken, with what their exchanges did or without."""
+        """Local steps taken, whether or not their exchanges succeeded."""
         self.partners: Partners | None = None
-        """Workers that share this replica."""
+        """Workers that share this replica, or None."""
         self._distances = Distances()
 
-    def step(self, batch: Batch, step_plan: StepPlan = _SILENT) -> Stepped:
-        """Take one local step, with exchanges that begin and take effect around it.
+    def step(self, batch: Batch, step_plan: StepPlan = _NO_EXCHANGE) -> Stepped:
+        """Take one local step, with the exchanges that begin and complete in it.
 
         Returns:
             The mean loss of the batch (a detached scalar), and the header sums of the last
-            exchange joined (None without one).
+            exchange that completed, or None if there was none.
 
         Raises:
-            ExchangeError: an exchange failed. It changed neither replica nor center. The local
-                step was taken without it; a gradient that was to be sent is forgotten.
-            StepError: what was to be sent must not reach the center; it was not sent.
+            ExchangeError: if an exchange failed. It changed neither replica nor center. The local
+                step was taken without it; a gradient that was to be sent is discarded.
+            StepError: if a message must not reach the center; it was not sent.
         """
         return self._step(lambda: self._gradient(batch), step_plan)
 
-    def step_as_it_is(self, step_plan: StepPlan = _SILENT) -> Header | None:
-        """Take one local step along gradients that the optimizer's parameters have already.
+    def step_with_given_gradients(self, step_plan: StepPlan = _NO_EXCHANGE) -> Header | None:
+        """Take one local step along the gradients that the parameters already have.
 
-        Each step counts as one sample. Returns and raises as ``step``.
+        The step counts as one sample. Returns the header sums and raises as ``step``.
         """
 
         def gradient() -> tuple[Tensor, int]:
-            self._num_seen += 1
+            self._num_samples += 1
             return self.flat.weights.new_zeros(()), 1
 
         return self._step(gradient, step_plan)[1]
@@ -243,11 +241,11 @@ class Replica:
     def _step_with_weights(
         self, gradient: MakeGradient, step_plan: StepPlan
     ) -> tuple[Tensor, list[Arrival]]:
-        """Step while the weights of the start of the step are under way."""
+        """Step while the weights of the start of the step are sent."""
         arrivals: list[Arrival] = []
         failure: ExchangeError | None = None
         try:
-            # Nothing below changes the weights before the join.
+            # No code below changes the weights before the exchanges are joined.
             self.begin(step_plan)
             if not step_plan.overlap:
                 arrivals = self._wait(step_plan)
@@ -268,7 +266,7 @@ class Replica:
     def _step_then_send(
         self, gradient: MakeGradient, step_plan: StepPlan
     ) -> tuple[Tensor, list[Arrival]]:
-        """Step, then send what came of it; the replica follows the center."""
+        """Step, then send the gradient or the progress, and copy the center."""
         loss, num_samples = gradient()
         if self._rule.sends is Sends.PROGRESS:
             self._local_step(num_samples)
@@ -285,10 +283,10 @@ class Replica:
         return loss, arrivals
 
     def begin(self, step_plan: StepPlan) -> None:
-        """Send what the rule sends of each span that begins; a later step may join them.
+        """Begin the exchanges of a plan; a later step may join them.
 
         Raises:
-            ExchangeError: one can not begin; nothing was changed.
+            ExchangeError: if an exchange can not begin; no tensor has changed.
         """
         with self._parts.measure("device_device_parameters"):
             for exchange in step_plan.begin:
@@ -297,21 +295,24 @@ class Replica:
     def _send(self, exchange: Exchange, step_plan: StepPlan) -> None:
         span = exchange.span
         header = step_plan.header if exchange is step_plan.begin[-1] else Header()
-        num_samples = self._num_seen - self._num_sent.get(span.start, self._num_dropped)
+        num_samples = self._num_samples - self._num_sent.get(span.start, self._num_dropped)
         header = replace(header, num_samples=float(num_samples))
         if self._rule.sends is not Sends.GRADIENT and exchange not in step_plan.join:
-            self._keep_sent(span)
+            # Keep the weights for the later step in which the exchange takes effect.
+            if not self._sent.numel():
+                self._sent = torch.empty_like(self.flat.weights)
+            self._sent[span] = self.flat.weights[span]
         message = self._message(exchange, step_plan)
         self._check_message(message, exchange, num_samples)
         exchange.begin(message, self.flat.buffers, header)
         if self._rule.sends is Sends.GRADIENT:
-            # What is sent is done with; later gradients are for the next exchange.
+            # Gradients that were sent are no longer needed; later ones are for the next exchange.
             self.flat.gradients[span].zero_()
             self._reached_sent[span.start] = tuple(self.flat.num_reached)
-        self._num_begun[span.start] = self._num_seen
+        self._num_begun[span.start] = self._num_samples
 
     def _message(self, exchange: Exchange, step_plan: StepPlan) -> Tensor:
-        """Return what the rule sends of a span; it stays as it is until the exchange is joined."""
+        """Return the rule's message for a span; it is not changed until the exchange is joined."""
         span = exchange.span
         if self._rule.sends is Sends.GRADIENT:
             return self.flat.gradients[span].clone()
@@ -325,93 +326,83 @@ class Replica:
         return self._trusted(weights, exchange)
 
     def _check_message(self, message: Tensor, exchange: Exchange, num_samples: int) -> None:
-        """Raise a StepError if a message, or what goes with it, must not reach the center."""
+        """Raise a StepError if a message or the float buffers must not reach the center."""
         is_gradient = self._rule.sends is Sends.GRADIENT
-        if not is_finite(message):
-            self._refuse("gradient" if is_gradient else "weights")
-        if exchange.center.buffers.numel() and not is_finite(self.flat.buffers):
-            self._refuse("float buffers")
+        sent = {"gradient" if is_gradient else "weights": message}
+        if exchange.center.buffers.numel():
+            sent["float buffers"] = self.flat.buffers
+        for name, values in sent.items():
+            if not is_finite(values):
+                raise NonFiniteError(
+                    *self._who(),
+                    f"values in its {name} are NaN, infinite or beyond 1e19, so nothing was sent; "
+                    f"lower optimizer.lr, or check the data of that step",
+                )
         if is_gradient and num_samples and self._needs_all_gradients:
             before = self._reached_sent.get(exchange.span.start, self._reached_before)
             unreached = self.flat.unreached(before, exchange.span)
             if unreached:
                 raise StepError(*self._who(), no_gradient_text(unreached))
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise NonFiniteError(
-            *self._who(),
-            f"there are values in its {what} that are not finite, or beyond 1e19, so it sent "
-            f"nothing; lower optimizer.lr, or look at the data of that step",
-        )
-
     def _trusted(self, weights: Tensor, exchange: Exchange) -> Tensor:
-        """Return weights as they are sent: closer to the center the less they are trusted."""
+        """Return the weights to send, closer to the center the less they are trusted."""
         f = self._dynamic_weights.distrust_at(exchange.span.start)
         return torch.lerp(weights, exchange.center.weights, f) if f else weights
 
-    def _keep_sent(self, span: slice) -> None:
-        """Remember what was sent, for an exchange that takes effect in a later step."""
-        if not self._sent.numel():
-            self._sent = torch.empty_like(self.flat.weights)
-        self._sent[span] = self.flat.weights[span]
-
     def _weights_sent(self, exchange: Exchange, step_plan: StepPlan) -> Tensor:
         """Return the weights at the beginning of an exchange."""
-        is_at_once = exchange in step_plan.begin and exchange in step_plan.join
-        return (self.flat.weights if is_at_once else self._sent)[exchange.span]
+        is_within_step = exchange in step_plan.begin and exchange in step_plan.join
+        return (self.flat.weights if is_within_step else self._sent)[exchange.span]
 
     def _wait(self, step_plan: StepPlan) -> list[Arrival]:
-        """Wait for all that take effect in this step."""
+        """Wait for the exchanges that complete in this step."""
         with self._parts.measure("device_device_parameters"):
             return [exchange.wait() for exchange in step_plan.join]
 
     def _gradient(self, batch: Batch) -> tuple[Tensor, int]:
-        """Add the gradient at the current weights into the flat buffer.
+        """Add the gradient at the present weights to the flat gradients.
 
         Returns:
-            The mean loss, and the samples behind the gradient: those of partners count.
+            The mean loss, and the number of samples, including those of partners.
         """
         loss = self._own_gradient(batch)
+        num_samples = num_samples_of(batch)
+        if self.partners is None:
+            return loss, num_samples
         try:
-            return loss, self._joined(num_samples_of(batch))
+            with self._parts.measure("device_device_parameters"):
+                own = self.flat.is_reached(self._reached_before)
+                num_samples, is_reached = self.partners.mean_(self.flat.gradients, num_samples, own)
+                self.flat.note_reached(is_reached)
         except ExchangeError:
             self._drop_gradients()
             raise
+        return loss, num_samples
 
     def _own_gradient(self, batch: Batch) -> Tensor:
         num_samples = num_samples_of(batch)
-        if num_samples == 0:  # the tail of an epoch may leave a worker without samples
+        if num_samples == 0:  # the end of an epoch may leave no samples for a worker
             return self.flat.weights.new_zeros(())
         with self._parts.measure("forward_backward"):
-            # A gradient that is sent is a sum over samples, so that ranks with fewer
-            # samples weigh less in the mean.
+            # A gradient to send is a sum over samples, so that ranks with fewer samples weigh
+            # less in the mean.
             scale = 1.0 if self._rule.steps_replica else float(num_samples)
             parts = parts_of(batch, self._training.microbatches, full=self._training.batch_size)
             losses = [self._backward(part, share, scale) for part, share in parts]
             self.flat.rebind()
-        self._num_seen += num_samples
+        self._num_samples += num_samples
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _backward(self, part: Batch, share: float, scale: float) -> Tensor:
-        """Add the gradient of a part of a batch; return what it adds to the batch's mean loss."""
+        """Add the gradient of a part of a batch; return the part's share of the mean loss."""
         with in_precision(self._training.precision, self.flat.weights.device):
             loss = self._task.loss(self.flat.model, part)
         mean = loss if share == 1.0 else loss * share
         (mean if scale == 1.0 else mean * scale).backward()  # type: ignore[no-untyped-call]
         return mean.detach()
 
-    def _joined(self, num_samples: int) -> int:
-        """Join the gradient with those of workers that share this replica, if any do."""
-        if self.partners is None:
-            return num_samples
-        with self._parts.measure("device_device_parameters"):
-            own = self.flat.is_reached(self._reached_before)
-            total, is_reached = self.partners.mean_(self.flat.gradients, num_samples, own)
-            self.flat.note_reached(is_reached)
-            return total
-
     def _local_step(self, num_samples: int) -> None:
-        """Let the inner optimizer step; without one, gradients go on adding up."""
+        """Step the inner optimizer; without one, gradients keep accumulating."""
         self.num_steps += 1
         if self._optimizer is None:
             return
@@ -422,9 +413,9 @@ class Replica:
             self._reached_before = tuple(self.flat.num_reached)
 
     def _optimizer_step(self, optimizer: Optimizer) -> None:
-        """Let an optimizer step; as torch does, it leaves a parameter without gradient alone."""
+        """Step an optimizer; it skips parameters without a gradient, as in torch."""
         flat = self.flat
-        if flat.gradients.numel():  # else they are where the user's loop has them
+        if flat.gradients.numel():  # else the user's loop manages them
             flat.weights.grad = flat.gradients
         unreached = flat.unreached(self._reached_before)
         if not unreached:
@@ -435,7 +426,7 @@ class Replica:
             self._optimizer.step()
 
     def _join(self, step_plan: StepPlan, arrivals: list[Arrival], *, num_samples: int) -> None:
-        """Update replica and center, both from the values that were sent."""
+        """Update replica and center, both from the weights that were sent."""
         with self._parts.measure("replica_update"):
             pulls = [
                 (exchange, self._pull_of(exchange, arrival, step_plan))
@@ -450,22 +441,23 @@ class Replica:
         self._commit(step_plan)
 
     def _pull_of(self, exchange: Exchange, arrival: Arrival, step_plan: StepPlan) -> Tensor:
-        """Return what the replica subtracts of a span; the harder the less it is trusted."""
+        """Return the update that the replica subtracts, larger the less it is trusted."""
         if arrival.pull is not None:
             self._distances.note(exchange.span, arrival.distance_squared)
             return arrival.pull
         weights, center = self._weights_sent(exchange, step_plan), exchange.center.weights
-        seen, pull = arrival.seen, self._pull[exchange.span]
-        if seen is None:
-            seen = self._trusted(weights, exchange)
-        sent = None if seen is weights else self._distance_squared(exchange, weights)
-        squares = self._rule.measured_pull(seen, center, arrival.tally, out=pull)
-        self._distances.note(exchange.span, squares if sent is None else sent)
+        sent, pull = arrival.seen, self._pull[exchange.span]
+        if sent is None:
+            sent = self._trusted(weights, exchange)
+        # The distance is that of the weights themselves, whatever was sent of them.
+        true_squares = None if sent is weights else self._distance_squared(exchange, weights)
+        squares = self._rule.measured_pull(sent, center, arrival.tally, out=pull)
+        self._distances.note(exchange.span, squares if true_squares is None else true_squares)
         f = self._dynamic_weights.distrust_at(exchange.span.start)
         return pull.add_(weights - center, alpha=f) if f else pull
 
     def _follow(self, step_plan: StepPlan) -> None:
-        """Move the center, and become a copy of it, but for steps since the message."""
+        """Update the center and copy it, but keep the steps since the message."""
         for exchange in step_plan.join:
             if self._rule.sends is Sends.PROGRESS:
                 weights = self.flat.weights[exchange.span]
@@ -478,7 +470,7 @@ class Replica:
                 if self._rule.sends is Sends.GRADIENT or exchange in step_plan.begin:
                     weights.copy_(exchange.center.weights)
                 else:
-                    # x <- c + (x - what was sent): steps since the message stay.
+                    # x <- c + (x - sent weights), which keeps the steps since the message.
                     weights.sub_(self._sent[exchange.span]).add_(exchange.center.weights)
                 if exchange.center.buffers.numel():
                     self.flat.buffers.copy_(exchange.center.buffers)
@@ -486,11 +478,11 @@ class Replica:
                     self._moves.append((exchange.span, before.sub_(weights)))
 
     def keep(self) -> None:
-        """Remember what exchanges do to the replica from here on, for ``undo_``."""
+        """Record the changes by exchanges from now on, for ``undo_``."""
         self._moves = []
 
     def undo_(self) -> None:
-        """Undo what exchanges did since ``keep``; local steps since then stay."""
+        """Undo the changes by exchanges since ``keep``; local steps are kept."""
         for span, move in self._moves or ():
             self.flat.weights[span].add_(move)
         self._moves = None
@@ -506,7 +498,7 @@ class Replica:
 
     @property
     def distance_squared(self) -> float:
-        """Squared distance to the center, seen at the last exchange of each span."""
+        """Squared distance to the center, at the last exchange of each span."""
         return self._distances.total()
 
     def set_lr(self, lr: float) -> None:
@@ -515,18 +507,18 @@ class Replica:
             set_lr(self._optimizer, lr)
 
     def become(self, weights: Tensor, buffers: Tensor) -> None:
-        """Become a copy of the center, and forget gradients that were under way."""
+        """Copy the center and discard unsent gradients."""
         with self._parts.measure("replica_update"):
             self.flat.weights.copy_(weights)
             self.flat.buffers.copy_(buffers)
             self._drop_gradients()
 
     def start_over(self, weights: Tensor, buffers: Tensor) -> None:
-        """Become a copy of the center as a new replica does, without any memory of what was.
+        """Copy the center and reset all other state, as in a new replica.
 
         Args:
-            weights: of the center, shape [num_parameters].
-            buffers: of the center, shape [num_buffers].
+            weights: weights of the center, shape [num_parameters].
+            buffers: float buffers of the center, shape [num_buffers].
         """
         self.undo_()
         self.become(weights, buffers)
@@ -536,18 +528,18 @@ class Replica:
         self._dynamic_weights = DynamicWeights(is_on=self._dynamic_weights.is_on)
 
     def _drop_gradients(self) -> None:
-        """Forget gradients that were under way, and the samples behind them."""
+        """Discard unsent gradients, and the count of their samples."""
         self.flat.gradients.zero_()
-        self._num_sent, self._num_dropped = {}, self._num_seen
+        self._num_sent, self._num_dropped = {}, self._num_samples
         self._reached_sent, self._reached_before = {}, tuple(self.flat.num_reached)
 
     def copy_first_(self, partners: Partners, *, is_first: bool) -> bool:
-        """Become the replica of the first of those that share one; return whether it was another.
+        """Copy the replica of the first partner; return whether the weights differed.
 
-        Only weights tell: each has buffers of its own, the statistics of its own batches.
+        Buffers are not compared: each partner has the statistics of its own batches.
 
         Raises:
-            ExchangeError: somebody went away or took too long; all is as it was.
+            ExchangeError: if a partner was lost or timed out; nothing has changed.
         """
         own = io.BytesIO()
         if is_first:
@@ -555,15 +547,15 @@ class Replica:
             optimizer = copied_to_cpu(self._optimizer_state())
             torch.save({**optimizer, "untrained": non_trainable}, own)
         content = partners.bytes_of_first(own.getvalue(), is_first=is_first)
-        others = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
+        differed = partners.copy_first_([self.flat.weights, self.flat.buffers], is_first=is_first)
         if not is_first:
             first = torch.load(io.BytesIO(content), weights_only=True)
             self.flat.non_trainable.load(first["untrained"])
             self._load_optimizer(first)
-        return others[0]
+        return differed[0]
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Return what the inner optimizer remembers, as it is, and whether by parameter."""
+        """Return the state of the inner optimizer, not copied, and which tensors it holds."""
         if self._optimizer is None:
             return {"optimizer": {}}
         return {
@@ -572,17 +564,17 @@ class Replica:
         }
 
     def _load_optimizer(self, state: Mapping[str, Any], *, copies: bool = True) -> None:
-        """Take over what ``_optimizer_state`` returned."""
+        """Load a state that ``_optimizer_state`` returned."""
         if self._optimizer is None or not state["optimizer"]:
             return
-        # The user's own, of an attached loop, is the one there is.
+        # The optimizer of a user's loop (without num_reached) is never replaced.
         if self.flat.num_reached and "is_by_parameter" in state:
             tensors = self.flat.parameters if state["is_by_parameter"] else [self.flat.weights]
             self._optimizer = self._make_optimizer(tensors)
         load_state(self._optimizer, state["optimizer"], copies=copies)
 
     def tensors(self) -> dict[str, Any]:
-        """Return what is large in the state, as it is: it changes with the next step."""
+        """Return the large tensors of the state, not copied: the next step changes them."""
         return {
             "weights": self.flat.weights.detach(),
             "buffers": self.flat.buffers.detach(),
@@ -591,7 +583,7 @@ class Replica:
         }
 
     def state_dict(self, copied: Callable[[Any], Any] = copied_to_cpu) -> dict[str, Any]:
-        """Return all that this replica needs to go on.
+        """Return the state from which this replica can be resumed.
 
         Args:
             copied: returns nested dicts and lists with copies of all tensors.
@@ -601,18 +593,18 @@ class Replica:
             "untrained": {name: view_of(a) for name, a in self.flat.non_trainable.own().items()},
             "distances": self._distances.state(),
             "trust": self._dynamic_weights.state(),
-            "num_seen": self._num_seen,
+            "num_seen": self._num_samples,
             "num_sent": dict(self._num_sent),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, copies: bool = True) -> None:
-        """Take over what ``state_dict`` returned; without ``copies`` for good."""
+        """Load a state of ``state_dict``; without ``copies`` the optimizer keeps its tensors."""
         self.flat.weights.copy_(state["weights"])
         self.flat.buffers.copy_(state["buffers"])
         self.flat.gradients.copy_(state["gradients"])
-        self.flat.non_trainable.load(state.get("untrained", {}))  # earlier checkpoints have none
+        self.flat.non_trainable.load(state.get("untrained", {}))  # not in older checkpoints
         self._load_optimizer(state, copies=copies)
         self._distances.load(state["distances"])
         self._dynamic_weights.load(state["trust"])
-        self._num_seen, self._num_sent = state["num_seen"], dict(state["num_sent"])
-        self._num_dropped = self._num_seen
+        self._num_samples, self._num_sent = state["num_seen"], dict(state["num_sent"])
+        self._num_dropped = self._num_samples

@@ -1,4 +1,4 @@
-"""The reports of a worker, and the aggregator that adds up exchanges to records."""
+"""Reports of a worker, and the aggregator that sums up exchanges in records."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ _NONE_LEFT_OUT = LeftOut()
 
 @dataclass(frozen=True)
 class AllreduceReport:
-    """How the largest messages of a group are summed, and how long that was thought to take."""
+    """Algorithm, predicted and measured time of a group's largest all-reduce."""
 
     generation: int
     algorithm: str
     num_bytes: int
     predicted_s: float
-    """By the latency and bandwidth measured at the start of the generation."""
+    """From the latency and bandwidth measured at the start of the generation."""
     measured_s: float
-    """Least of the newest 101 sums of that size: without waiting for ranks that came late."""
+    """Minimum over the newest 101 all-reduces of that size, to exclude waiting for late ranks."""
 
 
 class Losses:
-    """The losses of a worker's local steps, read off the device once per round."""
+    """Losses of a worker's local steps, copied from the device once per round."""
 
     def __init__(self) -> None:
         self._unread: list[tuple[int, int, Tensor]] = []
         self._sum = self._num_samples = 0.0
 
     def add(self, local_step: int, num_samples: int, loss: Tensor) -> None:
-        """Note the mean loss of a step's samples."""
+        """Add the mean loss of a step's samples."""
         self._unread.append((local_step, num_samples, loss))
 
     def read(self, worker_id: str) -> None:
-        """Read what was noted.
+        """Copy the added losses from the device and sum them.
 
         Args:
-            worker_id: whose losses they are, for the error.
+            worker_id: id of the worker, for the error message.
 
         Raises:
-            NonFiniteLossError: a loss is NaN or infinite.
+            NonFiniteLossError: if a loss is NaN or infinite.
         """
         for local_step, num_samples, loss in self._unread:
             value = float(loss)
@@ -64,37 +64,37 @@ class Losses:
         self._unread.clear()
 
     def pop_state(self, worker_id: str) -> dict[str, float]:
-        """Read, and hand over what came since the last time."""
+        """Read the losses; return the sums since the last call and reset them."""
         self.read(worker_id)
-        taken = self.state_dict()
+        state = self.state_dict()
         self._sum = self._num_samples = 0.0
-        return taken
+        return state
 
     def state_dict(self) -> dict[str, float]:
-        """Return what was read and not taken: the sum of the losses, the samples behind it."""
+        """Return the sum of the losses that were read, and their number of samples."""
         return {"loss_sum": self._sum, "loss_samples": self._num_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         self._sum, self._num_samples = state["loss_sum"], state["loss_samples"]
 
 
 class Outcome(enum.Enum):
-    """Next action after a round."""
+    """Action after a round."""
 
     GO_ON = "go on"
     REGROUP = "regroup"
     LEFT = "left"
-    """This worker alone leaves; the others go on."""
+    """Only this worker leaves; the others go on."""
     BROKEN = "broken"
-    """An exchange did not complete: somebody was lost, or left out."""
+    """An exchange did not complete: a worker was lost or left out."""
     STOPPED = "stopped"
     FINISHED = "finished"
 
 
 @dataclass(frozen=True)
 class Record:
-    """Sums over all workers since the record before; one point of the curves."""
+    """Averages over all workers since the previous record; one point of the curves."""
 
     progress: Progress
     num_workers: int
@@ -105,10 +105,10 @@ class Record:
     exchange_s: float
     staleness: float
     period: float
-    """Local steps of a worker from one exchange to its next, mean."""
+    """Mean number of local steps of a worker between two exchanges."""
     at_s: float
-    """When it happened, by the monotonic clock of the process that recorded it; the driver, which
-    hears of several at once, puts it on its own clock."""
+    """Time of the record, by the monotonic clock of the process that made it. The driver receives
+    several records at once and converts the time to its own clock."""
 
 
 @dataclass(frozen=True)
@@ -118,38 +118,38 @@ class WorkerReport:
     worker_id: str
     round: int
     records: tuple[Record, ...]
-    """New since the report before; of the methods in which every rank keeps the books."""
+    """New records since the last report, in methods in which every rank makes them."""
     kept: tuple[int, ...]
     """Rounds whose state this worker holds for a checkpoint."""
     time_parts: dict[str, float]
     generation: int = 0
-    """The newest one that it has entered."""
+    """Newest generation that the worker has entered."""
     local_step: int = 0
     step_s: float = 0.0
-    """Seconds per local step in the newest round, waiting not counted."""
+    """Seconds per local step in the newest round, without waiting."""
     waited_s: float = 0.0
     """Seconds waited for exchanges in the newest round."""
     round_s: float = 0.0
-    """Seconds that the newest round took."""
+    """Duration of the newest round in seconds."""
     waiting_s: float = 0.0
-    """Seconds that the worker has been waiting for an exchange until now; 0: it computes."""
+    """Seconds that the worker has waited for an exchange until now; 0 while it computes."""
     allreduce: AllreduceReport | None = None
-    """How this worker's group sums, where it chooses for itself."""
+    """All-reduce of the worker's group, if raydl chooses the algorithm."""
     choice: Choice | None = None
-    """The exchange tuning that the workers chose."""
+    """Exchange tuning that the workers chose."""
     left_out: LeftOut = _NONE_LEFT_OUT
-    """Samples that it could not read."""
+    """Samples that the worker could not read."""
     cpu_s: float = 0.0
-    """Seconds that all threads of its process have computed."""
+    """CPU time of all threads of the process in seconds."""
     told_s: float = 0.0
-    """When this was told, by the worker's monotonic clock."""
+    """Time of this report, by the worker's monotonic clock."""
 
 
 class RecordAggregator:
-    """Adds up exchanges into records, one every 0.2 s at most.
+    """Sums up exchanges in records, one every 0.2 s at most.
 
     Args:
-        clock: seconds, rising.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -168,13 +168,13 @@ class RecordAggregator:
     def add(
         self, sums: Header, *, num_messages: int, num_steps: int, staleness: float = 0.0
     ) -> None:
-        """Enter an exchange.
+        """Add an exchange.
 
         Args:
-            sums: of the headers of its messages.
-            num_messages: how many they are.
-            num_steps: local steps that all their workers took for it.
-            staleness: exchanges of others since the workers' exchanges before.
+            sums: sums of the headers of its messages.
+            num_messages: number of messages.
+            num_steps: local steps that their workers took for it, in total.
+            staleness: exchanges of other workers since the last exchanges of these workers.
         """
         self._sums = self._sums + sums
         self._num_messages += num_messages
@@ -190,16 +190,17 @@ class RecordAggregator:
         exchange_bytes: int,
         at_once: bool = False,
     ) -> None:
-        """Close a record, unless the last one is too young.
+        """Close a record, unless the previous one is too recent.
 
-        One without an exchange since the last one repeats that, but for the values given here.
+        Without an exchange since the previous record, it repeats that one with the values given
+        here.
 
         Args:
-            progress: of the run, now.
+            progress: present progress of the run.
             num_workers: workers that train.
             lr: learning rate of the newest step.
             exchange_bytes: bytes of one exchange of one worker.
-            at_once: whatever the age of the last record.
+            at_once: whether to ignore the age of the previous record.
         """
         if not (at_once or self.is_due):
             return
@@ -210,34 +211,32 @@ class RecordAggregator:
             "exchange_bytes": exchange_bytes,
             "at_s": self._clock(),
         }
-        if self._num_messages == 0:
-            if self._last is not None:
-                self._add(replace(self._last, **now))
+        if self._num_messages:
+            sums, n = self._sums, self._num_messages
+            record = Record(
+                **now,
+                loss=sums.loss_sum / sums.loss_samples if sums.loss_samples else math.nan,
+                distance=math.sqrt(sums.distance / n),
+                exchange_s=sums.waited_s / n,
+                staleness=self._staleness / n,
+                period=self._num_steps / n,
+            )
+            self._restart()
+        elif self._last is not None:
+            record = replace(self._last, **now)
+        else:
             return
-        sums, n = self._sums, self._num_messages
-        record = Record(
-            **now,
-            loss=sums.loss_sum / sums.loss_samples if sums.loss_samples else math.nan,
-            distance=math.sqrt(sums.distance / n),
-            exchange_s=sums.waited_s / n,
-            staleness=self._staleness / n,
-            period=self._num_steps / n,
-        )
-        self._add(record)
-        self._restart()
-
-    def _add(self, record: Record) -> None:
         self._last = record
         with self._lock:
             self._records.append(record)
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to record, and the last record is old enough."""
+        """Whether there are exchanges to record, and the previous record is old enough."""
         return self._num_messages > 0 and self._clock() - self._since >= _RECORD_EVERY_S
 
     def pop_records(self) -> tuple[Record, ...]:
-        """Hand over the records that nobody has taken yet."""
+        """Return the records since the last call."""
         with self._lock:
             records, self._records = self._records, []
         return tuple(records)

@@ -9,9 +9,9 @@
     beta    beta            p * alpha
     p       num_workers     workers that train now
 
-A *rule* says what is sent, and what the receipt changes. It knows no transport, no clock
-and no randomness: the same object serves every strategy. All right-hand sides use the
-values before the step.
+A *rule* defines which values are sent, and how the receipt changes replica and center. It uses no
+transport, no clock and no random numbers, so that one object serves every strategy. All right-hand
+sides use the values before the step.
 
 Sources: SC17 = You, Buluc, Demmel, arXiv 1708.02983; EASGD = Zhang, Choromanska, LeCun,
 arXiv 1412.6651.
@@ -32,21 +32,21 @@ from torch.optim import SGD, Optimizer
 from raydl.config import MethodConfig
 
 BLOCK = 1 << 19
-"""Floats of a block, 2 MiB: few enough that some vectors stay in the cache that cores share, and
-enough that a pass takes long beside the call that begins it."""
+"""Floats per block, 2 MiB: several vectors of it fit in the shared cache, and a pass over it takes
+much longer than the call that starts it."""
 
 
 def blocks_of(vector: Tensor) -> Iterator[slice]:
-    """Yield the blocks of a vector, shape [n], from its beginning; on a GPU all of it is one."""
+    """Yield the blocks of a vector, shape [n], in order; on a GPU the vector is one block."""
     length = BLOCK if vector.device.type == "cpu" else max(1, vector.numel())
     for start in range(0, vector.numel(), length):
         yield slice(start, start + length)
 
 
 def squared_distance(a: Tensor, b: Tensor, *, scratch: Tensor) -> float:
-    """Return |a - b|^2 of two vectors, shape [n]; ``scratch``, of that shape, is overwritten.
+    """Return |a - b|^2 of two vectors, shape [n]; ``scratch``, shape [n], is overwritten.
 
-    Of a long one ``torch.dist`` takes five times as long, and as much memory again.
+    For long vectors ``torch.dist`` takes five times as long, and allocates another vector.
     """
     squares = 0.0
     for block in blocks_of(a):
@@ -56,12 +56,12 @@ def squared_distance(a: Tensor, b: Tensor, *, scratch: Tensor) -> float:
 
 
 def moving_rate(beta: float, num_workers: int) -> float:
-    """Return alpha = beta / p, to be derived again whenever p changes."""
+    """Return alpha = beta / p; compute it again whenever p changes."""
     return beta / num_workers
 
 
 def moving_rate_limit(num_workers: int, *, lr_curvature: float = 0.0) -> float:
-    """Return the largest stable alpha when all workers exchange at once.
+    """Return the largest stable alpha if all workers exchange at once.
 
     alpha <= (4 - 2*eta*h) / (2*(1 + p) - p*eta*h) on a quadratic of curvature h, where
     ``lr_curvature`` is eta*h, in [0, 2).
@@ -71,7 +71,7 @@ def moving_rate_limit(num_workers: int, *, lr_curvature: float = 0.0) -> float:
 
 
 def moving_rate_limit_in_turn(*, lr_curvature: float = 0.0) -> float:
-    """Return the largest stable alpha when workers exchange one by one, for any p.
+    """Return the largest stable alpha if workers exchange one by one, for any p.
 
     alpha <= (4 - 2*eta*h) / (4 - eta*h), with ``lr_curvature`` = eta*h in [0, 2).
     """
@@ -83,8 +83,8 @@ def elastic_difference(
 ) -> Tensor:
     """Return alpha * (x - c), shape [num_parameters], in ``out`` if given.
 
-    The replica subtracts it and the center adds it: what one gains is what the other
-    loses. (SC17, eq. 1 and 2.)
+    The replica subtracts it and the center adds it, so that their sum stays the same. (SC17, eq. 1
+    and 2.)
     """
     return torch.sub(replica, center, out=out).mul_(moving_rate)
 
@@ -92,9 +92,9 @@ def elastic_difference(
 def elastic_center_(
     center: Tensor, total: Tensor, *, num_messages: int, moving_rate: float
 ) -> Tensor:
-    """Do c <- c + alpha * (total - n*c) in place; ``total`` = sum of n replicas is used up.
+    """Do c <- c + alpha * (total - n*c) in place; ``total``, sum of n replicas, is overwritten.
 
-    With n = p this is all workers at once (SC17, eq. 2), with n = 1 a single one.
+    n = p if all workers exchange at once (SC17, eq. 2), n = 1 if one worker exchanges.
     """
     for block in blocks_of(center):
         gaps = total[block].sub_(center[block], alpha=num_messages)
@@ -103,10 +103,10 @@ def elastic_center_(
 
 
 def mix_buffers_(buffers: Tensor, total: Tensor, tally: Tally) -> Tensor:
-    """Do b <- b + (total - n*b) / p in place; ``total`` = sum of n workers' buffers is used up.
+    """Do b <- b + (total - n*b) / p in place; ``total``, sum of n buffers, is overwritten.
 
-    The buffers go towards the mean of the messages' by the share of the workers that sent
-    one: all at once they become the mean.
+    The buffers move towards the mean of the messages by the share of workers that sent one. If all
+    workers exchange at once they become the mean.
     """
     total.sub_(buffers, alpha=tally.num_messages)
     return buffers.add_(total, alpha=1 / tally.num_workers)
@@ -122,17 +122,17 @@ def lr_factor(
 ) -> float:
     """Return the factor of the learning rate, 0..1.
 
-    It rises in a straight line from 0 to 1 during the warm-up, then follows the schedule.
+    It rises linearly from 0 to 1 during the warm-up, then follows the schedule.
 
     Args:
-        schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``,
-            ``step`` (by gamma at each milestone); ``plateau`` is constant but for cuts that
-            no share of the run foretells.
-        share_done: 0..1 of the run's samples, by all workers, so that the course is the same
-            under any number of them.
-        warmup: the share of the run that is warm-up, in [0, 1).
+        schedule: ``cosine`` (1 to 0 along half a wave), ``linear`` (1 to 0), ``constant``, ``step``
+            (times gamma at each milestone), or ``plateau`` (constant; its cuts depend on scores,
+            not on the share of the run).
+        share_done: share of the run that is done by all workers, 0..1; the schedule is therefore
+            the same for any number of workers.
+        warmup: share of the run for the warm-up, in [0, 1).
         milestones: shares of the whole run, after the warm-up.
-        gamma: what each milestone multiplies by.
+        gamma: factor of each milestone.
     """
     if share_done < warmup:
         return share_done / warmup
@@ -148,39 +148,38 @@ class Sends(enum.Enum):
     """Content of a worker's message."""
 
     WEIGHTS = "weights"
-    """The weights at the start of the step: on their way while the gradient is computed."""
+    """Weights at the start of the step, sent while the gradient is computed."""
     GRADIENT = "gradient"
-    """The sum of the gradients of the samples since the last exchange."""
+    """Sum of the gradients of all samples since the last exchange."""
     PROGRESS = "progress"
-    """c - x after the step: how far the replica went from the center it last followed."""
+    """c - x after the step: the distance from the center that the replica last copied."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Terms of a total."""
+    """Numbers behind a sum of messages."""
 
     num_workers: int
     """Workers that train now (p)."""
     num_messages: int
-    """Messages summed into the total: p when all exchange at once, else 1."""
+    """Messages in the sum: p if all workers exchange at once, else 1."""
     num_samples: float
-    """Samples behind these messages, since the exchange before."""
+    """Samples behind these messages, since the previous exchange."""
 
 
 class Rule:
     """Update of replica and center in an exchange. Subclass it to add a method.
 
-    Everything is elementwise over flat tensors, so a rule serves a slice as well as the
-    whole: fragments and shards of the center come for nothing.
+    All operations are elementwise over flat tensors, so a rule works on a slice as on the whole:
+    fragments and shards of the center need no further code.
 
     Attributes:
-        sends: what travels. A rule that sends weights defines ``pull``; after any other
+        sends: content of a message. A rule that sends weights defines ``pull``; after any other
             exchange the replica becomes a copy of the center.
-        steps_replica: the replica takes optimizer steps of its own; otherwise the user's
-            optimizer lives at the center.
-        strategy: which exchanges happen when, where the user names none: ``sync``, ``async``,
-            ``hogwild`` or ``round_robin``.
-        period: local steps between exchanges, where the user names none.
+        steps_replica: whether replicas take optimizer steps; if not, the user's optimizer is at
+            the center.
+        strategy: default strategy: ``sync``, ``async``, ``hogwild`` or ``round_robin``.
+        period: default number of local steps between exchanges.
     """
 
     sends: Sends = Sends.WEIGHTS
@@ -190,50 +189,50 @@ class Rule:
 
     @classmethod
     def from_config(cls, config: MethodConfig) -> Rule:
-        """Return the rule with the user's settings; a rule with none ignores them."""
+        """Return the rule with the user's settings; a rule without settings ignores them."""
         return cls()
 
     def pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> Tensor:
-        """Return the update that the replica subtracts after its local step, [num_parameters]."""
+        """Return the update that the replica subtracts after its local step, shape [n]."""
         raise NotImplementedError
 
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
     ) -> None:
-        """Move the center in place by the total of the messages, which is used up."""
+        """Update the center in place with the sum of the messages, which may be overwritten."""
         raise NotImplementedError
 
     def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
-        """Put into ``out`` what ``pull`` returns; return the squared distance of the two.
+        """Write the result of ``pull`` into ``out``; return the squared distance of the two.
 
-        All are of shape [n]; see ``pull``.
+        All tensors have shape [n]; see ``pull``.
         """
         squares = squared_distance(replica, center, scratch=out)
         pull = self.pull(replica, center, tally, out=out)
-        if pull is not out:  # a rule may leave it alone
+        if pull is not out:  # a rule need not use out
             out.copy_(pull)
         return squares
 
-    def meet_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
-        """Move the center in place by one replica's message, where one process may touch both.
+    def exchange_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Update the center in place with one replica, if one process can access both.
 
         Args:
-            replica: what is sent, weights, shape [n]; stays as it is.
+            replica: weights to send, shape [n]; not changed.
             center: shape [n].
-            tally: of one message.
-            out: gets what the replica subtracts after its local step, shape [n].
+            tally: numbers of one message.
+            out: receives the update that the replica subtracts after its local step, shape [n].
 
         Returns:
-            The squared distance of the two before.
+            The squared distance of the two before the update.
         """
         squares = self.measured_pull(replica, center, tally, out=out)
         self.update_center_(center, replica.clone(), tally, None)
         return squares
 
     def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
-        """Return the rule's own optimizer at the center, over one flat tensor; None: it has none.
+        """Return the rule's optimizer at the center, over one flat tensor, or None if it has none.
 
-        Its state is kept in checkpoints. Rules with ``steps_replica = False`` get the user's
+        Checkpoints hold its state. Rules with ``steps_replica = False`` get the user's optimizer
         instead.
         """
         return None
@@ -242,8 +241,8 @@ class Rule:
 class Elastic(Rule):
     """Elastic averaging: x <- x - eta*g - alpha*(x - c) ; c <- c + alpha*sum(x - c).
 
-    The term eta*g stands for the whole step of the inner optimizer: with momentum in it
-    this is MEASGD, with Nesterov's look-ahead EAMSGD. (SC17, eq. 1, 2, 5 and 6.)
+    The term eta*g stands for the whole step of the inner optimizer: with momentum this is MEASGD,
+    with Nesterov momentum EAMSGD. (SC17, eq. 1, 2, 5 and 6.)
 
     Args:
         beta: p * alpha, in (0, 1].
@@ -270,8 +269,8 @@ class Elastic(Rule):
         elastic_center_(center, total, num_messages=tally.num_messages, moving_rate=alpha)
 
     def measured_pull(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
-        """Return |x - c|^2 by the one difference, a block at a time."""
-        if type(self) is not Elastic:  # whoever derives from it may have changed the pull
+        """Return |x - c|^2, computed from the pull itself, block by block."""
+        if type(self) is not Elastic:  # a subclass may override pull
             return super().measured_pull(replica, center, tally, out=out)
         alpha, squares = moving_rate(self.beta, tally.num_workers), 0.0
         for block in blocks_of(replica):
@@ -280,10 +279,10 @@ class Elastic(Rule):
             squares += float(torch.dot(pull, pull))
         return squares / alpha**2
 
-    def meet_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
-        """Do c <- c + alpha * (x - c): both sides take the one difference."""
-        if type(self) is not Elastic:  # whoever derives from it may have changed either side
-            return super().meet_(replica, center, tally, out=out)
+    def exchange_(self, replica: Tensor, center: Tensor, tally: Tally, *, out: Tensor) -> float:
+        """Do c <- c + alpha * (x - c), with the same difference for both sides."""
+        if type(self) is not Elastic:  # a subclass may override either side
+            return super().exchange_(replica, center, tally, out=out)
         squares = 0.0
         for block in blocks_of(replica):
             squares += self.measured_pull(replica[block], center[block], tally, out=out[block])
@@ -292,11 +291,10 @@ class Elastic(Rule):
 
 
 class MeanGradient(Rule):
-    """The optimizer at the center steps along the mean gradient; replicas follow it.
+    """The optimizer at the center steps along the mean gradient; replicas copy the center.
 
-    g <- sum_i sum_samples grad / num_samples ; c <- optimizer(c, g) ; x_i <- c. With plain
-    SGD inside this is data-parallel SGD on the joined batch. (SC17, eq. 3 and 4, at the
-    master.)
+    g <- sum_i sum_samples grad / num_samples ; c <- optimizer(c, g) ; x_i <- c. With plain SGD
+    this is data-parallel SGD on the joined batch. (SC17, eq. 3 and 4, at the master.)
     """
 
     sends = Sends.GRADIENT
@@ -306,24 +304,24 @@ class MeanGradient(Rule):
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
     ) -> None:
-        """Step the center's optimizer along total / num_samples; without samples it stays."""
-        if tally.num_samples == 0:  # none of a batch could be read
+        """Step the optimizer along total / num_samples, or do nothing without samples."""
+        if tally.num_samples == 0:  # no sample of the batches could be read
             return
         step_along_(center, total.div_(tally.num_samples), optimizer)
 
 
 class Outer(Rule):
-    """An outer optimizer steps along the mean progress D_i = c - x_i; replicas follow it.
+    """An outer optimizer steps along the mean progress D_i = c - x_i; replicas copy the center.
 
-    With rate 1 and no momentum all at once this is local SGD, c <- mean(x_i); with Nesterov
-    momentum it is DiLoCo (arXiv 2311.08105): m <- mu*m + mean(D) ; c <- c - lr*(mean(D) + mu*m).
-    First come first served, rate 1 and one local step, it is SGD at the master: D = eta*g
-    (SC17; with more local steps Downpour), and with plain momentum MSGD at the master.
+    If all workers exchange at once, rate 1 without momentum is local SGD, c <- mean(x_i); Nesterov
+    momentum is DiLoCo (arXiv 2311.08105): m <- mu*m + mean(D) ; c <- c - lr*(mean(D) + mu*m).
+    If workers exchange one by one, rate 1 with one local step is SGD at the master, D = eta*g
+    (SC17; with more local steps Downpour), and with momentum MSGD at the master.
 
     Args:
-        lr: the outer rate.
-        momentum: the outer momentum.
-        nesterov: look ahead along the momentum.
+        lr: outer learning rate.
+        momentum: outer momentum.
+        nesterov: whether the outer momentum is Nesterov's.
     """
 
     sends = Sends.PROGRESS
@@ -336,14 +334,12 @@ class Outer(Rule):
     @classmethod
     def from_config(cls, config: MethodConfig) -> Outer:
         """Return the rule with the user's outer rate and momentum, if any."""
-        return cls(
-            1.0 if config.outer_lr is None else config.outer_lr,
-            momentum=config.outer_momentum or 0.0,
-        )
+        lr = 1.0 if config.outer_lr is None else config.outer_lr
+        return cls(lr, momentum=config.outer_momentum or 0.0)
 
     def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
         """Return torch's SGD with the outer rate and momentum."""
-        nesterov = self.nesterov and self.momentum > 0  # without momentum there is no ahead
+        nesterov = self.nesterov and self.momentum > 0  # torch refuses it without momentum
         return SGD(tensors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
 
     def update_center_(
@@ -354,9 +350,9 @@ class Outer(Rule):
 
 
 class DelayedOuter(Outer):
-    """Outer Nesterov for progress that arrives one by one: ``DelayedNesterov``.
+    """Outer Nesterov optimizer for progress that arrives one by one: ``DelayedNesterov``.
 
-    Its momentum is refreshed after as many arrivals as workers train.
+    The momentum is updated after every p-th message.
     """
 
     def make_center_optimizer(self, tensors: list[Tensor]) -> Optimizer | None:
@@ -366,7 +362,7 @@ class DelayedOuter(Outer):
     def update_center_(
         self, center: Tensor, total: Tensor, tally: Tally, optimizer: Optimizer | None
     ) -> None:
-        """Step along D; every p-th arrival refreshes the momentum."""
+        """Step along D; every p-th message updates the momentum."""
         assert optimizer is not None
         for group in optimizer.param_groups:
             group["every"] = tally.num_workers
@@ -374,16 +370,15 @@ class DelayedOuter(Outer):
 
 
 class DelayedNesterov(Optimizer):
-    """Nesterov momentum whose momentum moves once in N steps (arXiv 2401.09135, algorithm 3).
+    """Nesterov optimizer that updates its momentum every N steps (arXiv 2401.09135, algorithm 3).
 
-    s <- s + D ; every N-th time: m <- mu*m + s/n ; c <- c - lr*(D/N + mu*m) ; s <- 0 ;
-    else: c <- c - lr*D/N. Momentum applied at every single arrival would count stale
-    progress N times over. n is the number of arrivals in s: it is N, but for the refresh after
-    N has fallen, when more have arrived.
+    s <- s + D ; every N-th step: m <- mu*m + s/n ; c <- c - lr*(D/N + mu*m) ; s <- 0 ;
+    else: c <- c - lr*D/N. Momentum at every step would count stale progress N times. n is the
+    number of steps in s: N, or more at the first update after N has decreased.
 
     Args:
         tensors: one flat tensor.
-        lr: the outer rate.
+        lr: outer learning rate.
         momentum: mu.
     """
 
@@ -392,7 +387,7 @@ class DelayedNesterov(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take in the progress in ``grad``."""
+        """Apply the progress in ``grad``."""
         for group in self.param_groups:
             for tensor in group["params"]:
                 self._step(tensor, group, self.state[tensor])
@@ -416,8 +411,8 @@ class DelayedNesterov(Optimizer):
 
 
 def step_along_(center: Tensor, direction: Tensor, optimizer: Optimizer | None) -> None:
-    """Let the optimizer at the center step along a flat gradient, shape [num_parameters]."""
-    assert optimizer is not None, "the center of this rule owns an optimizer"
+    """Step the optimizer at the center along a flat gradient, shape [n]."""
+    assert optimizer is not None, "this rule needs an optimizer at the center"
     center.grad = direction
     optimizer.step()
     center.grad = None

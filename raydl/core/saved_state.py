@@ -1,7 +1,7 @@
-"""A worker's state outside its process: on its way to a file, in one, and read again.
+"""A worker's state outside its process: written to a file and read from it.
 
-A state is nested values with tensors in them; as a file it is safetensors, with the outline of
-the values in its metadata. States do not pass through the memory of the driver.
+A state is a nested value with tensors in it. Its file is safetensors, with the outline of the
+nesting in the metadata. States do not pass through the memory of the driver.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _TENSOR = "tensor"
 
 
 class StateWrite(Protocol):
-    """A worker's state on its way to its file."""
+    """A write of a worker's state to its file, in progress."""
 
     def wait(self) -> Sum:
-        """Return the file that was written, once it is whole.
+        """Wait until the file is complete and return its size and checksum.
 
         Raises:
-            StateLostError: the process that had the state has gone, or does not answer.
-            OSError: the storage refused.
+            StateLostError: if the process with the state was lost or does not answer.
+            OSError: if the storage failed.
         """
         ...
 
     def cancel(self, until: float) -> None:
-        """Write no more of it; return when nothing more will be written, or at ``until``.
+        """Stop writing; return when no more is written, or at the deadline.
 
         Args:
-            until: by ``time.monotonic()``.
+            until: deadline, by ``time.monotonic()``.
         """
         ...
 
@@ -47,36 +47,36 @@ class DistantState(Protocol):
     """A worker's state in another process, which can write it."""
 
     def begin_write(self, storage: Storage, name: str, token: str) -> StateWrite:
-        """Let the state be written to a file of a storage, and return at once.
+        """Begin to write the state to a file; do not wait.
 
         Args:
             storage: the run's folder.
-            name: of the file in it.
-            token: a file beside it, for another machine to see whether its storage is this one.
+            name: name of the file in it.
+            token: name of a file beside it, by which another machine recognizes the storage.
         """
         ...
 
     def release(self) -> None:
-        """Hold the state no more: it is written, or will not be."""
+        """Release the state: it is written, or will not be."""
         ...
 
 
 SavedPlace = tuple[str, str, Sum]
-"""Of a ``SavedState``: the storage's address, the name of the file, its checksum."""
+"""Address of the storage, name of the file, its size and checksum."""
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A worker's state in a file, of a checkpoint or for the one that comes in its place."""
+    """A worker's state in a file, of a checkpoint or for its replacement."""
 
     storage: Storage
     name: str
-    """Of the file."""
+    """Name of the file."""
     written: Sum
 
     @property
     def place(self) -> SavedPlace | None:
-        """Path by which another process may open it; None: it cannot."""
+        """Place from which another process can read it, or None if no other process can."""
         address = self.storage.address
         return None if address is None else (address, self.name, self.written)
 
@@ -86,10 +86,10 @@ class SavedState:
         return below(self.storage.root, self.name)
 
     def load(self) -> dict[str, Any]:
-        """Read the state; each of its tensors has its own memory.
+        """Read the state; each tensor has its own memory.
 
         Raises:
-            CheckpointError: it can not be read here, or is damaged.
+            CheckpointError: if it can not be read or is damaged.
         """
         sums = Summing(self.storage.read_pieces(self.name))
         try:
@@ -99,29 +99,29 @@ class SavedState:
         except ValueError as error:
             raise CheckpointError(self.path, f"is damaged: {error}") from error
         if sums.sum != self.written:
-            raise CheckpointError(self.path, "is damaged: its checksum is another")
+            raise CheckpointError(self.path, "is damaged: its checksum does not match")
         return _state_of(tensors, metadata)
 
 
 def check_state(setting: str, state: dict[str, Any]) -> None:
-    """Raise a ConfigError for a setting whose nested values a checkpoint can not hold."""
+    """Raise a ConfigError for a setting whose state checkpoints can not hold."""
     try:
         _outline(state, {}, "")
     except CheckpointError as error:
         raise ConfigError(
             setting,
-            f"has in its {error.path.strip('/')} what no checkpoint keeps: it {error.problem}; "
-            f"numbers, texts, tensors, lists and dicts of them will do",
+            f"can not be kept in checkpoints: they {error.problem} ({error.path.strip('/')}); use "
+            f"numbers, strings, tensors, and lists and dicts of them",
         ) from error
 
 
 def pack(state: dict[str, Any]) -> TensorFile:
-    """Return nested values as one safetensors file: tensors inside, the rest as metadata.
+    """Return a nested state as a safetensors file, with all but the tensors in its metadata.
 
-    The tensors are not copied: they should stay as they are until the file is written.
+    The tensors are not copied, and must not change until the file is written.
 
     Raises:
-        CheckpointError: something in it can not be held.
+        CheckpointError: if it has a value of a type that can not be written.
     """
     tensors: dict[str, Tensor] = {}
     outline = _outline(state, tensors, "")
@@ -129,9 +129,9 @@ def pack(state: dict[str, Any]) -> TensorFile:
 
 
 def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """Return a value as JSON can hold it; each tensor goes into ``tensors`` by its number.
+    """Return a value for JSON; add each tensor to ``tensors`` by number.
 
-    Not by its path, which two may share: {0: …, "0": …}, or {"a/b": …, "a": {"b": …}}.
+    Paths are not unique: {0: …, "0": …}, or {"a/b": …, "a": {"b": …}}.
     """
     if isinstance(value, np.ndarray):
         value = view_of(value)
@@ -143,34 +143,34 @@ def _outline(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         for key in value:
             if not (key is None or isinstance(key, (bool, int, float, str))):
                 raise CheckpointError(path, f"can not hold a key of type {type(key).__name__}")
-        # A list of pairs, since JSON would turn a key 0 into "0".
+        # A list of pairs, since JSON converts a key 0 to "0".
         return {"dict": [[k, _outline(v, tensors, f"{path}/{k}")] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_outline(v, tensors, f"{path}/{i}") for i, v in enumerate(value)]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise CheckpointError(path, f"can not hold a {type(value).__name__}")
+    raise CheckpointError(path, f"can not hold a value of type {type(value).__name__}")
 
 
 def unpack(data: bytearray) -> dict[str, Any]:
-    """Return the state that ``pack`` was given; its tensors lie in ``data``."""
+    """Return the state of a file from ``pack``; its tensors share the memory of ``data``."""
     tensors, metadata = tensor_files.parse(data)
     return _state_of(tensors, metadata or {})
 
 
 def _state_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    state: dict[str, Any] = _filled(json.loads(metadata["outline"]), tensors)
+    state: dict[str, Any] = _restored(json.loads(metadata["outline"]), tensors)
     return state
 
 
-def _filled(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _restored(outline: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(outline, dict):
         return outline
     ((kind, content),) = outline.items()
     if kind == _TENSOR:
         return tensors[content]
     if kind == "dict":
-        return {key: _filled(value, tensors) for key, value in content}
-    values = [_filled(value, tensors) for value in content]
+        return {key: _restored(value, tensors) for key, value in content}
+    values = [_restored(value, tensors) for value in content]
     return values if kind == "list" else tuple(values)

@@ -1,4 +1,4 @@
-"""The strategy: which exchanges happen when, as the runner of a worker's rounds sees it."""
+"""The protocol of a strategy, which decides when a worker exchanges, and the plan of a round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from raydl.config import TrainConfig
 from raydl.core.center import Snapshot
-from raydl.core.compression import ErrorFeedback, parse_codec, relaid
+from raydl.core.compression import ErrorFeedback, parse_codec, redistribute_residuals
 from raydl.core.exchange import Exchange, Header
 from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
@@ -27,19 +27,19 @@ class Round:
     """Work of one worker until its next complete exchange."""
 
     claims: list[Claim]
-    """One for each epoch that it has a part in, in their order."""
+    """One claim per epoch, in order."""
     delay: int
     """Local steps from the start of an exchange to its effect."""
     ahead: list[tuple[int, Span]] = field(default_factory=list)
-    """Next claims of this worker, as far as they are known: (epoch, positions)."""
+    """Next claims of this worker that are known already: (epoch, positions)."""
 
     @property
     def num_steps(self) -> int:
-        """Local steps of the round; 0: the center has no work for this worker."""
+        """Local steps of the round; 0 if the center has no work for this worker."""
         return sum(claim.num_steps for claim in self.claims)
 
     def steps(self) -> list[Step]:
-        """Return (epoch, positions) of each local step, the positions as even as they go."""
+        """Return (epoch, positions) of each local step, with the positions split evenly."""
         return [
             (claim.epoch, positions)
             for claim in self.claims
@@ -53,14 +53,14 @@ class Decision:
 
     outcome: Outcome
     keep: int | None
-    """Keep the state under this number."""
+    """Number under which to keep the state for a checkpoint, or None."""
     publishes: bool
-    """Whether this worker hands a snapshot of the center on."""
+    """Whether this worker publishes a snapshot of the center."""
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """A worker's place in a generation, with all that its strategy needs."""
+    """A worker in a generation, with everything that its strategy needs."""
 
     config: TrainConfig
     method: Method
@@ -71,21 +71,21 @@ class WorkerContext:
     cuts: Cuts
     """Ends of the blocks of an epoch."""
     feedback: dict[Span, ErrorFeedback]
-    """Error feedback of this worker's compressed messages, by span; it stays with the worker."""
+    """Error feedback of this worker's messages, by span; kept across generations."""
 
     def feedback_of(self, span: Span, compression: str) -> ErrorFeedback:
-        """Return the codec of a span, with what it left out so far."""
+        """Return the codec of a span, with its residual."""
         codec = parse_codec(compression)
         if span not in self.feedback or self.feedback[span].codec.name != codec.name:
             self.feedback[span] = ErrorFeedback(codec)
         return self.feedback[span]
 
-    def lay_feedback(self, spans: Sequence[Span]) -> None:
-        """Lay what was left out into other spans of the same parameters, where they are others."""
+    def redistribute_residuals(self, spans: Sequence[Span]) -> None:
+        """Move the residuals to other spans of the same parameters, if the spans have changed."""
         if self.feedback and set(self.feedback) != set(spans):
-            laid = relaid(self.feedback, spans)
+            redistributed = redistribute_residuals(self.feedback, spans)
             self.feedback.clear()
-            self.feedback.update(laid)
+            self.feedback.update(redistributed)
 
     @property
     def rank(self) -> int:
@@ -93,62 +93,67 @@ class WorkerContext:
         return self.membership.worker_ids.index(self.worker_id)
 
     def center_device(self) -> torch.device:
-        """Return where a rank's own copy of the center lies."""
+        """Return the device of a rank's own copy of the center."""
         device = self.flat.weights.device
         return device if device.type == self.config.exchange_device else torch.device("cpu")
 
 
 class Strategy(Protocol):
-    """Which exchanges happen when, for one worker in one generation.
+    """Decides which exchanges happen when, for one worker in one generation.
 
-    What only workers that exchange as a group have (votes, the undoing of a round, a choice in
-    common) is not here: see ``raydl.collective.sync_strategy.SyncStrategy``.
+    Operations of synchronous methods alone (votes, undoing a round, a common choice) are in
+    ``raydl.collective.sync_strategy.SyncStrategy``.
     """
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """One exchange for each fragment, in the order in which they come."""
+        """One exchange per fragment, in order."""
         ...
 
     @property
     def version(self) -> int:
-        """Rounds completed, or exchanges that the center has settled."""
+        """Rounds completed; with messages, exchanges that the center has settled."""
         ...
 
     @property
     def ledger_round(self) -> int:
-        """The round, or the exchanges settled, up to which this worker knows the ledger."""
+        """Round, or number of settled exchanges, of this worker's copy of the ledger."""
         ...
 
     @property
     def num_cuts(self) -> int:
-        """How often the learning rate was cut, for the schedule ``plateau``."""
+        """Cuts of the learning rate so far, for the schedule ``plateau``."""
         ...
 
     @property
     def place(self) -> tuple[int, int]:
-        """This worker's (rank, number of workers), as far as it knows."""
+        """(Rank, number of workers), as this worker knows them."""
         ...
 
     def next_round(self, local_step: int) -> Round:
-        """Return the next work; waits where it is not this worker's turn."""
+        """Return the next round; wait for this worker's turn, if workers take turns."""
         ...
 
     def share_done(self, step: int, local_step: int) -> float:
-        """Return 0..1 of the run before a step of this round, counted from 0."""
+        """Return the share of the run, 0..1, that is done before a step of this round.
+
+        Args:
+            step: step of the round, counted from 0.
+            local_step: local steps of this worker before the round.
+        """
         ...
 
     def begin_step(self, step: int, lr: float) -> None:
-        """Take note that a local step begins, before anything of it is sent.
+        """Prepare for a local step, before any message of it is sent.
 
         Args:
-            step: of this round, counted from 0.
-            lr: its learning rate, for the center, too, if that steps by it.
+            step: step of the round, counted from 0.
+            lr: learning rate of the step, also for an optimizer at the center.
         """
         ...
 
     def settle(self, sums: Header, local_step: int) -> Decision:
-        """Enter a committed round; return what follows."""
+        """Record a committed round and return the decision at its end."""
         ...
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
@@ -157,13 +162,14 @@ class Strategy(Protocol):
 
 
 def plan_round(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list[int], list[int]]]:
-    """Return, for each local step of a round, the fragments that (begin, join) there.
+    """Return, for each local step of a round, the fragments that begin and that join in it.
 
-    Fragments take effect at even distances, the last one in the last step; each begins
-    ``delay`` steps earlier. So nothing is under way between two rounds.
+    Fragments take effect at even distances, the last one in the last step; each begins ``delay``
+    steps earlier. So no exchange is in progress between two rounds. A round without steps has an
+    empty plan.
     """
     plan: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_steps)]
-    for fragment in range(fragments):
+    for fragment in range(fragments if num_steps else 0):
         join = -(-(fragment + 1) * num_steps // fragments) - 1
         plan[max(0, join - delay)][0].append(fragment)
         plan[join][1].append(fragment)
@@ -174,7 +180,7 @@ def samples_before(parts: Sequence[tuple[int, int]]) -> list[float]:
     """Return the samples of a round before each of its local steps.
 
     Args:
-        parts: (samples, local steps) of each epoch that the round has a part in.
+        parts: (samples, local steps) of the round in each epoch.
     """
     counts: list[float] = []
     done = 0

@@ -1,9 +1,8 @@
-"""Safetensors files, written and read piece by piece, so that no copy of them lies in memory.
+"""Safetensors files, written and read piece by piece, without a copy in memory.
 
-``TensorFile`` has the bytes that ``safetensors.torch.save`` would return, straight from the
-memory of the tensors. ``seal`` adds a checksum of all that a file holds, names, tensors and a
-few values, for files that stand alone: it lies in the metadata, with the values. Plain PyTorch
-loads both.
+``TensorFile`` yields the bytes of ``safetensors.torch.save`` directly from the memory of the
+tensors. ``seal`` adds a checksum of names, tensors and some values to the metadata, for files
+without a manifest. Plain PyTorch loads both.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 4 << 20
-"""Files pass through memory in pieces of this size."""
+"""Size of the pieces in which files are read and written."""
 _KEY = "raydl"
 _CHECKSUM = "crc32"
 _MAX_HEADER_BYTES = 100 << 20
@@ -31,20 +30,21 @@ _CODES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""The codes of dtypes in a header, in the order in which safetensors lays their tensors out."""
+"""Codes of dtypes in a header, in the order in which safetensors stores their tensors."""
 _CODE_OF = {dtype: code for code, dtype in _CODES.items()}
-_PLACE_OF = {dtype: place for place, dtype in enumerate(_CODES.values())}
+_ORDER_OF = {dtype: order for order, dtype in enumerate(_CODES.values())}
 
 
 class TensorFile:
-    """The contents of a safetensors file. Tensors are read when their pieces are, not before.
+    """Contents of a safetensors file. Each tensor is read together with its pieces, not before.
 
     Args:
-        tensors: by name, on any device; they may share memory, and should not change meanwhile.
-        metadata: texts by name; one at most, for safetensors writes several in any order.
+        tensors: tensors by name, on any device. They may share memory, and must not change until
+            the file is written.
+        metadata: at most one string by name, since safetensors writes several in any order.
 
     Raises:
-        ValueError: the format knows no such dtype.
+        ValueError: if the format does not support a dtype.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class TensorFile:
     ) -> None:
         for name, tensor in tensors.items():
             if tensor.dtype not in _CODE_OF:
-                raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not know")
-        names = sorted(tensors, key=lambda name: (_PLACE_OF[tensors[name].dtype], name))
+                raise ValueError(f"{name} has {tensor.dtype}, which safetensors does not support")
+        names = sorted(tensors, key=lambda name: (_ORDER_OF[tensors[name].dtype], name))
         header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
         self._parts: list[bytes | Tensor] = [tensors[name] for name in names]
         sizes = [tensors[name].nbytes for name in names]
@@ -69,7 +69,7 @@ class TensorFile:
         self._parts.insert(0, len(text).to_bytes(8, "little") + text)
         self._sizes = [8 + len(text), *sizes]
         self.num_bytes = sum(self._sizes)
-        """Of the whole file."""
+        """Size of the whole file."""
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the contents in order, in pieces of up to ``PIECE_BYTES``."""
@@ -79,13 +79,13 @@ class TensorFile:
                 yield memory[start : start + PIECE_BYTES]
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return a copy of a stretch of the contents; past its end there is nothing."""
-        found, stop = [], start + num_bytes
+        """Return a copy of a range of the contents, shorter or empty at the end."""
+        parts, stop = [], start + num_bytes
         for part, size in zip(self._parts, self._sizes, strict=True):
             if start < size and stop > 0:
-                found.append(bytes(_memory_of(part)[max(start, 0) : stop]))
+                parts.append(bytes(_memory_of(part)[max(start, 0) : stop]))
             start, stop = start - size, stop - size
-        return b"".join(found)
+        return b"".join(parts)
 
 
 def _memory_of(part: bytes | Tensor) -> memoryview:
@@ -98,23 +98,23 @@ def _memory_of(part: bytes | Tensor) -> memoryview:
 
 
 def view_of(array: np.ndarray) -> Tensor:
-    """Return a tensor on the memory of an array; where that is read-only, none may write to it.
+    """Return a tensor on the memory of an array; do not write to it if the array is read-only.
 
-    torch warns of such a one, and what comes by way of Ray's shared memory is read-only.
+    ``torch.from_numpy`` warns about read-only arrays, such as those in Ray's shared memory.
     """
     if array.flags.writeable or not array.nbytes or not array.flags.c_contiguous:
         return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
     memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
-    memory.array = array  # type: ignore[attr-defined]  # which lives as long as the tensor
+    memory.array = array  # type: ignore[attr-defined]  # keeps it alive with the tensor
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     return torch.frombuffer(memory, dtype=dtype).reshape(array.shape)
 
 
 def parse(data: bytearray) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Return (tensors, metadata) of a file; the tensors lie in ``data``, which is not copied.
+    """Return (tensors, metadata) of a file; the tensors share the memory of ``data``.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: if it is damaged.
     """
     try:
         start = 8 + int.from_bytes(data[:8], "little")
@@ -126,21 +126,21 @@ def parse(data: bytearray) -> tuple[dict[str, Tensor], dict[str, str] | None]:
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"it is damaged: {error}") from error
     if start + sum(tensor.nbytes for tensor in tensors.values()) != len(data):
-        raise ValueError("it is damaged: its length is another")
+        raise ValueError("it is damaged: its length does not match")
     return tensors, metadata
 
 
 def read(pieces: Iterator[bytes], num_bytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (tensors, metadata) of a file that comes in pieces; each tensor has its own memory.
+    """Return (tensors, metadata) of a file in pieces; each tensor has its own memory.
 
-    So of a large file those tensors are gone that nobody keeps, and there is no other copy of it.
+    So unused tensors of a large file are freed, and there is no second copy of it.
 
     Args:
-        pieces: the contents in order.
-        num_bytes: of all of them.
+        pieces: contents in order.
+        num_bytes: size of the file.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: if it is damaged.
     """
     source = _Pieces(pieces)
     size = int.from_bytes(bytes(source.read_bytes(8)), "little")
@@ -154,18 +154,18 @@ def read(pieces: Iterator[bytes], num_bytes: int) -> tuple[dict[str, Tensor], di
         for name, entry in entries:
             begin, end = entry["data_offsets"]
             if begin != at or end < begin or 8 + size + end > num_bytes:
-                raise ValueError(f"{name} is not where it should be")
+                raise ValueError(f"{name} has wrong offsets")
             tensors[name] = _tensor_in(source.read_bytes(end - begin), -begin, entry)
             at = end
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"it is damaged: {error}") from error
     if len(source.read_bytes(1)):
-        raise ValueError("it is damaged: its length is another")
+        raise ValueError("it is damaged: its length does not match")
     return tensors, metadata
 
 
 class _Pieces:
-    """Contents that come in pieces, taken in other ones."""
+    """Reads ranges of any size from contents in pieces."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
@@ -173,7 +173,7 @@ class _Pieces:
 
     def read_bytes(self, num_bytes: int) -> np.ndarray:
         """Return the next bytes, fewer at the end."""
-        taken = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        data = torch.empty(num_bytes, dtype=torch.uint8).numpy()
         filled = 0
         while filled < num_bytes:
             if not self._rest:
@@ -181,9 +181,9 @@ class _Pieces:
                 if not self._rest:
                     break
             part = self._rest[: num_bytes - filled]
-            taken[filled : filled + len(part)] = part
+            data[filled : filled + len(part)] = part
             self._rest, filled = self._rest[len(part) :], filled + len(part)
-        return taken[:filled]
+        return data[:filled]
 
 
 def _tensor_in(data: bytearray | np.ndarray, start: int, entry: Mapping[str, Any]) -> Tensor:
@@ -191,30 +191,30 @@ def _tensor_in(data: bytearray | np.ndarray, start: int, entry: Mapping[str, Any
     begin, end = entry["data_offsets"]
     count = int(np.prod(shape, dtype=np.int64))
     if not (0 <= begin <= end <= len(data) - start and end - begin == count * dtype.itemsize):
-        raise ValueError(f"its offsets {begin} and {end} are none of a tensor of {count} numbers")
+        raise ValueError(f"the offsets {begin} and {end} do not fit a tensor of {count} numbers")
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin).reshape(shape)
 
 
 def seal(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> TensorFile:
-    """Return a file with a checksum of all that it holds.
+    """Return a file with a checksum of its contents.
 
     Args:
-        tensors: by name.
-        values: what JSON can hold.
+        tensors: tensors by name.
+        values: values that JSON can hold.
     """
     sealed = {**values, _CHECKSUM: _checksum(tensors, values)}
     return TensorFile(tensors, {_KEY: json.dumps(sealed)})
 
 
 def load(data: bytearray) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, values) of a file; of one that has no checksum, as earlier ones, as it is.
+    """Return (tensors, values) of a file; the tensors share the memory of ``data``.
 
-    The tensors lie in ``data``.
+    Files of older versions have no checksum and are not verified.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: if it is damaged.
     """
     tensors, metadata = parse(data)
     if metadata is None:
@@ -225,12 +225,12 @@ def load(data: bytearray) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"it is damaged: {error}") from error
     if checksum is not None and checksum != _checksum(tensors, values):
-        raise ValueError("it is damaged: its checksum is another")
+        raise ValueError("it is damaged: its checksum does not match")
     return tensors, values
 
 
 def _checksum(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> int:
-    """Return the CRC-32 of the tensors as a file without metadata, and of the values."""
+    """Return the CRC-32 of the file without metadata, followed by the values as JSON."""
     checksum = 0
     for piece in TensorFile(tensors).pieces():
         checksum = zlib.crc32(piece, checksum)

@@ -1,8 +1,7 @@
-"""The worker group that the controller commands: workers, the center and an evaluator.
+"""The protocol between the controller and a worker group: workers, the center, an evaluator.
 
-The controller sees a worker group through this protocol alone.
-``raydl.ray_backend.worker_group.RayWorkerGroup`` implements it with Ray actors, and
-``raydl.run.local_worker_group.LocalWorkerGroup`` in this process, for a debugger.
+``raydl.ray_backend.worker_group.RayWorkerGroup`` implements it with Ray actors,
+``raydl.run.local_worker_group.LocalWorkerGroup`` within this process, for a debugger.
 """
 
 from __future__ import annotations
@@ -25,57 +24,57 @@ from raydl.faults import Fault
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """A worker is up and could train."""
+    """A worker has started and can train."""
 
     worker_id: str
     node: str = ""
-    """Node that it runs on."""
+    """Node of the worker."""
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A worker answered."""
+    """A worker sent a report."""
 
     report: WorkerReport
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """A worker left its loop, by a decision all ranks took."""
+    """A worker left its training loop."""
 
     worker_id: str
     outcome: Outcome
     round: int
-    """Of its copy of the center; -1: it has none."""
+    """Round of its copy of the center, or -1 if it has none."""
     generation: int = 0
-    """The one that it entered."""
+    """Generation that the worker was in."""
     problem: str = ""
     """Message of the failed exchange."""
     num_changes: int = 0
-    """Of its copy of the ledger, where it has one: of two copies of a round one may know more."""
+    """Changes of its copy of the ledger; of two copies of one round, one may have more."""
     copy_generation: int = 0
-    """The generation that made its copy of the center; 0: the center itself did."""
+    """Generation that made its copy of the center; 0 if the center did."""
     ledger_round: int | None = None
-    """Up to which it knows the ledger; None: that of its copy of the center."""
+    """Round of its copy of the ledger; None: the round of its copy of the center."""
     error: NonFiniteError | None = None
-    """Its replica diverged, and was rolled back to the center."""
+    """Set if its replica diverged and was rolled back to the center."""
 
 
 @dataclass(frozen=True)
 class Draining:
-    """A worker's node will go soon."""
+    """A worker's node will be removed soon."""
 
     worker_id: str
 
 
 @dataclass(frozen=True)
 class Changed:
-    """The center knows the newest membership; votes for it count from now on."""
+    """The center has received the newest membership; it counts votes for it from now on."""
 
 
 @dataclass(frozen=True)
 class HandedIn:
-    """The state of a worker that leaves is kept: the worker itself may go."""
+    """The state of a leaving worker is saved; its process may end."""
 
     worker_id: str
     state: SavedState
@@ -83,14 +82,14 @@ class HandedIn:
 
 @dataclass(frozen=True)
 class TookOver:
-    """A worker that is new has what it was handed over, and starts as that replica."""
+    """A new worker has loaded the state that was handed over to it."""
 
     worker_id: str
 
 
 @dataclass(frozen=True)
 class GaveUp:
-    """Something that was asked for will not come, since a process went away meanwhile."""
+    """A requested task failed, because a process was lost meanwhile."""
 
     task: str
     """``checkpoint``, ``evaluation``, ``publication``, ``state of w3``, ``saved state of w3``,
@@ -100,17 +99,17 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Failed:
-    """A process raised. Of a worker in its loop a ``RunEnded`` follows, unless it is lost."""
+    """A process raised an error. For a worker in its loop a ``RunEnded`` or ``Lost`` follows."""
 
     name: str
     """``w3`` for a worker, ``center``, or ``evaluator``."""
     error: Exception
-    """An ``InfrastructureError`` where its machine failed; else what the code there raised."""
+    """An ``InfrastructureError`` if its machine failed, else the error of the code."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A process went away, or does not answer any more. What is left of it was ended."""
+    """A process died or stopped answering, and has been killed."""
 
     name: str
     reason: str
@@ -118,7 +117,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Busy:
-    """A process does not answer, but computes: it is waited for. Told once."""
+    """A process does not answer but uses CPU time, and is not lost yet. Reported once."""
 
     name: str
     silent_s: float
@@ -130,31 +129,31 @@ class Published:
 
     rounds: tuple[int, ...]
     records: tuple[Record, ...] = ()
-    """New points of the curves, where the center keeps the books."""
+    """New points of the curves, in methods in which the center makes them."""
     faults: tuple[tuple[int, str], ...] = ()
-    """(Number in the plan, worker): the faults that workers are about to inflict on themselves."""
+    """Faults that workers will now inflict on themselves: (number in the plan, worker id)."""
     is_complete: bool = True
-    """Whether nothing is left to train, where the center keeps the books."""
+    """Whether all samples are trained, in methods in which the center has the ledger."""
     num_changes: int = 0
-    """Of the ledger in the newest snapshot."""
+    """Changes of the ledger in the newest snapshot."""
     told_s: float = 0.0
-    """When this was told, by the monotonic clock of the center's process."""
+    """Time of this report, by the monotonic clock of the center's process."""
     process: str = ""
-    """Which process that is: a center that is started again has another clock."""
+    """Id of the center's process: a restarted center has another clock."""
     generation: int = 0
-    """The newest that has begun there; 0: none has, or members come and go one by one."""
+    """Newest generation that has begun; 0 if none has, or if members change one by one."""
     newest_generation: int = 0
-    """The one that made the newest snapshot; 0: the center itself did."""
+    """Generation that made the newest snapshot; 0 if the center did."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Messages that this process refused because they came too late: how many, by kind."""
+    """Number of messages that this process refused because they were too late, by kind."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """How many late messages a shard of the center, away from home, has refused so far."""
+    """Late messages that a shard of the center, other than the home shard, has refused so far."""
 
     process: str
-    """Which process; a shard that is started again is another."""
+    """Id of the shard's process; a restarted shard has another."""
     num_messages: int
 
 
@@ -163,44 +162,44 @@ class Evaluated:
     """The center of a round was scored on the test set."""
 
     progress: Progress
-    """Of the run when the snapshot was taken."""
+    """Progress of the run when the snapshot was taken."""
     metrics: dict[str, float]
     predicted: tuple[int, ...] = ()
-    """The class of each example; empty: the task knows no classes."""
+    """Predicted class of each example; empty if the task has no classes."""
     weights: np.ndarray | None = None
-    """Of the center, [num_parameters], where the best is kept and this may be it."""
+    """Weights of the center, shape [num_parameters], if it may be the best one to keep."""
     buffers: np.ndarray | None = None
-    """[num_buffers], beside the weights."""
+    """Float buffers, shape [num_buffers], together with the weights."""
     non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
-    """Of the snapshot, beside the weights."""
+    """Non-trainable state of the snapshot, together with the weights."""
 
     def without_center(self) -> Evaluated:
-        """Return the score alone: it may be remembered, and takes no memory to speak of."""
+        """Return the score without the center, which takes little memory."""
         return dataclasses.replace(self, weights=None, buffers=None, non_trainable={})
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The evaluator is at work."""
+    """The evaluator reports its progress."""
 
     num_samples: int
-    """Of the test set, that it has scored of the center under way."""
+    """Test samples that it has scored for the present evaluation."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """All states of a round are at hand: the workers hold theirs until they are written."""
+    """All states of a round are available; workers hold theirs until they are written."""
 
     snapshot: Snapshot
     workers: dict[str, dict[str, Any] | DistantState]
-    """By worker, in the order of the ranks: what it holds, or how it gets to its file."""
+    """State of each worker, or its handle in another process, in the order of the ranks."""
     is_last: bool = False
-    """The run is finished with it: its center is what was trained."""
+    """Whether this is the final state of a finished run."""
 
 
 @dataclass(frozen=True)
 class StatesLost:
-    """A worker has gone whose state of a collected round was not written yet."""
+    """A worker was lost before its state of a collected round was written."""
 
     round: int
     reason: str
@@ -228,54 +227,54 @@ Event = (
 
 
 class WorkerGroup(Protocol):
-    """The processes of a run. No call waits; what they lead to comes as events."""
+    """The processes of a run. Calls do not wait; their results are events."""
 
     def start_center(self, snapshot: Snapshot) -> None:
         """Start the center with a first snapshot."""
         ...
 
     def request_worker(self, worker_id: str, own_state: SavedState | None = None) -> None:
-        """Ask for one more worker; it starts when the cluster has room.
+        """Request one more worker; it starts when the cluster has free resources.
 
         Args:
-            worker_id: a new one.
-            own_state: what it goes on with from a checkpoint; it is ready once it has that.
+            worker_id: a new id.
+            own_state: state from a checkpoint, which the worker loads before it is ready.
         """
         ...
 
     def end(self, worker_id: str) -> None:
-        """End a worker's process, or take back that it was asked for."""
+        """End a worker's process, or withdraw its request."""
         ...
 
     def avoid(self, node: str) -> bool:
-        """Start no further worker on a node; return False, and do nothing, if there is no other."""
+        """Start no more workers on a node; return False without effect if there is no other."""
         ...
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Return what happened, after ``timeout_s`` seconds at the latest."""
+        """Wait for events and return them, after ``timeout_s`` seconds at the latest."""
         ...
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
-        """Let the members train from the snapshot of that round on, all in a new generation.
+        """Form a generation whose members train from the snapshot of a round.
 
         Args:
-            membership: who trains.
-            round: one that the center holds.
-            own_states: by worker, the state that it was asked for with or handed over, and has by
-                now; one that is absent starts at the center or goes on with what it has in memory.
+            membership: the members.
+            round: a round that the center holds.
+            own_states: states that workers have loaded, from a checkpoint or a leaver, by worker
+                id. Other workers start at the center or keep their replica in memory.
         """
         ...
 
     def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
-        """Let workers join and leave while the others train on. Methods with messages."""
+        """Let workers join and leave while the others train. For methods with messages."""
         ...
 
     def dismiss(self, worker_id: str) -> None:
-        """Let one worker leave after its next exchange. Methods with messages."""
+        """Let one worker leave after its next exchange. For methods with messages."""
         ...
 
     def abandon(self, generation: int) -> None:
-        """Let the workers of a generation leave at once, out of any exchange."""
+        """Let the workers of a generation leave at once, even during an exchange."""
         ...
 
     def vote(self, generation: int, **votes: float) -> None:
@@ -283,30 +282,30 @@ class WorkerGroup(Protocol):
         ...
 
     def publish(self, worker_id: str) -> None:
-        """Let a worker that has left its loop hand its copy of the center to the center."""
+        """Let a worker that has left its loop send its copy of the center to the center."""
         ...
 
     def rebuild_center(self, worker_id: str | None) -> str:
-        """Start the center anew: from a worker's copy, else from the newest checkpoint.
+        """Restart the center from a worker's copy, or without one from the newest checkpoint.
+
+        An evaluation of the lost center in progress is dropped.
 
         Returns:
-            What became of the state of its optimizer, which no worker has; empty: it has none, or
-            the checkpoint has it.
-
-        The score of the center that was, if one is under way, does not come.
+            A sentence about the state of the center's optimizer, which no worker has; empty if it
+            has none, or if the checkpoint has it.
         """
         ...
 
     def hand_in(self, worker_id: str) -> None:
-        """Keep the state of a worker that has left its loop for good, in the run's storage."""
+        """Save the state of a worker that has left its loop for good to the run's storage."""
         ...
 
     def hand_over(self, worker_id: str, state: SavedState) -> None:
-        """Let a worker that has not trained yet take over what another one handed in."""
+        """Let a worker that has not trained yet load the saved state of a leaver."""
         ...
 
     def forget(self, state: SavedState) -> None:
-        """Delete what a worker handed in: it is where it is needed, or nobody will need it."""
+        """Delete a saved state that was loaded or is no longer needed."""
         ...
 
     def inflict(self, fault: Fault) -> None:
@@ -314,15 +313,15 @@ class WorkerGroup(Protocol):
         ...
 
     def evaluate(self, round: int) -> None:
-        """Score the center of that round, or of a newer one."""
+        """Evaluate the center of a round, or of a newer one."""
         ...
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
-        """Gather the center of that round, and let the workers hold the states kept then."""
+        """Collect the center of a round, and let the workers hold their states of that round."""
         ...
 
     def waiting_for(self) -> str:
-        """Return what workers that are not up need, and what there is."""
+        """Return the resources that pending workers need, and those of the cluster."""
         ...
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from raydl.core.center import Mirror
 from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Arrival, Header, Staging
-from raydl.core.non_trainable import BufferNews, NonTrainableState
+from raydl.core.non_trainable import BufferChanges, NonTrainableState
 from raydl.core.rules import Sends, Tally
 from raydl.data.ledger import Span
 from raydl.errors import ExchangeError
@@ -200,7 +200,7 @@ class ClientSession:
         """Exchanges that the center had settled by then."""
         self._worker_id = worker_id
         self._incarnation = incarnation
-        self._news = BufferNews(non_trainable)
+        self._news = BufferChanges(non_trainable)
         self._numbers = itertools.count()
 
     @property

@@ -290,7 +290,7 @@ class MappedExchange:
         session.raise_if(refusal_of(session.next_message_id(), entered, session.generation))
 
     def _move(self, weights: Tensor) -> None:
-        self._distance_squared = self._rule.meet_(
+        self._distance_squared = self._rule.exchange_(
             weights, self.center.weights, self._tally, out=self._pull
         )
 

@@ -21,7 +21,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from raydl.collective.ray_collective import CollectiveGroup, GroupAddress
-from raydl.core.center import Snapshot, SnapshotShelf, as_arrays, as_tensors
+from raydl.core.center import Snapshot, SnapshotCache, as_arrays, as_tensors
 from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome, WorkerReport
@@ -103,7 +103,7 @@ class CenterActor(CenterEndpoint):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shelf = SnapshotShelf()
+        self._shelf = SnapshotCache()
         self._others: list[ActorHandle] = []
         self._faults: list[tuple[int, str]] = []
         self._process = uuid.uuid4().hex

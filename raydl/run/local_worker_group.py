@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydl.core.center import Snapshot, SnapshotShelf
+from raydl.core.center import Snapshot, SnapshotCache
 from raydl.core.job import Job
 from raydl.core.membership import Membership
 from raydl.core.reports import Outcome, Record
@@ -49,7 +49,7 @@ class LocalWorkerGroup:
         self._job = job
         self._train = Batches(dataset.train, prepare)
         self._test = Batches(dataset.test, prepare)
-        self._shelf = SnapshotShelf()
+        self._shelf = SnapshotCache()
         self._events: list[Event] = []
         self._running = False
         self._non_trainable = non_trainable

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from raydl.config import TrainConfig, TrainingConfig, dotted, to_dict
-from raydl.core.center import Snapshot, copied_to_cpu, first_snapshot
+from raydl.core.center import Snapshot, as_tensors, copied_to_cpu, first_snapshot
 from raydl.core.custom_rule import try_rule
 from raydl.core.exchange import cell_size
 from raydl.core.flat import FlatModel
 from raydl.core.job import Job
 from raydl.core.methods import check_weights, resolve
-from raydl.core.non_trainable import NonTrainable, as_tensors
+from raydl.core.non_trainable import NonTrainable
 from raydl.core.optimizers import parameters_of
 from raydl.core.progress import Progress
 from raydl.core.replica import Replica
@@ -509,7 +509,7 @@ class Attached:
 
     def _take_step(self) -> None:
         self._vote()
-        self._runner.take_step(lambda plan: (None, self._replica.step_as_it_is(plan)))
+        self._runner.take_step(lambda plan: (None, self._replica.step_with_given_gradients(plan)))
         if self._runner.num_left:
             self._check_signal()
             self._begin_step()

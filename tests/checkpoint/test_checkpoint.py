@@ -124,7 +124,7 @@ def test_no_checkpoint_and_only_damaged_ones_are_said_in_one_sentence(tmp_path):
 
 
 def test_a_state_that_can_not_be_kept_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="/a/b: can not hold a object"):
+    with pytest.raises(CheckpointError, match="/a/b: can not hold a value of type object"):
         pack({"a": {"b": object()}})
 
 

@@ -62,7 +62,7 @@ def test_on_a_link_of_100_mbit_the_delay_is_as_long_as_an_exchange_and_no_longer
     assert waiting(enough, SLACK * 0.138, STEP_S, 2, Limits()) <= ENOUGH
     assert waiting(too_short, SLACK * 0.138, STEP_S, 2, Limits()) > ENOUGH
     assert choice.generation == 3
-    assert "an exchange of 138 ms beside steps of 20 ms" in choice.reason
+    assert "138 ms per exchange and 20 ms per step" in choice.reason
 
 
 def test_on_a_link_of_25_mbit_messages_are_shortened_as_well():
@@ -348,12 +348,21 @@ def test_a_run_that_chooses_is_recorded_as_such():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"method": MethodConfig(name="async-easgd", period="auto")}, "not async-easgd"),
-        ({"method": MethodConfig(name="sync-sgd", period="auto")}, "not sync-sgd"),
-        ({"training": TrainingConfig(deterministic=True)}, "not with --deterministic"),
+        (
+            {"method": MethodConfig(name="async-easgd", period="auto")},
+            "can be auto for sync methods with local steps, not for async-easgd",
+        ),
+        (
+            {"method": MethodConfig(name="sync-sgd", period="auto")},
+            "can be auto for sync methods with local steps, not for sync-sgd",
+        ),
+        (
+            {"training": TrainingConfig(deterministic=True)},
+            "can not be auto with training.deterministic",
+        ),
         (
             {"method": MethodConfig(name="sync-easgd", period="auto", group_size=2)},
-            "not be auto where workers share a replica",
+            "can not be auto with method.group_size",
         ),
     ],
 )

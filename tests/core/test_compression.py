@@ -1,4 +1,4 @@
-"""Every codec by hand, and the promise of error feedback."""
+"""Every codec by hand, and error feedback."""
 
 import math
 
@@ -14,7 +14,7 @@ from raydl.core.compression import (
     Plain,
     TopK,
     parse_codec,
-    relaid,
+    redistribute_residuals,
 )
 from raydl.errors import ConfigError
 
@@ -30,8 +30,8 @@ def vector(length: int, seed: int = 0) -> torch.Tensor:
     return torch.ldexp(torch.randn(length, generator=generator), exponents)
 
 
-def seen(codec, values: torch.Tensor) -> torch.Tensor:
-    """Return what a receiver sees of the values."""
+def decode(codec, values: torch.Tensor) -> torch.Tensor:
+    """Return the values after encoding and decoding."""
     return codec.decode(codec.encode(values), out=torch.full_like(values, 7.0))
 
 
@@ -41,14 +41,14 @@ def bits(values: torch.Tensor) -> list[int]:
 
 def test_plain_returns_the_same_bits():
     values = torch.tensor([1.5, -0.0, math.inf, math.nan, 1e-45])
-    assert bits(seen(Plain(), values)) == bits(values)
+    assert bits(decode(Plain(), values)) == bits(values)
     assert Plain().encode(torch.tensor([1.0])).tolist() == [0, 0, 0x80, 0x3F]
 
 
 def test_bfloat16_rounds_to_nearest_and_ties_to_even():
     ulp = 2.0**-7  # of the numbers from 1 to 2
     values = torch.tensor([1 + 0.4 * ulp, 1 + 0.5 * ulp, 1 + 1.5 * ulp, -1 - 0.6 * ulp])
-    assert seen(BFloat16(), values).tolist() == [1.0, 1.0, 1 + 2 * ulp, -1 - ulp]
+    assert decode(BFloat16(), values).tolist() == [1.0, 1.0, 1 + 2 * ulp, -1 - ulp]
 
 
 def test_int8_by_hand_with_a_short_last_block():
@@ -57,12 +57,12 @@ def test_int8_by_hand_with_a_short_last_block():
     message = codec.encode(values)
     assert message[:8].view(torch.float32).tolist() == [254.0, 127.0]
     assert message[8:].view(torch.int8).tolist() == [127, -50, 2, -127, 0]
-    assert seen(codec, values).tolist() == [254.0, -100.0, 4.0, -127.0, 0.0]
+    assert decode(codec, values).tolist() == [254.0, -100.0, 4.0, -127.0, 0.0]
 
 
 def test_int8_keeps_a_block_of_zeros_and_the_greatest_magnitude_of_a_block():
     values = torch.tensor([0.0, -0.0, 3.4e38, 1e38, 1e-45, 0.0, -0.3])
-    result = seen(Int8Blocks(block_size=2), values)
+    result = decode(Int8Blocks(block_size=2), values)
     assert result[[0, 1, 2, 4, 5, 6]].tolist() == values[[0, 1, 2, 4, 5, 6]].tolist()
     assert result[3].item() == pytest.approx(1e38, rel=0.02)
 
@@ -72,20 +72,20 @@ def test_topk_by_hand():
     message = codec.encode(values)
     assert message[:8].view(torch.int32).tolist() == [1, 3]
     assert message[8:].view(torch.float32).tolist() == [-5.0, 3.0]
-    assert seen(codec, values).tolist() == [0.0, -5.0, 0.0, 3.0, 0.0]
+    assert decode(codec, values).tolist() == [0.0, -5.0, 0.0, 3.0, 0.0]
 
 
 def test_topk_takes_the_lower_index_of_equal_magnitudes():
     values = torch.tensor([1.0, -2.0, 2.0, 3.0, 2.0, -2.0])
-    assert seen(TopK(0.5), values).tolist() == [0.0, -2.0, 2.0, 3.0, 0.0, 0.0]
-    assert seen(TopK(0.5), torch.zeros(6)).tolist() == [0.0] * 6
+    assert decode(TopK(0.5), values).tolist() == [0.0, -2.0, 2.0, 3.0, 0.0, 0.0]
+    assert decode(TopK(0.5), torch.zeros(6)).tolist() == [0.0] * 6
     assert TopK(0.5).encode(torch.zeros(6))[:12].view(torch.int32).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 1.0])
 def test_topk_keeps_the_largest(share):
     values = vector(1000)
-    result = seen(TopK(share), values)
+    result = decode(TopK(share), values)
     kept = result != 0
     assert kept.sum() == 1000 * share
     assert torch.equal(result[kept], values[kept])
@@ -101,21 +101,21 @@ def test_sizes_are_exact(length):
     assert [codec.num_bytes(length) for codec in codecs] == sizes
 
 
-def test_the_share_counts_as_the_decimal_that_is_written():
+def test_the_share_is_read_as_a_decimal_number():
     assert math.ceil(0.07 * 100) == 8
     assert TopK(0.07).num_bytes(100) == 8 * 7
 
 
 @every_codec
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_message_is_bytes_of_that_size_and_all_of_out_is_written(codec, length):
+def test_a_message_is_bytes_of_the_stated_size_and_all_of_out_is_overwritten(codec, length):
     values = vector(length)
     before = values.clone()
     message = codec.encode(values)
     assert (message.dtype, message.shape) == (torch.uint8, (codec.num_bytes(length),))
-    room = torch.full_like(message, 77)
-    assert codec.encode(values, out=room) is room
-    assert torch.equal(room, message)  # also: the same bytes for the same values
+    memory = torch.full_like(message, 77)
+    assert codec.encode(values, out=memory) is memory
+    assert torch.equal(memory, message)  # also: the same bytes for the same values
     assert torch.equal(values, before)
     outs = [torch.full((length,), junk) for junk in (7.0, math.nan)]
     assert all(codec.decode(message, out=out) is out for out in outs)
@@ -130,45 +130,45 @@ def test_a_message_may_start_at_any_byte(codec, length):
     for start in (1, 2, 3, 4):
         gathered = torch.cat([torch.zeros(start, dtype=torch.uint8), message])
         result = codec.decode(gathered[start:], out=torch.empty(length))
-        assert torch.equal(result, seen(codec, values))
+        assert torch.equal(result, decode(codec, values))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_bfloat16_is_off_by_one_part_in_256_at_most(length):
+def test_bfloat16_has_a_relative_error_of_one_256th_at_most(length):
     values = vector(length)
-    assert ((seen(BFloat16(), values) - values).abs() <= values.abs() * 2**-8).all()
+    assert ((decode(BFloat16(), values) - values).abs() <= values.abs() * 2**-8).all()
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 1024, 2**21])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_int8_is_off_by_half_a_step_at_most(length, block_size):
+def test_int8_has_an_error_of_half_a_step_at_most(length, block_size):
     values = vector(length)
-    error = (seen(Int8Blocks(block_size), values) - values).abs()
+    error = (decode(Int8Blocks(block_size), values) - values).abs()
     for part, off in zip(values.split(block_size), error.split(block_size), strict=True):
         if len(part):
             assert off.max() <= part.abs().max() / 254 * (1 + 1e-4)
 
 
-def test_int8_of_more_values_than_it_takes_at_a_time_is_as_of_its_blocks():
+def test_int8_encodes_a_vector_of_several_passes_like_its_blocks():
     values, codec = vector(2**21 + 1500), Int8Blocks()
     parts = values.split(2**16)
-    assert torch.equal(seen(codec, values), torch.cat([seen(codec, part) for part in parts]))
+    assert torch.equal(decode(codec, values), torch.cat([decode(codec, part) for part in parts]))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("length", [1, 5, 1025])
 @every_codec
-def test_what_is_not_finite_is_not_hidden(codec, length, bad):
+def test_non_finite_values_stay_non_finite(codec, length, bad):
     for at in (0, length // 2, length - 1):
         values = vector(length)
         values[at] = bad
         assert codec.encode(values).equal(codec.encode(values.clone()))
-        assert not seen(codec, values)[at].isfinite()
+        assert not decode(codec, values)[at].isfinite()
 
 
-def test_int8_tells_of_it_in_its_own_block_only():
+def test_int8_spoils_only_the_block_of_a_non_finite_value():
     values = torch.tensor([1.0, math.inf, 127.0, -3.0])
-    result = seen(Int8Blocks(block_size=2), values)
+    result = decode(Int8Blocks(block_size=2), values)
     assert result[:2].isnan().all()
     assert result[2:].tolist() == [127.0, -3.0]
 
@@ -191,7 +191,7 @@ def test_all_messages_and_the_residual_sum_to_all_values(codec):
 
 
 @given(st.lists(st.integers(-64, 64), min_size=3, max_size=3), st.integers(1, 8))
-def test_of_whole_numbers_nothing_at_all_is_lost_by_topk(numbers, rounds):
+def test_topk_with_feedback_loses_nothing_of_whole_numbers(numbers, rounds):
     feedback, received = ErrorFeedback(TopK(0.3)), torch.zeros(3)
     for _ in range(rounds):
         feedback.encode(torch.tensor(numbers, dtype=torch.float32))
@@ -210,12 +210,12 @@ def test_the_residual_of_plain_stays_zero():
 
 def test_error_feedback_by_hand():
     feedback = ErrorFeedback(TopK(0.5))
-    seen_and_left = []
+    decoded_and_residual = []
     for _ in range(3):
         feedback.encode(torch.tensor([3.0, 2.0]))
         feedback.commit()
-        seen_and_left.append((feedback.decoded.tolist(), feedback.residual.tolist()))
-    assert seen_and_left == [([3, 0], [0, 2]), ([0, 4], [3, 0]), ([6, 0], [0, 2])]
+        decoded_and_residual.append((feedback.decoded.tolist(), feedback.residual.tolist()))
+    assert decoded_and_residual == [([3, 0], [0, 2]), ([0, 4], [3, 0]), ([6, 0], [0, 2])]
 
 
 @every_codec
@@ -243,9 +243,9 @@ def test_a_message_is_committed_once():
 
 
 @every_codec
-def test_a_loaded_state_goes_on_with_the_same_bytes(codec):
+def test_a_loaded_state_gives_the_same_messages(codec):
     first, second = ErrorFeedback(codec), ErrorFeedback(codec)
-    second.load_state_dict(first.state_dict())  # of one that was never used
+    second.load_state_dict(first.state_dict())  # of a codec that was never used
     second.encode(vector(300, 9))
     second.commit()
     for seed in range(4):
@@ -259,11 +259,11 @@ def test_a_loaded_state_goes_on_with_the_same_bytes(codec):
         first.commit()
         second.commit()
     third = ErrorFeedback(codec)
-    third.load_state_dict(state)  # later steps did not change it
+    third.load_state_dict(state)  # later messages did not change it
     assert torch.equal(third.residual, state["residual"])
 
 
-def test_what_was_left_out_is_made_up_for_by_other_spans_of_the_same_parameters():
+def test_residuals_are_redistributed_to_other_spans_of_the_same_parameters():
     before = {(0, 200): ErrorFeedback(Int8Blocks()), (200, 300): ErrorFeedback(Int8Blocks())}
     left = torch.zeros(300)
     for (start, stop), feedback in before.items():
@@ -271,21 +271,21 @@ def test_what_was_left_out_is_made_up_for_by_other_spans_of_the_same_parameters(
         feedback.commit()
         left[start:stop] = feedback.residual
     assert left.abs().max() > 0
-    after = relaid(before, [(0, 100), (100, 300)])
+    after = redistribute_residuals(before, [(0, 100), (100, 300)])
     assert torch.equal(torch.cat([after[0, 100].residual, after[100, 300].residual]), left)
     assert {feedback.codec.name for feedback in after.values()} == {"int8"}
     unused = {(0, 300): ErrorFeedback(Int8Blocks())}
-    assert relaid(unused, [(0, 100), (100, 300)]) == {}
+    assert redistribute_residuals(unused, [(0, 100), (100, 300)]) == {}
 
 
-def test_a_state_of_another_length_is_noticed():
+def test_a_state_of_another_length_is_refused():
     feedback = ErrorFeedback(Plain())
     feedback.load_state_dict({"residual": torch.zeros(4)})
     with pytest.raises(AssertionError):
         feedback.encode(vector(5))
 
 
-def test_the_memory_is_made_once():
+def test_the_memory_is_allocated_once():
     feedback = ErrorFeedback(Int8Blocks())
     places = set()
     for seed in range(6):
@@ -296,9 +296,9 @@ def test_the_memory_is_made_once():
 
 
 def distance(codec, *, feedback: bool, workers: list[torch.Tensor], lr=0.02, steps=1000) -> float:
-    """Return how far gradient descent ends from the minimum, 1 at the start.
+    """Return the final distance of gradient descent to the minimum, 1 at the start.
 
-    Each worker pulls to its own target; the minimum is at the mean of these.
+    Each worker has its own target; the minimum is the mean of the targets.
     """
     minimum = torch.stack(workers).mean(0)
     curvature, x = torch.linspace(0.1, 1, len(minimum)), torch.zeros_like(minimum)
@@ -313,8 +313,8 @@ def distance(codec, *, feedback: bool, workers: list[torch.Tensor], lr=0.02, ste
     return ((x - minimum).norm() / minimum.norm()).item()
 
 
-def test_with_feedback_topk_gets_to_the_minimum_and_without_it_is_slower():
-    # Without feedback it gets there too, in the end: one worker's largest gradients shrink.
+def test_topk_reaches_the_minimum_with_feedback_and_is_slower_without():
+    # Without feedback it arrives later: the largest gradients of a single worker shrink.
     target = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert distance(TopK(0.1), feedback=True, workers=[target], lr=0.1) < 1e-4
     assert distance(TopK(0.1), feedback=False, workers=[target], lr=0.1) > 5e-3
@@ -324,7 +324,7 @@ def test_with_feedback_topk_gets_to_the_minimum_and_without_it_is_slower():
     ("codec", "near", "far"), [(TopK(0.1), 0.1, 0.9), (Int8Blocks(), 0.04, 0.12)]
 )
 def test_workers_that_disagree_find_the_minimum_with_feedback_only(codec, near, far):
-    # Large gradients that cancel in the sum take the room of the small ones that do not.
+    # Large gradients, which cancel in the sum, displace small ones, which do not.
     target = torch.randn(100, generator=torch.Generator().manual_seed(0))
     apart = torch.zeros(100)
     apart[:10] = 100.0
@@ -334,18 +334,18 @@ def test_workers_that_disagree_find_the_minimum_with_feedback_only(codec, near, 
 
 
 def test_feedback_needs_a_lower_lr_than_topk_alone():
-    # What was kept back comes all at once: as if the gradient were of many steps ago.
+    # The residual arrives all at once, like a gradient that is many steps old.
     target = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert distance(TopK(0.1), feedback=True, workers=[target], lr=0.5, steps=200) > 1
     assert distance(TopK(0.1), feedback=False, workers=[target], lr=0.5, steps=200) < 0.05
 
 
 @pytest.mark.parametrize("text", ["none", "bf16", "int8", "topk:0.01", "topk:1.0"])
-def test_the_name_of_a_codec_is_what_the_setting_says(text):
+def test_the_name_of_a_codec_is_its_setting(text):
     assert parse_codec(text).name == text
 
 
-def test_a_setting_gives_its_codec():
+def test_a_setting_is_parsed_to_its_codec():
     kinds = [Plain, BFloat16, Int8Blocks, TopK]
     for text, kind in zip(["none", "bf16", "int8", "topk:1e-3"], kinds, strict=True):
         assert type(parse_codec(text)) is kind
@@ -356,7 +356,7 @@ def test_a_setting_gives_its_codec():
     "text",
     ["", "zip", "topk", "topk:", "topk:0", "topk:1.01", "topk:-1", "topk:nan", "topk:x", "int8:9"],
 )
-def test_another_text_is_refused_in_one_sentence(text):
+def test_any_other_text_is_refused_in_one_sentence(text):
     with pytest.raises(ConfigError) as caught:
         parse_codec(text)
     assert str(caught.value) == (
@@ -369,6 +369,6 @@ def test_another_text_is_refused_in_one_sentence(text):
     ("text", "near"),
     [("INT8", "int8"), ("int4", "int8"), ("bfloat16", "bf16"), ("top:0.1", "topk")],
 )
-def test_the_nearest_name_is_told(text, near):
+def test_the_error_suggests_the_nearest_name(text, near):
     with pytest.raises(ConfigError, match=rf"got '{text}'; did you mean {near}\?$"):
         parse_codec(text)

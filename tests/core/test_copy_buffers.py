@@ -1,4 +1,4 @@
-"""Copies of a state are as it was, and made in memory that nobody uses any more."""
+"""Copies of a state equal it, and reuse memory that no tensor refers to."""
 
 import threading
 
@@ -36,7 +36,7 @@ def is_of(state, value):
     return all(bool((t == value).all()) for t in tensors)
 
 
-def test_a_copy_is_what_was_copied_and_shares_nothing_with_it():
+def test_a_copy_equals_the_state_and_shares_no_memory_with_it():
     state = state_of(2.0)
     copy = CopyBuffers().of(state)
     state["weights"].zero_()
@@ -46,7 +46,7 @@ def test_a_copy_is_what_was_copied_and_shares_nothing_with_it():
     assert copy["optimizer"]["state"][0]["step"] == 3
 
 
-def test_the_memory_of_a_copy_is_used_again_once_nobody_has_it():
+def test_the_memory_of_a_copy_is_reused_after_the_copy_is_deleted():
     copies = CopyBuffers()
     first = copies.of(state_of(1.0))
     second = copies.of(state_of(2.0))
@@ -62,14 +62,14 @@ def test_the_memory_of_a_copy_is_used_again_once_nobody_has_it():
 def test_a_view_of_a_copy_keeps_its_memory():
     copies = CopyBuffers()
     copy = copies.of(state_of(1.0))
-    memory = copy["weights"][5:9].numpy().data  # as a file that is being written has it
+    memory = copy["weights"][5:9].numpy().data  # as held while a file is written
     del copy
     copies.of(state_of(2.0))
     copies.of(state_of(3.0))
     assert memory.tolist() == [1.0] * 4
 
 
-def test_what_no_copy_needs_is_given_back():
+def test_memory_that_no_copy_needs_is_freed():
     copies = CopyBuffers()
     many = [copies.of(state_of(1.0)) for _ in range(4)]
     assert len(copies._blocks) == 12
@@ -81,7 +81,7 @@ def test_what_no_copy_needs_is_given_back():
     assert copies._blocks == []
 
 
-def test_memory_that_was_made_ready_beforehand_is_taken_first():
+def test_prepared_memory_is_used_first():
     copies, state = CopyBuffers(), state_of(1.0)
     thread = threading.Thread(target=copies.prepare, args=(sizes_of(state),))
     thread.start()
@@ -89,11 +89,11 @@ def test_memory_that_was_made_ready_beforehand_is_taken_first():
     ready = {block._memory.ctypes.data for block in copies._blocks}
     assert len(ready) == 3
     copies.prepare(sizes_of(state))
-    assert {block._memory.ctypes.data for block in copies._blocks} == ready, "it is there"
+    assert {block._memory.ctypes.data for block in copies._blocks} == ready, "nothing is missing"
     assert places(copies.of(state)) == ready
 
 
-def test_a_worker_copies_state_and_center_to_memory_that_was_made_ready(monkeypatch):
+def test_a_worker_copies_state_and_center_to_prepared_memory(monkeypatch):
     monkeypatch.setattr("raydl.core.copy_buffers._LEAST_BYTES", 1)
     worker = trained_worker()
     worker.prepare_copy()()

@@ -1,4 +1,4 @@
-"""What is wrong with a rule of a user's own is one sentence, before anything starts."""
+"""A mistake in a custom rule is reported in one sentence before any process starts."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ from raydl.tasks import Classification
 
 
 class Halfway(Rule):
-    """A rule that is right."""
+    """A valid rule."""
 
     period = 4
 
@@ -107,7 +107,7 @@ class PullsItself(Halfway):
 
 
 class Rebinds(Halfway):
-    """Trains to nothing, were it taken: nobody sees the new center."""
+    """Makes a new center tensor that no process uses."""
 
     def update_center_(self, center, total, tally, optimizer):
         center = center + 0.5 * (total / tally.num_messages - center)
@@ -132,7 +132,7 @@ class SendsText(Halfway):
 
 
 def tried(rule, num_parameters=12):
-    """Take a rule as a run does: its settings first, the rule itself with the model."""
+    """Check a rule as a run does: its settings first, then the rule with the model."""
     resolve(TrainConfig(method=MethodConfig(name="own")), rule)
     try_rule(rule, num_parameters)
 
@@ -147,28 +147,31 @@ def tried(rule, num_parameters=12):
         (Misspelt, "Misspelt.strategy has no 'asynchronous'; did you mean async"),
         (MisspeltName, "MisspeltName has no 'stategy'; did you mean strategy"),
         (NoPull, "NoPull sends weights and has no pull() (docs/algorithms.md)"),
-        (British, "British sends progress and has no update_center_(); is update_centre_() meant?"),
+        (British, "British sends progress and has no update_center_(); rename update_centre_()?"),
         (PullsWithoutOut, "PullsWithoutOut.pull() must take (self, replica:"),
-        (ForgetsToReturn, "ForgetsToReturn.pull() must return what the replica subtracts, torch"),
-        (PullsItself, "PullsItself.pull() must leave replica and center as they are, and write"),
-        (Rebinds, "Rebinds.update_center_() did not move the center in 16 updates on trial; move"),
+        (
+            ForgetsToReturn,
+            "ForgetsToReturn.pull() must return the update that the replica subtracts",
+        ),
+        (PullsItself, "PullsItself.pull() must not change replica or center; write into out"),
+        (Rebinds, "Rebinds.update_center_() did not move the center in 16 trial updates; update"),
         (
             RebindsData,
-            "RebindsData.update_center_() did not move the center in 16 updates on trial",
+            "RebindsData.update_center_() did not move the center in 16 trial updates",
         ),
-        (NoPeriod, "NoPeriod.period must be a whole number from 1 on, got 0"),
+        (NoPeriod, "NoPeriod.period must be a whole number of at least 1, got 0"),
         (SendsText, "SendsText.sends must be one of raydl.core.rules.Sends, got 'weights'"),
     ],
 )
-def test_what_is_wrong_is_told_by_name(kind, sentence):
+def test_a_mistake_is_reported_by_name(kind, sentence):
     kept = list(Counts.calls)
     with pytest.raises(ConfigError, match=f"^method.name {re.escape(sentence)}"):
         tried(kind())
-    assert Counts.calls == kept + [1] * (kind is Counts) * 16, "a class attribute is no copy"
+    assert Counts.calls == kept + [1] * (kind is Counts) * 16, "a class attribute is not copied"
     Counts.calls.clear()
 
 
-def test_the_sentence_says_where_state_belongs():
+def test_the_message_says_where_state_belongs():
     with pytest.raises(ConfigError) as error:
         try_rule(KeepsMomentum(), 12)
     assert str(error.value).endswith(
@@ -179,7 +182,7 @@ def test_the_sentence_says_where_state_belongs():
 
 
 @pytest.mark.parametrize("name", ["test_custom_rules:WantsARate", "raydl.core.rules:Elastic"])
-def test_a_rule_by_name_that_wants_arguments(name):
+def test_a_rule_by_name_needs_from_config_or_no_arguments(name):
     config = TrainConfig(method=MethodConfig(name=name))
     if name.endswith("Elastic"):  # it has a from_config of its own
         assert resolve(config).rule.beta == config.method.beta
@@ -187,26 +190,26 @@ def test_a_rule_by_name_that_wants_arguments(name):
     with pytest.raises(ConfigError) as error:
         resolve(config)
     assert str(error.value) == (
-        "method.name test_custom_rules:WantsARate can not be made: missing a required argument: "
-        "'rate'; give its arguments defaults, define from_config(config), or give an instance in "
-        "Python: Trainer(method=...)"
+        "method.name test_custom_rules:WantsARate can not be constructed: missing a required "
+        "argument: 'rate'; give its arguments defaults, define from_config(config), or pass an "
+        "instance in Python: Trainer(method=...)"
     )
 
 
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (Halfway, "method is the class Halfway; give an instance of it"),
+        (Halfway, "method is the class Halfway; pass an instance of it"),
         (3, "method must be a name, a MethodConfig or a Rule, got a int"),
     ],
 )
-def test_what_is_no_method_is_told(method, sentence):
+def test_a_method_argument_of_another_type_is_refused(method, sentence):
     with pytest.raises(ConfigError, match=sentence):
         raydl.Trainer("mlp", "digits", method=method)
 
 
 class WithMomentum(Halfway):
-    """The same momentum where it belongs."""
+    """The same momentum, kept in the optimizer at the center."""
 
     sends = Sends.PROGRESS
 
@@ -232,7 +235,7 @@ class Waits(Outer):
 
 
 class Holds(Halfway):
-    """Settings of any kind, which nothing changes."""
+    """Attributes of any type that never change."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -258,7 +261,7 @@ class NotCompared(NeverEqual):
 
 
 class HoldsMore(Halfway):
-    """Values that are hard to compare, and names that are near those of settings."""
+    """Values that are hard to compare, and names similar to those of settings."""
 
     periods = (2, 4)
     strategies = {"a": 1}  # noqa: RUF012
@@ -278,7 +281,7 @@ class HoldsMore(Halfway):
 
 
 class Masked(Halfway):
-    """Holds a number for each parameter of a model."""
+    """Holds one number per parameter of a model."""
 
     def __init__(self, num_parameters):
         self.mask = (torch.arange(num_parameters) % 2).float()
@@ -288,7 +291,7 @@ class Masked(Halfway):
 
 
 class Slow(Halfway):
-    """Moves the center by next to nothing."""
+    """Moves the center by very little."""
 
     def update_center_(self, center, total, tally, optimizer):
         center.lerp_(total.div_(tally.num_messages), 1e-9)
@@ -298,14 +301,14 @@ class Slow(Halfway):
     "rule",
     [Halfway(), WithMomentum(), Waits(), Holds(), HoldsMore(), Masked(12), Slow(), MeanGradient()],
 )
-def test_a_rule_that_is_right_is_taken_as_it_is(rule):
+def test_a_valid_rule_is_accepted_unchanged(rule):
     before = dict(vars(rule))
     tried(rule)
     assert vars(rule).keys() == before.keys()
     assert all(value is before[key] for key, value in vars(rule).items())
 
 
-def test_a_named_method_with_hardly_any_coupling_is_taken():
+def test_a_named_method_with_a_very_small_beta_is_accepted():
     case = settings(MethodConfig(name="sync-easgd", beta=1e-9), 1)
     model = linear((1, 4, 4), 3)
     with Threads(case).attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as elastic:
@@ -343,7 +346,7 @@ def test_every_named_rule_passes_the_trial(name):
     try_rule(rule, 12)
 
 
-def test_the_trial_draws_nothing():
+def test_the_trial_draws_no_random_numbers():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -351,7 +354,7 @@ def test_the_trial_draws_nothing():
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_what_a_rule_raises_comes_as_it_is():
+def test_an_exception_of_a_rule_propagates_unchanged():
     class Raises(Halfway):
         def update_center_(self, center, total, tally, optimizer):
             raise ZeroDivisionError("mine")
@@ -389,8 +392,8 @@ def test_a_rule_for_the_size_of_the_model_trains(tmp_path):
     assert result.metrics["center_accuracy"] > 0.5
 
 
-def test_state_in_its_place_survives_a_resumption():
-    """What was lost with KeepsMomentum: a newcomer's center is that of the others."""
+def test_a_newcomer_has_the_state_of_the_optimizer_at_the_center():
+    """The state that is lost with KeepsMomentum."""
     case = config("local-sgd", epochs=4)
     history = History(case, task=Classification(linear), rule=WithMomentum())
     history.train("w0", "w1", rounds=3)
@@ -400,7 +403,7 @@ def test_state_in_its_place_survives_a_resumption():
         assert_same(center, centers[0])
 
 
-# a loop of one's own
+# a user's training loop
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -408,7 +411,7 @@ def test_state_in_its_place_survives_a_resumption():
     ("method", "exchange"),
     [("sync-easgd", {}), ("async-easgd", {}), ("sync-easgd", {"compression": "int8"})],
 )
-def test_attached_models_are_of_a_dtype_that_can_be_exchanged(dtype, method, exchange):
+def test_a_model_is_attached_only_if_its_dtype_can_be_exchanged(dtype, method, exchange):
     model = linear((1, 4, 4), 3).to(dtype)
     threads = Threads(settings(MethodConfig(name=method, period=2), 1, **exchange))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -422,17 +425,17 @@ def test_attached_models_are_of_a_dtype_that_can_be_exchanged(dtype, method, exc
     sentence = (
         "must have float32 parameters for method"
         if dtype is torch.float64
-        else ("must have float32 or float64 parameters, they are")
+        else ("must have float32 or float64 parameters, got")
     )
     with pytest.raises(ShapeError, match=sentence):
         threads.attach(model, optimizer)
 
 
-def test_a_rule_is_tried_before_it_is_attached_too():
+def test_a_rule_is_tried_before_a_model_is_attached():
     from raydl.worker.user_loop import job_of
 
     model = linear((1, 4, 4), 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     case = settings(MethodConfig(name="own", period=2), 1)
-    with pytest.raises(ConfigError, match="did not move the center in 16 updates"):
+    with pytest.raises(ConfigError, match="did not move the center in 16 trial updates"):
         job_of(case, model, optimizer, Rebinds())

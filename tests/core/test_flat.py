@@ -1,4 +1,4 @@
-"""A model on three flat tensors is the same model."""
+"""A model on three flat tensors computes the same as before."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from raydl.core.flat import FlatModel
 from raydl.errors import ShapeError
 
 
-def test_weights_and_gradients_are_views_into_one_tensor():
+def test_weights_and_gradients_are_views_of_flat_tensors():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     flat = FlatModel(model)
     assert flat.num_parameters == 11
@@ -28,10 +28,10 @@ def test_flat_storage_does_not_change_what_the_model_computes():
     fresh.load_state_dict(model.state_dict())
     flat = FlatModel(fresh)
     assert torch.equal(fresh(x), expected)
-    assert flat.num_buffers == 4  # running mean and variance; the integer counter stays apart
+    assert flat.num_buffers == 4  # running mean and variance, without the integer counter
 
 
-def test_batch_norm_statistics_move_inside_the_flat_buffers():
+def test_batch_norm_updates_the_flat_buffers():
     model = nn.BatchNorm1d(2)
     flat = FlatModel(model)
     before = flat.buffers.clone()
@@ -40,7 +40,7 @@ def test_batch_norm_statistics_move_inside_the_flat_buffers():
     assert torch.equal(flat.buffers[:2], model.running_mean)
 
 
-def test_the_state_dict_has_the_models_own_names_and_other_values():
+def test_state_dict_of_returns_other_values_by_the_names_in_the_model():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     flat = FlatModel(model)
     state = flat.state_dict_of(torch.arange(10.0), torch.arange(4.0))
@@ -52,7 +52,7 @@ def test_the_state_dict_has_the_models_own_names_and_other_values():
     assert torch.equal(buffers, torch.arange(4.0))
 
 
-def test_tied_weights_are_one_parameter_and_two_names():
+def test_tied_weights_are_one_parameter_with_two_names():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -66,7 +66,7 @@ def test_tied_weights_are_one_parameter_and_two_names():
     assert torch.equal(state["a.weight"], state["b.weight"])
 
 
-def test_buffers_that_a_model_does_not_save_are_no_part_of_its_state():
+def test_buffers_outside_the_state_dict_are_not_averaged():
     model = nn.BatchNorm1d(2)
     model.register_buffer("mask", torch.ones(3), persistent=False)
     flat = FlatModel(model)
@@ -77,7 +77,7 @@ def test_buffers_that_a_model_does_not_save_are_no_part_of_its_state():
     assert model.mask.tolist() == [1, 1, 1]
 
 
-def test_frozen_parameters_stay_out_and_are_saved_as_they_are():
+def test_frozen_parameters_are_not_in_the_flat_weights_but_in_the_state_dict():
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
     flat = FlatModel(model)

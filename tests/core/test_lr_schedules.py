@@ -1,4 +1,4 @@
-"""The course of the learning rate against torch's schedulers, and its cuts."""
+"""Learning rate schedules against those of torch, and cuts of the rate."""
 
 import dataclasses
 import math
@@ -45,12 +45,12 @@ def torch_factors(make_scheduler):
         ("step", lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [10, 15], gamma=0.1)),
     ],
 )
-def test_schedules_are_those_of_torch_at_the_same_points(schedule, make_scheduler):
+def test_schedules_equal_those_of_torch_at_the_same_points(schedule, make_scheduler):
     ours = [lr_factor(schedule, share, milestones=(0.5, 0.75), gamma=0.1) for share in SHARES]
     assert ours == pytest.approx(torch_factors(make_scheduler))
 
 
-def test_the_rate_is_a_function_of_the_share_of_the_run_and_of_the_cuts():
+def test_the_rate_depends_on_the_share_of_the_run_and_the_number_of_cuts():
     config = OptimizerConfig(lr=0.4, lr_schedule="step", milestones="0.5", gamma=0.25, warmup=0.1)
     rates = [lr_at(config, share) for share in (0.05, 0.1, 0.49, 0.5, 1.0)]
     assert rates == pytest.approx([0.2, 0.4, 0.4, 0.1, 0.1])
@@ -59,7 +59,7 @@ def test_the_rate_is_a_function_of_the_share_of_the_run_and_of_the_cuts():
 
 
 @pytest.mark.parametrize(("name", "sign"), [("accuracy", 1), ("loss", -1)])
-def test_the_center_stands_still_after_patience_evaluations_that_were_no_better(name, sign):
+def test_the_rate_is_cut_after_too_many_evaluations_without_improvement(name, sign):
     plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=1), num_cuts=2)
     scores = [0.5, 0.6, 0.6, 0.55, 0.6, 0.7, 0.6, 0.6]
     cuts = []
@@ -92,14 +92,14 @@ def test_a_driver_does_not_wait_for_the_compiler_that_torch_imports_with_an_opti
         ("accuracy", [math.nan] * 2, 1),
     ],
 )
-def test_a_plateau_is_told_from_progress_whatever_the_sign_of_the_score(name, scores, num_cuts):
+def test_a_plateau_is_recognized_whatever_the_sign_of_the_score(name, scores, num_cuts):
     plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=1))
     for score in scores:
         plateau.note_score({name: score})
     assert plateau.num_cuts == num_cuts
 
 
-def test_no_cut_is_told_of_that_can_not_come():
+def test_no_cut_is_logged_after_the_training_has_ended():
     stage = Stage().start()
     stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
     stage.step(scored(1))
@@ -113,7 +113,7 @@ def plateau_of(method):
     return Ensemble(config, num_workers=2, images=tiny_images(96)).join()
 
 
-def test_all_ranks_cut_after_the_same_round_though_they_hear_of_it_in_different_ones():
+def test_all_ranks_cut_after_the_same_round_though_they_receive_the_request_in_different_ones():
     ensemble = plateau_of("sync-easgd")
     ensemble.run(1)
     ensemble.workers[0].vote(1, num_cuts=1)
@@ -127,10 +127,10 @@ def test_all_ranks_cut_after_the_same_round_though_they_hear_of_it_in_different_
     assert lrs[max(lrs)] == pytest.approx(0.01)
 
 
-def test_by_messages_the_assignment_tell_how_often_to_cut():
+def test_with_messages_the_assignment_has_the_number_of_cuts():
     ensemble = plateau_of("async-easgd")
     ensemble.run(1)
-    for _ in range(2):  # told again it is still one cut
+    for _ in range(2):  # a repeated request is still one cut
         ensemble.service.coordinator.vote(1, num_cuts=1)
     ensemble.run(2)
     assert [w.runner.strategy.num_cuts for w in ensemble.workers] == [1, 1]
@@ -141,7 +141,7 @@ def test_by_messages_the_assignment_tell_how_often_to_cut():
     assert [w.runner.strategy.num_cuts for w in again.workers] == [1, 1]
 
 
-def test_workers_are_told_of_cuts_and_told_again_when_they_form_anew():
+def test_cuts_are_sent_to_workers_and_sent_again_to_a_new_generation():
     stage = Stage().start()
     stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
     assert stage.step(scored(1)) == []
@@ -151,11 +151,11 @@ def test_workers_are_told_of_cuts_and_told_again_when_they_form_anew():
     stage.step(Lost("w1", "the actor died"))
     stage.step(*stage.end("broken", 0, "w0"))
     stage.step(WorkerReady("w2", "node"))
-    told = [told for _ in range(4) for told in stage.step()]
-    assert ("vote", "num_cuts") in told
+    calls = [call for _ in range(4) for call in stage.step()]
+    assert ("vote", "num_cuts") in calls
 
 
-def test_a_checkpoint_holds_the_cuts_and_one_without_them_has_none():
+def test_a_checkpoint_holds_the_number_of_cuts_and_an_older_one_means_none():
     ensemble = plateau_of("sync-easgd")
     snapshot = dataclasses.replace(ensemble.first, num_cuts=3)
     checkpoint = checkpoint_of(Collected(snapshot, {}), ensemble.flat, seconds=1.0)

@@ -1,4 +1,4 @@
-"""The decision table of who trains next, and what it says of why."""
+"""The decision table of the next membership, and the reasons it gives."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ def decide(
     max_workers=3,
     group_size=1,
 ):
-    """Return what is decided in generation 4, where ``now`` trains: ids, or a membership."""
+    """Return the decision in generation 4; ``now`` is a membership or the ids of its workers."""
     before = Membership(4, now, was_absent) if isinstance(now, tuple) else now
     return next_membership(
         before,
@@ -44,14 +44,14 @@ def ids(membership):
     [
         ((), 0.0, None, "0 of 2 workers are ready"),
         (("w0",), 99.0, None, "1 of 2 workers are ready"),
-        (("w0", "w1"), 4.9, None, "2 workers are ready; up to 3 are wanted"),
+        (("w0", "w1"), 4.9, None, "2 of up to 3 workers are ready"),
         (("w0", "w1"), 5.0, ("w0", "w1"), "w0, w1 start"),
         (THREE, 0.0, THREE, "w0, w1, w2 start"),
         (("w2", "w0", "w1"), 0.0, ("w2", "w0", "w1"), "w2, w0, w1 start"),
         (FOUR, 0.0, THREE, "w0, w1, w2 start"),
     ],
 )
-def test_the_first_membership_forms_when_all_are_ready_or_enough_have_waited(
+def test_the_first_membership_forms_when_all_are_ready_or_enough_after_the_patience(
     ready, waited_s, expected, reason
 ):
     after, why = decide(None, ready, waited_s=waited_s)
@@ -70,7 +70,7 @@ def test_one_worker_starts_alone():
         # joining
         (("w1", "w0"), THREE, {}, ("w1", "w0", "w2"), "w2 joins"),
         (("w2",), THREE, {}, ("w2", "w0", "w1"), "w0, w1 join"),
-        # lost, nobody in its place
+        # lost, without a replacement
         (THREE, ("w1", "w2"), {"w0": "was lost"}, ("w1", "w2"), "w0 was lost"),
         (THREE, ("w0", "w2"), {"w1": "was lost"}, ("w0", "w2"), "w1 was lost"),
         (THREE, ("w0", "w1"), {"w2": "was lost"}, ("w0", "w1"), "w2 was lost"),
@@ -98,10 +98,10 @@ def test_one_worker_starts_alone():
             ("w3", "w4"),
             "w0 was lost, w1 drains, w2 was removed, w3, w4 join",
         ),
-        # told in time
+        # announced in advance
         (THREE, ("w0", "w1", "w3"), {"w2": "drains"}, ("w0", "w1", "w3"), "w2 drains, w3 joins"),
         (THREE, ("w0", "w1"), {"w2": "was removed"}, ("w0", "w1"), "w2 was removed"),
-        # not told why
+        # without a known cause
         (THREE, ("w0", "w1"), {}, ("w0", "w1"), "w2 is not ready"),
         # below the minimum
         (
@@ -121,7 +121,7 @@ def test_one_worker_starts_alone():
         (("w0",), ("w0",), {}, None, "1 of 2 workers are left"),
     ],
 )
-def test_members_that_are_ready_stay_and_others_take_the_places_of_those_who_are_not(
+def test_members_that_are_ready_stay_and_newcomers_replace_the_others(
     now, ready, causes, expected, reason
 ):
     after, why = decide(now, ready, causes=causes)
@@ -130,47 +130,47 @@ def test_members_that_are_ready_stay_and_others_take_the_places_of_those_who_are
 
 
 @pytest.mark.parametrize("ready", [THREE, FOUR, ("w2", "w1", "w0")])
-def test_where_nothing_changes_the_membership_itself_comes_back(ready):
-    """So after a broken exchange: who asks for a generation of the same sees that it is so."""
+def test_the_same_membership_is_returned_if_nothing_changes(ready):
+    """The controller relies on it after a broken exchange that lost no worker."""
     now = Membership(4, THREE)
-    assert decide(now, ready) == (now, "nobody joins or leaves")
+    assert decide(now, ready) == (now, "no worker joins or leaves")
 
 
-def test_those_who_are_below_the_minimum_wait_and_then_go_on_with_who_joins():
+def test_too_few_members_wait_for_a_newcomer():
     now, lost = Membership(4, ("w0", "w1")), {"w0": "was lost"}
     assert decide(now, ("w1",), causes=lost)[0] is None
     after, why = decide(now, ("w1", "w2"), causes=lost)
     assert (ids(after), why) == (("w1", "w2"), "w0 was lost, w2 joins")
 
 
-# left out, and back
+# left out, and returning
 
 
-def test_a_worker_left_out_is_absent_and_told_so():
+def test_a_worker_left_out_is_absent_and_named_in_the_reason():
     after, why = decide(THREE, ("w0", "w2"), absent=("w1",), causes={"w1": LATE})
     assert after == Membership(5, ("w0", "w2"), ("w1",))
     assert why == "w1 is late and left out"
 
 
-def test_while_it_is_absent_nothing_changes():
+def test_an_absent_worker_changes_nothing_while_it_is_absent():
     now = Membership(4, ("w0", "w2"), ("w1",))
     after, why = decide(now, ("w0", "w2"), absent=("w1",), causes={"w1": LATE})
-    assert (after, why) == (now, "nobody joins or leaves")
+    assert (after, why) == (now, "no worker joins or leaves")
 
 
-def test_an_absent_worker_comes_back_behind_those_who_trained_on():
+def test_an_absent_worker_returns_with_the_last_rank():
     after, why = decide(("w0", "w2"), THREE, was_absent=("w1",), causes={"w1": LATE})
     assert after == Membership(5, ("w0", "w2", "w1"))
-    assert why == "w1 comes back"
+    assert why == "w1 returns"
 
 
-def test_who_comes_back_and_who_is_new_are_told_apart():
+def test_the_reason_distinguishes_returning_workers_from_new_ones():
     _, why = decide(("w0",), ("w0", "w1", "w2", "w3"), was_absent=("w1", "w3"), max_workers=4)
-    assert why == "w1, w3 come back, w2 joins"
+    assert why == "w1, w3 return, w2 joins"
 
 
 def test_an_absent_worker_that_is_lost_is_named():
-    """Its claims are free with the new membership, so that one must form."""
+    """Its claims are released with a new membership, so one must form."""
     after, why = decide(("w0", "w2"), ("w0", "w2"), was_absent=("w1",), causes={"w1": "was lost"})
     assert after == Membership(5, ("w0", "w2"))
     assert why == "w1 was lost"
@@ -182,13 +182,13 @@ def test_an_absent_worker_that_leaves_is_named(cause):
     assert why == f"w1 {cause}, w3 joins"
 
 
-def test_an_absent_worker_that_finds_its_place_taken_stands_by():
+def test_an_absent_worker_is_on_standby_while_its_replacement_trains():
     after, why = decide(FOUR[1:], FOUR, was_absent=("w0",), causes={"w0": LATE})
     assert after == Membership(5, FOUR[1:])
-    assert why == "w0 stands by"
+    assert why == "w0 is on standby"
 
 
-def test_of_two_absent_ones_only_the_news_is_told():
+def test_the_reason_names_only_the_absent_worker_that_changed():
     after, why = decide(
         ("w0", "w1"),
         ("w0", "w1"),
@@ -200,7 +200,7 @@ def test_of_two_absent_ones_only_the_news_is_told():
     assert why == "w2 was lost"
 
 
-def test_too_few_are_left_because_of_all_that_are_out():
+def test_the_reason_for_too_few_workers_names_all_that_do_not_train():
     after, why = decide(
         ("w0", "w1"),
         ("w1",),
@@ -212,20 +212,20 @@ def test_too_few_are_left_because_of_all_that_are_out():
     assert why == "1 of 2 workers are left (w0 was lost, w2 is late and left out)"
 
 
-# fewer wanted
+# fewer workers requested
 
 
-def test_members_are_never_dropped_because_fewer_are_wanted():
+def test_members_stay_if_fewer_workers_are_requested():
     now = Membership(4, FOUR)
-    assert decide(now, FOUR, max_workers=2) == (now, "nobody joins or leaves")
+    assert decide(now, FOUR, max_workers=2) == (now, "no worker joins or leaves")
 
 
-def test_with_fewer_wanted_nobody_joins_in_the_place_of_a_removed_one():
+def test_a_removed_worker_is_not_replaced_if_fewer_workers_are_requested():
     after, why = decide(FOUR, ("w0", "w1", "w3", "w4"), causes={"w2": "was removed"}, max_workers=3)
     assert (ids(after), why) == (("w0", "w1", "w3"), "w2 was removed")
 
 
-def test_an_absent_one_comes_back_only_if_as_many_are_wanted():
+def test_an_absent_worker_returns_only_below_the_maximum():
     after, _ = decide(("w0", "w2"), THREE, was_absent=("w1",), max_workers=2)
     assert after == Membership(5, ("w0", "w2"))
 
@@ -248,7 +248,7 @@ def in_pairs(now, ready, *, causes=None, min_workers=2, max_workers=6, waited_s=
 def test_whole_groups_start_and_grow():
     first, why = in_pairs(None, THREE)
     assert (ids(first), why) == (("w0", "w1"), "w0, w1 start")
-    assert in_pairs(first, THREE) == (first, "nobody joins or leaves")
+    assert in_pairs(first, THREE) == (first, "no worker joins or leaves")
     after, why = in_pairs(first, FOUR)
     assert (ids(after), why) == (FOUR, "w2, w3 join")
     assert first.partners_of("w1", 2) == (0, ("w0", "w1"))
@@ -256,43 +256,43 @@ def test_whole_groups_start_and_grow():
     assert after.partners_of("w2", 2) == (1, ("w2", "w3"))
 
 
-def test_before_the_first_group_is_whole_those_who_are_ready_are_counted():
+def test_all_ready_workers_are_counted_before_the_first_membership():
     assert in_pairs(None, ("w0",)) == (None, "1 of 2 workers are ready")
-    assert in_pairs(None, THREE, waited_s=0.0) == (None, "3 workers are ready; up to 6 are wanted")
+    assert in_pairs(None, THREE, waited_s=0.0) == (None, "3 of up to 6 workers are ready")
 
 
-def test_a_group_that_is_whole_stays_together_and_the_rest_of_a_broken_one_stands_by():
+def test_a_complete_group_stays_together_and_the_rest_of_a_broken_one_is_on_standby():
     after, why = in_pairs(FOUR, ("w0", "w2", "w3"), causes={"w1": "was lost"})
-    assert (ids(after), why) == (("w2", "w3"), "w0 stands by, w1 was lost")
+    assert (ids(after), why) == (("w2", "w3"), "w0 is on standby, w1 was lost")
 
 
-def test_survivors_of_broken_groups_are_grouped_anew_by_rank():
+def test_survivors_of_broken_groups_form_new_groups_by_rank():
     now = ("w5", "w1", "w2", "w3", "w4", "w0")
     lost = {"w1": "was lost", "w0": "was lost"}
     after, why = in_pairs(now, ("w2", "w3", "w4", "w5"), causes=lost)
     assert (ids(after), why) == (("w2", "w3", "w5", "w4"), "w1 was lost, w0 was lost")
 
 
-def test_a_survivor_is_joined_by_a_replacement():
+def test_a_survivor_forms_a_group_with_a_replacement():
     after, why = in_pairs(FOUR, ("w0", "w2", "w3", "w4"), causes={"w1": "was lost"}, max_workers=4)
     assert (ids(after), why) == (("w2", "w3", "w0", "w4"), "w1 was lost, w4 joins")
 
 
-def test_survivors_come_before_newcomers_whoever_was_asked_for_first():
+def test_survivors_rank_before_newcomers_whatever_the_order_of_requests():
     """w0 was left out and is ready again; w4 and w5 have lost w3 and w6."""
     now = ("w1", "w2", "w3", "w4", "w5", "w6")
     after, _ = in_pairs(now, ("w0", "w1", "w2", "w4", "w5"), max_workers=4)
     assert ids(after) == ("w1", "w2", "w4", "w5")
 
 
-def test_survivors_are_grouped_also_where_fewer_are_wanted():
+def test_survivors_form_a_group_even_if_fewer_workers_are_requested():
     after, _ = in_pairs(FOUR, ("w0", "w3", "w4"), max_workers=1)
     assert ids(after) == ("w0", "w3")
 
 
 def test_too_few_groups_are_left():
     after, why = in_pairs(FOUR, ("w0", "w2", "w3"), causes={"w1": "was lost"}, min_workers=4)
-    assert (after, why) == (None, "2 of 4 workers are left (w0 stands by, w1 was lost)")
+    assert (after, why) == (None, "2 of 4 workers are left (w0 is on standby, w1 was lost)")
 
 
 # any case
@@ -325,12 +325,12 @@ def cases(draw):
 
 
 @given(cases())
-def test_whatever_happens_whole_groups_of_ready_workers_train(case):
+def test_only_whole_groups_of_ready_workers_train_in_any_case(case):
     now, ready, size = case["now"], case["candidates"].ready, case["group_size"]
     after, why = next_membership(**case, patience_s=5.0)
     assert why
     if after is None:
-        assert why.startswith(f"{len(ready)} ") or "are left" in why
+        assert why.startswith(f"{len(ready)} of ") or "are left" in why
         return
     chosen = after.worker_ids
     assert len(chosen) % size == 0
@@ -344,12 +344,14 @@ def test_whatever_happens_whole_groups_of_ready_workers_train(case):
     assert len(chosen) <= max(case["max_workers"], len(members))
     groups = [now.worker_ids[i : i + size] for i in range(0, len(now.worker_ids), size)]
     whole = [w for group in groups if set(group) <= set(ready) for w in group]
-    assert list(chosen[: len(whole)]) == whole, "whole groups keep their order, and come first"
+    assert list(chosen[: len(whole)]) == whole, "complete groups keep their order and rank first"
     rest = [w for w in chosen[len(whole) :] if w in now.worker_ids]
-    assert rest == [w for w in members if w in rest], "so do the survivors of broken ones"
-    assert len(members) - len(whole) - len(rest) < size, "only a remainder stands by"
+    assert rest == [w for w in members if w in rest], "survivors of broken groups keep their order"
+    assert len(members) - len(whole) - len(rest) < size, "only a remainder is on standby"
     newcomers = [w for w in chosen if w not in members]
-    assert newcomers == [w for w in ready if w in newcomers], "others come as they are ready"
+    assert newcomers == [w for w in ready if w in newcomers], (
+        "newcomers follow in their order of readiness"
+    )
 
 
 @given(cases())
@@ -359,12 +361,12 @@ def test_a_membership_changes_exactly_when_its_members_or_its_absent_ones_do(cas
     if now is None or after is None:
         return
     is_same = (after.worker_ids, set(after.absent)) == (now.worker_ids, set(now.absent))
-    assert is_same == (after is now) == (why == "nobody joins or leaves")
+    assert is_same == (after is now) == (why == "no worker joins or leaves")
     assert after.generation == (4 if is_same else 5)
     if is_same:
         return
     before, then = {*now.worker_ids}, {*after.worker_ids}
     moved = (before ^ then) | (({*now.absent} ^ {*after.absent}) - then)
-    assert moved == {w for w in names if w in why}, "all of those are named, and nobody else"
+    assert moved == {w for w in names if w in why}, "the reason names exactly these workers"
     for worker_id, cause in case["candidates"].causes.items():
         assert worker_id not in why or f"{worker_id} {cause}" in why

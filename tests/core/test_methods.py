@@ -1,4 +1,4 @@
-"""Every method in one scenario in this process: what all have in common."""
+"""Properties that all methods share, in one scenario in this process."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def test_every_method_trains_to_the_end_and_counts_every_sample(method, num_work
 
 @pytest.mark.parametrize("end", [{"steps": 5}, {"samples": 40}, {"seconds": 0.05}])
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd", "diloco"])
-def test_every_end_of_a_run_is_kept_to(method, end):
+def test_a_run_ends_after_its_steps_samples_or_seconds(method, end):
     ensemble = Ensemble(settings(method, **end), num_workers=2, images=tiny_images(31)).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
     if "steps" in end:
@@ -56,11 +56,18 @@ def test_every_end_of_a_run_is_kept_to(method, end):
         assert ensemble.center().progress.num_samples == 40
 
 
+@pytest.mark.parametrize("method", ["original-easgd", "async-easgd", "async-sgd"])
+def test_a_worker_for_which_the_coordinator_has_no_work_finishes(method):
+    ensemble = Ensemble(settings(method, seconds=1e-9), num_workers=2).join()
+    assert ensemble.run() == [Outcome.FINISHED] * 2
+    assert ensemble.center().progress.num_samples == 0
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("method", ["async-easgd", "hogwild-msgd", "async-diloco"])
-def test_messages_go_in_fragments_to_shards_with_delay(method, shards, fragments, delay):
+def test_messages_are_sent_in_fragments_to_shards_with_delay(method, shards, fragments, delay):
     exchange = ExchangeConfig(fragments=fragments, delay=delay, center_shards=shards)
     ensemble = Ensemble(
         settings(method, epochs=3, period=4, exchange=exchange),
@@ -75,7 +82,7 @@ def test_messages_go_in_fragments_to_shards_with_delay(method, shards, fragments
 @pytest.mark.parametrize("fragments", [1, 2, 3])
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("method", SYNC)
-def test_sync_rounds_go_in_fragments_with_delay_and_give_the_same_bits(method, fragments, delay):
+def test_sync_rounds_with_fragments_and_delay_give_the_same_bits_again(method, fragments, delay):
     config = settings(
         method, epochs=2, period=6, exchange=ExchangeConfig(fragments=fragments, delay=delay)
     )
@@ -100,7 +107,7 @@ def test_the_distance_is_that_of_all_fragments(fragments):
     assert ensemble.workers[0].replica.distance_squared == pytest.approx(8.0)
 
 
-def test_a_run_in_one_process_has_all_shards_of_its_center(tmp_path):
+def test_a_run_in_one_process_saves_all_shards_of_its_center(tmp_path):
     result = Trainer(
         "mlp",
         "synthetic:64x1x4x4",
@@ -115,7 +122,7 @@ def test_a_run_in_one_process_has_all_shards_of_its_center(tmp_path):
     assert result.metrics["center_loss"] < 10
 
 
-def test_what_a_resumed_run_is_told_of_its_optimizer_counts():
+def test_a_resumed_run_uses_its_new_optimizer_settings():
     first = settings("sync-msgd", epochs=2)
     ensemble = Ensemble(first, num_workers=1, images=tiny_images(31)).join()
     ensemble.run(2)
@@ -132,7 +139,7 @@ def test_what_a_resumed_run_is_told_of_its_optimizer_counts():
     assert not np.array_equal(*centers)
 
 
-# what is the same
+# equivalences
 
 
 def center_of(config, num_workers=2):
@@ -151,7 +158,7 @@ def center_of(config, num_workers=2):
     ],
 )
 def test_easgd_1_2_and_3_give_the_same_bits(method, exchange):
-    """Staged or resident, per layer or packed; over a sum in the order of the ranks."""
+    """Staged or resident, per layer or packed, with sums in the order of the ranks."""
     plain = {"fragments": exchange["fragments"]} if "fragments" in exchange else {}
     config = settings(method, epochs=2, exchange=ExchangeConfig(**exchange))
     same = settings(method, epochs=2, exchange=ExchangeConfig(**plain))
@@ -175,12 +182,12 @@ def test_overlapped_or_not_sync_easgd_gives_the_same_bits(resident):
         ("async-sgd", "local-sgd"),
     ],
 )
-def test_one_worker_alone_is_the_same_under_every_strategy(alone, reference):
+def test_a_single_worker_trains_the_same_under_every_strategy(alone, reference):
     first = center_of(settings(alone, epochs=2, workers=1), num_workers=1)
     assert np.array_equal(first, center_of(settings(reference, epochs=2, workers=1), num_workers=1))
 
 
-def test_async_sgd_alone_is_plain_sgd():
+def test_async_sgd_with_one_worker_is_plain_sgd():
     images, config = tiny_images(31), settings("async-sgd", epochs=2, period=1, workers=1)
     ensemble = Ensemble(config, num_workers=1, images=images).join()
     ensemble.run()
@@ -198,19 +205,19 @@ def test_async_sgd_alone_is_plain_sgd():
     torch.testing.assert_close(torch.tensor(ensemble.center().weights), expected)
 
 
-def test_round_robin_goes_strictly_in_rank_order():
+def test_round_robin_exchanges_strictly_in_rank_order():
     config = settings("original-easgd", epochs=2, period=1, workers=3)
     ensemble = Ensemble(config, num_workers=3, images=tiny_images(27)).join()
-    service, seen = ensemble.service, []
+    service, senders = ensemble.service, []
     exchange = service.home.exchange
 
     def watched(request):
-        seen.append(request.message_id.worker_id)
+        senders.append(request.message_id.worker_id)
         return exchange(request)
 
     service.home.exchange = watched
     ensemble.run()
-    assert seen == ["w0", "w1", "w2"] * 6
+    assert senders == ["w0", "w1", "w2"] * 6
 
 
 def test_round_robin_gives_the_same_bits_again():
@@ -218,11 +225,11 @@ def test_round_robin_gives_the_same_bits_again():
     assert np.array_equal(center_of(config, 3), center_of(config, 3))
 
 
-# conservation; not of Hogwild, which may lose parts of updates
+# conservation; not for Hogwild, which may lose parts of updates
 
 
 class Still:
-    """A task without any gradient: what moves, moves by exchange alone."""
+    """A task without gradients: only exchanges change the weights."""
 
     name = "still"
 
@@ -252,11 +259,11 @@ def test_what_the_replicas_lose_the_center_gains(method, fragments):
         float(torch.dist(w.replica.flat.weights, torch.tensor(ensemble.center().weights)))
         for w in ensemble.workers
     )
-    assert spread < 4.0  # and they came together
+    assert spread < 4.0  # the replicas have converged
 
 
 @pytest.mark.parametrize("fragments", [2, 3])
-def test_without_gradient_fragments_change_nothing(fragments):
+def test_without_gradients_fragments_change_nothing(fragments):
     ends = []
     for count in (1, fragments):
         config = settings("sync-easgd", steps=6, period=3, exchange=ExchangeConfig(fragments=count))
@@ -317,7 +324,7 @@ def run_in_turn(ensemble, rounds):
 
 
 def jump(method, *, is_dynamic, compression="none"):
-    """Return how far (center, replica to center) are after a replica came back from far away."""
+    """Return how far the center moves, and how far a replica is from it after it was far away."""
     exchange = ExchangeConfig(compression=compression, timeout_s=20.0)
     config = settings(method, steps=40, period=2, exchange=exchange)
     config = dataclasses.replace(
@@ -334,14 +341,14 @@ def jump(method, *, is_dynamic, compression="none"):
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("method", ["sync-easgd", "async-measgd", "original-easgd"])
-def test_a_replica_that_comes_back_from_far_away_hardly_moves_the_center(method, codec):
+def test_a_replica_that_is_suddenly_far_away_hardly_moves_the_center(method, codec):
     plain = jump(method, is_dynamic=False, compression=codec)
     dynamic = jump(method, is_dynamic=True, compression=codec)
     assert dynamic[0] < 0.2 * plain[0]  # the center
-    assert dynamic[1] < 0.2 * plain[1]  # the replica, which is with the others at once
+    assert dynamic[1] < 0.2 * plain[1]  # the replica, which is close to the others at once
 
 
-def test_spans_are_trusted_by_their_own_distances_and_always_without_dynamic_weights():
+def test_each_span_is_trusted_by_its_own_distances_and_always_without_dynamic_weights():
     dynamic_weights = DynamicWeights(is_on=True)
     for _ in range(5):
         dynamic_weights.note_distance(0, 2.0)
@@ -370,14 +377,14 @@ def test_trust_follows_the_trend_of_the_distance():
     assert 0 < again.distrust(5.0) < 1
 
 
-# shortened messages
+# compressed messages
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
 @pytest.mark.parametrize(
     "method", ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "hogwild-sgd", "original-easgd"]
 )
-def test_methods_train_with_shortened_messages(method, codec):
+def test_methods_train_with_compressed_messages(method, codec):
     images = tiny_images(31)
     exchange = ExchangeConfig(compression=codec, fragments=2, timeout_s=20.0)
     config = settings(method, epochs=6, lr=0.05, exchange=exchange)
@@ -390,7 +397,7 @@ def test_methods_train_with_shortened_messages(method, codec):
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "topk:0.3"])
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "original-easgd"])
-def test_the_center_gains_just_what_the_replicas_lose_however_short_the_messages(method, codec):
+def test_compressed_messages_conserve_the_sum_of_replicas_and_center(method, codec):
     exchange = ExchangeConfig(compression=codec, center_shards=1 if method[:6] == "sync-e" else 2)
     config = settings(method, steps=40, exchange=exchange)
     ensemble = Ensemble(config, num_workers=3, images=tiny_images(60))
@@ -411,7 +418,7 @@ def test_the_center_gains_just_what_the_replicas_lose_however_short_the_messages
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd", "async-sgd"])
-def test_shortened_messages_are_shorter(method):
+def test_compressed_messages_have_fewer_bytes(method):
     num_bytes = {}
     for codec in ("none", "bf16", "int8"):
         config = settings(method, steps=4, exchange=ExchangeConfig(compression=codec))
@@ -432,7 +439,7 @@ def wide(image_shape, num_classes):
 
 
 @pytest.mark.parametrize("method", ["sync-sgd", "diloco", "sync-easgd"])
-def test_a_resumed_run_remembers_what_its_messages_left_out(method):
+def test_a_resumed_run_has_the_residuals_of_its_messages(method):
     exchange = ExchangeConfig(compression="topk:0.3")
     config = settings(method, epochs=2, exchange=exchange)
     whole = Ensemble(config, num_workers=2, images=tiny_images(31)).join()

@@ -1,4 +1,4 @@
-"""Figures of the methods worked by hand, and rules of one's own."""
+"""Steps of the methods worked by hand, and custom rules."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from raydl.run.trainer import Trainer
 
 
 class Slope:
-    """One weight whose gradient is the label of the batch: constant for each worker."""
+    """One weight with the constant gradient 1."""
 
     name = "slope"
 
@@ -84,7 +84,7 @@ def test_original_easgd_by_hand():
 
 
 def test_local_sgd_by_hand():
-    # both walk 2 steps from 1: -1; the mean of -1 and -1
+    # both take 2 steps from 1 to -1; the mean of -1 and -1
     assert by_hand("local-sgd", (1, 1), center=1, steps=2, period=2) == ([-1, -1], -1)
 
 
@@ -102,7 +102,7 @@ def test_diloco_without_outer_momentum_is_local_sgd_with_a_rate():
 
 
 def test_diloco_with_delay_keeps_the_steps_since_the_message():
-    # D = 1 is sent after the first step: c = 1 - 1.5/2 = 0.25; the second step stays on top.
+    # D = 1 is sent after the first step: c = 1 - 1.5/2 = 0.25; the second step is kept.
     diloco = {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.5}
     replicas, center = by_hand(
         "diloco", (1, 1), center=1, steps=2, exchange=ExchangeConfig(delay=1), **diloco
@@ -121,11 +121,11 @@ def test_sync_msgd_by_hand():
     assert by_hand("sync-msgd", (1, 1), center=1, steps=2)[1] == pytest.approx(-1.9)
 
 
-# one's own
+# custom rules
 
 
 class Halfway(Rule):
-    """The center becomes the mean; replicas go half of the way to where it was."""
+    """The center becomes the mean; replicas move half of the way to the old center."""
 
     sends = Sends.WEIGHTS
     period = 4
@@ -165,7 +165,7 @@ def test_the_rule_of_the_docs_is_twenty_lines_and_trains(root, tmp_path, monkeyp
         assert loss_of(ensemble, ensemble.center().weights, images) < before
 
 
-def test_a_rule_is_given_as_it_is():
+def test_a_rule_can_be_passed_as_an_object():
     method = resolve(TrainConfig(method=MethodConfig(name="Halfway")), Halfway())
     assert isinstance(method, Method)
     config = settings("test_methods_by_hand:Halfway", epochs=3, lr=0.05)
@@ -184,16 +184,16 @@ def trainer_of(rule, tmp_path):
     )
 
 
-def test_a_run_takes_a_rule_that_no_module_holds(tmp_path):
+def test_a_run_takes_a_rule_that_can_not_be_imported(tmp_path):
     class Inside(Halfway):
-        """A rule made in a function: nothing can import it."""
+        """A rule defined in a function."""
 
     result = trainer_of(Inside(), tmp_path).fit()
     assert result.metrics["samples"] == 96
 
 
 @pytest.mark.parametrize("strategy", [None, "async"])
-def test_a_run_takes_a_rule_of_ones_own(tmp_path, strategy):
+def test_a_run_takes_a_custom_rule(tmp_path, strategy):
     trainer = trainer_of(Halfway(), tmp_path)
     method = dataclasses.replace(trainer.config.method, strategy=strategy)
     trainer.config = dataclasses.replace(trainer.config, method=method)
@@ -217,7 +217,7 @@ def test_a_run_takes_a_rule_of_ones_own(tmp_path, strategy):
         ),
     ],
 )
-def test_a_rule_that_is_none_is_told(name, sentence):
+def test_a_name_that_is_not_a_rule_is_refused(name, sentence):
     with pytest.raises(ConfigError) as caught:
         resolve(TrainConfig(method=MethodConfig(name=name)))
     assert str(caught.value).startswith(sentence)
@@ -226,7 +226,7 @@ def test_a_rule_that_is_none_is_told(name, sentence):
 @pytest.mark.parametrize(
     ("method", "changes", "sentence"),
     [
-        ("sync-easgd", {"method": {"beta": 1.2}}, "method.beta must be in (0, 1] where all"),
+        ("sync-easgd", {"method": {"beta": 1.2}}, "method.beta must be in (0, 1] for sync-"),
         ("async-easgd", {"method": {"beta": 2.5}}, "method.beta must be at most the 2 workers"),
         ("sync-easgd", {"method": {"strategy": "async"}}, "method.strategy of sync-easgd is sync"),
         ("sync-easgd", {"method": {"outer_lr": 0.5}}, "method.outer_lr has no meaning for sync-ea"),
@@ -252,7 +252,7 @@ def test_a_rule_that_is_none_is_told(name, sentence):
         (
             "sync-easgd",
             {"method": {"dynamic_weights": True, "group_size": 2}},
-            "method.dynamic_weights can not go with method.group_size",
+            "method.dynamic_weights needs method.group_size 1, got 2",
         ),
         ("async-easgd", {"method": {"group_size": 2}}, "method.group_size is for sync methods"),
         ("sync-sgd", {"method": {"group_size": 2}}, "method.group_size is for sync methods"),
@@ -264,7 +264,7 @@ def test_a_rule_that_is_none_is_told(name, sentence):
         (
             "async-msgd",
             {"optimizer": {"nesterov": True}},
-            "optimizer.nesterov is for momentum at the replicas; async-msgd has the master's",
+            "optimizer.nesterov is for momentum at the replicas; async-msgd has it at the center",
         ),
         (
             "sync-sgd",
@@ -294,7 +294,7 @@ def test_a_rule_that_is_none_is_told(name, sentence):
         (
             "sync-easgd",
             {"exchange": {"allreduce": "auto"}, "training": {"deterministic": True}},
-            "exchange.allreduce auto chooses by measured times",
+            "exchange.allreduce can not be auto with training.deterministic",
         ),
         (
             "sync-easgd",
@@ -314,11 +314,11 @@ def test_a_rule_that_is_none_is_told(name, sentence):
         (
             "hogwild-easgd",
             {"training": {"deterministic": True}},
-            "training.deterministic can not be kept by hogwild-easgd",
+            "training.deterministic is not possible with hogwild-easgd",
         ),
     ],
 )
-def test_settings_that_do_not_go_together_are_told_before_anything_starts(
+def test_settings_that_do_not_fit_together_are_refused_before_any_process_starts(
     method, changes, sentence
 ):
     config = TrainConfig(method=MethodConfig(name=method))

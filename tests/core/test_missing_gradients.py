@@ -1,4 +1,4 @@
-"""A parameter that a step's loss does not reach stays as torch leaves it."""
+"""A parameter that the loss of a step does not reach is skipped, as in torch."""
 
 import copy
 
@@ -30,7 +30,7 @@ PLAIN = {"lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
 
 
 class Experts(nn.Module):
-    """Two experts in turn: each step reaches one of them, but for the first steps."""
+    """Each step uses one of two experts in turn; the first steps use both."""
 
     def __init__(self, image_shape, num_classes, *, num_both=0, bias=True):
         super().__init__()
@@ -123,7 +123,7 @@ def test_matrices_alone_decay_and_gradients_are_clipped_as_in_torch():
     assert_equal_bits(replica, reference)
 
 
-def test_an_optimizer_of_ones_own_leaves_them_alone_too():
+def test_a_users_optimizer_skips_them_too():
     config = OptimizerConfig(name="test:adamw", lr=0.05, **PLAIN)
     replica, reference = pair(config, own=lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.2))
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.05, weight_decay=0.2)
@@ -134,7 +134,7 @@ def test_an_optimizer_of_ones_own_leaves_them_alone_too():
 
 
 @pytest.mark.parametrize("num_before", [2, 5])
-def test_a_replica_goes_on_from_a_state_of_either_form(num_before):
+def test_a_replica_resumes_from_a_state_of_either_form(num_before):
     """Up to the third step the optimizer holds the flat tensor, from then on the parameters."""
     config = OptimizerConfig(name="adamw", lr=0.05, weight_decay=0.1, **PLAIN)
     whole, reference = pair(config, num_both=3)
@@ -151,8 +151,8 @@ def test_a_replica_goes_on_from_a_state_of_either_form(num_before):
     assert torch.equal(cut.flat.weights, whole.flat.weights)
 
 
-def test_gradients_that_the_models_own_code_dropped_are_found_again():
-    """A loss that computes a gradient for itself often sets the gradients to None after it."""
+def test_gradients_that_the_models_own_code_set_to_none_are_used():
+    """A loss that computes a gradient of its own often sets the gradients to None afterwards."""
 
     class Penalised(Classification):
         def loss(self, model, batch):
@@ -182,7 +182,7 @@ def settings(method, *, workers=2, group_size=1, **optimizer):
 
 
 class ByRank(Classification):
-    """Each worker's model has an expert of its own, as far as the gradient goes."""
+    """Each worker's model uses another expert."""
 
     def __init__(self):
         super().__init__(Experts)
@@ -195,7 +195,7 @@ class ByRank(Classification):
         return super().loss(model, batch)
 
 
-def test_workers_that_share_a_replica_step_what_either_has_reached():
+def test_workers_that_share_a_replica_update_the_parameters_that_either_reached():
     config = settings("sync-easgd", name="adamw", weight_decay=0.5, group_size=2)
     ensemble = Ensemble(config, num_workers=2, task=ByRank()).join()
     ensemble.run(2)
@@ -204,20 +204,20 @@ def test_workers_that_share_a_replica_step_what_either_has_reached():
     assert all(state["step"] == 4 for state in one._optimizer.state.values())
 
 
-def test_plain_sgd_at_the_center_takes_such_a_model():
+def test_plain_sgd_at_the_center_accepts_a_model_with_experts():
     ensemble = Ensemble(settings("sync-sgd"), num_workers=2, model=Experts).join()
     ensemble.run()
 
 
-def test_an_optimizer_at_the_center_refuses_such_a_model_at_the_step():
+def test_an_optimizer_at_the_center_refuses_a_missing_gradient_at_the_step():
     ensemble = Ensemble(settings("sync-msgd", momentum=0.9), num_workers=1, model=OneExpert).join()
     with pytest.raises(StepError) as error:
         ensemble.run()
     assert str(error.value) == (
         "local step 1 of worker w0: the loss did not reach the parameter experts.1.weight and 1 "
-        "more, which an optimizer at the center would decay or move all the same; take a "
-        "method with local steps (local-sgd), an optimizer without momentum and weight decay, or "
-        "let all parameters take part in the loss"
+        "more, which an optimizer at the center would update anyway; take a method with local "
+        "steps (local-sgd), an optimizer without momentum and weight decay, or make the loss "
+        "depend on all parameters"
     )
 
 
@@ -227,7 +227,7 @@ class OneExpert(Experts):
         return super().forward(images)
 
 
-def test_such_a_model_is_refused_before_any_worker_starts(tmp_path):
+def test_a_model_with_an_unused_parameter_is_refused_before_any_worker_starts(tmp_path):
     with pytest.raises(ShapeError, match=r"the parameter unused\.weight and 1 more"):
         raydl.Trainer(
             raydl.Classification(half_used),

@@ -1,4 +1,4 @@
-"""No NaN and no infinite number reaches the center, by any road."""
+"""No NaN and no infinite number reaches the center, by any transport."""
 
 import math
 import re
@@ -21,7 +21,7 @@ BAD = [math.nan, math.inf, -math.inf, 1e30]
 
 
 class Explodes(Classification):
-    """The gradient of one worker becomes bad at some step, though its loss does not."""
+    """The gradient of one worker becomes bad at one step, but not its loss."""
 
     def __init__(self, value, *, at):
         super().__init__(linear)
@@ -62,13 +62,13 @@ def test_bad_statistics_are_refused(method):
     ensemble = Ensemble(config(method), num_workers=1, model=normed).join()
     ensemble.run(1)
     ensemble.workers[0].replica.flat.model[1].running_var.fill_(math.inf)
-    with pytest.raises(StepError, match="in its float buffers that are not finite"):
+    with pytest.raises(StepError, match="values in its float buffers are NaN, infinite"):
         ensemble.run()
     center = ensemble.center() if method == "async-easgd" else ensemble.workers[0].center()
     assert np.isfinite(center.buffers).all()
 
 
-def test_the_others_of_a_round_keep_their_center():
+def test_a_refused_message_leaves_the_center_of_the_other_workers():
     case = config("sync-easgd", period=2, optimizer={"lr": 0.1, "clip_grad_norm": None})
     history = History(case, task=Explodes(math.nan, at=3))
     with pytest.raises(StepError):
@@ -92,7 +92,7 @@ def test_a_model_that_begins_with_nan_is_refused_before_any_worker_starts(tmp_pa
         trainer.fit()
 
 
-# a loop of one's own
+# a user's training loop
 
 
 def attached(threads, rank=0, *, model=None, **settings_of_sgd):
@@ -112,7 +112,7 @@ def alone(method="sync-easgd", period=2):
 
 @pytest.mark.parametrize("method", ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_step_with_a_bad_gradient_moves_nothing(method, value):
+def test_a_step_with_a_bad_gradient_changes_nothing(method, value):
     model, optimizer, elastic = attached(alone(method), momentum=0.9)
     with elastic:
         for step in range(9):
@@ -129,7 +129,7 @@ def test_a_step_with_a_bad_gradient_moves_nothing(method, value):
         assert all(torch.isfinite(v).all() for v in elastic.center_state_dict().values())
 
 
-def test_gradients_that_are_only_large_are_taken():
+def test_large_finite_gradients_are_accepted():
     model, _, elastic = attached(alone(), lr=1e-30)
     with elastic:
         backward(model, 0)
@@ -139,8 +139,8 @@ def test_gradients_that_are_only_large_are_taken():
 
 
 @pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaled_loss_comes_to_the_same_weights_as_one_that_is_not(unscales):
-    """Of a scaler the first steps overflow, and are taken again with a smaller scale."""
+def test_a_scaled_loss_gives_the_same_weights_as_an_unscaled_one(unscales):
+    """The first steps with the scaler overflow and are repeated with a smaller scale."""
     scaled, plain = [], []
     for scaler, ends in ((torch.amp.GradScaler("cpu", init_scale=2.0**127), scaled), (None, plain)):
         torch.manual_seed(0)
@@ -162,12 +162,12 @@ def test_a_scaled_loss_comes_to_the_same_weights_as_one_that_is_not(unscales):
                 step += 1
             ends += [p.clone() for p in model.parameters()]
             ends.append(torch.tensor(step))
-    assert scaled[-1] > 6, "none of the steps was skipped"
+    assert scaled[-1] > 6, "no step was skipped"
     for one, other in zip(scaled[:-1], plain[:-1], strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_the_others_wait_for_a_worker_that_skips_steps():
+def test_the_other_workers_wait_for_one_that_skips_steps():
     threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 2))
 
     def loop(rank):
@@ -192,7 +192,7 @@ def test_the_others_wait_for_a_worker_that_skips_steps():
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_gradients_that_stay_bad_end_the_loop_in_one_sentence():
+def test_50_bad_gradients_in_a_row_raise_one_sentence():
     model, _, elastic = attached(alone())
     with elastic:
         backward(model, 0)
@@ -208,7 +208,7 @@ def test_gradients_that_stay_bad_end_the_loop_in_one_sentence():
 
 
 @pytest.mark.parametrize("method", ["local-sgd", "async-easgd"])
-def test_weights_that_a_loop_spoils_do_not_reach_the_center(method):
+def test_bad_weights_of_a_users_loop_do_not_reach_the_center(method):
     model, optimizer, elastic = attached(alone(method))
     with elastic:
         for step in range(4):
@@ -217,7 +217,7 @@ def test_weights_that_a_loop_spoils_do_not_reach_the_center(method):
         kept = elastic.center_state_dict()
         with torch.no_grad():
             model[1].bias[0] = math.nan
-        with pytest.raises(StepError, match=r"local step \d+ of worker w0: there are values in"):
+        with pytest.raises(StepError, match=r"local step \d+ of worker w0: values in its"):
             steps_without_gradient(optimizer, elastic)
         now = elastic.center_state_dict()
         assert all(torch.equal(kept[name], now[name]) for name in kept)

@@ -1,4 +1,4 @@
-"""What a model has beside trained parameters is the same everywhere, and is kept."""
+"""Non-trainable state is equal in all processes and is kept in checkpoints."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from raydl.checkpoint.store import CheckpointStore
 from raydl.checkpoint.writer import checkpoint_of, snapshot_of
 from raydl.config import MethodConfig
 from raydl.core.flat import FlatModel
-from raydl.core.non_trainable import BufferNews, _weighted_sum
+from raydl.core.non_trainable import BufferChanges, _weighted_sum
 from raydl.core.worker_group import Collected
 from raydl.data import Batches, Normalizer, load
 from raydl.errors import ConfigError, ShapeError
@@ -29,13 +29,13 @@ METHODS = ["sync-easgd", "local-sgd", "async-easgd", "async-sgd"]
 
 
 def chance(*shape):
-    """Return numbers that no seed makes again, as another process would draw them."""
+    """Return random numbers without a seed, different in each process."""
     numbers = np.random.default_rng(int.from_bytes(os.urandom(8), "little"))
     return torch.tensor(numbers.standard_normal(shape), dtype=torch.float32)
 
 
 class Mixed(nn.Module):
-    """Frozen layers at random, an order, a projection in float64, a mask, a secret of its own."""
+    """Random frozen layer, permutation, buffers of several dtypes, mask, unsaved buffer."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()
@@ -57,7 +57,7 @@ class Mixed(nn.Module):
         return self.head(torch.relu(self.norm(mixed)))
 
 
-UNTRAINED = {
+NON_TRAINABLE = {
     "frozen.weight", "frozen.bias", "order", "scale", "bf16", "mask", "secret",
     "norm.num_batches_tracked",
 }  # fmt: skip
@@ -67,15 +67,15 @@ def arrays_of(worker):
     return worker.replica.flat.non_trainable.arrays()
 
 
-def test_all_that_is_neither_trained_nor_averaged_is_untrained_state():
+def test_tensors_that_are_neither_trained_nor_averaged_are_non_trainable_state():
     flat = FlatModel(Mixed((1, 4, 4), 3))
-    assert set(flat.non_trainable.names) == UNTRAINED
+    assert set(flat.non_trainable.names) == NON_TRAINABLE
     assert flat.num_buffers == 64  # mean and variance
     assert flat.num_parameters == 2 * 32 + 33 * 3
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_worker_begins_with_the_untrained_state_of_the_first_model(method):
+def test_every_worker_starts_with_the_non_trainable_state_of_the_first_model(method):
     ensemble = Ensemble(config(method), num_workers=3, model=Mixed).join()
     first = ensemble.flat.non_trainable.arrays()
     for worker in ensemble.workers:
@@ -84,7 +84,7 @@ def test_every_worker_begins_with_the_untrained_state_of_the_first_model(method)
     for worker in ensemble.workers:
         after = arrays_of(worker)
         assert after["norm.num_batches_tracked"] > 0
-        for name in UNTRAINED - {"norm.num_batches_tracked"}:
+        for name in NON_TRAINABLE - {"norm.num_batches_tracked"}:
             assert_same(after[name], first[name])
 
 
@@ -107,7 +107,7 @@ class HeadAlone(nn.Module):
 
 
 def scored(path, data):
-    """Return the accuracy of a run's center in plain torch, with the unsaved of the run's model."""
+    """Return the accuracy of a run's center in plain torch."""
     model = Classification(Saved).build_model(data.train.shape)
     model.load_state_dict(load_file(f"{path}/center.safetensors"))
     test = Batches(data.test, Normalizer.of(data.train))
@@ -121,7 +121,7 @@ def scored(path, data):
 
 
 class Saved(nn.Module):
-    """A frozen layer and an order at random, that are in the state dict."""
+    """A random frozen layer and a random permutation, both in the state dict."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()
@@ -150,7 +150,7 @@ def train(tmp_path, method, num_workers, **more):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_the_center_that_is_kept_is_the_one_that_was_scored(tmp_path, method):
+def test_the_saved_center_is_the_center_that_was_scored(tmp_path, method):
     result = train(tmp_path, method, 0)
     assert result.metrics["center_accuracy"] > 0.8
     assert scored(result.path, load("digits")) == pytest.approx(result.metrics["center_accuracy"])
@@ -158,7 +158,7 @@ def test_the_center_that_is_kept_is_the_one_that_was_scored(tmp_path, method):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_processes_share_a_frozen_layer_that_each_would_build_for_itself(cluster, tmp_path, method):
+def test_processes_share_a_random_frozen_layer(cluster, tmp_path, method):
     result = train(tmp_path, method, 2)
     assert result.metrics["center_accuracy"] > 0.8
     assert scored(result.path, load("digits")) == pytest.approx(result.metrics["center_accuracy"])
@@ -175,7 +175,7 @@ def test_processes_share_a_frozen_layer_that_each_would_build_for_itself(cluster
 
 
 def resumed(before, after, tmp_path, members):
-    """Let a history go on from a checkpoint of another one, as in a new process."""
+    """Continue a history from a checkpoint of another one, as in a new process."""
     states = {
         w: worker.pop_kept(before.snapshot.progress.round) for w, worker in before.workers.items()
     }
@@ -189,7 +189,7 @@ def resumed(before, after, tmp_path, members):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "local-sgd", "sync-sgd"])
-def test_a_resumed_run_has_the_counters_and_the_bits_of_one_that_was_not(method, tmp_path):
+def test_a_resumed_run_has_the_counters_and_the_bits_of_an_uninterrupted_one(method, tmp_path):
     case, images = config(method, epochs=4), tiny_images(24)
     members = ("w0", "w1")
     whole = History(case, images=images, model=Mixed)
@@ -203,7 +203,7 @@ def test_a_resumed_run_has_the_counters_and_the_bits_of_one_that_was_not(method,
     assert_same(cut.bits(), whole.bits())
 
 
-def test_a_newcomer_has_the_untrained_state_of_the_center(tmp_path):
+def test_a_newcomer_has_the_non_trainable_state_of_the_center(tmp_path):
     history = History(config("sync-easgd"), model=Mixed)
     history.train("w0", "w1", rounds=3)
     at_center = history.snapshot.non_trainable["norm.num_batches_tracked"]
@@ -213,43 +213,43 @@ def test_a_newcomer_has_the_untrained_state_of_the_center(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd"])
-def test_by_messages_the_center_has_the_counters_of_who_exchanged_last(method):
+def test_with_messages_the_center_has_the_counters_of_the_worker_that_exchanged_last(method):
     ensemble = Ensemble(config(method), num_workers=2, model=Mixed).join()
     ensemble.run()
     counts = [int(arrays_of(w)["norm.num_batches_tracked"]) for w in ensemble.workers]
-    told = ensemble.center().non_trainable
-    assert set(told) == {"norm.num_batches_tracked"}, "all else is as it began"
-    # A message with the weights before a step has the counters before it, too.
-    assert int(told["norm.num_batches_tracked"]) in {*counts, *(c - 1 for c in counts)}
+    changed = ensemble.center().non_trainable
+    assert set(changed) == {"norm.num_batches_tracked"}, "all other tensors are unchanged"
+    # A message with the weights before a step has the counters before that step, too.
+    assert int(changed["norm.num_batches_tracked"]) in {*counts, *(c - 1 for c in counts)}
 
 
-def test_a_buffer_that_comes_back_to_where_it_began_is_told():
+def test_a_buffer_that_returns_to_its_first_value_is_sent():
     flat = FlatModel(Mixed((1, 4, 4), 3))
     flat.non_trainable.mark()
-    news = BufferNews(flat.non_trainable)
-    assert news.pop_changes() == {}
+    changes = BufferChanges(flat.non_trainable)
+    assert changes.pop_changes() == {}
     for counter in (1, 0):
         flat.model.norm.num_batches_tracked.fill_(counter)
-        taken = news.pop_changes()
-        assert {name: int(value) for name, value in taken.items()} == {
+        popped = changes.pop_changes()
+        assert {name: int(value) for name, value in popped.items()} == {
             "norm.num_batches_tracked": counter
         }
-    assert news.pop_changes() == {}
+    assert changes.pop_changes() == {}
 
 
-def test_a_buffer_that_is_written_by_its_data_is_told():
+def test_a_buffer_that_is_changed_through_its_data_is_sent():
     flat = FlatModel(Mixed((1, 4, 4), 3))
     flat.non_trainable.mark()
-    news = BufferNews(flat.non_trainable)
+    changes = BufferChanges(flat.non_trainable)
     flat.model.norm.num_batches_tracked.data.add_(3)
-    assert int(news.pop_changes()["norm.num_batches_tracked"]) == 3
+    assert int(changes.pop_changes()["norm.num_batches_tracked"]) == 3
 
 
 # a teacher that follows its student
 
 
 class WithTeacher(nn.Module):
-    """A frozen teacher, which each training step moves towards the student."""
+    """A frozen teacher that each training step moves towards the student."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()
@@ -259,7 +259,7 @@ class WithTeacher(nn.Module):
             self.teacher.weight.copy_(chance(num_classes, 16))
 
     def forward(self, images):
-        if self.training:  # as DINO's code does: no version counter tells of it
+        if self.training:  # like DINO's code; the version counter does not change
             self.teacher.weight.data.mul_(0.5).add_(self.student.weight.data, alpha=0.5)
         return self.student(images.flatten(1))
 
@@ -277,7 +277,7 @@ def test_the_center_of_a_round_has_the_teacher_of_the_first_worker():
     assert torch.equal(center["teacher.weight"], teacher)
 
 
-def test_a_teacher_that_moves_while_workers_exchange_by_messages_is_told(tmp_path, capsys):
+def test_a_moving_teacher_is_reported_in_a_run_with_messages(tmp_path, capsys):
     raydl.Trainer(
         raydl.Classification(lambda s, n: WithTeacherOfDigits(n)),
         "digits",
@@ -299,7 +299,7 @@ class WithTeacherOfDigits(WithTeacher):
         self.teacher = nn.Linear(64, num_classes).requires_grad_(False)
 
 
-# a loop of one's own
+# a user's training loop
 
 
 def own_loop(threads, rank, *, state=None, num_steps=6):
@@ -322,7 +322,7 @@ def own_loop(threads, rank, *, state=None, num_steps=6):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "local-sgd", "async-easgd"])
-def test_attached_models_have_one_untrained_state(method):
+def test_attached_models_share_the_non_trainable_state(method):
     threads = Threads(settings(MethodConfig(name=method, period=2), 3))
     (first, _), *others = run_all([own_loop(threads, rank) for rank in range(3)])
     for center, _ in others:
@@ -331,7 +331,7 @@ def test_attached_models_have_one_untrained_state(method):
             assert torch.equal(center[name], first[name]), name
 
 
-def test_an_attached_model_that_was_saved_goes_on_with_its_untrained_state():
+def test_a_resumed_attached_model_has_its_saved_non_trainable_state():
     threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 2))
     before = run_all([own_loop(threads, rank) for rank in range(2)])
     again = Threads(settings(MethodConfig(name="sync-easgd", period=2), 2))
@@ -355,11 +355,11 @@ def test_attached_models_of_another_layout_are_refused():
             print(attach(other).rank)
 
 
-# what a model replaces, and what it may not have
+# tensors that a model replaces, and state that is refused
 
 
 class Replaces(nn.Module):
-    """Puts new tensors where others were, as much code does."""
+    """Assigns new tensors to its parameter and its buffer, as much code does."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()
@@ -380,13 +380,13 @@ def test_a_buffer_that_a_model_replaces_is_averaged_and_a_parameter_is_trained()
     ensemble.run(3)
     one, two = (worker.replica.flat for worker in ensemble.workers)
     assert torch.equal(one.weights, two.weights)
-    assert one.weights[:48].abs().max() < 0.15, "clamped, then moved by one step"
+    assert one.weights[:48].abs().max() < 0.15, "clamped, then changed by one step"
     assert torch.equal(one.model.layer.weight.flatten(), one.weights[:48])
     assert torch.equal(one.model.center, two.model.center)
     assert one.model.center.abs().sum() > 0
 
 
-def test_a_tensor_of_another_shape_in_its_place_is_told():
+def test_a_replacement_of_another_shape_is_refused():
     flat = FlatModel(Replaces((1, 4, 4), 3))
     flat.model.center = torch.zeros(7)
     with pytest.raises(ShapeError, match=r"replaced a parameter or buffer of shape \[3\]"):
@@ -396,11 +396,11 @@ def test_a_tensor_of_another_shape_in_its_place_is_told():
 @pytest.mark.parametrize(
     ("name", "tensor", "sentence"),
     [
-        ("order", torch.zeros(32), "order of torch.float32, the run's first model of int64"),
-        ("more", torch.arange(2), "has more, which the run's first model does not have"),
+        ("order", torch.zeros(32), "order of torch.float32, but the run's first model has int64"),
+        ("more", torch.arange(2), "has more, but the run's first model lacks it"),
     ],
 )
-def test_a_process_that_builds_another_model_is_told(name, tensor, sentence):
+def test_a_process_that_builds_another_model_is_refused(name, tensor, sentence):
     first = FlatModel(Mixed((1, 4, 4), 3)).non_trainable.arrays()
     model = Mixed((1, 4, 4), 3)
     if hasattr(model, name):
@@ -410,16 +410,16 @@ def test_a_process_that_builds_another_model_is_told(name, tensor, sentence):
         FlatModel(model, non_trainable=first).non_trainable.load_first(first)
 
 
-def test_a_process_that_builds_a_frozen_layer_of_another_shape_is_told():
+def test_a_process_that_builds_a_frozen_layer_of_another_shape_is_refused():
     first = FlatModel(Mixed((1, 4, 4), 3)).non_trainable.arrays()
     model = Mixed((1, 4, 4), 3)
     model.frozen.bias = nn.Parameter(torch.zeros(30), requires_grad=False)
-    sentence = r"frozen.bias of shape \[30\], the run's first model of \[32\]"
+    sentence = r"frozen.bias of shape \[30\], but the run's first model has shape \[32\]"
     with pytest.raises(ShapeError, match=sentence):
         FlatModel(model, non_trainable=first).non_trainable.load_first(first)
 
 
-def test_state_that_is_no_tensor_is_refused():
+def test_state_that_is_not_a_tensor_is_refused():
     class Scaled(nn.Linear):
         def get_extra_state(self):
             return {"scale": 3}
@@ -439,11 +439,11 @@ def test_a_mask_of_minus_infinity_stays_a_mask():
         assert torch.isfinite(worker.replica.flat.buffers).all()
 
 
-# what a score of a center does to the evaluator's model
+# buffers of the evaluator's model
 
 
 class ChangedByScores(nn.Module):
-    """Each pass replaces one buffer, and counts in two others."""
+    """Each forward pass replaces one buffer and increments two others."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()
@@ -459,18 +459,18 @@ class ChangedByScores(nn.Module):
         return self.layer(images.flatten(1)) + self.shift.cumsum(0) * self.count + self.cache
 
 
-def test_a_center_is_scored_alike_whatever_scores_before_it_did_to_the_model():
+def test_earlier_evaluations_do_not_change_the_score_of_a_center():
     ensemble = Ensemble(config("sync-easgd"), num_workers=1, model=ChangedByScores)
     evaluator = Evaluator(ensemble.job, ensemble.batches)
     first, second, third = (evaluator.evaluate(ensemble.first).metrics for _ in range(3))
     assert first == second == third
 
 
-# buffers of every kind
+# buffers of every type
 
 
 class Holder(nn.Module):
-    """A layer with one more tensor, whatever that is."""
+    """A layer with one more tensor as a buffer."""
 
     def __init__(self, tensor, **how):
         super().__init__()
@@ -478,8 +478,8 @@ class Holder(nn.Module):
         self.register_buffer("held", tensor, **how)
 
 
-def passed_on(tensor, **how):
-    """Return the tensor that another process has of a first model's."""
+def received(tensor, **how):
+    """Return the tensor that another process receives from the first model."""
     first = FlatModel(Holder(tensor, **how))
     other = FlatModel(
         Holder(torch.zeros_like(tensor), **how), non_trainable=first.non_trainable.names
@@ -489,31 +489,31 @@ def passed_on(tensor, **how):
 
 
 @pytest.mark.parametrize("largest", [-torch.inf, torch.finfo(torch.float32).min, 1e30])
-def test_a_mask_of_values_that_no_exchange_takes_is_not_averaged(largest):
+def test_a_mask_with_values_too_large_for_an_exchange_is_not_averaged(largest):
     mask = torch.tensor([0.0, largest])
     assert FlatModel(Holder(mask)).num_buffers == 0
-    assert torch.equal(passed_on(mask), mask)
+    assert torch.equal(received(mask), mask)
 
 
-def test_an_expanded_buffer_is_passed_on():
-    assert torch.equal(passed_on(torch.arange(3).expand(4, 3)), torch.arange(3).expand(4, 3))
+def test_an_expanded_buffer_is_sent():
+    assert torch.equal(received(torch.arange(3).expand(4, 3)), torch.arange(3).expand(4, 3))
 
 
-def test_a_complex_buffer_is_passed_on():
-    assert torch.equal(passed_on(torch.tensor([1 + 2j])), torch.tensor([1 + 2j]))
+def test_a_complex_buffer_is_sent():
+    assert torch.equal(received(torch.tensor([1 + 2j])), torch.tensor([1 + 2j]))
 
 
 @pytest.mark.parametrize(
     "tensor", [torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.complex128)]
 )
-def test_a_tensor_that_no_checkpoint_holds_is_refused_where_it_would_be_saved(tensor):
-    with pytest.raises(ShapeError, match=r"has held, torch\..* which no checkpoint would hold"):
+def test_a_saved_tensor_that_checkpoints_can_not_hold_is_refused(tensor):
+    with pytest.raises(ShapeError, match=r"has held, torch\..* which checkpoints can not hold"):
         FlatModel(Holder(tensor))
     assert FlatModel(Holder(tensor, persistent=False)).non_trainable.names == ()
 
 
 class Grows(nn.Module):
-    """Remembers the size of each batch that it has seen."""
+    """Stores the size of each batch."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__()
@@ -527,7 +527,7 @@ class Grows(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_a_run_whose_model_has_a_buffer_that_grows_is_resumed(tmp_path, method):
+def test_a_run_with_a_growing_buffer_can_be_resumed(tmp_path, method):
     def fit(steps, *, resume=False):
         run = raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="none", resume=resume)
         raydl.Trainer(
@@ -544,7 +544,7 @@ def test_a_run_whose_model_has_a_buffer_that_grows_is_resumed(tmp_path, method):
     assert fit(24, resume=True).center["seen"].numel() > first.numel()
 
 
-def test_a_cache_may_change_its_dtype_and_its_layout():
+def test_an_unsaved_buffer_may_change_its_dtype_and_its_layout():
     first = FlatModel(Holder(torch.zeros(3), persistent=False))
     later = FlatModel(Holder(torch.zeros(3), persistent=False), non_trainable=["held"])
     first.model.held = torch.ones(4, dtype=torch.float64)
@@ -557,16 +557,16 @@ def test_a_cache_may_change_its_dtype_and_its_layout():
 @pytest.mark.parametrize(
     "other", [torch.tensor([0.5]), torch.tensor([1 + 2j]).conj(), torch.arange(4)]
 )
-def test_a_buffer_of_another_kind_than_before_is_told(other):
+def test_a_buffer_that_changes_its_dtype_or_shape_is_sent(other):
     flat = FlatModel(Holder(torch.tensor([0])))
     flat.non_trainable.mark()
-    news = BufferNews(flat.non_trainable)
+    changes = BufferChanges(flat.non_trainable)
     flat.model.held = other
-    assert np.array_equal(news.pop_changes()["held"], other.resolve_conj().numpy())
-    assert news.pop_changes() == {}
+    assert np.array_equal(changes.pop_changes()["held"], other.resolve_conj().numpy())
+    assert changes.pop_changes() == {}
 
 
-def test_a_parameter_that_is_registered_as_a_buffer_too_is_trained():
+def test_a_parameter_that_is_also_registered_as_a_buffer_is_trained():
     model = nn.Linear(2, 1)
     model.register_buffer("copy", model.weight)
     flat = FlatModel(model)
@@ -575,21 +575,21 @@ def test_a_parameter_that_is_registered_as_a_buffer_too_is_trained():
     assert torch.equal(model.state_dict()["copy"], torch.full((1, 2), 7.0))
 
 
-def test_a_parameter_that_is_a_buffer_of_a_module_around_it_is_trained():
+def test_a_parameter_that_is_a_buffer_of_the_enclosing_module_is_trained():
     model = nn.Sequential(nn.Linear(2, 1))
     model.register_buffer("anchor", model[0].weight)
     flat = FlatModel(model)
     assert (flat.num_parameters, flat.num_buffers, flat.non_trainable.names) == (3, 0, ())
 
 
-def test_a_checksum_that_a_device_takes_tells_places_apart():
+def test_the_checksum_of_a_device_depends_on_positions():
     values = torch.arange(1000)
     assert _weighted_sum(values) == _weighted_sum(values.clone())
     assert _weighted_sum(values) != _weighted_sum(values.roll(1)) != _weighted_sum(values + 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_frozen_parameter_whose_values_change_places_has_moved(device):
+def test_a_frozen_parameter_whose_values_are_permuted_has_moved(device):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(device)
     model[0].requires_grad_(False)
     flat = FlatModel(model)
@@ -600,7 +600,7 @@ def test_a_frozen_parameter_whose_values_change_places_has_moved(device):
 
 
 class FilledLater(nn.Module):
-    """Has the shape of a buffer from the first batch on, as some quantisers do."""
+    """Creates a buffer with the first batch, as some quantizers do."""
 
     def __init__(self, image_shape, num_classes, persistent=True):
         super().__init__()
@@ -614,13 +614,13 @@ class FilledLater(nn.Module):
 
 
 class CacheFilledLater(FilledLater):
-    """The same, as a cache that no checkpoint has."""
+    """The same with a buffer that is not saved."""
 
     def __init__(self, image_shape, num_classes):
         super().__init__(image_shape, num_classes, persistent=False)
 
 
-def test_state_that_comes_with_the_first_batch_is_refused(tmp_path):
+def test_saved_state_that_is_created_with_the_first_batch_is_refused(tmp_path):
     def fit(model):
         raydl.Trainer(
             raydl.Classification(model),

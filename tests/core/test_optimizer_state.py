@@ -1,4 +1,4 @@
-"""What an optimizer remembers: in a worker, at the center, in a checkpoint."""
+"""The state of an optimizer in a worker, at the center and in a checkpoint."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ def through_a_checkpoint(folder, ensemble, round):
     ("method", "exchange"),
     [("sync-easgd", {}), ("sync-sgd", {}), ("sync-sgd", {"fragments": 2}), ("diloco", {})],
 )
-def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path, name, method, exchange):
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, name, method, exchange):
     config = settings(
         method, name=name, lr=0.01, exchange=ExchangeConfig(timeout_s=20.0, **exchange)
     )
@@ -66,7 +66,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(tmp_path, name, meth
         assert torch.equal(one.replica.flat.weights, other.replica.flat.weights)
 
 
-def test_a_decay_of_matrices_alone_goes_through_a_checkpoint_too(tmp_path):
+def test_decay_only_matrices_survives_a_checkpoint(tmp_path):
     config = settings("sync-sgd", name="adamw", lr=0.01, weight_decay=0.2, decay_only_matrices=True)
     whole = Ensemble(config, num_workers=1, model=deep).join()
     whole.run()
@@ -112,7 +112,7 @@ def test_a_state_split_into_spans_and_joined_again_is_the_same():
     assert str(joined_states(parts, [2, 3])) == str(whole)
 
 
-def test_spans_that_were_not_exchanged_yet_lose_nothing_of_those_that_were():
+def test_spans_that_were_not_exchanged_yet_have_a_state_of_zeros():
     flat = torch.arange(3.0)
     optimizer = torch.optim.AdamW([flat], lr=0.1)
     new = copied_to_cpu(optimizer.state_dict())
@@ -123,7 +123,7 @@ def test_spans_that_were_not_exchanged_yet_lose_nothing_of_those_that_were():
 
 
 @pytest.mark.parametrize("name", ["adamw", "adagrad", "rprop", "sgd"])
-def test_a_center_that_goes_back_remembers_what_it_did_then(name):
+def test_a_center_that_is_undone_takes_the_same_step_again(name):
     config = OptimizerConfig(name=name, lr=0.1, momentum=0.9 if name == "sgd" else None, **PLAIN)
     weights = torch.ones(4)
     center = Center(
@@ -145,7 +145,7 @@ def test_a_center_that_goes_back_remembers_what_it_did_then(name):
     assert torch.equal(move(), twice)
 
 
-def test_a_replica_that_is_copied_goes_on_as_the_first_does():
+def test_a_copied_replica_takes_the_same_next_step():
     first, _ = replica_of(OptimizerConfig(name="adamw", lr=0.01))
     other, _ = replica_of(OptimizerConfig(name="adamw", lr=0.01))
     data = batches(3)
@@ -180,7 +180,7 @@ def test_workers_that_share_a_replica_stay_identical_with_adamw():
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
-def test_adamw_trains_by_messages(method):
+def test_adamw_trains_with_messages(method):
     config = settings(method, name="adamw", lr=0.01)
     ensemble = Ensemble(config, num_workers=2).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
@@ -188,7 +188,7 @@ def test_adamw_trains_by_messages(method):
 
 
 @pytest.mark.parametrize("center_shards", [1, 2])
-def test_shards_that_are_made_again_have_the_masters_momentum(center_shards):
+def test_rebuilt_shards_have_the_momentum_of_the_center(center_shards):
     config = settings(
         "async-msgd",
         lr=0.1,

@@ -1,4 +1,4 @@
-"""Optimizers against plain torch, and what they refuse."""
+"""Optimizers against plain torch, and settings that are refused."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ from raydl.tasks import Classification
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_every_optimizer_of_torch_takes_its_own_steps_bit_for_bit(name):
+def test_every_optimizer_takes_the_steps_of_torch_bit_for_bit(name):
     model = matrices if name == "muon" else deep
     config = OptimizerConfig(name=name, lr=0.01, **PLAIN)
     replica, reference = replica_of(config, model=model)
@@ -68,7 +68,7 @@ def test_options_and_fields_reach_the_optimizer():
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
-def test_only_matrices_decay_where_that_is_asked_for(name):
+def test_only_matrices_decay_with_decay_only_matrices(name):
     config = OptimizerConfig(
         name=name, lr=0.05, weight_decay=0.3, decay_only_matrices=True, **PLAIN
     )
@@ -82,7 +82,7 @@ def test_only_matrices_decay_where_that_is_asked_for(name):
 
 
 @pytest.mark.parametrize("settings", [{}, {"decay_only_matrices": True}, {"name": "adafactor"}])
-def test_a_gradient_is_shortened_over_all_groups_together(settings):
+def test_a_gradient_is_clipped_over_all_groups_together(settings):
     config = OptimizerConfig(lr=0.5, **{**PLAIN, "clip_grad_norm": 0.01}, **settings)
     replica, reference = replica_of(config)
     optimizer = OPTIMIZERS[config.name](reference.parameters(), lr=0.5)
@@ -90,11 +90,11 @@ def test_a_gradient_is_shortened_over_all_groups_together(settings):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_function_of_parameters_is_an_optimizer_and_its_rate_the_highest():
+def test_a_function_of_parameters_is_an_optimizer_with_its_own_rate():
     own = functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.5, 0.9))
-    settings, taken = as_config(own)
+    settings, own_optimizer = as_config(own)
     config = TrainConfig(optimizer=dataclasses.replace(settings, **PLAIN))
-    method = resolve(config, None, taken)
+    method = resolve(config, None, own_optimizer)
     assert method.optimizer.lr == 0.02
     assert is_elementwise(method.inner, method.own_optimizer)
     assert pickle.loads(pickle.dumps(method)).own_optimizer.keywords == own.keywords
@@ -108,7 +108,7 @@ def two_rates(parameters):
     return torch.optim.Adam([{"params": matrices}, {"params": others, "lr": 0.001}], lr=0.01)
 
 
-def test_groups_of_an_optimizer_of_ones_own_keep_their_rates_to_each_other():
+def test_the_groups_of_a_users_optimizer_keep_the_ratios_of_their_rates():
     replica, _ = replica_of(OptimizerConfig(name="here:two_rates", **PLAIN), own=two_rates)
     replica.set_lr(0.005)
     rates = [group["lr"] for group in replica._optimizer.param_groups]
@@ -134,29 +134,29 @@ def body_and_head(parameters):
     ("own", "rates"),
     [(low_first, [0.0005, 0.05]), (frozen_first, [0.0, 0.05]), (body_and_head, [0.005, 0.05])],
 )
-def test_the_highest_rate_is_that_of_whichever_group_has_it(own, rates):
+def test_the_group_with_the_highest_rate_gets_the_scheduled_one(own, rates):
     replica, _ = replica_of(OptimizerConfig(name="here:own", **PLAIN), own=own)
     replica.set_lr(0.05)
     assert [group["lr"] for group in replica._optimizer.param_groups] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("own", [low_first, frozen_first])
-def test_the_rate_that_is_unset_is_the_highest_of_all_groups(own):
-    settings, taken = as_config(own)
-    assert resolve(TrainConfig(optimizer=settings), None, taken).optimizer.lr == 0.1
+def test_the_default_rate_is_the_highest_of_all_groups(own):
+    settings, own_optimizer = as_config(own)
+    assert resolve(TrainConfig(optimizer=settings), None, own_optimizer).optimizer.lr == 0.1
 
 
-def test_a_function_that_counts_on_a_whole_model_is_taken_with_a_rate():
-    settings, taken = as_config(body_and_head)
+def test_a_function_that_needs_a_whole_model_is_accepted_with_a_rate():
+    settings, own_optimizer = as_config(body_and_head)
     settings = dataclasses.replace(settings, lr=0.05)
-    assert resolve(TrainConfig(optimizer=settings), None, taken).optimizer.lr == 0.05
+    assert resolve(TrainConfig(optimizer=settings), None, own_optimizer).optimizer.lr == 0.05
 
 
 def with_an_object(parameters):
     return torch.optim.SGD([{"params": parameters, "owner": object()}], lr=0.1)
 
 
-def test_an_optimizer_that_no_checkpoint_keeps_is_refused_before_the_start(tmp_path):
+def test_an_optimizer_that_checkpoints_can_not_hold_is_refused_before_the_start(tmp_path):
     refused = Trainer(
         "mlp",
         "synthetic:96",
@@ -164,12 +164,14 @@ def test_an_optimizer_that_no_checkpoint_keeps_is_refused_before_the_start(tmp_p
         scaling=ScalingConfig(num_workers=0),
         run=RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
     )
-    with pytest.raises(ConfigError, match="has in its param_groups/0/owner what no checkpoint"):
+    with pytest.raises(
+        ConfigError, match=r"they can not hold a value of type object \(param_groups/0/owner\)"
+    ):
         refused.fit()
     assert not (tmp_path / "run").exists()
 
 
-def test_an_optimizer_of_ones_own_is_found_by_module_and_name():
+def test_a_users_optimizer_is_found_by_module_and_name():
     config = TrainConfig(
         optimizer=OptimizerConfig(name=f"{__name__}:two_rates", lr_schedule="linear")
     )
@@ -178,7 +180,7 @@ def test_an_optimizer_of_ones_own_is_found_by_module_and_name():
     assert method.optimizer.lr == 0.01
 
 
-def test_what_is_unset_is_the_methods_for_sgd_and_the_optimizers_own_for_others():
+def test_unset_settings_are_the_methods_for_sgd_and_the_optimizers_own_for_others():
     def settings(method, name):
         config = TrainConfig(method=MethodConfig(name=method), optimizer=OptimizerConfig(name=name))
         optimizer = filled_in(config, resolve(config)).optimizer
@@ -187,10 +189,10 @@ def test_what_is_unset_is_the_methods_for_sgd_and_the_optimizers_own_for_others(
     assert settings("sync-measgd", "sgd") == (0.025, 0.9)
     assert settings("sync-easgd", "adamw") == (0.001, None)
     assert settings("sync-measgd", "rmsprop") == (0.01, 0.9)
-    assert settings("async-msgd", "adamw") == (0.001, 0.9)  # the momentum is the master's
+    assert settings("async-msgd", "adamw") == (0.001, 0.9)  # the momentum is at the center
 
 
-def test_the_filled_in_settings_are_taken_again():
+def test_resolved_settings_resolve_to_themselves():
     for method, name in [("sync-easgd", "adamw"), ("eamsgd", "sgd"), ("sync-sgd", "rprop")]:
         optimizer = OptimizerConfig(name=name, warmup=0.0)
         config = TrainConfig(method=MethodConfig(name=method), optimizer=optimizer)
@@ -198,7 +200,7 @@ def test_the_filled_in_settings_are_taken_again():
         assert filled_in(filled, resolve(filled)) == filled
 
 
-# what is refused, before any actor starts
+# settings that are refused before any actor starts
 
 
 def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer):
@@ -217,18 +219,18 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"name": "lbfgs"}, "optimizer.name can not be lbfgs: it asks for the loss several times"),
-        ({"name": "sparseadam"}, "it takes sparse gradients only"),
+        ({"name": "lbfgs"}, "optimizer.name can not be lbfgs: it evaluates the loss several times"),
+        ({"name": "sparseadam"}, "it needs sparse gradients, and replicas have dense ones"),
         ({"name": "adamm"}, "optimizer.name has no 'adamm'; did you mean adam"),
         ({"name": "nowhere:at_all"}, "optimizer.name nowhere:at_all can not be imported"),
         ({"options": "eps"}, "optimizer.options must be NAME=VALUE by comma"),
         ({"options": "eps=open('x')"}, "optimizer.options must be NAME=VALUE by comma"),
         ({"options": "**{'eps': 1}"}, "optimizer.options must be NAME=VALUE by comma"),
         ({"options": "a=1)(b=2"}, "optimizer.options must be NAME=VALUE by comma"),
-        ({"options": "lr=0.1"}, "optimizer.options can not hold lr: set optimizer.lr"),
+        ({"options": "lr=0.1"}, "optimizer.options must not have lr: set optimizer.lr"),
         ({"name": "adam", "options": "bettas=(0.9, 0.99)"}, "has no 'bettas'; did you mean betas"),
-        ({"name": "adam", "options": "betas=(2, 3)"}, "is not taken by adam: Invalid beta"),
-        ({"name": "adam", "options": "betas=3"}, "optimizer.options 'betas=3' is not taken by"),
+        ({"name": "adam", "options": "betas=(2, 3)"}, "is not accepted by adam: Invalid beta"),
+        ({"name": "adam", "options": "betas=3"}, "optimizer.options 'betas=3' is not accepted by"),
         ({"name": "adam", "momentum": 0.9}, "optimizer.momentum has no meaning for adam, got 0.9"),
         ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay has no meaning for rprop"),
         ({"name": "rprop", "decay_only_matrices": True}, "decay_only_matrices has no meaning"),
@@ -239,13 +241,13 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         ({"name": "torch.optim:Rprop", "lr": 0.1}, "optimizer.warmup must be 0 for rprop"),
         (
             {"name": f"{__name__}:body_and_head"},
-            "optimizer.lr must be set for test_optimizers:body_and_head, which does not take a "
-            "single parameter on trial (ValueError: not enough values to unpack",
+            "optimizer.lr must be set for test_optimizers:body_and_head, which can not be "
+            "tried on a single parameter (ValueError: not enough values to unpack",
         ),
         ({"name": "adam", "method": "sync-measgd"}, "optimizer.momentum has no meaning for adam"),
         (
             {"name": f"{__name__}:two_rates", "weight_decay": 0.1},
-            "optimizer.weight_decay is for an optimizer by name",
+            "optimizer.weight_decay is for optimizers by name",
         ),
         (
             {"name": "adafactor", "method": "sync-sgd"},
@@ -256,7 +258,7 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
                 "training": {"deterministic": True},
                 "lr_schedule": "plateau",
             },
-            "training.deterministic can not be kept with optimizer.lr_schedule plateau",
+            "training.deterministic is not possible with optimizer.lr_schedule plateau",
         ),
         ({"milestones": "0.5,x"}, "optimizer.milestones must be numbers by comma"),
         ({"milestones": "0.7,0.5"}, "optimizer.milestones must be rising shares"),
@@ -270,11 +272,11 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         ({"training": {"label_smoothing": 1.0}}, "training.label_smoothing must be in [0, 1)"),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence(settings, sentence):
+def test_settings_that_do_not_fit_together_are_refused_in_one_sentence(settings, sentence):
     assert sentence in problem_of(**settings)
 
 
-def test_a_decay_of_matrices_alone_is_refused_where_the_center_is_in_parts():
+def test_decay_only_matrices_is_refused_for_a_center_in_fragments():
     sentence = problem_of(
         method="sync-msgd",
         exchange={"fragments": 2},
@@ -289,11 +291,11 @@ def test_lbfgs_is_refused_as_a_class_too():
     model = linear((1, 4, 4), 3)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     config, own = as_config(torch.optim.LBFGS)
-    with pytest.raises(ConfigError, match="can not be LBFGS: it asks for the loss several times"):
+    with pytest.raises(ConfigError, match="can not be LBFGS: it evaluates the loss several times"):
         check_for_model(config, own, model, flat)
 
 
-def test_a_model_that_the_optimizer_does_not_take_is_refused():
+def test_a_model_that_the_optimizer_does_not_accept_is_refused():
     flat = nn.Parameter(torch.zeros(3))
     with pytest.raises(ConfigError, match=r"optimizer\.name muon: Muon only supports 2D"):
         check_for_model(
@@ -301,13 +303,13 @@ def test_a_model_that_the_optimizer_does_not_take_is_refused():
         )
 
 
-def test_a_function_that_returns_no_optimizer_is_told_so():
+def test_a_function_that_returns_no_optimizer_is_refused():
     settings, own = as_config(lambda parameters: len(parameters))
     with pytest.raises(ConfigError, match=r"<lambda> must return a torch\.optim\.Optimizer"):
         resolve(TrainConfig(optimizer=settings), None, own)
 
 
-def test_a_center_without_a_lock_steps_with_sgd_alone():
+def test_a_center_without_a_lock_accepts_only_sgd():
     config = TrainConfig(
         method=MethodConfig(name="raydl.core.rules:MeanGradient", strategy="hogwild"),
         optimizer=OptimizerConfig(name="adamw"),
@@ -324,7 +326,7 @@ def test_smoothing_is_for_models_by_name():
         Trainer(optimizer=3)
 
 
-# a function of one's own, with settings around it
+# a user's function, with settings
 
 
 def adam_of_mine(parameters):
@@ -338,7 +340,7 @@ def train(run_dir, *options):
 
 
 @pytest.mark.parametrize("name", ["torch.optim:AdamW", "test_optimizers:adam_of_mine"])
-def test_a_command_trains_with_an_optimizer_by_module_and_name_and_goes_on_with_it(tmp_path, name):
+def test_a_command_trains_with_an_optimizer_by_module_and_name_and_resumes_with_it(tmp_path, name):
     options = ["--optimizer", name, "--batch-size", "512"]
     assert train(tmp_path / "run", *options, "--epochs", "1") == 0
     assert train(tmp_path / "run", *options, "--epochs", "2", "--resume") == 0
@@ -347,7 +349,7 @@ def test_a_command_trains_with_an_optimizer_by_module_and_name_and_goes_on_with_
     assert config["lr"] == (0.001 if "AdamW" in name else 0.002)
 
 
-def test_a_function_has_the_settings_that_are_given_around_it():
+def test_a_function_is_used_with_the_settings_that_are_passed_with_it():
     around = OptimizerConfig(lr=0.5, lr_schedule="linear", warmup=0.25, clip_grad_norm=0.1)
     trainer = raydl.Trainer("mlp", "digits", make_optimizer=adam_of_mine, optimizer=around)
     method = resolve(trainer.config, None, trainer.own_optimizer)
@@ -359,7 +361,7 @@ def test_a_function_has_the_settings_that_are_given_around_it():
     assert torch.equal(*steps_of_both(replica, reference, optimizer, max_norm=0.1))
 
 
-def test_what_contradicts_a_function_of_ones_own_is_told():
+def test_arguments_that_contradict_a_users_function_are_refused():
     for settings, sentence in [
         ({"optimizer": "adamw"}, "optimizer.name adamw exclude each other; leave the name out"),
         ({"optimizer": adam_of_mine}, "a function as optimizer exclude each other; give one"),
@@ -370,13 +372,13 @@ def test_what_contradicts_a_function_of_ones_own_is_told():
         raydl.Trainer("mlp", "digits", make_optimizer=3)
 
 
-def test_the_argument_that_a_message_names_is_there():
+def test_the_argument_that_a_message_names_exists():
     def of_a_whole_model(parameters):
         first, *others = parameters
         return torch.optim.SGD([{"params": [first]}, {"params": [others[0]]}], lr=0.1)
 
     trainer = raydl.Trainer("mlp", "digits", make_optimizer=of_a_whole_model)
-    with pytest.raises(ConfigError, match=r"as optimizer=OptimizerConfig\(lr=\.\.\.\) beside"):
+    with pytest.raises(ConfigError, match=r"pass optimizer=OptimizerConfig\(lr=\.\.\.\) with"):
         resolve(trainer.config, None, trainer.own_optimizer)
     trainer = raydl.Trainer(
         "mlp", "digits", make_optimizer=of_a_whole_model, optimizer=OptimizerConfig(lr=0.1)

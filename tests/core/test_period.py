@@ -10,6 +10,7 @@ import raydl
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
 from raydl.core.reports import Outcome
 from raydl.core.stop_condition import notes_on_period
+from raydl.core.strategy import plan_round
 from raydl.tools.comparison.figures import COLUMNS, Run, make_rows
 
 
@@ -29,7 +30,7 @@ def test_a_round_spans_epochs_and_every_sample_counts_once_in_each(method, membe
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "original-easgd"])
-def test_by_messages_too(method):
+def test_the_period_with_messages_spans_epochs_too(method):
     ensemble = Ensemble(
         config(method, period=30, epochs=20), num_workers=2, images=tiny_images(25)
     ).join()
@@ -49,15 +50,25 @@ def test_a_step_never_mixes_two_epochs():
     assert max(size for _, size in sizes) == 2
 
 
+def test_each_fragment_begins_its_delay_before_it_joins_and_the_last_one_joins_in_the_last_step():
+    assert plan_round(4, fragments=2, delay=1) == [([0], []), ([], [0]), ([1], []), ([], [1])]
+    assert plan_round(1, fragments=2, delay=1) == [([0, 1], [0, 1])]
+
+
+def test_a_round_without_steps_has_an_empty_plan():
+    """The coordinator has no work for a worker that joins at the end of the run."""
+    assert plan_round(0, fragments=2, delay=1) == []
+
+
 @pytest.mark.parametrize("lost", [(0, 3), (1, 17)])
-def test_what_a_lost_worker_had_claimed_in_several_epochs_goes_back(lost):
+def test_the_claims_of_a_lost_worker_in_several_epochs_are_released(lost):
     history = counting(AllProgress(), epochs=12, period=20)
     history.train("w0", "w1", "w2", lost={"w1": lost})
     history.end("w0", "w2")
     assert (history.snapshot.weights == 12).all()
 
 
-def test_who_is_late_in_the_midst_of_several_epochs_takes_its_samples_along():
+def test_a_late_worker_keeps_its_claims_in_several_epochs():
     history = counting(AllProgress(), epochs=12, period=20)
     history.train("w0", "w1", "w2", late={"w1": (0, 9)})
     history.train("w0", "w2", rounds=1)
@@ -65,7 +76,7 @@ def test_who_is_late_in_the_midst_of_several_epochs_takes_its_samples_along():
     assert (history.snapshot.weights == 12).all()
 
 
-def test_the_learning_rate_takes_its_course_through_a_long_round():
+def test_the_learning_rate_follows_its_schedule_within_a_long_round():
     ensemble = Ensemble(
         config("diloco", period=39, epochs=3), num_workers=1, images=tiny_images(25)
     ).join()
@@ -79,7 +90,7 @@ def test_the_learning_rate_takes_its_course_through_a_long_round():
     assert shares == sorted(set(shares))
 
 
-# what is said of it
+# warnings
 
 
 def settings(*, workers=2, **training):
@@ -98,8 +109,8 @@ def settings(*, workers=2, **training):
             500,
             {"epochs": 60},
             [
-                "500 local steps for each of 2 workers are 41.7 epochs: the center moves, is "
-                "scored and is kept in checkpoints no more often"
+                "method.period 500 is 41.7 epochs for each of 2 workers: the center is updated, "
+                "evaluated and checkpointed no more often than that"
             ],
         ),
         (
@@ -107,7 +118,7 @@ def settings(*, workers=2, **training):
             {"epochs": 10},
             [
                 "the run has 113 local steps for each of 2 workers, fewer than method.period 500: "
-                "the center moves once, at its end"
+                "the center is updated only once, at the end"
             ],
         ),
         (
@@ -115,18 +126,18 @@ def settings(*, workers=2, **training):
             {"steps": 499},
             [
                 "the run has 499 local steps for each of 2 workers, fewer than method.period 500: "
-                "the center moves once, at its end"
+                "the center is updated only once, at the end"
             ],
         ),
         (11, {"seconds": 5.0}, []),
     ],
 )
-def test_a_period_that_is_long_beside_an_epoch_or_the_run_is_told(period, training, notes):
+def test_a_period_longer_than_an_epoch_or_the_run_is_reported(period, training, notes):
     config = settings(**training)
     assert notes_on_period(config, period=period, num_samples=1438) == notes
 
 
-def test_a_run_says_it_and_its_result_has_the_steps_that_were_taken(tmp_path, capsys):
+def test_a_run_logs_the_warning_and_its_result_has_the_mean_period(tmp_path, capsys):
     raydl.Trainer(
         "mlp",
         "digits",
@@ -135,7 +146,7 @@ def test_a_run_says_it_and_its_result_has_the_steps_that_were_taken(tmp_path, ca
         scaling=ScalingConfig(num_workers=0),
         run=raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="plain"),
     ).fit()
-    assert "100 local steps for one worker are 4.3 epochs" in capsys.readouterr().out
+    assert "method.period 100 is 4.3 epochs for one worker" in capsys.readouterr().out
     result = json.loads((tmp_path / "run/result.json").read_text())
     # An epoch of 1,438 samples has 23 local steps: 9 of them are two rounds and one of 7 steps.
     assert result["rounds"] == 3

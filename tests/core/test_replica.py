@@ -1,4 +1,4 @@
-"""One step of a replica against references: plain torch.optim, and sums by hand."""
+"""The step of a replica against plain torch.optim and against sums by hand."""
 
 import copy
 
@@ -58,7 +58,7 @@ def test_ten_steps_without_exchange_are_torch_optim_bit_for_bit(momentum):
     assert torch.equal(replica.flat.weights, expected.detach())
 
 
-def test_a_gradient_that_is_too_long_is_shortened_to_the_limit():
+def test_a_gradient_is_clipped_to_the_limit():
     config = OptimizerConfig(lr=1.0, momentum=0.0, clip_grad_norm=0.001)
     replica, _ = make_replica(Elastic(0.9), config)
     before = replica.flat.weights.clone()
@@ -66,8 +66,8 @@ def test_a_gradient_that_is_too_long_is_shortened_to_the_limit():
     assert torch.dist(before, replica.flat.weights).item() == pytest.approx(0.001, rel=1e-2)
 
 
-def test_a_replica_that_starts_over_has_no_memory_of_its_optimizer():
-    """Adam's first step has the length of its rate, whatever was before."""
+def test_a_replica_that_starts_over_has_a_new_optimizer():
+    """The first step of Adam has the length of its rate, whatever the steps before."""
     torch.manual_seed(0)
     optimizer = OptimizerConfig(name="adam", lr=0.1, clip_grad_norm=None)
     replica, _ = make_replica(Elastic(0.9), optimizer)
@@ -83,14 +83,14 @@ def test_a_replica_that_starts_over_has_no_memory_of_its_optimizer():
     assert torch.equal(replica.flat.weights, fresh.flat.weights)
 
 
-def test_steps_along_gradients_of_ones_own_count_one_sample_each():
+def test_steps_along_given_gradients_count_one_sample_each():
     replica, _ = make_replica(Elastic(0.9), OptimizerConfig(lr=0.1))
     seen = []
     for num_steps in (1, 3, 2):
         for _ in range(num_steps):
             for parameter in replica.flat.model.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            replica.step_as_it_is()
+            replica.step_with_given_gradients()
         seen.append(replica.state_dict()["num_seen"])
     assert seen == [1, 4, 6]
 
@@ -104,7 +104,7 @@ def test_a_step_without_samples_takes_no_gradient_step():
 
 
 class BrokenExchange:
-    """Takes everything in, then fails."""
+    """Accepts a message, then fails."""
 
     span = slice(0, 51)
 
@@ -134,7 +134,7 @@ def test_a_failed_exchange_leaves_every_tensor_as_a_step_without_it_does(rule, o
         if step_plans:
             with pytest.raises(ExchangeError):
                 replica.step(batch, StepPlan(begin=broken, join=broken, overlap=overlap))
-        elif rule.steps_replica:  # otherwise the gradient was all there was to the step
+        elif rule.steps_replica:  # otherwise the step was only its gradient
             replica.step(batch)
         states.append(replica.state_dict())
     for key in ("weights", "buffers", "gradients"):

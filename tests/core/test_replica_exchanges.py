@@ -1,4 +1,4 @@
-"""What a replica sends, and what becomes of it, against an exchange whose center stands still."""
+"""The messages of a replica and their effect, with an exchange whose center does not move."""
 
 import copy
 
@@ -27,11 +27,11 @@ SIZE = FlatModel(Classification(linear).build_model(SHAPE)).weights.numel()
 
 
 class Still:
-    """Exchanges with a center of a single worker that stays where it is.
+    """Exchanges with the center of a single worker, which does not move.
 
     Args:
-        span: of the parameters.
-        seen: what a codec makes of the weights.
+        span: span of the parameters.
+        seen: maps the weights to the weights after a codec.
     """
 
     def __init__(self, span=slice(0, SIZE), *, seen=None):
@@ -74,7 +74,7 @@ def batch_of(num_samples=8):
     return BATCHES.batch(np.arange(num_samples))
 
 
-# what goes with a message
+# the numbers of a message
 
 
 @pytest.mark.parametrize("rule", [Elastic(BETA), MeanGradient(), Outer()])
@@ -86,7 +86,7 @@ def test_each_step_counts_once(rule):
     assert replica.num_steps == 4
 
 
-def test_votes_ride_with_the_last_message_alone_and_samples_with_each():
+def test_votes_are_sent_with_the_last_message_only_and_samples_with_each():
     first, second = Still(slice(0, 30)), Still(slice(30, SIZE))
     replica = replica_of(Elastic(BETA))
     replica.step(batch_of(8), both(first, second, header=Header(stop=1.0, loss_sum=2.0)))
@@ -101,16 +101,18 @@ def test_votes_ride_with_the_last_message_alone_and_samples_with_each():
 @pytest.mark.parametrize(
     ("rule", "what"), [(Elastic(BETA), "weights"), (MeanGradient(), "gradient")]
 )
-def test_what_is_not_finite_is_not_sent_and_named(rule, what):
+def test_non_finite_values_are_not_sent_and_are_named(rule, what):
     replica, exchange = replica_of(rule), Still()
     tensor = replica.flat.weights if what == "weights" else replica.flat.gradients
     tensor[5] = float("nan")
-    with pytest.raises(NonFiniteError, match=rf"w3.*there are values in its {what} that are not"):
+    with pytest.raises(
+        NonFiniteError, match=rf"w3.*values in its {what} are NaN, infinite or beyond"
+    ):
         replica.begin(both(exchange))
     assert exchange.sent == []
 
 
-# what a step does with it
+# the effect of an exchange
 
 
 def test_an_elastic_pull_is_beta_times_the_distance_and_can_be_undone():
@@ -126,7 +128,7 @@ def test_an_elastic_pull_is_beta_times_the_distance_and_can_be_undone():
     torch.testing.assert_close(replica.flat.weights, before)
 
 
-def test_the_distance_is_that_of_the_weights_though_the_center_sees_what_a_codec_left():
+def test_the_distance_is_that_of_the_weights_before_the_codec():
     replica, exchange = replica_of(Elastic(BETA)), Still(seen=lambda weights: 0 * weights)
     before = replica.flat.weights.clone()
     replica.step(batch_of(), both(exchange))
@@ -135,7 +137,7 @@ def test_the_distance_is_that_of_the_weights_though_the_center_sees_what_a_codec
 
 
 @pytest.mark.parametrize("rule", [MeanGradient(), Outer()])
-def test_who_follows_the_center_becomes_it_and_can_undo_that(rule):
+def test_a_replica_that_copies_the_center_can_undo_that(rule):
     replica, exchange = replica_of(rule, lr=0.1), Still()
     before = replica.flat.weights.clone()
     replica.keep()
@@ -146,7 +148,7 @@ def test_who_follows_the_center_becomes_it_and_can_undo_that(rule):
     assert (moved == 0.0) if rule.sends.name == "GRADIENT" else (0 < moved < 1)
 
 
-def test_progress_that_takes_effect_later_keeps_the_steps_since():
+def test_progress_that_takes_effect_later_keeps_the_steps_in_between():
     replica, exchange = replica_of(Outer(), lr=0.1), Still()
     replica.step(batch_of(), StepPlan(begin=(exchange,)))
     sent = replica.flat.weights.clone()
@@ -162,21 +164,21 @@ def test_progress_that_takes_effect_later_keeps_the_steps_since():
 # dynamic weights
 
 
-def test_a_replica_that_is_suddenly_far_is_pulled_hard_and_sends_little():
+def test_a_replica_that_is_suddenly_far_is_pulled_strongly_and_moves_the_center_little():
     replica, exchange = replica_of(Elastic(BETA), has_dynamic_weights=True), Still()
     usual = torch.linspace(-1, 1, SIZE)
 
-    def meet(weights):
+    def exchange_from(weights):
         replica.flat.weights.copy_(weights)
         replica.step(batch_of(), both(exchange))
         return exchange.sent[-1] - weights, replica.flat.weights.clone()
 
     for _ in range(4):
-        moved, after = meet(usual)
+        moved, after = exchange_from(usual)
         assert torch.count_nonzero(moved) == 0
         torch.testing.assert_close(after, (1 - BETA) * usual)
-    distrust = 0.5  # on the line from log 2 to log 8 above what is usual
-    moved, after = meet(4 * usual)
+    distrust = 0.5  # halfway between log 2 and log 8 above the usual distance
+    moved, after = exchange_from(4 * usual)
     torch.testing.assert_close(moved, -distrust * 4 * usual)
     torch.testing.assert_close(after, (1 - BETA * (1 - distrust) - distrust) * 4 * usual)
 

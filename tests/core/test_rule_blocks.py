@@ -1,4 +1,4 @@
-"""What is done a block at a time is what would be done at once."""
+"""Block by block, rules compute the same as over the whole vector."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def vectors(size, *, count):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_blocks_are_all_of_a_vector_once_and_in_order(size):
+def test_blocks_cover_a_vector_once_and_in_order(size):
     [vector] = vectors(size, count=1)
     blocks = [vector[block] for block in blocks_of(vector)]
     assert all(0 < len(block) <= BLOCK for block in blocks)
@@ -50,25 +50,25 @@ def test_replica_and_center_get_the_bits_of_the_equations_over_the_whole(size):
     assert torch.equal(elastic_center_(c, total, num_messages=3, moving_rate=0.3), at_once)
 
 
-class Forgetful(Rule):
-    """Returns its pull in memory of its own, and counts how often it is asked."""
+class IgnoresOut(Rule):
+    """Returns its pull in new memory, and counts the calls."""
 
     def __init__(self):
-        self.num_asked = 0
+        self.num_calls = 0
 
     def pull(self, replica, center, tally, *, out):
-        self.num_asked += 1
+        self.num_calls += 1
         return 0.5 * (replica - center)
 
     def update_center_(self, center, total, tally, optimizer):
         center.copy_(total / tally.num_messages)
 
 
-def test_a_rule_of_ones_own_is_asked_once_and_may_leave_out_alone():
+def test_a_custom_rule_is_called_once_and_need_not_use_out():
     x, c = vectors(2 * BLOCK, count=2)
-    rule, pull, before = Forgetful(), torch.empty(2 * BLOCK), c.clone()
-    squares = rule.meet_(x, c, Tally(1, 1, 1.0), out=pull)
-    assert rule.num_asked == 1
+    rule, pull, before = IgnoresOut(), torch.empty(2 * BLOCK), c.clone()
+    squares = rule.exchange_(x, c, Tally(1, 1, 1.0), out=pull)
+    assert rule.num_calls == 1
     assert torch.equal(pull, 0.5 * (x - before))
     assert torch.equal(c, x)
     assert squares == pytest.approx(float((x - before).square().sum()), rel=1e-4)

@@ -40,7 +40,7 @@ def test_two_replicas_and_the_center_by_hand():
     assert center.item() == 1.5
 
 
-def test_one_message_alone_moves_the_center_by_its_own_difference():
+def test_a_single_message_moves_the_center_by_its_own_difference():
     center = torch.tensor([1.0, 2.0])
     elastic_center_(center, torch.tensor([3.0, 2.0]), num_messages=1, moving_rate=0.25)
     assert center.tolist() == [1.5, 2.0]
@@ -94,12 +94,12 @@ def test_the_stability_limit_separates_convergence_from_divergence(
     assert (size < 1e-3) if is_stable else (size > 1.0 or not torch.isfinite(center).all())
 
 
-def test_every_beta_that_the_settings_take_is_stable_at_flat_curvature():
+def test_every_valid_beta_is_stable_at_flat_curvature():
     for p in range(1, 65):
         assert moving_rate(1.0, p) <= moving_rate_limit(p)
 
 
-def test_the_mean_gradient_steps_the_optimizer_at_the_center():
+def test_the_optimizer_at_the_center_steps_along_the_mean_gradient():
     center = torch.tensor([1.0])
     optimizer = torch.optim.SGD([center], lr=0.5)
     tally = Tally(num_workers=2, num_messages=2, num_samples=4)
@@ -107,7 +107,7 @@ def test_the_mean_gradient_steps_the_optimizer_at_the_center():
     assert center.item() == 0.0  # 1 - 0.5 * 8/4
 
 
-def test_a_gradient_of_no_sample_leaves_the_center_and_its_optimizer_as_they_are():
+def test_a_gradient_of_no_samples_changes_neither_center_nor_optimizer():
     center = torch.tensor([1.0])
     optimizer = torch.optim.SGD([center], lr=0.5, momentum=0.9, weight_decay=0.1)
     tally = Tally(num_workers=2, num_messages=2, num_samples=0)
@@ -119,18 +119,18 @@ def test_a_gradient_of_no_sample_leaves_the_center_and_its_optimizer_as_they_are
 @pytest.mark.parametrize(
     ("schedule", "middle", "end"), [("cosine", 0.5, 0), ("linear", 0.5, 0), ("constant", 1, 1)]
 )
-def test_the_learning_rate_takes_its_course(schedule, middle, end):
+def test_the_learning_rate_follows_its_schedule(schedule, middle, end):
     factors = [lr_factor(schedule, share) for share in (0.0, 0.5, 1.0)]
     assert factors == pytest.approx([1.0, middle, end])
 
 
-def test_the_learning_rate_rises_during_the_warm_up_then_takes_its_course():
+def test_the_learning_rate_rises_during_the_warm_up_then_follows_its_schedule():
     factors = [lr_factor("linear", share, warmup=0.2) for share in (0.0, 0.1, 0.2, 0.6, 1.0)]
     assert factors == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0])
 
 
-def test_a_delayed_momentum_is_the_mean_of_what_arrived_though_fewer_workers_train_by_then():
-    """Worked by hand: four times progress 1, of which the last arrives when p fell from 4 to 2.
+def test_a_delayed_momentum_is_the_mean_of_all_messages_after_p_has_decreased():
+    """Worked by hand: progress 1 four times; p falls from 4 to 2 before the last.
 
     m <- (1 + 1 + 1 + 1) / 4 = 1 ; c <- 0 - (1/4 + 1/4 + 1/4 + 1/2) - 0.5 * 1 = -1.75
     """
@@ -143,8 +143,8 @@ def test_a_delayed_momentum_is_the_mean_of_what_arrived_though_fewer_workers_tra
     assert center.item() == -1.75
 
 
-def test_a_delayed_momentum_begins_each_time_with_what_arrives_from_then_on():
-    """Worked by hand, p = 2: twice two times progress 1, then twice progress 3.
+def test_a_delayed_momentum_counts_each_message_once():
+    """Worked by hand, p = 2: progress 1 four times, then progress 3 twice.
 
     m <- 1 ; c <- -1/2 - 1/2 - 0.5*1 = -1.5
     m <- 0.5*1 + 1 = 1.5 ; c <- -1.5 - 1 - 0.5*1.5 = -3.25
@@ -163,27 +163,27 @@ def test_a_delayed_momentum_begins_each_time_with_what_arrives_from_then_on():
 
 
 @pytest.mark.parametrize(("lr_curvature", "limit"), [(0.0, 1.0), (1.0, 2 / 3), (1.5, 0.4)])
-def test_who_exchanges_in_turn_has_a_limit_of_its_own(lr_curvature, limit):
+def test_the_stability_limit_of_exchanges_one_by_one(lr_curvature, limit):
     """(4 - 2*eta*h) / (4 - eta*h)."""
     assert moving_rate_limit_in_turn(lr_curvature=lr_curvature) == pytest.approx(limit)
 
 
 class Halved(Elastic):
-    """Someone's rule that pulls half as strongly."""
+    """A custom rule that pulls half as strongly."""
 
     def pull(self, replica, center, tally, *, out):
         return super().pull(replica, center, tally, out=out).mul_(0.5)
 
 
 @pytest.mark.parametrize(("rule", "pulled"), [(Elastic(0.5), 1.0), (Halved(0.5), 0.5)])
-def test_a_rule_that_derives_from_elastic_keeps_its_own_pull_wherever_it_is_measured(rule, pulled):
+def test_a_subclass_of_elastic_keeps_its_own_pull_in_every_method(rule, pulled):
     tally = Tally(num_workers=1, num_messages=1, num_samples=1.0)
     replica, center, out = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0]), torch.empty(2)
     assert rule.pull(replica, center, tally, out=out) is out
     assert out.tolist() == [pulled, 0.0]
     assert rule.measured_pull(replica, center, tally, out=out.zero_()) == 4.0
     assert out.tolist() == [pulled, 0.0]
-    assert rule.meet_(replica, center, tally, out=out.zero_()) == 4.0
+    assert rule.exchange_(replica, center, tally, out=out.zero_()) == 4.0
     assert out.tolist() == [pulled, 0.0]
 
 
@@ -193,11 +193,11 @@ def test_the_distance_to_the_center_is_that_of_all_blocks(monkeypatch):
     replica, center = torch.tensor([1.0, 2.0, 3.0, 0.0, 4.0]), torch.zeros(5)
     out = torch.empty(5)
     assert Elastic(0.5).measured_pull(replica, center, tally, out=out) == pytest.approx(30.0)
-    assert Elastic(0.5).meet_(replica, center, tally, out=out) == pytest.approx(30.0)
+    assert Elastic(0.5).exchange_(replica, center, tally, out=out) == pytest.approx(30.0)
     assert center.tolist() == [0.5, 1.0, 1.5, 0.0, 2.0]
 
 
-def test_without_settings_the_center_of_an_outer_rule_becomes_the_mean():
+def test_with_default_settings_the_center_of_an_outer_rule_becomes_the_mean():
     rule = Outer.from_config(MethodConfig())
     center = torch.tensor([4.0])
     optimizer = rule.make_center_optimizer([center])

@@ -1,4 +1,4 @@
-"""Parameters on their way between a device and a center that lies elsewhere."""
+"""Parameters copied between a device and host memory, for a center elsewhere."""
 
 import numpy as np
 import pytest
@@ -17,25 +17,25 @@ def device(request):
     return torch.device(request.param)
 
 
-def test_what_lies_in_host_memory_is_handed_over_without_a_copy():
+def test_parameters_in_host_memory_are_not_copied():
     weights = torch.arange(4.0)
     sent = Staging().fetch(weights[1:3])
     weights[1] = 9
     assert sent.tolist() == [9, 2]
 
 
-def test_parameters_come_back_as_they_were_sent_time_after_time(device):
+def test_received_parameters_are_copied_back_at_every_exchange(device):
     staging, weights = Staging(), torch.zeros(5, device=device)
     for step in range(3):
         sent = staging.fetch(weights + step)
         answer = np.array(sent) * 2
-        answer.flags.writeable = False  # as what Ray brings
+        answer.flags.writeable = False  # like arrays from Ray
         staging.put_(weights, answer)
         assert weights.tolist() == answer.tolist()
     assert weights.tolist() == [8.0] * 5
 
 
-def test_a_batch_of_either_kind_arrives_on_the_device(device):
+def test_batches_as_tuples_and_dicts_are_copied_to_the_device(device):
     for batch in ((torch.ones(3), torch.arange(3)), {"x": torch.ones(3), "y": torch.arange(3)}):
         moved = to_device(batch, device)
         tensors = list(moved.values() if isinstance(moved, dict) else moved)

@@ -297,7 +297,7 @@ def test_who_does_not_come_out_of_a_broken_exchange_is_left_out_and_comes_back()
     assert stage.step() == [("vote", "regroup")]
     stage.step(*stage.end("regroup", 9, "w0"), Published((9,)))
     assert ("form", 3, ("w0", "w1"), 9) in stage.step()
-    assert stage.said[-1] == "generation 3: w1 comes back"
+    assert stage.said[-1] == "generation 3: w1 returns"
 
 
 def test_what_is_left_to_train_waits_for_the_one_that_has_it():

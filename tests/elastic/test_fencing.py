@@ -8,7 +8,7 @@ from snapshots import center_snapshot as snapshot
 from snapshots import with_progress
 from stages import Stage
 
-from raydl.core.center import SnapshotShelf
+from raydl.core.center import SnapshotCache
 from raydl.core.worker_group import Lost, Published, Refused
 from raydl.elastic.fencing import Refusals
 
@@ -22,67 +22,67 @@ def made(round, generation, *, value=0.0, is_kept=False):
 
 def test_a_late_snapshot_of_an_older_generation_does_not_overwrite_a_kept_one():
     """w0 completed round 7 alone, was cut off, and the others trained it anew without it."""
-    shelf = SnapshotShelf()
-    shelf.put(made(6, 1))
-    shelf.begin(2, 6)
-    assert shelf.put(made(7, 2, value=2.0, is_kept=True))
-    assert not shelf.put(made(7, 1, value=1.0, is_kept=True))
-    assert shelf.get(7).weights[0] == 2.0
-    assert (shelf.get(7).progress.generation, shelf.get(7).is_kept) == (2, True)
-    assert shelf.num_refused == 1
+    cache = SnapshotCache()
+    cache.put(made(6, 1))
+    cache.begin(2, 6)
+    assert cache.put(made(7, 2, value=2.0, is_kept=True))
+    assert not cache.put(made(7, 1, value=1.0, is_kept=True))
+    assert cache.get(7).weights[0] == 2.0
+    assert (cache.get(7).progress.generation, cache.get(7).is_kept) == (2, True)
+    assert cache.num_refused == 1
 
 
 @pytest.mark.parametrize("round", [5, 6, 7, 8, 100])
 def test_a_snapshot_of_an_older_generation_is_refused_whatever_its_round(round):
-    shelf = SnapshotShelf()
-    shelf.put(made(6, 1))
-    shelf.begin(2, 6)
-    shelf.put(made(7, 2))
-    assert not shelf.put(made(round, 1, value=1.0))
-    assert shelf.rounds() == (6, 7)
-    assert shelf.newest().progress.generation == 2
-    assert shelf.num_refused == 1
+    cache = SnapshotCache()
+    cache.put(made(6, 1))
+    cache.begin(2, 6)
+    cache.put(made(7, 2))
+    assert not cache.put(made(round, 1, value=1.0))
+    assert cache.rounds() == (6, 7)
+    assert cache.newest().progress.generation == 2
+    assert cache.num_refused == 1
 
 
 def test_a_generation_begins_without_the_rounds_that_nobody_goes_on_from():
     """Else a kept one of the last generation would be taken for this one's, by its number."""
-    shelf = SnapshotShelf()
-    shelf.put(made(6, 1))
-    shelf.put(made(7, 1, value=1.0, is_kept=True))
-    assert shelf.begin(2, 6).progress.round == 6
-    assert shelf.rounds() == (6,)
-    shelf.put(made(7, 2, value=2.0))
-    assert not shelf.get(7).is_kept, "that it was kept was said of the other"
+    cache = SnapshotCache()
+    cache.put(made(6, 1))
+    cache.put(made(7, 1, value=1.0, is_kept=True))
+    assert cache.begin(2, 6).progress.round == 6
+    assert cache.rounds() == (6,)
+    cache.put(made(7, 2, value=2.0))
+    assert not cache.get(7).is_kept, "that it was kept was said of the other"
 
 
 def test_a_center_that_has_lost_the_round_of_a_generation_holds_what_it_has():
-    shelf = SnapshotShelf()
-    shelf.put(made(9, 1))
-    assert shelf.begin(2, 6) is None
-    assert shelf.newest().progress.round == 9
+    cache = SnapshotCache()
+    cache.put(made(9, 1))
+    assert cache.begin(2, 6) is None
+    assert cache.newest().progress.round == 9
 
 
 def test_the_copy_that_the_controller_goes_on_from_counts_although_its_generation_is_over():
-    shelf = SnapshotShelf()
-    shelf.put(made(6, 1))
-    shelf.begin(2, 6)
-    shelf.adopt(made(7, 1, value=1.0))  # all of generation 2 are lost, and one of 1 was left out
-    assert shelf.begin(3, 7).weights[0] == 1.0
-    assert shelf.num_refused == 0
+    cache = SnapshotCache()
+    cache.put(made(6, 1))
+    cache.begin(2, 6)
+    cache.adopt(made(7, 1, value=1.0))  # all of generation 2 are lost, and one of 1 was left out
+    assert cache.begin(3, 7).weights[0] == 1.0
+    assert cache.num_refused == 0
 
 
 def test_a_copy_of_an_older_generation_does_not_replace_a_newer_snapshot_of_its_round():
-    shelf = SnapshotShelf()
-    shelf.begin(2, 6)
-    shelf.put(made(7, 2, value=2.0, is_kept=True))
-    shelf.adopt(made(7, 1, value=1.0))
-    assert (shelf.get(7).weights[0], shelf.get(7).is_kept) == (2.0, True)
+    cache = SnapshotCache()
+    cache.begin(2, 6)
+    cache.put(made(7, 2, value=2.0, is_kept=True))
+    cache.adopt(made(7, 1, value=1.0))
+    assert (cache.get(7).weights[0], cache.get(7).is_kept) == (2.0, True)
 
 
 def test_a_new_center_takes_the_snapshots_of_those_who_train_on_meanwhile():
-    shelf = SnapshotShelf()
-    shelf.adopt(made(0, 0))
-    assert shelf.put(made(9, 4))
+    cache = SnapshotCache()
+    cache.adopt(made(0, 0))
+    assert cache.put(made(9, 4))
 
 
 # what the controller makes of it

@@ -1,4 +1,4 @@
-"""A tiny job: pictures, a linear model, and its workers in threads of this process."""
+"""A tiny job with images and a linear model, and its workers in threads of this process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ensemble:
         self.use_task(task or Classification(model))
 
     def use_task(self, task: Any) -> None:
-        """Make the workers anew, for another task."""
+        """Create the workers for a task."""
         torch.manual_seed(self.config.training.seed)
         self.flat = FlatModel(task.build_model(self.images.shape))
         self.published: dict[int, Snapshot] = {}
@@ -91,7 +91,7 @@ class Ensemble:
     def join(
         self, snapshot: Snapshot | None = None, states: dict[str, Any] | None = None
     ) -> Ensemble:
-        """Let all workers enter a generation."""
+        """Let all workers join a generation."""
         snapshot = snapshot or self.first
         membership = Membership(1, tuple(w.worker_id for w in self.workers))
         group = LocalGroup(len(self.workers), timeout_s=30.0)
@@ -108,7 +108,7 @@ class Ensemble:
             own = own.load() if isinstance(own, SavedState) else own
             worker.join(membership, client or group.member(rank), snapshot, own, partners(rank))
 
-        if size == 1:  # in the order of the ranks, which decides who gets which samples
+        if size == 1:  # in the order of the ranks, which decides the samples of each worker
             for rank, worker in enumerate(self.workers):
                 join(rank, worker)
             return self
@@ -128,19 +128,19 @@ class Ensemble:
         return LocalCenterClient(self.service, self.others)
 
     def now(self) -> Any:
-        """Return the center's weights between two rounds."""
+        """Return the weights of the center between two rounds."""
         if self.job.method.is_sync:
             return self.workers[0].runner.strategy.snapshot(is_kept=False, local_step=0).weights
         return self.center().weights
 
     def center(self) -> Snapshot:
-        """Return the center as it is."""
+        """Return a snapshot of the center."""
         if self.job.method.is_sync:
             return self.newest
         return self.service.snapshot(lambda: [s.state() for s in self.others], Due(0, False))
 
     def run(self, rounds: int | None = None) -> list[Outcome]:
-        """Run all workers for some rounds, or to their end; raise what any of them raised."""
+        """Run all workers for some rounds or to their end; raise the first error of a worker."""
         outcomes: dict[int, Outcome] = {}
         errors: list[Exception] = []
 

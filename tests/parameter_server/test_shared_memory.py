@@ -242,7 +242,7 @@ def child(action):
 class Stalls(Rule):
     """Moves the first half, then no more."""
 
-    def meet_(self, replica, center, tally, *, out):
+    def exchange_(self, replica, center, tally, *, out):
         half = len(center) // 2
         center[:half].add_(replica[:half])
         time.sleep(60)

@@ -79,7 +79,7 @@ def test_patience_goes_by_the_loss_where_there_is_no_accuracy():
 
 def test_patience_with_what_is_no_number_says_so():
     said = answers(Patience(2), loss(math.nan), accuracy(math.nan))
-    assert said == [None, "no accuracy that is a number in the last 2 evaluations"]
+    assert said == [None, "no finite accuracy in the last 2 evaluations"]
 
 
 def test_a_score_that_is_no_number_is_worse_than_any():
@@ -116,7 +116,9 @@ def test_all_hear_every_score_without_its_weights_and_the_first_reason_stays():
         assert [score.progress.round for score in notes.heard] == [1, 2, 3]
         assert all(score.weights is None for score in notes.heard)
     name = f"{__name__}:Notes"
-    assert stage.said[-1].startswith(f"{name} asked for the end: stopping after this round")
+    assert stage.said[-1].startswith(
+        f"{name} requested the end of the run: stopping after this round"
+    )
 
 
 @BOTH
@@ -185,7 +187,9 @@ def test_callbacks_are_a_list_of_what_need_not_be_awaited():
 
     with pytest.raises(ConfigError, match="callbacks must be a list, got a Notes; put it in brac"):
         Trainer(callbacks=Notes())
-    with pytest.raises(ConfigError, match="callbacks are not awaited: leave out the async of Wait"):
+    with pytest.raises(
+        ConfigError, match="callbacks must not have async methods, got Waits; remove"
+    ):
         Trainer(callbacks=[Waits()])
 
 
@@ -208,7 +212,7 @@ def test_a_callback_that_exits_is_told_of_as_one_and_not_as_a_signal():
 
     stage = Stage(callbacks=[Exits()]).start()
     with pytest.raises(
-        RaydlError, match=r"Exits called sys.exit\('good enough'\); a callback ends"
+        RaydlError, match=r"Exits called sys.exit\('good enough'\); return a reason instead"
     ):
         stage.step(accuracy(0.5))
 

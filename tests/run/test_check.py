@@ -67,7 +67,7 @@ def test_a_damaged_file_is_named_and_the_status_says_so(run, capsys):
     try:
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         assert cli.main(["check", str(run)]) == 1
-        told = f"{path}: it is damaged: its checksum is another\n"
+        told = f"{path}: it is damaged: its checksum does not match\n"
         assert capsys.readouterr().out == told
     finally:
         path.write_bytes(data)

@@ -78,7 +78,7 @@ def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tm
         check_end(run, epochs=600, faults=1)
         late = re.search(r"(w\d+) is late and left out", run.output)
         assert late, run.output
-        assert f"{late[1]} comes back" in run.output
+        assert f"{late[1]} returns" in run.output
 
 
 @pytest.mark.slow
