@@ -169,5 +169,5 @@ def test_one_that_leaves_a_large_group_as_it_forms_is_free_at_once(large):
     threading.Timer(0.3, lambda: members.each(lambda g: g.abort(), members.groups[1:3])).start()
     began = time.monotonic()
     found = members.connect(members.groups[1:3])
-    assert [str(error) for error in found] == ["the group was left while it was formed"] * 2
+    assert [str(error) for error in found] == ["the group was left while it formed"] * 2
     assert time.monotonic() - began < 20.0

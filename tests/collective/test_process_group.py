@@ -176,7 +176,7 @@ def test_a_ring_that_lacks_a_member_is_given_up_in_time_and_says_so(members, mon
     monkeypatch.setattr(process_group, "_MESH_UP_TO", 2)
     found = members(3, timeout_s=0.5)
     began = time.monotonic()
-    assert found.connect(found.groups[:2]) == ["not all members came within 0.5 s"] * 2
+    assert found.connect(found.groups[:2]) == ["not all members joined within 0.5 s"] * 2
     assert 0.5 <= time.monotonic() - began < SOON_S
     assert [group._peers for group in found.groups[:2]] == [(), ()], "nobody to hang up on"
 
@@ -187,7 +187,7 @@ def test_a_group_that_is_left_while_it_forms_says_so(members, monkeypatch, most)
     found = members(2)
     found.groups[0].is_left = True
     assert found.connect(found.groups if most > 1 else found.groups[:1])[0] == (
-        "the group was left while it was formed"
+        "the group was left while it formed"
     )
     assert found.groups[0].process_group is None
     assert found.groups[0].store is None
@@ -202,7 +202,7 @@ class Fails:
 
 @pytest.mark.parametrize(
     ("made", "told"),
-    [(None, "the group was left while it was formed"), (Fails(), "reset by peer")],
+    [(None, "the group was left while it formed"), (Fails(), "reset by peer")],
 )
 def test_a_ring_whose_first_sum_fails_says_why(monkeypatch, made, told):
     """Another thread may leave, or a member go away, at any moment."""
@@ -348,7 +348,7 @@ def test_a_member_of_another_authority_is_told_by_what_tls_says(members, files, 
     told = found.each(
         lambda g: g.connect(found.store, host=HOSTS[g._rank], tls=[files, others][g._rank])
     )
-    assert told[1].startswith("no connection by TLS: ")
+    assert told[1].startswith("no TLS connection: ")
     assert "certificate verify failed" in told[1]
 
 

@@ -33,7 +33,7 @@ class Keys:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(roll_call, "_WAIT_S", 0.2)
-    monkeypatch.setattr(roll_call, "_TOGETHER_S", 0.0)
+    monkeypatch.setattr(roll_call, "_GRACE_S", 0.0)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_member_that_has_left_is_named_as_such_and_is_not_missing(keys):
     of(keys, 2).leave()
     error = explained(of(keys, 0))
     assert type(error) is ExchangeError
-    assert "members ['c'] have left" in error.problem
+    assert "members ['c'] left" in error.problem
     assert error.missing == ()
 
 
