@@ -103,7 +103,7 @@ def test_no_thread_of_the_center_waits_long_and_a_busy_one_may_answer_late(cente
 def test_a_wait_for_keys_is_bounded_by_the_groups_time_or_its_own(center, fake_ray):
     for store, own in [(store_of(center, timeout_s=0.2), None), (store_of(center), 0.2)]:
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"did not come within 0\.2 s"):
+        with pytest.raises(RuntimeError, match=r"did not join within 0\.2 s"):
             store.wait(["never"], own and timedelta(seconds=own))
         assert 0.2 <= time.monotonic() - began < SOON_S
     assert all(0 < asked_s <= 0.2 for _, asked_s in center.asked)
@@ -304,7 +304,7 @@ def test_who_forms_a_group_is_free_at_once_when_it_is_abandoned(ranks, algorithm
     error = problem_of(forming)
     assert time.monotonic() - began < 2.0
     assert (error.round, error.generation) == (0, 7)
-    assert error.problem == "it was abandoned: a worker was lost or left out"
+    assert error.problem == "abandoned because a worker was lost or left out"
     assert not members.is_known(0)
 
 
@@ -316,7 +316,7 @@ def test_who_waits_for_a_sum_is_free_at_once_when_it_is_abandoned(ranks, algorit
     threading.Timer(0.2, members.abandoned[0].set).start()
     error = problem_of(waiting)
     assert (error.round, error.generation) == (1, 7)
-    assert error.problem == "it was abandoned: a worker was lost or left out"
+    assert error.problem == "abandoned because a worker was lost or left out"
     members.begin(0, members.groups[0].close).result(SOON_S)
     with pytest.raises(ExchangeError):
         members.begin(1, summed, members.groups[1]).result(SOON_S)
