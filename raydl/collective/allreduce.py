@@ -354,11 +354,8 @@ class AdaptiveAllreduce:
             num_bytes = max(self._times)
             # The least: the others include waits for late ranks.
             measured_s = min(self._times[num_bytes])
-        if self._algorithm is None:
-            name, predicted_s = choose(num_bytes, self._nodes, self._network)
-        else:
-            name = self._algorithm
-            predicted_s = predict_s(name, num_bytes, self._nodes, self._network)
+        name = self._algorithm or choose(num_bytes, self._nodes, self._network)[0]
+        predicted_s = predict_s(name, num_bytes, self._nodes, self._network)
         return AllreduceReport(self._generation, name, num_bytes, predicted_s, measured_s)
 
     def close(self) -> None:

@@ -218,13 +218,13 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         """Replace the tensor by its sum (or product, minimum, maximum) over the group."""
         total, op = copy_of(only(tensor), self._device), _reduce_op(allreduce_options)
         check_writable(tensor[0])
-        self._run(lambda: self._torch.start_allreduce(total, op))
+        self._run(lambda group: group.start_allreduce(total, op))
         fill(tensor[0], total)
 
     def barrier(self, barrier_options: Any = None) -> None:
         """Wait for all members."""
         one = torch.ones(1, device=self._device)
-        self._run(lambda: self._torch.start_allreduce(one))
+        self._run(lambda group: group.start_allreduce(one))
 
     def broadcast(self, tensor: list[Value], broadcast_options: Any = None) -> None:
         """Replace the tensor by the root rank's."""
@@ -233,7 +233,7 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         options.rootTensor = 0
         is_root = self.rank == options.rootRank
         data = (flat if is_root else empty_for)(only(tensor), self._device)
-        self._run(lambda: self._torch.process_group.broadcast([as_bytes(data)], options))
+        self._run(lambda group: group.process_group.broadcast([as_bytes(data)], options))
         if not is_root:
             fill(tensor[0], data)
 
@@ -247,7 +247,7 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         if is_root:
             check_writable(tensor[0])
         # A copy on every rank: gloo writes sums to the memory of the other ranks, too.
-        self._run(lambda: self._torch.process_group.reduce([total], options))
+        self._run(lambda group: group.process_group.reduce([total], options))
         if is_root:
             fill(tensor[0], total)
 
@@ -259,7 +259,7 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         check_alike(tensor[0], targets)
         results = [empty_for(target, self._device) for target in targets]
         out = [as_bytes(result) for result in results]
-        self._run(lambda: self._torch.start_allgather(as_bytes(own), out))
+        self._run(lambda group: group.start_allgather(as_bytes(own), out))
         for target, result in zip(targets, results, strict=True):
             fill(target, result)
 
@@ -276,29 +276,25 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         pieces = [flat(value, self._device) for value in values]
         options = dist.ReduceScatterOptions()
         options.reduceOp = _reduce_op(reducescatter_options)
-        self._run(lambda: self._torch.process_group.reduce_scatter([total], [pieces], options))
+        self._run(lambda group: group.process_group.reduce_scatter([total], [pieces], options))
         fill(tensor[0], total)
 
     def send(self, tensor: list[Value], send_options: Any) -> None:
         """Send the tensor to a rank."""
         _check_one_device(send_options)
         data, to = as_bytes(flat(only(tensor), self._device)), send_options.dst_rank
-        self._run(lambda: self._torch.process_group.send([data], to, 0), peer=to)
+        self._run(lambda group: group.process_group.send([data], to, 0), peer=to)
 
     def recv(self, tensor: list[Value], recv_options: Any) -> None:
         """Receive the tensor from a rank."""
         _check_one_device(recv_options)
         data, source = empty_for(only(tensor), self._device), recv_options.src_rank
-        self._run(lambda: self._torch.process_group.recv([as_bytes(data)], source, 0), peer=source)
+        self._run(lambda group: group.process_group.recv([as_bytes(data)], source, 0), peer=source)
         fill(tensor[0], data)
 
     @property
     def _device(self) -> str:
         return self._connected.address.device
-
-    @property
-    def _torch(self) -> TorchGroup:
-        return self._connected.torch
 
     @property
     def _connected(self) -> CollectiveGroup:
@@ -310,8 +306,8 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
             )
         return self.group
 
-    def _run(self, start: Callable[[], Any], peer: int | None = None) -> None:
-        """Run one operation among all members, or with one peer, and wait for it."""
+    def _run(self, start: Callable[[TorchGroup], Any], peer: int | None = None) -> None:
+        """Start one operation among all members, or with one peer, and wait for it."""
         group, failure = self._connected, self._failure
         self._num_operations += 1
         if failure is not None:
@@ -324,7 +320,7 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
             )
         began = time.monotonic()
         try:
-            group.complete(start(), is_message=peer is not None)
+            group.complete(start(group.torch), is_message=peer is not None)
         except (RuntimeError, AttributeError) as error:
             if isinstance(error, AttributeError) and not group.torch.is_left:
                 raise

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Arrival, Exchange, Header, host_like
+from raydl.core.exchange import Arrival, Header, host_like
 from raydl.core.reports import AllreduceReport
 from raydl.core.rules import Sends, Tally
 from raydl.metrics import TimeParts
@@ -120,6 +120,8 @@ class SyncExchange:
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
         rest = num_buffers + HEADER_SIZE
         self._message = center.weights.new_zeros(num_weights + rest)
+        self.num_bytes = self._message.nbytes
+        """Bytes of one exchange."""
         self._weights, self._buffers, self._header = torch.split(
             self._message, [num_weights, num_buffers, HEADER_SIZE]
         )
@@ -127,11 +129,6 @@ class SyncExchange:
         if pieces is not None:
             assert sum(pieces) == num_weights
             self._pieces = torch.split(self._message, [*pieces, rest])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one exchange."""
-        return self._message.numel() * self._message.element_size()
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
         """Copy the message to scratch memory and start the sum."""
@@ -165,15 +162,6 @@ class SyncExchange:
         self.round += 1
 
 
-class SizedExchange(Exchange, Protocol):
-    """An exchange that knows the size of its messages."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one exchange."""
-        ...
-
-
 class StagedExchange:
     """An exchange whose message and center are in host memory, as in SC17's EASGD1.
 
@@ -185,23 +173,20 @@ class StagedExchange:
         time_parts: counts the time of the copies.
     """
 
-    def __init__(self, inner: SizedExchange, device: torch.device, time_parts: TimeParts) -> None:
+    def __init__(
+        self,
+        inner: SyncExchange | GatheredExchange,
+        device: torch.device,
+        time_parts: TimeParts,
+    ) -> None:
+        self.span = inner.span
+        self.num_bytes = inner.num_bytes
         self._inner = inner
         self._parts = time_parts
         weights, buffers = inner.center.weights, inner.center.buffers
         self.center = Mirror(weights.to(device, copy=True), buffers.to(device, copy=True))
         self._host = host_like(self.center.weights)
         self._host_buffers = host_like(self.center.buffers)
-
-    @property
-    def span(self) -> slice:
-        """The span of the flat parameters that is exchanged."""
-        return self._inner.span
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one exchange."""
-        return self._inner.num_bytes
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
         """Copy to the host and start the sum there."""
@@ -264,19 +249,15 @@ class GatheredExchange:
         start = -(-self._num_encoded // 4) * 4  # floats begin at a multiple of their size
         self._rest = center.weights.new_zeros(num_buffers + HEADER_SIZE)
         self._buffers, self._header = self._rest[:num_buffers], self._rest[num_buffers:]
-        num_bytes = start + self._rest.numel() * self._rest.element_size()
-        self._message = torch.zeros(num_bytes, dtype=torch.uint8, device=center.weights.device)
+        self.num_bytes = start + self._rest.nbytes
+        """Bytes of one message."""
+        self._message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=center.weights.device)
         self._message_rest = self._message[start:].view(self._rest.dtype)
-        self._all = self._message.new_zeros((group.num_workers, num_bytes))
+        self._all = self._message.new_zeros((group.num_workers, self.num_bytes))
         self._all_rest = self._all[:, start:].view(self._rest.dtype)
         self._total = torch.zeros_like(center.weights)
         self._decoded = torch.zeros_like(center.weights)
         self._seen = torch.zeros_like(center.weights)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one message."""
-        return self._message.numel()
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
         """Encode the message and start to gather all messages."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from raydl.collective.sync_strategy import SyncStrategy, Trained
+from raydl.collective.sync_strategy import SyncStrategy, TrainedPositions
 from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
 from raydl.core.compression import ErrorFeedback
@@ -62,7 +62,7 @@ class RoundRunner:
         """The newest that it has entered."""
         self.strategy: Strategy | None = None
         """Of that generation."""
-        self.trained = Trained()
+        self.trained = TrainedPositions()
         self.losses = Losses()
         self.feedback: dict[Span, ErrorFeedback] = {}
         self.is_behind = False
