@@ -129,7 +129,7 @@ class Party:
             strategy: Strategy = SyncStrategy(context, group, snapshot, TrainedPositions())
         else:
             client = RayCenterClient([center], timeout_s=place.timeout_s)
-            strategy = AsyncStrategy(context, client, snapshot, incarnation=0, local_step=0)
+            strategy = AsyncStrategy(context, client, snapshot, local_step=0)
         self._strategies[job.method.name] = strategy
 
     def enter_bare(self, place: GroupAddress, rank: int, num_workers: int, center: Any) -> None:

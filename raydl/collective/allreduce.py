@@ -324,9 +324,7 @@ class AdaptiveAllreduce:
         self, link: Link, nodes: Sequence[Node], algorithm: str, *, generation: int = 0
     ) -> None:
         self._generation = generation
-        self._nodes = list(nodes)
-        self._network = measure_network(link, nodes)
-        self._reducer = Reducer(link, nodes, self._network)
+        self._reducer = Reducer(link, nodes, measure_network(link, nodes))
         self._algorithm = None if algorithm == "auto" else algorithm
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="allreduce")
         self._lock = threading.Lock()
@@ -354,8 +352,9 @@ class AdaptiveAllreduce:
             num_bytes = max(self._times)
             # The least: the others include waits for late ranks.
             measured_s = min(self._times[num_bytes])
-        name = self._algorithm or choose(num_bytes, self._nodes, self._network)[0]
-        predicted_s = predict_s(name, num_bytes, self._nodes, self._network)
+        nodes, network = self._reducer.nodes, self._reducer.network
+        name = self._algorithm or choose(num_bytes, nodes, network)[0]
+        predicted_s = predict_s(name, num_bytes, nodes, network)
         return AllreduceReport(self._generation, name, num_bytes, predicted_s, measured_s)
 
     def close(self) -> None:

@@ -54,10 +54,8 @@ class Work(Protocol):
 class Group(Protocol):
     """Workers that sum and gather tensors together."""
 
-    @property
-    def num_workers(self) -> int:
-        """Number of members."""
-        ...
+    num_workers: int
+    """Number of members."""
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> Work:
         """Start to replace ``tensor`` by its sum over the members, and return at once."""
@@ -174,10 +172,7 @@ class StagedExchange:
     """
 
     def __init__(
-        self,
-        inner: SyncExchange | GatheredExchange,
-        device: torch.device,
-        time_parts: TimeParts,
+        self, inner: SyncExchange | GatheredExchange, device: torch.device, time_parts: TimeParts
     ) -> None:
         self.span = inner.span
         self.num_bytes = inner.num_bytes

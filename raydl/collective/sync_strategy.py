@@ -30,7 +30,7 @@ from raydl.core.autotune import (
 )
 from raydl.core.center import Center, Snapshot, joined_states, split_states
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
-from raydl.core.exchange import Exchange, Header, shard_spans
+from raydl.core.exchange import Header, shard_spans
 from raydl.core.methods import may_compress
 from raydl.core.optimizers import make_optimizer
 from raydl.core.progress import Progress
@@ -206,7 +206,8 @@ class SyncStrategy:
         self._lr = 0.0
         self._round_steps = 0
         self._samples_before: list[float] = []
-        self._tuning, self._choice = self._first_tuning(snapshot.tuning)
+        self._tuning, self.choice = self._first_tuning(snapshot.tuning)
+        """The exchange tuning, and its choice by this or an earlier generation, or None."""
         self._profiler = self._make_profiler() if context.method.finds_tuning else None
         self._weights = torch.tensor(snapshot.weights, device=context.center_device())
         self._buffers = torch.tensor(snapshot.buffers, device=context.center_device())
@@ -243,12 +244,11 @@ class SyncStrategy:
         )
 
     def _make_exchanges(self) -> None:
-        exchanges: tuple[AnyExchange, ...] = tuple(
+        self.exchanges: tuple[AnyExchange, ...] = tuple(
             self._make_exchange(center, span)
             for center, span in zip(self._centers, self._spans, strict=True)
         )
-        self.exchanges: tuple[Exchange, ...] = exchanges
-        self._exchange_bytes = sum(exchange.num_bytes for exchange in exchanges)
+        self._exchange_bytes = sum(exchange.num_bytes for exchange in self.exchanges)
 
     def _release_claims(self) -> None:
         """Free the claims of lost workers.
@@ -349,7 +349,7 @@ class SyncStrategy:
         choice = self._profiler.next(self._tuning, num_steps=self._round_steps, round=self._round)
         if choice is not None:  # the same on all ranks; no exchange spans two rounds
             state = self._optimizer_state()
-            self._choice, self._tuning = choice, choice.tuning
+            self.choice, self._tuning = choice, choice.tuning
             self._make_centers(state)
             self._make_exchanges()
 
@@ -556,10 +556,6 @@ class SyncStrategy:
     def allreduce_report(self) -> AllreduceReport | None:
         """Return how the group sums large messages, or None if it does not choose."""
         return self._group.report()
-
-    def choice(self) -> Choice | None:
-        """Return the exchange tuning that this generation chose, or None."""
-        return self._choice
 
 
 def _pieces(layer_sizes: list[int], span: Span) -> list[int]:

@@ -200,7 +200,7 @@ class _TunnelServer:
                 to_peer = self._connect(host, port, token + _TO_GLOO)
                 from_peer = self._connect(host, port, token + _FROM_GLOO)
             except OSError as error:
-                _send_problem(f"{host}:{port}: {error}")
+                _send({"problem": f"{host}:{port}: {error}"})
                 return gloo.close()
             _relay(gloo, to_peer, from_peer)
 
@@ -243,7 +243,7 @@ class _TunnelServer:
         try:
             gloo = socket.create_connection((GLOO_HOST, self._gloo_port), timeout=_PAIR_WAIT_S)
         except OSError as error:
-            _send_problem(f"gloo did not answer: {error}")
+            _send({"problem": f"gloo did not answer: {error}"})
             for connection in pair.values():
                 connection.close()
             return None
@@ -284,17 +284,13 @@ def _send(response: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _send_problem(problem: str) -> None:
-    _send({"problem": problem})
-
-
 def main() -> None:
     """Serve as the tunnel of the process at the other end of standard input."""
     try:
         start = json.loads(sys.stdin.readline())
         server = _TunnelServer(TlsFiles(**start["files"]), start["host"])
     except (OSError, ValueError) as error:
-        return _send_problem(str(error))
+        return _send({"problem": str(error)})
     _send({"port": server.port})
     for line in sys.stdin:
         request = json.loads(line)

@@ -58,7 +58,7 @@ def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, time
     """Return a worker's exchange with a center of its node, as another process would have it."""
     [(span, address)] = shard.shared_cells(worker_id, HERE).items()
     cell = MappedCell.open_address(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
-    session = ClientSession(worker_id, 1, 0, NonTrainableState("", {}), ledger={}, ledger_round=0)
+    session = ClientSession(worker_id, 1, NonTrainableState("", {}), ledger={}, ledger_round=0)
     session.set_assignment(ASSIGNMENT)
     return MappedExchange(
         cell,

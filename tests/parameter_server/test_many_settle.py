@@ -155,6 +155,6 @@ def test_one_that_is_dismissed_is_told_the_ledger():
 def test_ranks_are_those_of_the_newest_membership():
     crowd = Crowd(3)
     crowd.coordinator.change(Membership(2, ("w1", "w9", "w2")))
-    crowd.coordinator.enter(MessageId("w9", 2, 0, 0), 0)
+    crowd.coordinator.enter(MessageId("w9", 2, 0), 0)
     assignment = {w: crowd.settle(w).rank for w in ("w1", "w2")}
     assert assignment == {"w1": 0, "w2": 2}

@@ -17,7 +17,7 @@ from coordinators import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import spans_of
+from scenarios import spans_of, steps_of
 
 from raydl.core.compression import parse_codec
 from raydl.core.membership import Membership
@@ -29,7 +29,7 @@ from raydl.parameter_server.protocol import MessageId
 
 
 def leave(coordinator, worker_id, *, generation=1):
-    coordinator.leave_generation(MessageId(worker_id, generation, 0, 9))
+    coordinator.leave_generation(MessageId(worker_id, generation, 9))
 
 
 # claims and orders
@@ -103,9 +103,9 @@ def test_local_steps_follow_the_fastest_of_those_who_are_left():
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     settle(coordinator, "w0", step_s=0.1)
-    assert settle(coordinator, "w1", step_s=0.2).num_steps == 4
+    assert steps_of(settle(coordinator, "w1", step_s=0.2)) == 4
     change(coordinator, 2, "w1")
-    assert settle(coordinator, "w1", step_s=0.2).num_steps == 8
+    assert steps_of(settle(coordinator, "w1", step_s=0.2)) == 8
 
 
 def test_a_vote_outlives_changes_of_membership():
@@ -122,7 +122,7 @@ def test_a_vote_outlives_changes_of_membership():
 
 def test_a_late_message_of_a_lost_worker_is_refused_changes_nothing_and_is_counted():
     coordinator = make_coordinator()
-    shard = make_shard(Add(), 2, settles=coordinator)
+    shard = make_shard(Add(), 2, coordinator=coordinator)
     shard.begin_generation(Membership(1, ("w0", "w1")))
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -134,11 +134,11 @@ def test_a_late_message_of_a_lost_worker_is_refused_changes_nothing_and_is_count
     assert shard.num_refused == 1
     for call in (lambda s: coordinator.enter(s, 0), coordinator.take_turn):
         with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
-            call(MessageId("w1", 1, 0, 2))
+            call(MessageId("w1", 1, 2))
     with pytest.raises(ExchangeError, match="no longer a member"):
         coordinator.repeat(settling("w1", 1, [1, 2]))
     assert coordinator.num_refused == 3
-    coordinator.end_turn(MessageId("w1", 1, 0, 3))  # these two are of no consequence
+    coordinator.end_turn(MessageId("w1", 1, 3))  # these two are of no consequence
     leave(coordinator, "w1")
     assert coordinator.state()["progress"].num_samples == 0
     assert shard.exchange(settling("w0", 1, [1, 2])).assignment.num_done == 10
@@ -169,15 +169,15 @@ def test_a_message_of_an_earlier_life_is_refused():
 def test_a_worker_removed_while_its_message_is_applied_is_refused(codec):
     coordinator = make_coordinator()
 
-    class Settles:
-        """Removes the worker just before it settles."""
+    class Removing:
+        """A coordinator that removes the worker just before it completes the round."""
 
         def settle(self, message):
             shard.change(Membership(2, ("w0",)))
             change(coordinator, 2, "w0")
             return coordinator.settle(message)
 
-    shard = make_shard(Add(), 2, settles=Settles(), codec=codec)
+    shard = make_shard(Add(), 2, coordinator=Removing(), codec=codec)
     shard.begin_generation(Membership(1, ("w0", "w1")))
     enter(coordinator, "w1")
     message = settling("w1", 1, encoded(codec, [1, 2]), span=(0, 2))
@@ -415,7 +415,7 @@ class Crowd:
         if assignment.outcome is Outcome.GO_ON:
             self.held[worker_id] = spans
         else:
-            self.coordinator.leave_generation(MessageId(worker_id, self.entered[worker_id], 0, 9))
+            self.coordinator.leave_generation(MessageId(worker_id, self.entered[worker_id], 9))
 
     def happen(self, kind, number):
         workers = sorted(self.held)

@@ -164,9 +164,9 @@ def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
         return [], refs
 
     monkeypatch.setattr(remote.ray, "wait", wait)
-    message_id = MessageId("w0", 4, 0, 12)
+    message_id = MessageId("w0", 4, 12)
     delivery = remote.RayPendingResponse(lambda: "ref", 1, message_id, 60.0, abandoned)
-    with pytest.raises(ExchangeError, match="center shard 1 did not answer; it was abandoned: "):
+    with pytest.raises(ExchangeError, match="center shard 1 did not answer and was abandoned: "):
         delivery.wait()
     assert len(looks) == 3
     assert max(looks) <= 0.1

@@ -45,7 +45,7 @@ def test_a_worker_that_has_finished_has_taken_all_its_steps(method):
         assert settle(coordinator, worker_id, num_trained=5).outcome is Outcome.FINISHED
     assert not coordinator.is_complete()
     for worker_id in ("w0", "w1"):
-        coordinator.leave_generation(MessageId(worker_id, 1, 0, 9))
+        coordinator.leave_generation(MessageId(worker_id, 1, 9))
     assert coordinator.is_complete()
     assert coordinator.pop_records()[-1].progress.num_samples == 20
 
@@ -99,7 +99,7 @@ def test_unsent_steps_of_a_leaving_worker_count_where_its_replica_goes_on(method
     coordinator.change(Membership(1, ("w0",)))
     coordinator.vote(1, **{vote: 1.0})
     assert settle(coordinator, "w0", num_trained=5).outcome is not Outcome.GO_ON
-    coordinator.leave_generation(MessageId("w0", 1, 0, 9))
+    coordinator.leave_generation(MessageId("w0", 1, 9))
     assert coordinator.state()["progress"].num_samples == (10 if goes_on else 5)
     assert coordinator.pop_records()[-1].progress.num_samples == (10 if goes_on else 5)
 
@@ -113,7 +113,7 @@ def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
     assert settle(coordinator, "w0", num_trained=5).outcome is Outcome.LEFT
     assert coordinator.pop_due() == []
     coordinator.leave_generation(
-        MessageId("w0", 1, 0, 9)
+        MessageId("w0", 1, 9)
     )  # the first epoch is complete with its last step
     assert coordinator.pop_due() == [Due(coordinator.version, False)]
 

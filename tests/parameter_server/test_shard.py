@@ -48,7 +48,7 @@ class Weights(Add):
 
 
 class Settling:
-    """Who settles: what it was asked, and its answer; None: the worker is no member any more."""
+    """A coordinator that records its requests; ``assignment`` None: the worker was removed."""
 
     def __init__(self, assignment=ASSIGNMENT):
         self.assignment, self.settled, self.repeated = assignment, [], []
@@ -104,18 +104,18 @@ def test_each_span_is_moved_by_its_own_messages_which_are_counted_apart():
 
 def test_an_older_message_than_the_newest_is_a_repeated_one():
     shard = shard_of([0.0])
-    for sequence, incarnation in [(1, 1), (0, 1), (5, 0), (1, 1)]:
-        shard.exchange(request("w0", sequence, [1.0], incarnation=incarnation))
+    for sequence in [1, 0, 1, 0]:
+        shard.exchange(request("w0", sequence, [1.0]))
     assert lists(shard.state()) == [[1.0]]
     assert shard.num_repeated == 3
 
 
 def test_what_the_answer_and_a_copy_hold_does_not_move_with_the_center():
-    shard = shard_of([0.0], buffers=[0.0], settles=Settling())
+    shard = shard_of([0.0], buffers=[0.0], coordinator=Settling())
     response, state = shard.exchange(request("w0", 0, [1.0])), shard.state()
     later = dataclasses.replace(request("w0", 1, [1.0], completion=ENDS_ROUND), buffers=one(4.0))
     settled = shard.exchange(later)
-    shard.exchange(dataclasses.replace(later, message_id=MessageId("w0", 0, 0, 2)))
+    shard.exchange(dataclasses.replace(later, message_id=MessageId("w0", 0, 2)))
     assert (response.weights.tolist(), lists(state)) == ([1.0], [[1.0]])
     assert (state.buffers.tolist(), settled.buffers.tolist()) == ([0.0], [2.0])
 
@@ -129,7 +129,7 @@ def test_what_the_answer_and_a_copy_hold_does_not_move_with_the_center():
     ],
 )
 def test_a_message_that_is_refused_says_why_and_holds_nothing(worker_id, generation, reason):
-    shard = shard_of([0.0], settles=(settling := Settling()))
+    shard = shard_of([0.0], coordinator=(settling := Settling()))
     shard.change(Membership(2, ("w0",)))
     shard.change(Membership(3, ("w0", "w1")))
     message = request(worker_id, 0, [1.0], generation=generation, completion=ENDS_ROUND)
@@ -150,7 +150,7 @@ def one(value):
 
 
 def test_the_message_that_ends_a_round_is_answered_with_assignment_once_the_center_has_moved():
-    shard = shard_of([0.0], buffers=[2.0], settles=(settling := Settling()))
+    shard = shard_of([0.0], buffers=[2.0], coordinator=(settling := Settling()))
     message = dataclasses.replace(request("w0", 0, [1.0], completion=ENDS_ROUND), buffers=one(6.0))
     response = shard.exchange(message)
     assert response.assignment is ASSIGNMENT
@@ -164,7 +164,7 @@ def test_the_message_that_ends_a_round_is_answered_with_assignment_once_the_cent
 
 
 def test_a_message_that_only_settles_moves_nothing_and_counts_once():
-    shard = shard_of([1.0], settles=(settling := Settling()))
+    shard = shard_of([1.0], coordinator=(settling := Settling()))
     message = request("w0", 0, [], span=(0, 0), completion=ENDS_ROUND)
     for _ in range(2):
         response = shard.exchange(message)
@@ -173,10 +173,10 @@ def test_a_message_that_only_settles_moves_nothing_and_counts_once():
     assert lists(shard.state()) == [[1.0]]
 
 
-@pytest.mark.parametrize("settles", [None, Settling()])
-def test_a_message_in_the_middle_of_a_round_gets_no_assignment(settles):
-    shard = shard_of([0.0], settles=settles)
-    completion = ENDS_ROUND if settles is None else None  # away from home nothing settles
+@pytest.mark.parametrize("coordinator", [None, Settling()])
+def test_a_message_in_the_middle_of_a_round_gets_no_assignment(coordinator):
+    shard = shard_of([0.0], coordinator=coordinator)
+    completion = ENDS_ROUND if coordinator is None else None  # only the home shard assigns
     message = dataclasses.replace(request("w0", 0, [1.0], completion=completion), buffers=one(9.0))
     response = shard.exchange(message)
     assert (response.weights.tolist(), response.buffers.tolist()) == ([1.0], [9.0])
@@ -185,7 +185,7 @@ def test_a_message_in_the_middle_of_a_round_gets_no_assignment(settles):
 
 def test_a_worker_that_was_removed_while_its_message_moved_the_center_is_told():
     """The coordinator counts this refusal, not the shard."""
-    shard = shard_of([0.0], settles=Settling(assignment=None))
+    shard = shard_of([0.0], coordinator=Settling(assignment=None))
     response = shard.exchange(request("w0", 0, [1.0], completion=ENDS_ROUND))
     assert response.refusal == "the center refused w0: it is no longer a member (generation 0)"
     assert response.assignment is None
@@ -254,8 +254,8 @@ def test_a_worker_removed_after_its_shortened_message_was_let_in_is_refused_and_
     shard, codec = shard_of([0.0] * 8, codec="int8"), parse_codec("int8")
     message = request("w0", 0, codec.encode(torch.ones(8)), span=(0, 8))
     [cell] = shard._cells.values()
-    for letters in ({}, {"w0": dataclasses.replace(cell.letters["w0"], entered=5)}):
-        cell.letters = letters
+    for states in ({}, {"w0": dataclasses.replace(cell.codec_states["w0"], entered=5)}):
+        cell.codec_states = states
         response = shard.exchange(message)
         assert response.refusal == "the center refused w0: it is no longer a member (generation 0)"
     assert shard.num_refused == 2
@@ -266,14 +266,14 @@ def test_letters_of_who_stays_go_on_and_newcomers_begin_with_the_center_of_now()
     shard, codec = shard_of([0.0] * 8, codec="int8"), parse_codec("int8")
     shard.exchange(request("w0", 0, codec.encode(torch.ones(8)), span=(0, 8)))
     [cell] = shard._cells.values()
-    stays = cell.letters["w0"]
+    stays = cell.codec_states["w0"]
     state = shard.change(Membership(2, ("w0", "w2")))
-    assert cell.letters.keys() == {"w0", "w2"}
-    assert cell.letters["w0"] is stays
-    assert cell.letters["w2"].entered == 2
-    assert cell.letters["w2"].mirror.tolist() == state.weights[0].tolist()
+    assert cell.codec_states.keys() == {"w0", "w2"}
+    assert cell.codec_states["w0"] is stays
+    assert cell.codec_states["w2"].entered == 2
+    assert cell.codec_states["w2"].mirror.tolist() == state.weights[0].tolist()
     shard.begin_generation(Membership(2, ("w0", "w2")))
-    assert cell.letters["w0"] is not stays
+    assert cell.codec_states["w0"] is not stays
 
 
 # optimizers
@@ -444,7 +444,7 @@ def test_the_cells_that_a_process_can_map_come_with_the_workers_place():
         def shared_cells(self, message_id):
             return {(5, 9): gone, span: address}
 
-    found = open_cells(Posted(), MessageId("w1", 1, 0, 0), is_locked=True, timeout_s=0.25)
+    found = open_cells(Posted(), MessageId("w1", 1, 0), is_locked=True, timeout_s=0.25)
     assert list(found) == [span]
     cell, slot = found[span]
     assert slot == address.slot

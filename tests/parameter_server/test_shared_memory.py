@@ -278,7 +278,7 @@ def test_the_wait_for_a_worker_that_stopped_halfway_ends():
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):
             own.begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
         message = Request(
-            MessageId("w0", 1, 0, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
+            MessageId("w0", 1, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
             2, 1.0, 0.1,
         )  # fmt: skip
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}"):
@@ -307,7 +307,7 @@ def test_of_updates_by_memory_and_by_message_at_once_none_is_lost(tmp_path):
         ]
         for number in range(100):  # as a worker of another node does
             request = Request(
-                MessageId("w2", 1, 0, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1
+                MessageId("w2", 1, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1
             )
             replica = replica - (replica - shard.exchange(request).weights) / 4
         assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}

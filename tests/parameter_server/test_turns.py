@@ -15,8 +15,8 @@ def turns(coordinator, *worker_ids, start=10, generations=None):
     """Let workers take a turn each, in this order; each must be free at once."""
     for sequence, worker_id in enumerate(worker_ids, start):
         generation = (generations or {}).get(worker_id, 1)
-        coordinator.take_turn(MessageId(worker_id, generation, 0, 2 * sequence))
-        coordinator.end_turn(MessageId(worker_id, generation, 0, 2 * sequence + 1))
+        coordinator.take_turn(MessageId(worker_id, generation, 2 * sequence))
+        coordinator.end_turn(MessageId(worker_id, generation, 2 * sequence + 1))
 
 
 def in_turns(*workers, timeout_s=30.0):
@@ -28,24 +28,24 @@ def in_turns(*workers, timeout_s=30.0):
 
 def test_who_waits_for_the_turn_of_a_lost_worker_gets_it_at_once(pool):
     coordinator = in_turns("w0", "w1", "w2")
-    coordinator.take_turn(MessageId("w0", 1, 0, 1))
-    third = waiting(pool, coordinator.take_turn, MessageId("w2", 1, 0, 1))
-    second = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 0, 1))
+    coordinator.take_turn(MessageId("w0", 1, 1))
+    third = waiting(pool, coordinator.take_turn, MessageId("w2", 1, 1))
+    second = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 1))
     change(coordinator, 2, "w1", "w2")
     second.result(timeout=30)
     assert not third.done()
-    coordinator.end_turn(MessageId("w1", 1, 0, 2))
+    coordinator.end_turn(MessageId("w1", 1, 2))
     third.result(timeout=30)
 
 
 def test_a_removed_worker_that_waits_for_its_turn_is_told_so(pool):
     coordinator = in_turns("w0", "w1")
-    coordinator.take_turn(MessageId("w0", 1, 0, 1))
-    call = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 0, 1))
+    coordinator.take_turn(MessageId("w0", 1, 1))
+    call = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 1))
     change(coordinator, 2, "w0")
     with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
         call.result(timeout=30)
-    coordinator.end_turn(MessageId("w0", 1, 0, 2))
+    coordinator.end_turn(MessageId("w0", 1, 2))
     turns(coordinator, "w0", "w0")
 
 
@@ -62,7 +62,7 @@ def test_who_waits_to_enter_behind_a_lost_worker_enters(pool):
 def test_nobody_begins_before_all_have_claimed_their_first_samples(pool):
     coordinator = make_coordinator("original-easgd", workers=("w0", "w1"))
     enter(coordinator, "w0")
-    first = waiting(pool, coordinator.take_turn, MessageId("w0", 1, 0, 1))
+    first = waiting(pool, coordinator.take_turn, MessageId("w0", 1, 1))
     assert not first.done()
     enter(coordinator, "w1")
     first.result(timeout=30)
@@ -72,7 +72,7 @@ def test_who_waits_for_one_that_never_enters_says_whom(pool):
     coordinator = make_coordinator("original-easgd", workers=("w0", "w1"), timeout_s=0.1)
     enter(coordinator, "w0")
     with pytest.raises(ExchangeTimeoutError, match="w1"):
-        coordinator.take_turn(MessageId("w0", 1, 0, 1))
+        coordinator.take_turn(MessageId("w0", 1, 1))
 
 
 def test_a_removed_worker_that_waits_for_an_answer_is_told_so(pool):
@@ -102,7 +102,7 @@ def test_a_worker_that_joins_first_of_all_gets_the_turn():
     change(coordinator, 2)
     change(coordinator, 3, "w1")
     with pytest.raises(ExchangeTimeoutError, match="nobody"):
-        coordinator.take_turn(MessageId("w1", 3, 0, 0))  # it has not entered
+        coordinator.take_turn(MessageId("w1", 3, 0))  # it has not entered
     enter(coordinator, "w1", generation=3)
     turns(coordinator, "w1", "w1", generations={"w1": 3})
 

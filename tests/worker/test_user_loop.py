@@ -241,7 +241,7 @@ def test_a_buffer_that_an_evaluation_replaced_is_the_replicas_own_again():
 
 def test_a_state_is_loaded_before_the_worker_comes():
     _, _, elastic = alone()
-    with elastic, pytest.raises(AttachError, match="load_state_dict comes first"):
+    with elastic, pytest.raises(AttachError, match="load_state_dict must be called before"):
         elastic.load_state_dict(elastic.state_dict())
 
 
@@ -257,7 +257,7 @@ def test_who_is_detached_takes_no_step():
 def test_a_model_that_is_attached_is_not_attached_again_before_it_is_detached():
     model, optimizer, elastic = alone()
     threads = Threads(settings(MethodConfig(name="sync-easgd"), 1))
-    with elastic, pytest.raises(ConfigError, match="attached to 'run' already, and would wait for"):
+    with elastic, pytest.raises(ConfigError, match="already attached to 'run', and would wait for"):
         threads.attach(model, optimizer)
     again = threads.attach(model, optimizer)
     del again  # a loop that forgot to detach
@@ -269,7 +269,7 @@ def test_a_model_that_was_moved_is_told():
     model, _, elastic = alone()
     with elastic:
         model.double()
-        with pytest.raises(AttachError, match="move or convert the model before it is attached"):
+        with pytest.raises(AttachError, match=r"move or convert the model before raydl\.attach"):
             elastic.step()
 
 
@@ -296,18 +296,21 @@ def held_by_nobody():
     ("change", "sentence"),
     [
         ({"method": "sync-easdg"}, "method.name has no 'sync-easdg'; did you mean sync-easgd"),
-        ({"method": "sync-sgd"}, "take local-sgd with method.period 1"),
+        ({"method": "sync-sgd"}, "choose local-sgd with method.period 1"),
         ({"num_workers": 0}, "num_workers must be 1 or more, got 0"),
         (
             {"method": "sync-easgd", "group_size": 2},
-            "method.group_size must be 1 with a loop of your own, got 2",
+            "method.group_size must be 1 with raydl.attach, got 2",
         ),
-        ({"center_shards": 2}, "exchange.center_shards must be 1 with a loop of your own, got 2"),
+        ({"center_shards": 2}, "exchange.center_shards must be 1 with raydl.attach, got 2"),
         ({"model": torch.nn.ReLU()}, "model ReLU: has no parameter that requires a gradient"),
         ({"model": "lenet"}, "model must be a torch.nn.Module, got a str"),
         ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got a str"),
-        ({"optimizer": held_by_nobody()}, "does not hold 6 of the model's 6 parameters, 1.weight"),
-        ({"more": held_by_nobody()}, "holds 2 parameters that are not the model's"),
+        (
+            {"optimizer": held_by_nobody()},
+            "lacks 6 of the model's 6 parameters, for example 1.weight",
+        ),
+        ({"more": held_by_nobody()}, "has 2 parameters that are not the model's"),
         ({"kind": torch.optim.LBFGS}, "can not be LBFGS"),
     ],
 )
