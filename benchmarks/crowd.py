@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raydl.collective.ray_collective import CenterStore, CollectiveGroup, GroupAddress
-from raydl.collective.sync_strategy import SyncStrategy, Trained
+from raydl.collective.sync_strategy import SyncStrategy, TrainedPositions
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig
 from raydl.core.center import first_snapshot
 from raydl.core.exchange import Header, StepPlan
@@ -126,10 +126,10 @@ class Party:
             rank = membership.worker_ids.index(worker_id)
             with mock.patch.dict(os.environ, self._environment):
                 group = CollectiveGroup(place, membership.worker_ids, rank, center=center)
-            strategy: Strategy = SyncStrategy(context, group, snapshot, Trained())
+            strategy: Strategy = SyncStrategy(context, group, snapshot, TrainedPositions())
         else:
             client = RayCenterClient([center], timeout_s=place.timeout_s)
-            strategy = AsyncStrategy(context, client, snapshot, incarnation=0, local_step=0)
+            strategy = AsyncStrategy(context, client, snapshot, local_step=0)
         self._strategies[job.method.name] = strategy
 
     def enter_bare(self, place: GroupAddress, rank: int, num_workers: int, center: Any) -> None:

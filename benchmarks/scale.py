@@ -81,7 +81,7 @@ def settling(num_workers: int, num_turns: int) -> Found:
     ids = [f"w{rank}" for rank in range(num_workers)]
     coordinator.begin_generation(Membership(1, tuple(ids)))
     for worker_id in ids:
-        coordinator.enter(MessageId(worker_id, 1, 0, 0), 0)
+        coordinator.enter(MessageId(worker_id, 1, 0), 0)
     nothing, kept = np.empty(0, np.float32), {}
     shuffled, settle_s, pickle_s, num_bytes = random.Random(0), 0.0, 0.0, 0
     for turn in range(1, num_turns + 2):
@@ -90,7 +90,7 @@ def settling(num_workers: int, num_turns: int) -> Found:
             num_bytes = 0
         for worker_id in shuffled.sample(ids, num_workers):
             completion = Completion(Header(step_s=0.1), 10 * turn, 640 * turn, 0.1, 80)
-            message_id = MessageId(worker_id, 1, 0, turn)
+            message_id = MessageId(worker_id, 1, turn)
             push = Request(
                 message_id, (0, 0), nothing, nothing, num_workers, 640.0, 0.1, completion
             )
@@ -489,14 +489,14 @@ def _grown_center(num_workers: int, hours: float) -> float:
     trained = dict.fromkeys(members, 0)
     chance, weights, nothing = random.Random(0), np.zeros(11, np.float32), np.empty(0, np.float32)
     for worker_id in members:
-        service.enter(MessageId(worker_id, 1, 0, 0), 0)
+        service.enter(MessageId(worker_id, 1, 0), 0)
     num_changes, levels = int(hours * HOUR_S / REPLACED_EVERY_S), Levels(hours)
     for number in range(num_changes):
         for worker_id in chance.sample(members, min(num_workers, 16)):
             trained[worker_id] += 1
             step = trained[worker_id]
             completion = Completion(Header(step_s=0.1), 10 * step, 640 * step, 0.1, 80)
-            message_id = MessageId(worker_id, entered[worker_id], 0, step)
+            message_id = MessageId(worker_id, entered[worker_id], step)
             service.exchange(
                 Request(message_id, (0, 11), weights, nothing, num_workers, 640.0, 0.1, completion)
             )
@@ -504,7 +504,7 @@ def _grown_center(num_workers: int, hours: float) -> float:
         del entered[members[lost]], trained[members[lost]]
         members[lost], entered[newcomer], trained[newcomer] = newcomer, number + 2, 0
         service.change(Membership(number + 2, tuple(members)), [])
-        service.enter(MessageId(newcomer, number + 2, 0, 0), 0)
+        service.enter(MessageId(newcomer, number + 2, 0), 0)
         service.coordinator.pop_records()
         service.coordinator.pop_due()
         levels.look(number / num_changes * hours)

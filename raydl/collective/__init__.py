@@ -1,1 +1,1 @@
-"""The synchronous methods: all ranks exchange at once, by one all-reduce."""
+"""Synchronous methods: all ranks exchange together, by one all-reduce."""

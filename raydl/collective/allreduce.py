@@ -1,10 +1,10 @@
-"""All-reduce by messages between pairs, and the choice of the cheapest algorithm.
+"""All-reduce by point-to-point messages, and the choice of the cheapest algorithm.
 
-Our reading of Tianhe-3's *Dynamic Allreduce* (Wei et al., Sci. Rep. 11:20244, gives its name
-and purpose, not its definition): the algorithm is chosen at run time, from message size,
-number of workers and measured latency and bandwidth. What each should cost is in
-``raydl.core.cost_model``. For CPU tensors: NCCL chooses among algorithms of its own. Beside a
-gradient the all-reduce runs in a thread of its own.
+This is our reading of Tianhe-3's *Dynamic Allreduce* (Wei et al., Sci. Rep. 11:20244, which gives
+its name and purpose, not its definition): choose the algorithm at run time from message size,
+number of workers and measured latency and bandwidth. ``raydl.core.cost_model`` predicts the costs.
+For CPU tensors only: NCCL chooses its own algorithms. An all-reduce that overlaps with the gradient
+runs in its own thread.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from raydl.core.reports import AllreduceReport
 
 
 class Handle(Protocol):
-    """A message under way."""
+    """A message in transit."""
 
     def wait(self) -> object:
-        """Wait until it is done; raises RuntimeError if it failed or took too long."""
+        """Wait until the message is sent or received; raise RuntimeError on failure or time-out."""
 
 
 class Link(Protocol):
-    """How one rank reaches the others.
+    """Point-to-point messages between one rank and the others.
 
-    Both methods start a message and return at once; the tensor belongs to the message until
-    its ``wait()`` returns. Messages between a pair arrive in the order they were sent. What
-    fails raises RuntimeError, here or in ``wait()``, within a time the link bounds.
+    Both methods start a message and return at once; the caller must not touch the tensor until
+    ``wait()`` returns. Messages between two ranks arrive in the order in which they were sent. A
+    failed message raises RuntimeError, here or in ``wait()``, within the link's time-out.
     """
 
     rank: int
     num_workers: int
 
     def send(self, tensor: Tensor, to: int) -> Handle:
-        """Begin to send a tensor to a rank."""
+        """Start to send a tensor to a rank."""
 
     def receive(self, tensor: Tensor, source: int) -> Handle:
-        """Begin to fill a tensor with what a rank sends."""
+        """Start to receive a rank's message into a tensor."""
 
 
 class ProcessGroupLink:
     """A link over a torch process group, whose time-out bounds every wait.
 
-    ``tag`` keeps its messages apart from others between the same ranks of the group.
+    ``tag`` separates its messages from others between the same ranks of the group.
     """
 
     def __init__(self, process_group: Any, rank: int, num_workers: int, tag: int = 0) -> None:
@@ -62,16 +62,16 @@ class ProcessGroupLink:
         self._tag = tag
 
     def send(self, tensor: Tensor, to: int) -> Any:
-        """Begin to send a tensor to a rank."""
+        """Start to send a tensor to a rank."""
         return self._process_group.send([tensor], to, self._tag)
 
     def receive(self, tensor: Tensor, source: int) -> Any:
-        """Begin to fill a tensor with what a rank sends."""
+        """Start to receive a rank's message into a tensor."""
         return self._process_group.recv([tensor], source, self._tag)
 
 
 class _Subset:
-    """A link among some ranks, numbered anew by their place in ``ranks``."""
+    """A link among some ranks, renumbered by their index in ``ranks``."""
 
     def __init__(self, link: Link, ranks: Sequence[int]) -> None:
         self.rank = ranks.index(link.rank)
@@ -87,8 +87,8 @@ class _Subset:
 
 
 def _exchange(link: Link, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
-    # Both are started before either is waited for: a send may need its receiver to complete.
-    # Both sides know the sizes, so that neither sends or waits for an empty message.
+    # Start both before waiting: a send may complete only once its receiver has started.
+    # Both sides know the sizes, so neither sends or awaits an empty message.
     handles = [link.receive(incoming, source)] if incoming.numel() else []
     handles += [link.send(outgoing, to)] if outgoing.numel() else []
     for handle in handles:
@@ -100,21 +100,22 @@ def ring(
 ) -> None:
     """Sum over all ranks by a chunked ring: reduce-scatter, then all-gather.
 
-    Every algorithm here has this signature. All ranks end with the same bits: each chunk is
-    summed once, along the ring, and copied from there.
+    All algorithms here have this signature. All ranks end with the same bits: each chunk is
+    summed once, along the ring, and the result is copied.
 
     Args:
-        link: the way to the other ranks.
+        link: reaches the other ranks.
         tensor: shape [n], contiguous, the same n and dtype on every rank; becomes the sum.
         scratch: overwritten; same dtype, at least n elements.
-        nodes, network: the node of each rank, what messages cost; only two-level looks.
+        nodes, network: the node of each rank and the cost of messages; only ``two_level`` uses
+            them.
 
     Raises:
-        RuntimeError: a message failed; the tensor may be half reduced.
+        RuntimeError: if a message failed; the tensor may be half reduced.
     """
     rank, p = link.rank, link.num_workers
     left, right = (rank - 1) % p, (rank + 1) % p
-    chunks = torch.tensor_split(tensor, p)  # the last ones are empty if n < p
+    chunks = torch.tensor_split(tensor, p)  # the last chunks are empty if n < p
     for step in range(p - 1):
         outgoing, incoming = chunks[(rank - step) % p], chunks[(rank - step - 1) % p]
         received = scratch[: incoming.numel()]
@@ -130,9 +131,9 @@ def recursive_doubling(
 ) -> None:
     """Sum over all ranks by exchanging whole tensors at distances 1, 2, 4, ...
 
-    If p is not a power of two, a rank from q on gives its tensor to rank - q and gets the
-    result back at the end. The same bits everywhere, since x + y and y + x are the same bits
-    (but for the payload of a NaN). Arguments and errors as in ``ring``.
+    Let q be the largest power of two up to p. Each rank >= q sends its tensor to rank - q and
+    receives the result at the end. All ranks end with the same bits, since x + y and y + x are the
+    same bits (except for the payload of a NaN). Arguments and errors as in ``ring``.
     """
     rank, q = link.rank, 1 << (link.num_workers.bit_length() - 1)
     received = scratch[: tensor.numel()]
@@ -154,24 +155,24 @@ def recursive_doubling(
 def two_level(
     link: Link, tensor: Tensor, scratch: Tensor, *, nodes: Sequence[Node], network: Network
 ) -> None:
-    """Sum to each node's leader, all-reduce among the leaders, copy back inside the nodes.
+    """Sum onto each node's leader, all-reduce among the leaders, copy back within the nodes.
 
-    Inside a node by a binomial tree, among leaders by the cheaper of the other two. The same
-    bits everywhere, since a node's ranks copy their leader. Arguments and errors as in
-    ``ring``.
+    Within a node by a binomial tree, among the leaders by the cheaper of the two flat algorithms.
+    All ranks end with the same bits, since a node's ranks copy their leader. Arguments and errors
+    as in ``ring``.
     """
-    node, leaders = _Subset(link, _inside(nodes, link.rank)), _leaders(nodes)
+    node, leaders = _Subset(link, _same_node(nodes, link.rank)), _leaders(nodes)
     _tree_reduce(node, tensor, scratch[: tensor.numel()], torch.add)
     if link.rank in leaders:
-        apart = range(len(leaders))  # to each leader a node of its own
-        name, _ = choose(tensor.nbytes, apart, network, among=FLAT)
+        separate = range(len(leaders))  # each leader is on its own node
+        name, _ = choose(tensor.nbytes, separate, network, among=FLAT)
         across = _Subset(link, leaders)
-        ALGORITHMS[name](across, tensor, scratch, nodes=apart, network=network)
+        ALGORITHMS[name](across, tensor, scratch, nodes=separate, network=network)
     _tree_copy(node, tensor)
 
 
 def _tree_reduce(link: Link, tensor: Tensor, scratch: Tensor, combine: Callable[..., Any]) -> None:
-    """Combine the tensors of all ranks into that of rank 0, spoiling those of others."""
+    """Combine the tensors of all ranks into rank 0's; the other ranks' are overwritten."""
     for step in doubling_steps(link.num_workers):
         if link.rank & step:
             link.send(tensor, link.rank - step).wait()
@@ -182,7 +183,7 @@ def _tree_reduce(link: Link, tensor: Tensor, scratch: Tensor, combine: Callable[
 
 
 def _tree_copy(link: Link, tensor: Tensor) -> None:
-    """Copy the tensor of rank 0 to all ranks."""
+    """Copy rank 0's tensor to all ranks."""
     for step in reversed(doubling_steps(link.num_workers)):
         place = link.rank % (2 * step)
         if place == step:
@@ -191,13 +192,16 @@ def _tree_copy(link: Link, tensor: Tensor) -> None:
             link.send(tensor, link.rank + step).wait()
 
 
-def _inside(nodes: Sequence[Node], rank: int) -> list[int]:
+def _same_node(nodes: Sequence[Node], rank: int) -> list[int]:
     return [r for r, node in enumerate(nodes) if node == nodes[rank]]
 
 
 def _leaders(nodes: Sequence[Node]) -> list[int]:
-    backwards = {node: len(nodes) - 1 - i for i, node in enumerate(reversed(nodes))}
-    return sorted(backwards.values())  # of a node's ranks the lowest came last
+    """Return the lowest rank of each node."""
+    leaders: dict[Node, int] = {}
+    for rank, node in enumerate(nodes):
+        leaders.setdefault(node, rank)
+    return list(leaders.values())
 
 
 ALGORITHMS: dict[str, Callable[..., None]] = {
@@ -205,7 +209,8 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
     "recursive-doubling": recursive_doubling,
     "two-level": two_level,
 }
-"""How to sum, each called as ``ring`` is; ``network.COSTS`` has their costs."""
+"""All-reduce algorithms by name, with the signature of ``ring``. Their costs are in
+``raydl.core.cost_model.COSTS``."""
 
 
 _PING_BYTES, _LOAD_BYTES = 8, 1 << 19
@@ -214,16 +219,16 @@ _PING_BYTES, _LOAD_BYTES = 8, 1 << 19
 def measure_network(link: Link, nodes: Sequence[Node]) -> Network:
     """Measure latency and bandwidth, and return the same figures on every rank.
 
-    All ranks call this together. The ranks of a node are a chain, and so are the leaders; on
-    every line of a chain a small and a large message are exchanged, as in a round of an
-    algorithm. A line's best time counts, and of all lines the slowest, which sets the pace.
-    A kind of line that does not exist takes the figures of the other; for p = 1 all are 0.
+    All ranks call this together. The ranks of a node form a chain, and so do the leaders. Each
+    pair of neighbors in a chain exchanges small and large messages, as in one round of an
+    algorithm. The best time of each pair counts, and the slowest pair sets the figure. With only
+    one kind of chain (local or across nodes), its figures serve for both; for p = 1 all are 0.
 
     Raises:
-        RuntimeError: a message failed.
+        RuntimeError: if a message failed.
     """
     across = _measure_chain(link, _leaders(nodes))
-    local = _measure_chain(link, _inside(nodes, link.rank))
+    local = _measure_chain(link, _same_node(nodes, link.rank))
     figures = torch.tensor([*across, *local], dtype=torch.float64)
     _tree_reduce(link, figures, torch.empty_like(figures), torch.maximum)
     _tree_copy(link, figures)
@@ -232,20 +237,20 @@ def measure_network(link: Link, nodes: Sequence[Node]) -> Network:
 
 
 def _measure_chain(link: Link, ranks: Sequence[int]) -> tuple[float, float]:
-    """Return the slower (latency, seconds per byte) of this rank's lines; (0, 0) for none."""
+    """Return the slower (latency, seconds per byte) to this rank's neighbors; (0, 0) for none."""
     if link.rank not in ranks:
         return 0.0, 0.0
-    index, found = ranks.index(link.rank), [(0.0, 0.0)]
-    # Lines 0-1, 2-3, ... before 1-2, 3-4, ...: so no circle of ranks waits for one another.
+    index, measured = ranks.index(link.rank), [(0.0, 0.0)]
+    # Pairs 0-1, 2-3, ... before 1-2, 3-4, ...: no cycle of ranks waits for one another.
     for even in (True, False):
         other = index + 1 if (index % 2 == 0) == even else index - 1
         if 0 <= other < len(ranks):
-            found.append(_measure_line(link, ranks[other]))
-    return max(a for a, _ in found), max(b for _, b in found)
+            measured.append(_measure_pair(link, ranks[other]))
+    return max(a for a, _ in measured), max(b for _, b in measured)
 
 
-def _measure_line(link: Link, peer: int) -> tuple[float, float]:
-    """Return (latency, seconds per byte) of the line to a peer, from its best exchanges."""
+def _measure_pair(link: Link, peer: int) -> tuple[float, float]:
+    """Return (latency, seconds per byte) of the best exchanges with a peer."""
     outgoing = torch.zeros(_LOAD_BYTES, dtype=torch.uint8)
     incoming = torch.empty_like(outgoing)
 
@@ -254,25 +259,25 @@ def _measure_line(link: Link, peer: int) -> tuple[float, float]:
         _exchange(link, outgoing[:num_bytes], peer, incoming[:num_bytes], peer)
         return time.perf_counter() - start
 
-    exchange_s(_LOAD_BYTES)  # waits for the peer to come, and warms the line
+    exchange_s(_LOAD_BYTES)  # waits for the peer to start, and warms up the connection
     ping_s = load_s = math.inf
-    for turn in range(40):  # both sizes in turns, so that a stall does not fall on one only
+    for turn in range(40):  # alternate the sizes, so that a stall does not hit only one of them
         if turn % 5:
             ping_s = min(ping_s, exchange_s(_PING_BYTES))
         else:
             load_s = min(load_s, exchange_s(_LOAD_BYTES))
-    # Noise may hide the difference of both sizes; no line is faster than 1 TB/s.
+    # Noise may hide the difference between the sizes; no connection is faster than 1 TB/s.
     return ping_s, max((load_s - ping_s) / (_LOAD_BYTES - _PING_BYTES), 1e-12)
 
 
 class Reducer:
-    """All-reduce of one rank, each message by the cheapest algorithm.
+    """One rank's all-reduce, which uses the cheapest algorithm for each message.
 
-    Its scratch is kept and only grows, so that a training loop allocates once.
+    It keeps its scratch memory, which only grows: a training loop allocates once.
 
     Args:
-        link: the way to the other ranks.
-        nodes, network: the node of each rank, what messages cost; the same on every rank.
+        link: reaches the other ranks.
+        nodes, network: the node of each rank and the cost of messages; the same on every rank.
     """
 
     def __init__(self, link: Link, nodes: Sequence[Node], network: Network) -> None:
@@ -287,10 +292,10 @@ class Reducer:
 
         Args:
             tensor: contiguous, the same n and dtype on every rank.
-            algorithm: a name of the table, the same on every rank; None for the cheapest.
+            algorithm: a name in ``ALGORITHMS``, the same on every rank; None for the cheapest.
 
         Raises:
-            RuntimeError: a message failed; the tensor may be half reduced.
+            RuntimeError: if a message failed; the tensor may be half reduced.
         """
         name = algorithm or choose(tensor.nbytes, self.nodes, self.network)[0]
         scratch = self._scratch.get(tensor.dtype)
@@ -301,38 +306,36 @@ class Reducer:
 
 
 class AdaptiveAllreduce:
-    """Sums tensors over the ranks in the order in which they are given.
+    """Sums tensors over the ranks in a thread, in the order in which they are submitted.
 
-    Latency and bandwidth are measured when it is made, by all ranks together.
+    The constructor measures latency and bandwidth; all ranks must construct it together.
 
     Args:
-        link: the way to the other ranks.
+        link: reaches the other ranks.
         nodes: the node of each rank.
-        algorithm: a name of ``allreduce.ALGORITHMS``, or ``auto``: the cheapest by prediction.
+        algorithm: a name in ``ALGORITHMS``, or ``auto``: the one predicted to be cheapest.
         generation: the membership, for the report.
 
     Raises:
-        RuntimeError: a message of the measurement failed.
+        RuntimeError: if a message of the measurement failed.
     """
 
     def __init__(
         self, link: Link, nodes: Sequence[Node], algorithm: str, *, generation: int = 0
     ) -> None:
         self._generation = generation
-        self._network = measure_network(link, nodes)
-        self._nodes = list(nodes)
-        self._reducer = Reducer(link, nodes, self._network)
+        self._reducer = Reducer(link, nodes, measure_network(link, nodes))
         self._algorithm = None if algorithm == "auto" else algorithm
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="allreduce")
         self._lock = threading.Lock()
         self._times: dict[int, list[float]] = {}
 
     def start(self, tensor: Tensor) -> AdaptiveWork:
-        """Begin to replace ``tensor`` by its sum over the ranks, and return at once."""
+        """Start to replace ``tensor`` by its sum over the ranks, and return at once."""
         return AdaptiveWork(self._pool.submit(self._reduce, tensor))
 
     def _reduce(self, tensor: Tensor) -> None:
-        torch.set_num_threads(1)  # OpenMP counts threads per calling thread
+        torch.set_num_threads(1)  # OpenMP keeps a thread count for each calling thread
         start = time.perf_counter()
         self._reducer.allreduce(tensor, algorithm=self._algorithm)
         seconds = time.perf_counter() - start
@@ -342,43 +345,41 @@ class AdaptiveAllreduce:
             del times[:-101]
 
     def report(self) -> AllreduceReport | None:
-        """Return how the largest messages so far are summed; None before the first."""
+        """Return how the largest messages so far are summed, or None before the first one."""
         with self._lock:
             if not self._times:
                 return None
             num_bytes = max(self._times)
-            # The least: the others include waiting for ranks that came late.
+            # The least: the others include waits for late ranks.
             measured_s = min(self._times[num_bytes])
-        if self._algorithm is None:
-            name, predicted_s = choose(num_bytes, self._nodes, self._network)
-        else:
-            name = self._algorithm
-            predicted_s = predict_s(name, num_bytes, self._nodes, self._network)
+        nodes, network = self._reducer.nodes, self._reducer.network
+        name = self._algorithm or choose(num_bytes, nodes, network)[0]
+        predicted_s = predict_s(name, num_bytes, nodes, network)
         return AllreduceReport(self._generation, name, num_bytes, predicted_s, measured_s)
 
     def close(self) -> None:
-        """Take no more; what is under way ends when the link is cut, or by its time-out."""
+        """Accept no more tensors; a sum in progress ends with its link, or by its time-out."""
         self._pool.shutdown(wait=False)
 
 
 class AdaptiveWork:
-    """A sum under way in the thread; its methods are those of a work of torch."""
+    """A sum in progress in the thread, with the methods of torch's work handle."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def is_completed(self) -> bool:
-        """Return whether the sum came to its end, good or bad."""
+        """Return whether the sum has succeeded or failed."""
         return self._future.done()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for the sum.
 
         Raises:
-            RuntimeError: a message failed, or the sum is not there within ``timeout``; then
-                it goes on.
+            RuntimeError: if a message failed, or the sum is not complete within ``timeout``; it
+                then continues.
         """
         seconds = None if timeout is None else timeout.total_seconds()
         if not wait([self._future], seconds).done:
-            raise RuntimeError(f"the sum is not there after {seconds} s")
+            raise RuntimeError(f"the sum was not complete within {seconds} s")
         self._future.result()

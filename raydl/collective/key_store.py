@@ -1,9 +1,9 @@
-"""The keys by which the workers of a generation meet, and the proof that they are its members.
+"""The rendezvous keys of a generation's workers, and the proof that a peer is a member.
 
-A TCPStore of torch listens on all interfaces and lets anybody read, write and delete. These keys
-are kept by an actor of the run, so that Ray carries them, and asks for the cluster's token.
+torch's TCPStore listens on all interfaces and lets anyone read, write and delete. Here an actor
+of the run keeps the keys: Ray carries the calls, and requires the cluster's token.
 
-Each generation has a secret. A process that took a rank's place on the network does not know it.
+Each generation has a secret, which a process that took a rank's place on the network does not know.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ SECRET = "secret"
 """The key of a generation's secret: 32 random bytes."""
 PROOF_BYTES = 32
 _KEPT = 2
-"""Generations of a run that are kept: members of the one before may still ask who is late."""
+"""Generations kept per run: members of the previous one may still look up which workers are
+late."""
 
 
 class StoreServer:
-    """The keys of each generation, in the process that hosts them. Any thread may call."""
+    """The keys of each generation, in the process that hosts them. Thread-safe."""
 
     def __init__(self) -> None:
         self._runs: dict[str, dict[int, dict[str, bytes]]] = {}
         self._changed = threading.Condition()
 
     def set_key(self, run_id: str, generation: int, key: str, value: bytes) -> None:
-        """Write a key; nothing is written to a generation that is over."""
+        """Write a key; do nothing if the generation is over."""
         with self._changed:
             keys = self._keys(run_id, generation)
             if keys is not None:
@@ -39,22 +40,22 @@ class StoreServer:
     def wait_for_keys(
         self, run_id: str, generation: int, keys: list[str], timeout_s: float
     ) -> dict[str, bytes] | None:
-        """Return all keys of a generation once the wanted ones are there, or the time is up.
+        """Wait until ``keys`` are set or the time is up, and return all keys of the generation.
 
         Returns:
-            None if the generation is over.
+            All keys with their values, or None if the generation is over.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while (found := self._keys(run_id, generation)) is not None:
+            while (known := self._keys(run_id, generation)) is not None:
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or found.keys() >= set(keys):
-                    return dict(found)
+                if left_s <= 0 or known.keys() >= set(keys):
+                    return dict(known)
                 self._changed.wait(left_s)
             return None
 
     def _keys(self, run_id: str, generation: int) -> dict[str, bytes] | None:
-        """Return the keys of a generation, which begins by being asked for; None: it is over."""
+        """Return the keys of a generation, or None if it is over; the first call begins it."""
         run = self._runs.setdefault(run_id, {})
         if generation not in run:
             if run and generation < max(run):
@@ -67,8 +68,8 @@ class StoreServer:
 
 
 def proof(secret: bytes, *, source: int, target: int) -> bytes:
-    """Return a rank's proof to another one that it knows the secret: 32 bytes.
+    """Return the 32 bytes by which a rank proves to another that it knows the secret.
 
-    The direction is part of it: a proof that was received proves nothing when it is sent back.
+    The proof includes the direction, so a received proof is worthless when it is sent back.
     """
     return hmac.digest(secret, f"{source} to {target}".encode(), hashlib.sha256)

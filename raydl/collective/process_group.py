@@ -1,8 +1,8 @@
-"""A process group of torch that any thread can leave at once: gloo for CPU tensors, or NCCL.
+"""A torch process group that any thread can leave at once: gloo for CPU tensors, or NCCL.
 
-torch bounds an operation by a time-out, but has no call to give one up before. Here a wait
-goes in slices, between which the waiter looks around (``is_done``), and leaving closes
-the connections, so that peers that wait for this member fail at once too.
+torch bounds an operation by a time-out, but has no call to cancel it earlier. Here a wait is cut
+into slices, and between them the waiting thread checks whether to give up (``is_done``). Leaving
+closes the connections, so that peers that wait for this member fail at once, too.
 """
 
 from __future__ import annotations
@@ -23,33 +23,40 @@ from torch import Tensor
 
 from raydl.collective.allreduce import ProcessGroupLink
 from raydl.collective.key_store import PROOF_BYTES, SECRET, proof
-from raydl.collective.tls_tunnel import GLOO_HOST, TOLD_S, TlsTunnel, hidden_port, seen_by
+from raydl.collective.tls_tunnel import (
+    GLOO_HOST,
+    REASON_WAIT_S,
+    TlsTunnel,
+    gloo_port,
+    rewritten_address,
+)
 from raydl.config.tls import TlsFiles
 
-# torch's stubs do not export what its documentation does: Store, options.
+# torch's stubs omit documented names: Store, options.
 dist: Any = torch.distributed
 
 _CUT_TAG = 1
-"""Of messages that nobody sends."""
+"""Tag of messages that are received but never sent."""
 _PROOF_TAG = 2
-"""Of the first message between two members."""
+"""Tag of the first message between two members."""
 _MESH_UP_TO = 32
-"""Members that connect each with every other while a gloo group forms. Of more, each connects with
-two: a full mesh of 256 takes 32,640 connections and 5 to 6 s on two cores, a ring under 1 s."""
+"""The largest gloo group that connects as a full mesh while it forms. A larger one forms a ring: a
+full mesh of 256 takes 32,640 connections and 5 to 6 s on two cores, a ring under 1 s."""
 _SLICE = timedelta(seconds=0.1)
 _STORE_SLICE = timedelta(seconds=1.0)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 1e-3
-"""Between two looks at a device."""
+"""Pauses between two polls of a device, in seconds."""
+_LEFT = "the group was left while it formed"
 
 
 class TorchGroup:
-    """One member's side of a process group; to be used once connected.
+    """One member's side of a process group; usable once connected.
 
     Args:
-        rank: this member's.
-        num_workers: of all members.
+        rank: of this member.
+        num_workers: number of members.
         device: ``cpu`` or ``cuda``.
-        timeout_s: bound of every operation.
+        timeout_s: bound of every operation, in seconds.
     """
 
     def __init__(self, rank: int, num_workers: int, *, device: str, timeout_s: float) -> None:
@@ -66,111 +73,103 @@ class TorchGroup:
     def connect(
         self, store: Any, *, host: str, tls: TlsFiles | None = None, has_pairs: bool = False
     ) -> None:
-        """Meet the other members in a store.
-
-        With certificates all that gloo sends to another host goes through TLS.
+        """Connect to the other members through a store.
 
         Args:
-            store: where they meet.
-            host: the address that they reach this one by.
-            tls: the certificates of this node; None: connections are in plain.
-            has_pairs: any two members will send to each other (``link``). Else a large gloo
-                group connects as a ring, along which torch sums and gathers.
-
-        With certificates all that gloo sends to another host goes through TLS.
+            store: the members' rendezvous.
+            host: the address at which the others reach this member.
+            tls: the certificates of this node, by which gloo's traffic to other hosts uses TLS;
+                None: connections are unencrypted.
+            has_pairs: whether any two members will exchange messages (``link``). Otherwise a large
+                gloo group connects as a ring, along which torch sums and gathers.
 
         Raises:
-            RuntimeError: not all came in time, or this member left meanwhile.
+            RuntimeError: if not all members joined in time, or this member left meanwhile.
         """
         try:
             self._connect(store, host, tls, has_pairs=has_pairs)
         except RuntimeError as error:
-            problem = self._tunnel.problem(TOLD_S) if self._tunnel else ""
-            if self.is_left:  # the thread that left may not have seen the tunnel yet
+            problem = self._tunnel.problem(REASON_WAIT_S) if self._tunnel else ""
+            if self.is_left:  # the leaving thread may have missed the tunnel
                 self.abort()
             if problem:
-                raise RuntimeError(f"no connection by TLS: {problem}") from error
+                raise RuntimeError(f"no TLS connection: {problem}") from error
             raise
 
     def _connect(self, store: Any, host: str, tls: TlsFiles | None, *, has_pairs: bool) -> None:
         if tls is not None and not self._is_cuda:
             store, host = self._through_tunnel(store, host, tls), GLOO_HOST
         self.store = store
-        # The tunnel's ways are laid for a group that connects while it forms.
+        # A tunnel needs all connections to be made while the group forms.
         can_be_ring = not (self._is_cuda or has_pairs or self._tunnel)
-        self._is_ring = can_be_ring and self._num_workers > _MESH_UP_TO
-        if self._is_ring:
-            self._peers = ()  # none before they have met
-        # In no local variable: an error would keep it, and leave() could not let it go.
+        is_ring = can_be_ring and self._num_workers > _MESH_UP_TO
+        if is_ring:
+            self._peers = ()  # not connected yet
+        # No local variable holds it: a raised error would keep a reference, so that abort()
+        # could not free it.
         self.process_group = (
             _make_nccl(store, self._rank, self._num_workers, self._timeout)
             if self._is_cuda
             else make_gloo(
-                store,
-                self._rank,
-                self._num_workers,
-                timeout=self._timeout,
-                host=host,
-                lazy=self._is_ring,
+                store, self._rank, self._num_workers, timeout=self._timeout, host=host, lazy=is_ring
             )
         )
         if self._tunnel is not None:
             store.is_forming = False
-        if self._is_ring:
-            self._meet_along_ring()
-        # Another thread may leave at any moment. Each of both writes before it reads what
-        # the other writes, so that one of them closes the connections.
+        if is_ring:
+            self._connect_ring()
+        # Another thread may leave at any moment: it sets is_left, then reads process_group. This
+        # one sets process_group, then reads is_left. So one of them closes the connections.
         if self.is_left:
             self.abort()
-            raise RuntimeError("the group was left while it was formed")
+            raise RuntimeError(_LEFT)
         if not self._is_cuda:
             self._check_peers(store.get(SECRET))
 
     def _check_peers(self, secret: bytes) -> None:
-        """Let members that are connected prove that they know the generation's secret.
+        """Let connected members prove to each other that they know the generation's secret.
 
-        gloo takes the process that connects first with a number, easy to guess, for a peer.
-        So nothing of the run is sent before this. (Not with NCCL, whose connections are many and
-        its own: docs/security.md.)
+        gloo accepts as a peer the first process that connects with a number, which is easy to
+        guess. So no data of the run is sent before this check. NCCL makes its own connections, and
+        is not checked: docs/security.md.
 
         Raises:
-            RuntimeError: another process has taken a member's place, or a member went away.
+            RuntimeError: if another process has taken a member's place, or a member disconnected.
         """
         process_group = self.process_group
         if process_group is None:
-            raise RuntimeError("the group was left while it was formed")
+            raise RuntimeError(_LEFT)
         reasons = unproven_peers(process_group, secret, self._timeout, self._peers)
-        del process_group  # an error would keep it
+        del process_group  # a raised error would keep a reference
         if reasons:
-            told = "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items())
-            raise RuntimeError(f"not proven to be members of this generation: {told}")
+            listed = "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items())
+            raise RuntimeError(f"not proven to be members of this generation: {listed}")
 
     def _through_tunnel(self, store: Any, host: str, tls: TlsFiles) -> TunnelStore:
-        """Open a tunnel to the members on other hosts; return the store as gloo shall see it."""
+        """Open a tunnel to the members on other hosts; return the store for gloo to use."""
         self._tunnel = tunnel = TlsTunnel(tls, host)
         store.set(f"tunnel/{self._rank}", json.dumps([host, tunnel.port]).encode())
-        told = store.multi_get([f"tunnel/{rank}" for rank in range(self._num_workers)])
-        places = {rank: json.loads(place) for rank, place in enumerate(told)}
-        far = {rank: place for rank, place in places.items() if place[0] != host}
-        below = {rank: place for rank, place in far.items() if rank < self._rank}
-        return TunnelStore(
-            store, tunnel, self._rank, {**dict.fromkeys(far, 0), **tunnel.open_ways(below)}
-        )
+        values = store.multi_get([f"tunnel/{rank}" for rank in range(self._num_workers)])
+        addresses = {rank: json.loads(value) for rank, value in enumerate(values)}
+        remote = {rank: address for rank, address in addresses.items() if address[0] != host}
+        lower = {rank: address for rank, address in remote.items() if rank < self._rank}
+        ports = {**dict.fromkeys(remote, 0), **tunnel.open_ports(lower)}
+        return TunnelStore(store, tunnel, self._rank, ports)
 
-    def _meet_along_ring(self) -> None:
-        """Connect with the member before and the one after this one.
+    def _connect_ring(self) -> None:
+        """Connect to the previous and the next rank.
 
-        A thread of gloo's reads the addresses of those two from the store, and an error of a store
-        in Python would end the process there: this thread waits until they are there.
+        A thread of gloo reads their addresses from the store, and an error of a Python store would
+        end the process there. So this thread waits until the addresses are set.
 
         Raises:
-            RuntimeError: not all came in time, or this member left meanwhile.
+            RuntimeError: if not all members joined in time, or this member left meanwhile.
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         before, after = self._rank - 1, self._rank + 1
         peers = tuple({before % self._num_workers, after % self._num_workers})
-        addresses = [f"0/{peer}" for peer in peers]  # the names that gloo gives them
-        store = self.store  # which is gone once this member has left
+        addresses = [f"0/{peer}" for peer in peers]  # gloo's names for them
+        store = self.store  # abort() clears the attribute
         problem = self._why_give_up(deadline)
         while not (problem or store.check(addresses)):
             with contextlib.suppress(RuntimeError):
@@ -182,20 +181,20 @@ class TorchGroup:
         self._peers = peers
 
     def _why_give_up(self, deadline: float) -> str:
-        """Return why this member waits no longer for others; empty: it does."""
+        """Return why this member stops waiting for the others, or an empty text if it does not."""
         if self.is_left:
-            return "the group was left while it was formed"
+            return _LEFT
         if time.monotonic() >= deadline:
-            return f"not all members came within {self._timeout.total_seconds():g} s"
+            return f"not all members joined within {self._timeout.total_seconds():g} s"
         return ""
 
     def _sum_ones(self, deadline: float) -> str:
-        """Sum ones over all members; return what keeps them from it, in a sentence.
+        """Sum ones over all members; return why that failed, or an empty text.
 
-        gloo makes the connections of a lazy group when they are first used, and waits for one to a
-        peer that went away meanwhile for five times the time-out (its issue 520). So all are made
-        here, where the wait is bounded; none is made later. It raises nothing: an error would keep
-        the process group, and its owner could not let it go.
+        gloo makes the connections of a lazy group at their first use, and for a peer that has
+        disconnected it waits five times the time-out (its issue 520). So this sum makes all
+        connections, with a bounded wait; none is made later. It raises no error, which would keep
+        a reference to the process group, so that abort() could not free it.
         """
         try:
             work = self.start_allreduce(torch.ones(1))
@@ -203,14 +202,14 @@ class TorchGroup:
                 if problem := self._why_give_up(deadline):
                     return problem
             work.wait()
-        except AttributeError:  # another thread has left a moment ago
-            return "the group was left while it was formed"
+        except AttributeError:  # another thread has just left the group
+            return _LEFT
         except RuntimeError as error:
             return str(error)
         return ""
 
     def cut(self) -> None:
-        """Close the connections now; what is under way fails, here and at the peers."""
+        """Close the connections now; operations in progress fail, here and at the peers."""
         process_group = self.process_group
         if process_group is not None and self._is_cuda:
             process_group.abort()
@@ -218,98 +217,101 @@ class TorchGroup:
             _close_connections(process_group, self._peers)
 
     def abort(self) -> None:
-        """Leave, without waiting for what is under way."""
+        """Leave without waiting for operations in progress."""
         self.is_left = True
         if not self._is_cuda:
             self.cut()
         if self._tunnel is not None:
             self._tunnel.close()
-        # torch waits for its threads where the last reference goes: not here.
-        kept = [self.store, self.process_group]  # cleared from its end: the group uses the store
+        # torch joins its threads where the last reference is dropped: do that in another thread.
+        # The list is cleared from its end, since the group uses the store.
+        references = [self.store, self.process_group]
         self.process_group = self.store = None
-        threading.Thread(target=kept.clear, daemon=True).start()
+        threading.Thread(target=references.clear, daemon=True).start()
 
     def start_allreduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-        """Begin an all-reduce in place; return torch's handle with ``wait()``."""
+        """Start an all-reduce in place; return torch's handle with ``wait()``."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return self.process_group.allreduce([tensor], options)
 
     def start_allgather(self, tensor: Tensor, out: list[Tensor]) -> Any:
-        """Begin to collect every member's tensor into ``out``, by rank."""
+        """Start to gather every member's tensor into ``out``, by rank."""
         return self.process_group.allgather([out], [tensor])
 
     def link(self) -> ProcessGroupLink:
-        """Return the way from this member to each other one."""
+        """Return a link between this member and each other one."""
         return ProcessGroupLink(self.process_group, self._rank, self._num_workers)
 
 
 class TunnelStore(dist.Store):  # type: ignore[misc]
-    """A store in which gloo finds its peers at the near end of the tunnel to them.
+    """A store that shows gloo each remote peer at this end of the tunnel to it.
 
     Args:
         store: of the generation.
         tunnel: of this member.
-        rank: this member's.
-        ways: see ``raydl.collective.tls_tunnel.seen_by``.
+        rank: of this member.
+        ports: see ``raydl.collective.tls_tunnel.rewritten_address``.
     """
 
-    def __init__(self, store: Any, tunnel: TlsTunnel, rank: int, ways: dict[int, int]) -> None:
+    def __init__(self, store: Any, tunnel: TlsTunnel, rank: int, ports: dict[int, int]) -> None:
         super().__init__()
         self._store = store
         self._tunnel = tunnel
         self._rank = rank
-        self._ways = ways
+        self._ports = ports
         self.is_forming = True
-        """gloo writes its addresses, and nobody anything else."""
+        """While it is true, gloo writes and reads addresses, and nothing else is stored."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a key; the tunnel leads to where gloo listens before others read that.
+        """Write a key; route the tunnel to gloo's port before others read its address.
 
         Raises:
-            RuntimeError: gloo writes its address in a way that is not known here.
+            RuntimeError: if the format of gloo's address is unknown.
         """
         if self.is_forming:
-            self._tunnel.forward_to(hidden_port(value))
+            self._tunnel.forward_to(gloo_port(value))
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once it is there."""
+        """Return the value of a key, once it is set."""
         value: bytes = self._store.get(key)
         if not self.is_forming:
             return value
         peer = int(key.rpartition("/")[2])  # gloo's keys are 0/RANK
-        return seen_by(value, rank=self._rank, peer=peer, ways=self._ways)
+        return rewritten_address(value, rank=self._rank, peer=peer, ports=self._ports)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of keys, once all are there."""
+        """Return the values of keys, once all are set."""
         self._store.wait(keys)
         return [self.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until keys are there."""
+        """Wait until all keys are set."""
         self._store.wait(keys, timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether keys are there now."""
+        """Return whether all keys are set now."""
         return bool(self._store.check(keys))
 
     def keys_present(self, keys: Sequence[str], within: timedelta) -> list[str]:
-        """Return which of some keys are there, once all are or a time is over."""
-        there: list[str] = self._store.keys_present(keys, within)
-        return there
+        """Return the keys that are set, once all are or the time is up."""
+        present: list[str] = self._store.keys_present(keys, within)
+        return present
 
 
 def unproven_peers(
     process_group: Any, secret: bytes, timeout: timedelta, peers: Sequence[int]
 ) -> dict[int, str]:
-    """Exchange proofs with peers; return the ranks that sent a wrong one or none, and why.
+    """Exchange proofs with peers; return the reason for each rank with a wrong or missing one.
 
-    It raises nothing: an error would keep the process group, and its owner could not let it go.
+    It raises no error, which would keep a reference to the process group, so that its owner could
+    not free it.
     """
     rank, deadline = process_group.rank(), time.monotonic() + timeout.total_seconds()
     received = {peer: torch.zeros(PROOF_BYTES, dtype=torch.uint8) for peer in peers}
-    sent = {peer: _as_tensor(proof(secret, source=rank, target=peer)) for peer in peers}
+    proofs = {peer: list(proof(secret, source=rank, target=peer)) for peer in peers}
+    sent = {peer: torch.tensor(value, dtype=torch.uint8) for peer, value in proofs.items()}
     reasons: dict[int, str] = {}
     works: dict[int, list[Any]] = {peer: [] for peer in peers}
     for peer in peers:
@@ -331,26 +333,22 @@ def unproven_peers(
     return reasons
 
 
-def _as_tensor(value: bytes) -> Tensor:
-    return torch.tensor(list(value), dtype=torch.uint8)
-
-
 def is_done(work: Any, within: timedelta) -> bool:
-    """Return whether an operation comes to its end, good or bad, within a time.
+    """Return whether an operation succeeds or fails within a time.
 
-    Not for a single message: gloo closes the connections if its receiver waits in vain.
+    Not for a single message: gloo closes the connections when a receive times out.
     """
     try:
         work.wait(within)
-    except RuntimeError:  # it failed, or goes on
+    except RuntimeError:  # it failed, or continues
         return bool(work.is_completed())
     return True
 
 
 def is_done_on_device(work: Any, within: timedelta) -> bool:
-    """Return whether an operation of NCCL comes to its end, good or bad, within a time.
+    """Return whether an operation of NCCL succeeds or fails within a time.
 
-    A wait of torch's that times out would end the operation, and looks less often.
+    torch's own wait would end the operation on time-out, and polls less often.
     """
     deadline, pause_s = time.monotonic() + within.total_seconds(), _FIRST_PAUSE_S
     while not work.is_completed():
@@ -364,19 +362,18 @@ def is_done_on_device(work: Any, within: timedelta) -> bool:
 def make_gloo(
     store: Any, rank: int, num_workers: int, *, timeout: timedelta, host: str, lazy: bool = False
 ) -> Any:
-    """Return a process group of gloo that listens on one address alone.
+    """Return a gloo process group that listens on one address only.
 
     Args:
-        store: where its members meet.
-        rank: this member's.
-        num_workers: of all members.
+        store: the members' rendezvous.
+        rank: of this member.
+        num_workers: number of members.
         timeout: bound of every operation.
-        host: the address that it listens on.
-        lazy: connect with a member when something is first sent to it.
+        host: the address to listen on.
+        lazy: whether to connect to a member only when something is first sent to it.
     """
     options = dist.ProcessGroupGloo._Options()
-    # Bound to the address that the others know: gloo's own guess takes a wrong interface on
-    # some hosts.
+    # The address that the others know: gloo's own guess picks a wrong interface on some hosts.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazy)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, num_workers, options)
@@ -393,14 +390,14 @@ def _make_nccl(store: Any, rank: int, num_workers: int, timeout: timedelta) -> A
 
 
 def _close_connections(process_group: Any, peers: Iterable[int]) -> None:
-    """Close all connections of a gloo group; what is under way fails, here and at the peers.
+    """Close all connections of a gloo group; operations in progress fail, here and at the peers.
 
-    gloo has no call for that, and its destructor waits for what is under way. But a receive
-    that times out closes every connection of its group. From a peer that is gone already it
-    fails at once and closes no other, so that each peer has its turn.
+    gloo has no call for that, and its destructor waits for operations in progress. But a receive
+    that times out closes every connection of its group. A receive from a peer that has already
+    disconnected fails at once and closes no other connection, so each peer is tried in turn.
 
     Args:
-        peers: those that this member is connected with; one that it is not it would wait for.
+        peers: the ranks that this member is connected to; for any other rank gloo would wait.
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):

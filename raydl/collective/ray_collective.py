@@ -1,15 +1,15 @@
-"""The collective among Ray actors: a backend of ours behind ``ray.util.collective``.
+"""The collective among Ray actors: raydl's back end for ``ray.util.collective``.
 
-Ray's own gloo backend wraps the one process-wide group of torch.distributed: it fixes its
-size for the life of the process and bounds no operation. This backend makes a fresh process
-group of torch (``process_group.py``) per generation, with a time-out on every operation.
+Ray's own gloo back end wraps the one process-wide group of torch.distributed: its size is fixed
+for the life of the process, and its operations have no time-out. This back end makes a fresh torch
+process group (``process_group.py``) per generation, with a time-out on every operation.
 
-The members find each other by keys that an actor keeps (``store.py``), so that no member is needed
-to meet. Ray carries the keys, and asks for the cluster's token.
+An actor keeps the rendezvous keys (``key_store.py``), so the group depends on no single member. Ray
+carries the keys, and requires the cluster's token.
 
-Workers of a run call ``CollectiveGroup``, whose operations overlap with the gradient; a group can
-be abandoned from another thread: who forms it or waits in it is free at once. Actors of the user
-form theirs with ``raydl.init_collective_group`` and call ``ray.util.collective``.
+Workers of a run call ``CollectiveGroup``, whose operations overlap with the gradient. Another
+thread can abandon a group: a thread that forms it or waits in it then raises at once. A user's
+actors form a group with ``raydl.init_collective_group`` and call ``ray.util.collective``.
 """
 
 from __future__ import annotations
@@ -60,20 +60,25 @@ _REDUCE_OPS = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
-_ASK_S = 2.0  # the longest that a thread of the center waits for keys
-# Of two who wait for a third, one may give up by _ASK_S later: it learns only then that it waits.
-_ROLL_CALL = timedelta(seconds=_ASK_S + 1)
-_ANSWER_S = 20.0  # and how much longer a busy center may take to answer
-_CHECK_S = 2.0  # the same where an answer is of no great worth
-_SLICE = timedelta(seconds=0.1)  # of a wait: after each is seen whether it was abandoned
-_ABANDONED = "it was abandoned: a worker was lost or left out"
+_POLL_S = 2.0
+"""The longest wait of a thread of the center for keys, in seconds."""
+_ROLL_CALL = timedelta(seconds=_POLL_S + 1)
+"""The longest wait to find out which workers are late. Of two workers that wait for a third, one
+may time out up to ``_POLL_S`` after the other."""
+_ANSWER_S = 20.0
+"""How much longer than a wait for keys a busy center may take to answer, in seconds."""
+_CHECK_S = 2.0
+"""The same for a check of keys, which may fail."""
+_SLICE = timedelta(seconds=0.1)
+"""A wait is cut into slices, to check in between whether the group was abandoned."""
+_ABANDONED = "abandoned because a worker was lost or left out"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """By what the members of one generation meet; its text is a name for their group."""
+    """The rendezvous of one generation's members; its text is a name for their group."""
 
     run_id: str
     generation: int
@@ -86,13 +91,13 @@ class GroupAddress:
 
 
 class CenterStore(dist.Store):  # type: ignore[misc]
-    """torch's view of a generation's keys, which the actor ``center`` keeps.
+    """A torch store of a generation's keys, which the actor ``center`` keeps.
 
-    The center has the methods of a ``StoreServer``. Where torch's own stores raise a RuntimeError,
-    so does this one.
+    The center has the methods of a ``StoreServer``. This store raises RuntimeError where torch's
+    own stores do.
 
-    gloo asks for the key of one rank after the other, ``0/0``, ``0/1`` and so on. Here the first
-    question waits for those of all ranks: a call for each would be num_workers**2 calls.
+    gloo reads the key of one rank after the other, ``0/0``, ``0/1`` and so on. Here the first read
+    fetches the keys of all ranks: one call per key would make num_workers**2 calls.
     """
 
     def __init__(self, center: ActorHandle, address: GroupAddress, num_workers: int) -> None:
@@ -104,38 +109,42 @@ class CenterStore(dist.Store):  # type: ignore[misc]
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a key, without a wait for it to arrive."""
+        """Write a key; return before it has arrived."""
         self._known[key] = value
         self._center.set_key.remote(*self._generation, key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once it is there."""
+        """Return the value of a key, once it is set."""
         self.wait([key])
         return self._known[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of keys, once all are there."""
+        """Return the values of keys, once all are set."""
         self.wait(keys)
         return [self._known[key] for key in keys]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until keys are there.
+        """Wait until all keys are set.
 
         Raises:
-            RuntimeError: they do not come in time, or the center can not be reached.
+            RuntimeError: if they are not set in time, or the center does not answer.
         """
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + timeout_s
         while not self._known.keys() >= set(keys):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RuntimeError(f"the other members did not come within {timeout_s:g} s")
-            self._ask(self._of_all_ranks(keys), min(left_s, _ASK_S))
+                raise RuntimeError(f"the other members did not join within {timeout_s:g} s")
+            wanted = dict.fromkeys(keys)
+            for stem, slash, rank in (key.rpartition("/") for key in keys):
+                if slash and rank.isdecimal():
+                    wanted |= {f"{stem}/{each}": None for each in range(self._num_workers)}
+            self._fetch(list(wanted), min(left_s, _POLL_S))
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether keys are there now; no, if the center can not be reached.
+        """Return whether all keys are set now; False if the center does not answer.
 
-        NCCL asks this in a thread of its own, where an error would end the process.
+        NCCL calls this in its own thread, where an error would end the process.
         """
         try:
             return len(self.keys_present(keys, timedelta(0))) == len(keys)
@@ -143,56 +152,48 @@ class CenterStore(dist.Store):  # type: ignore[misc]
             return False
 
     def keys_present(self, keys: Sequence[str], within: timedelta) -> list[str]:
-        """Return which of some keys are there, once all are or a time is over.
+        """Return the keys that are set, once all are or the time is up.
 
         Raises:
-            RuntimeError: the center can not be reached.
+            RuntimeError: if the center does not answer.
         """
         if not self._known.keys() >= set(keys):
-            self._ask(list(keys), within.total_seconds(), answer_s=_CHECK_S)
+            self._fetch(list(keys), within.total_seconds(), answer_s=_CHECK_S)
         return [key for key in keys if key in self._known]
 
     def clone(self) -> CenterStore:
-        """Return a store for another thread: this one."""
+        """Return this store, which another thread may use as well."""
         return self
 
-    def _of_all_ranks(self, keys: list[str]) -> list[str]:
-        """Return the keys, for one that ends in a rank those of all ranks."""
-        found = dict.fromkeys(keys)
-        for stem, slash, rank in (key.rpartition("/") for key in keys):
-            if slash and rank.isdecimal():
-                found |= {f"{stem}/{each}": None for each in range(self._num_workers)}
-        return list(found)
-
-    def _ask(self, keys: list[str], timeout_s: float, *, answer_s: float = _ANSWER_S) -> None:
-        """Learn what the center knows, after a wait for keys that it may not know yet."""
+    def _fetch(self, keys: list[str], timeout_s: float, *, answer_s: float = _ANSWER_S) -> None:
+        """Fetch all keys that the center has, after a wait for the given ones."""
         try:
-            asked = self._center.wait_for_keys.remote(*self._generation, keys, timeout_s)
-            found = ray.get(asked, timeout=timeout_s + answer_s)
+            call = self._center.wait_for_keys.remote(*self._generation, keys, timeout_s)
+            known = ray.get(call, timeout=timeout_s + answer_s)
         except RayError as error:
-            said = str(error).partition("\n")[0]
-            raise RuntimeError(f"the center did not answer: {said}") from error
-        if found is None:
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(f"the center did not answer: {reason}") from error
+        if known is None:
             raise RuntimeError("a later generation has begun")
-        self._known.update(found)
+        self._known.update(known)
 
 
 class RayGroup(BaseGroup):  # type: ignore[misc]
     """Ray's blocking operations on a group, which a ``CollectiveGroup`` connects.
 
-    Each takes tensors of torch or arrays of NumPy, which all members give in the same order, and
-    with the same shapes and dtypes. One that raises has changed none of them. Arguments and results
-    are those of ``ray.util.collective``.
+    Tensors may be torch tensors or NumPy arrays. All members call the operations in the same order,
+    with the same shapes and dtypes. An operation that raises has changed no tensor. Arguments and
+    results are those of ``ray.util.collective``.
 
     Raises:
-        ConfigError: a tensor can not be sent or written; nothing was sent.
-        ExchangeTimeoutError: members did not come in time; the group is over.
-        ExchangeError: members were lost or have left; the group is over.
+        ConfigError: if a tensor can not be sent or written; nothing was sent.
+        ExchangeTimeoutError: if members did not join in time; the group is no longer usable.
+        ExchangeError: if members were lost or left; the group is no longer usable.
     """
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
-        # Nothing is waited for here: Ray holds a lock of the whole process meanwhile, and
-        # the next group must not wait for one that was abandoned.
+        # Do not wait here: Ray holds a process-wide lock meanwhile, and the next group must not
+        # wait for an abandoned one.
         super().__init__(world_size, rank, group_name)
         self.group: CollectiveGroup | None = None
         self._failure: ExchangeError | None = None
@@ -200,7 +201,7 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
 
     @classmethod
     def backend(cls) -> str:
-        """Return the backend's name."""
+        """Return the name of this back end."""
         return BACKEND
 
     @classmethod
@@ -209,35 +210,35 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         return bool(dist.is_available())
 
     def destroy_group(self) -> None:
-        """Leave, without waiting for what is under way."""
+        """Leave without waiting for operations in progress."""
         if self.group is not None:
             self.group.leave()
 
     def allreduce(self, tensor: list[Value], allreduce_options: Any = None) -> None:
-        """Replace the tensor by its sum (or product, least, greatest) over the group."""
+        """Replace the tensor by its sum (or product, minimum, maximum) over the group."""
         total, op = copy_of(only(tensor), self._device), _reduce_op(allreduce_options)
         check_writable(tensor[0])
-        self._run(lambda: self._torch.start_allreduce(total, op))
+        self._run(lambda group: group.start_allreduce(total, op))
         fill(tensor[0], total)
 
     def barrier(self, barrier_options: Any = None) -> None:
         """Wait for all members."""
         one = torch.ones(1, device=self._device)
-        self._run(lambda: self._torch.start_allreduce(one))
+        self._run(lambda group: group.start_allreduce(one))
 
     def broadcast(self, tensor: list[Value], broadcast_options: Any = None) -> None:
-        """Replace the tensor by that of the root rank."""
+        """Replace the tensor by the root rank's."""
         options = dist.BroadcastOptions()
         options.rootRank = _root(broadcast_options)
         options.rootTensor = 0
         is_root = self.rank == options.rootRank
         data = (flat if is_root else empty_for)(only(tensor), self._device)
-        self._run(lambda: self._torch.process_group.broadcast([as_bytes(data)], options))
+        self._run(lambda group: group.process_group.broadcast([as_bytes(data)], options))
         if not is_root:
             fill(tensor[0], data)
 
     def reduce(self, tensor: list[Value], reduce_options: Any = None) -> None:
-        """Sum into the tensor of the root rank; the others keep theirs."""
+        """Sum into the root rank's tensor; the others keep theirs."""
         options = dist.ReduceOptions()
         options.rootRank = _root(reduce_options)
         options.rootTensor = 0
@@ -245,22 +246,22 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         total, is_root = copy_of(only(tensor), self._device), self.rank == options.rootRank
         if is_root:
             check_writable(tensor[0])
-        # gloo leaves sums in the memory of other ranks, too.
-        self._run(lambda: self._torch.process_group.reduce([total], options))
+        # A copy on every rank: gloo writes sums to the memory of the other ranks, too.
+        self._run(lambda group: group.process_group.reduce([total], options))
         if is_root:
             fill(tensor[0], total)
 
     def allgather(
         self, tensor_list: list[list[Value]], tensor: list[Value], allgather_options: Any = None
     ) -> None:
-        """Collect every member's tensor into the list, by rank."""
-        mine, found = flat(only(tensor), self._device), only(tensor_list)
-        check_alike(tensor[0], found)
-        data = [empty_for(each, self._device) for each in found]
-        out = [as_bytes(each) for each in data]
-        self._run(lambda: self._torch.start_allgather(as_bytes(mine), out))
-        for each, result in zip(found, data, strict=True):
-            fill(each, result)
+        """Gather every member's tensor into the list, by rank."""
+        own, targets = flat(only(tensor), self._device), only(tensor_list)
+        check_alike(tensor[0], targets)
+        results = [empty_for(target, self._device) for target in targets]
+        out = [as_bytes(result) for result in results]
+        self._run(lambda group: group.start_allgather(as_bytes(own), out))
+        for target, result in zip(targets, results, strict=True):
+            fill(target, result)
 
     def reducescatter(
         self,
@@ -269,26 +270,26 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         reducescatter_options: Any = None,
     ) -> None:
         """Sum a list over the group and keep this rank's element."""
-        total, given = empty_for(only(tensor), self._device), only(tensor_list)
+        total, values = empty_for(only(tensor), self._device), only(tensor_list)
         check_reduced(total)
-        check_alike(tensor[0], given)
-        pieces = [flat(piece, self._device) for piece in given]
+        check_alike(tensor[0], values)
+        pieces = [flat(value, self._device) for value in values]
         options = dist.ReduceScatterOptions()
         options.reduceOp = _reduce_op(reducescatter_options)
-        self._run(lambda: self._torch.process_group.reduce_scatter([total], [pieces], options))
+        self._run(lambda group: group.process_group.reduce_scatter([total], [pieces], options))
         fill(tensor[0], total)
 
     def send(self, tensor: list[Value], send_options: Any) -> None:
         """Send the tensor to a rank."""
         _check_one_device(send_options)
         data, to = as_bytes(flat(only(tensor), self._device)), send_options.dst_rank
-        self._run(lambda: self._torch.process_group.send([data], to, 0), peer=to)
+        self._run(lambda group: group.process_group.send([data], to, 0), peer=to)
 
     def recv(self, tensor: list[Value], recv_options: Any) -> None:
         """Receive the tensor from a rank."""
         _check_one_device(recv_options)
         data, source = empty_for(only(tensor), self._device), recv_options.src_rank
-        self._run(lambda: self._torch.process_group.recv([as_bytes(data)], source, 0), peer=source)
+        self._run(lambda group: group.process_group.recv([as_bytes(data)], source, 0), peer=source)
         fill(tensor[0], data)
 
     @property
@@ -296,39 +297,35 @@ class RayGroup(BaseGroup):  # type: ignore[misc]
         return self._connected.address.device
 
     @property
-    def _torch(self) -> TorchGroup:
-        return self._connected.torch
-
-    @property
     def _connected(self) -> CollectiveGroup:
         if self.group is None:
             raise ConfigError(
                 "group_name",
-                f"{self.group_name!r} is not connected: its members form it, each by a call of "
-                f"raydl.init_collective_group",
+                f"{self.group_name!r} is not connected; call raydl.init_collective_group in each "
+                f"member",
             )
         return self.group
 
-    def _run(self, start: Callable[[], Any], peer: int | None = None) -> None:
-        """Run one operation among all members, or with one peer, to its end."""
+    def _run(self, start: Callable[[TorchGroup], Any], peer: int | None = None) -> None:
+        """Start one operation among all members, or with one peer, and wait for it."""
         group, failure = self._connected, self._failure
         self._num_operations += 1
         if failure is not None:
             raise ExchangeError(
                 self._num_operations,
                 failure.generation,
-                f"operation {failure.round} has failed before; {AGAIN}",
+                f"operation {failure.round} failed before; {AGAIN}",
                 failure.missing,
                 failure.group,
             )
         began = time.monotonic()
         try:
-            group.complete(start(), is_message=peer is not None)
+            group.complete(start(group.torch), is_message=peer is not None)
         except (RuntimeError, AttributeError) as error:
             if isinstance(error, AttributeError) and not group.torch.is_left:
                 raise
             waited_s = time.monotonic() - began
-            group.torch.cut()  # a member that waits for this one fails now, too
+            group.torch.cut()  # members that wait for this one now fail, too
             ranks = range(self.world_size) if peer is None else (self.rank, peer)
             self._failure = group.explain(
                 error, round=self._num_operations, waited_s=waited_s, ranks=ranks
@@ -345,39 +342,39 @@ def _root(options: Any) -> int:
 
 
 def _check_one_device(options: Any) -> None:
-    """Refuse a part of a message, or one to a certain device of a member. Raises ConfigError."""
+    """Raise ConfigError for a part of a tensor, or for one of a member's several devices."""
     gpu = getattr(options, "dst_gpu_index", 0) or getattr(options, "src_gpu_index", 0)
     if gpu or options.n_elements:
         raise ConfigError(
             "n_elements",
             "and GPU indices must be 0: raydl's groups have one device per member; send a slice, "
-            "from an actor for each GPU",
+            "and use one actor per GPU",
         )
 
 
 def register() -> None:
-    """Make the backend known to ``ray.util.collective`` in this process."""
+    """Register the back end with ``ray.util.collective`` in this process."""
     if not collective.is_backend_available(BACKEND):
         register_collective_backend(BACKEND, RayGroup)
 
 
 class CollectiveGroup:
-    """The workers of one generation, as one Ray actor sees them.
+    """The workers of one generation, as seen by one Ray actor.
 
     Args:
-        address: where they meet.
-        worker_ids: all members, by rank.
-        rank: this one's.
-        center: the actor that keeps the keys by which they meet; see ``CenterStore``.
-        algorithm: of the sum: ``library`` (torch's own), a name of ``allreduce.ALGORITHMS``,
-            or ``auto`` for what is predicted to be fastest on the network as measured now.
+        address: the rendezvous of the members.
+        worker_ids: the ids of all members, by rank.
+        rank: of this member.
+        center: the actor that keeps the rendezvous keys; see ``CenterStore``.
+        algorithm: of the sum: ``library`` (torch's own), a name in ``allreduce.ALGORITHMS``, or
+            ``auto`` for the one predicted to be fastest on the network as measured now.
         abandoned: once it is set, forming the group and every wait in it raise at once.
-        name: by which ``ray.util.collective`` knows it in this process; empty: the address.
-        roll_call: explains failures to a user, whose operations Ray calls; None: a run's group.
+        name: the group's name in ``ray.util.collective``; empty: the address.
+        roll_call: explains failed operations of a user's group; None: a run's group.
 
     Raises:
-        ExchangeTimeoutError: not all members came in time.
-        ExchangeError: a member went away, or the group was abandoned.
+        ExchangeTimeoutError: if not all members joined in time.
+        ExchangeError: if a member disconnected, or the group was abandoned.
     """
 
     def __init__(
@@ -410,14 +407,14 @@ class CollectiveGroup:
         self._form(algorithm)
 
     def _form(self, algorithm: str) -> None:
-        """Meet the others; if the group is abandoned, the thread ends by its own time-out."""
+        """Form the group in a thread, which ends by its own time-out if the group is abandoned."""
         start = time.monotonic()
-        met = _in_thread(lambda: self._meet(algorithm))
+        connecting = _in_thread(lambda: self._connect(algorithm))
         try:
-            while not met.done():
-                futures.wait([met], _SLICE.total_seconds() / 2)
+            while not connecting.done():
+                futures.wait([connecting], _SLICE.total_seconds() / 2)
                 self._check_abandoned()
-            self.adaptive = met.result()
+            self.adaptive = connecting.result()
         except RuntimeError as error:
             explained = self.explain(error, round=0, waited_s=time.monotonic() - start)
             self.close()
@@ -425,21 +422,23 @@ class CollectiveGroup:
         if self.address.device == "cuda":
             threading.Thread(target=self._cut_if_abandoned, daemon=True).start()
 
-    def _meet(self, algorithm: str) -> AdaptiveAllreduce | None:
+    def _connect(self, algorithm: str) -> AdaptiveAllreduce | None:
         store = CenterStore(self._center, self.address, self.num_workers)
-        tls = tls_files(os.environ)  # what Ray's own connections go by
-        is_library = algorithm == "library"
-        host = ray.util.get_node_ip_address()
-        # Ray's operations need more than sums and gatherings.
+        tls = tls_files(os.environ)  # the certificates of Ray's own connections
+        host, is_library = ray.util.get_node_ip_address(), algorithm == "library"
+        # Ray's operations need more than sums and gathers.
         has_pairs = not is_library or self._roll_call is not None
         self.torch.connect(store, host=host, tls=tls, has_pairs=has_pairs)
         if is_library:
             return None
-        link, generation = self.torch.link(), self.address.generation
-        return AdaptiveAllreduce(link, self._nodes(), algorithm, generation=generation)
+        store = self.torch.store
+        store.set(f"node/{self._rank}", ray.get_runtime_context().get_node_id().encode())
+        values = store.multi_get([f"node/{rank}" for rank in range(self.num_workers)])
+        nodes, generation = [value.decode() for value in values], self.address.generation
+        return AdaptiveAllreduce(self.torch.link(), nodes, algorithm, generation=generation)
 
-    def _look_around(self, deadline: float) -> None:
-        """Raise RuntimeError if there is a reason to wait no longer."""
+    def _check_wait(self, deadline: float) -> None:
+        """Raise RuntimeError if there is a reason to stop waiting."""
         self._check_abandoned()
         if self._roll_call is not None:
             self._roll_call.watch()
@@ -451,75 +450,57 @@ class CollectiveGroup:
             raise RuntimeError(_ABANDONED)
 
     def _cut_if_abandoned(self) -> None:
-        """Free the device of what NCCL waits for."""
+        """End NCCL's waits on the device once the group is abandoned."""
         while not self.torch.is_left:
             if self._abandoned.wait(_SLICE.total_seconds()):
                 return self.torch.cut()
 
-    def _nodes(self) -> list[str]:
-        """Return the node of each rank."""
-        store = self.torch.store
-        store.set(f"node/{self._rank}", ray.get_runtime_context().get_node_id().encode())
-        keys = [f"node/{rank}" for rank in range(self.num_workers)]
-        return [node.decode() for node in store.multi_get(keys)]
-
     def start_allreduce(self, tensor: Tensor, *, round: int) -> CollectiveWork:
-        """Begin to replace ``tensor`` by its sum over the members, and return at once."""
+        """Start to replace ``tensor`` by its sum over the members, and return at once."""
         start = self.adaptive.start if self.adaptive else self.torch.start_allreduce
         return self._started(lambda: start(tensor), round)
 
     def start_allgather(self, tensor: Tensor, out: Tensor, *, round: int) -> CollectiveWork:
-        """Begin to fill ``out``, shape [num_workers, n], with every member's ``tensor``, [n]."""
+        """Start to fill ``out``, shape [num_workers, n], with every member's ``tensor``, [n]."""
         return self._started(lambda: self.torch.start_allgather(tensor, list(out)), round)
 
     def _started(self, start: Callable[[], Any], round: int) -> CollectiveWork:
         try:
-            # Where all go on as usual no wait is long enough to see it.
+            # Waits may all end before their first slice, so that none of them would notice.
             self._check_abandoned()
             return CollectiveWork(self, start(), round)
         except RuntimeError as error:
             raise self.explain(error, round=round, waited_s=0.0) from error
 
     def report(self) -> AllreduceReport | None:
-        """Return how large messages are summed; None with torch's own all-reduce."""
+        """Return how large messages are summed, or None with torch's own all-reduce."""
         return self.adaptive.report() if self.adaptive else None
-
-    def wait_for(self, work: Any, round: int) -> None:
-        """Wait for an operation of a round. Raises what ``CollectiveWork`` does."""
-        start = time.monotonic()
-        try:
-            self.complete(work)
-        except RuntimeError as error:
-            raise self.explain(error, round=round, waited_s=time.monotonic() - start) from error
 
     def complete(self, work: Any, *, is_message: bool = False) -> None:
         """Wait for an operation.
 
         Args:
             work: torch's handle.
-            is_message: it is one between two members.
+            is_message: whether it is a message between two members.
 
         Raises:
-            RuntimeError: it failed, took too long, or all was abandoned.
+            RuntimeError: if it failed or timed out, or the group was abandoned.
         """
         deadline = time.monotonic() + self.address.timeout_s
         if self.address.device == "cuda":
-            self._wait_for_device(work, deadline)
+            while time.monotonic() < deadline and not is_done_on_device(work, _SLICE):
+                self._check_wait(deadline)
+            work.wait()  # past the deadline, its error names the operation that timed out
+            self._check_abandoned()  # a sum that was cut may look complete
         elif is_message:
             work.wait(timedelta(seconds=self.address.timeout_s))
         else:
             while not is_done(work, _SLICE):
-                self._look_around(deadline)
+                self._check_wait(deadline)
             work.wait()
 
-    def _wait_for_device(self, work: Any, deadline: float) -> None:
-        while time.monotonic() < deadline and not is_done_on_device(work, _SLICE):
-            self._look_around(deadline)
-        work.wait()  # beyond the deadline this says which operation timed out
-        self._check_abandoned()  # a sum that was cut may look as if it were complete
-
     def close(self) -> None:
-        """Leave the group; what is under way in it fails, here and at the peers."""
+        """Leave the group; its operations in progress fail, here and at the peers."""
         if self.adaptive:
             self.adaptive.close()
         if self._abandoned.is_set():
@@ -527,7 +508,7 @@ class CollectiveGroup:
         collective.destroy_collective_group(self._name)
 
     def leave(self) -> None:
-        """Leave at once, as Ray forgets the group's name."""
+        """Leave at once; Ray calls this as it removes the group's name."""
         if self._roll_call is not None:
             self._roll_call.leave()
         self.torch.abort()
@@ -540,13 +521,13 @@ class CollectiveGroup:
         waited_s: float,
         ranks: Sequence[int] | None = None,
     ) -> ExchangeError:
-        """Return what an error of torch means for a round, with the names of the missing.
+        """Return the ExchangeError for an error of torch, with the names of the missing workers.
 
         Args:
             error: of torch.
-            round: or the number of an operation.
-            waited_s: how long this member has waited.
-            ranks: of the members that the operation needs; None: all.
+            round: number of the round, or of the operation in a user's group.
+            waited_s: how long this member has waited, in seconds.
+            ranks: of the members that take part in the operation; None: all.
         """
         generation, problem = self.address.generation, str(error).partition("\n")[0]
         is_late = waited_s >= 0.9 * self.address.timeout_s
@@ -561,21 +542,21 @@ class CollectiveGroup:
         return ExchangeTimeoutError(round, generation, self.address.timeout_s, missing)
 
     def _late_workers(self, round: int) -> list[str]:
-        """Return the workers that do not answer: each that timed out signs in the store."""
+        """Return the workers that are late: each worker that timed out sets a key."""
         store = self.torch.store
         if store is None:
             return []
         store.set(f"late/{round}/{self._rank}", b"here")
         keys = {w: f"late/{round}/{rank}" for rank, w in enumerate(self._worker_ids)}
         try:
-            there = store.keys_present(list(keys.values()), _ROLL_CALL)
-        except RuntimeError:  # the center is lost, too: who knows
+            present = store.keys_present(list(keys.values()), _ROLL_CALL)
+        except RuntimeError:  # the center is lost, too: the late workers are unknown
             return []
-        return [worker_id for worker_id, key in keys.items() if key not in there]
+        return [worker_id for worker_id, key in keys.items() if key not in present]
 
 
 class CollectiveWork:
-    """An all-reduce under way among Ray actors."""
+    """An all-reduce in progress among Ray actors."""
 
     def __init__(self, group: CollectiveGroup, work: Any, round: int) -> None:
         self._group = group
@@ -586,13 +567,19 @@ class CollectiveWork:
         """Wait for the sum, bounded by the group's time-out.
 
         Raises:
-            ExchangeError: a member left, or all was abandoned; the tensor may be half reduced.
+            ExchangeError: if a member left, or the group was abandoned; the tensor may be half
+                reduced.
         """
-        self._group.wait_for(self._work, self._round)
+        start = time.monotonic()
+        try:
+            self._group.complete(self._work)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - start
+            raise self._group.explain(error, round=self._round, waited_s=waited_s) from error
 
 
 def _in_thread(act: Callable[[], T]) -> futures.Future[T]:
-    """Return the result to come of a function, in a thread that no process end waits for."""
+    """Run a function in a daemon thread; return its future. The process can end without it."""
     result: futures.Future[T] = futures.Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""Why an operation of a user's group failed: by what its members say, and by what Ray knows.
+"""Find out why an operation of a user's group failed, from its members and from Ray.
 
-A member whose operation fails signs with a word in the store of the generation, and so does one
-that leaves. One that computes meanwhile can not sign, and is not lost for that: the loss of a
-process is Ray's to tell.
+A member whose operation fails, or that leaves, writes its status to the generation's key store. A
+member that is busy computing writes nothing, and is not lost for that: only Ray decides whether a
+process is lost.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from raydl.errors import ExchangeError, ExchangeTimeoutError
 AGAIN = "form the group again, under a later generation"
 _LATE, _FAILED, _LEFT = b"late", b"failed", b"left"
 _WAIT_S = 3.0
-"""For others to sign: their operations fail with this member's, but they may be slow to see it."""
+"""The longest wait for the others' statuses, in seconds: their operations fail together with this
+member's, but they may notice it late."""
 _WATCH_EVERY_S = 1.0
-_LOOK = timedelta(seconds=0.1)
-_TOGETHER_S = 0.1
-"""Processes that end together are not seen to end in one moment."""
+_POLL = timedelta(seconds=0.1)
+_GRACE_S = 0.1
+"""Processes that end together do not appear as ended at the same moment."""
 
 
 class RollCall:
-    """One member's side.
+    """Diagnoses failed operations, on behalf of one member.
 
     Args:
-        group: its name, for messages.
+        group: the group's name, for messages.
         generation: of the group.
-        members: the ids of all, by rank.
-        rank: this member's.
-        store: of the generation; see ``ray_collective.CenterStore``.
-        timeout_s: of an operation.
-        has_ended: whether the process of a rank has ended, as far as Ray knows.
+        members: the ids of all members, by rank.
+        rank: of this member.
+        store: the generation's keys; see ``ray_collective.CenterStore``.
+        timeout_s: of an operation, in seconds.
+        has_ended: returns whether the process of a rank has ended, according to Ray.
     """
 
     def __init__(
@@ -55,18 +56,18 @@ class RollCall:
         self._store = store
         self._timeout_s = timeout_s
         self._has_ended = has_ended
-        self._has_signed = False
+        self._has_written = False
         self._watched = rank
         self._watched_at = 0.0
 
     def watch(self) -> None:
-        """Look after one member a second, in turn, while this one waits.
+        """Check one other member's process a second, in turn, while this member waits.
 
-        A member that waits for another has no part in the connection of that one to a third, and
-        would not see it break. All members together look after all.
+        A member that waits for another does not see that one's connection to a third member
+        break. Together the members check all processes.
 
         Raises:
-            RuntimeError: its process has ended.
+            RuntimeError: if the process has ended.
         """
         now = time.monotonic()
         if now - self._watched_at >= _WATCH_EVERY_S:
@@ -76,73 +77,70 @@ class RollCall:
                 raise RuntimeError("a process has ended")
 
     def leave(self) -> None:
-        """Tell the others that this member leaves, unless an operation has failed before."""
-        self._sign(_LEFT)
+        """Record that this member leaves, unless one of its operations has failed before."""
+        self._write_status(_LEFT)
 
     def explain(
         self, problem: str, *, operation: int, is_late: bool, ranks: Iterable[int]
     ) -> ExchangeError:
-        """Return the error of a failed operation, with the names of the missing.
+        """Return the error of a failed operation, with the names of the missing members.
 
         Args:
-            problem: what the transport said.
-            operation: its number in this member; 0: the group was being formed.
-            is_late: this member has waited until the time-out.
-            ranks: of all that the operation needs.
+            problem: the transport's message.
+            operation: number of the operation in this member, or 0 while the group forms.
+            is_late: whether this member has waited until the time-out.
+            ranks: of all members that take part in the operation.
         """
-        self._sign(_LATE if is_late else _FAILED)
-        signed, lost = self._call(list(ranks), is_late)
-        if is_late or _LATE in signed.values():
+        self._write_status(_LATE if is_late else _FAILED)
+        statuses, lost = self._wait_for_statuses(list(ranks), is_late)
+        if is_late or _LATE in statuses.values():
             return ExchangeTimeoutError(
                 operation,
                 self._generation,
                 self._timeout_s,
-                self._names(rank for rank in ranks if rank not in signed),
+                self._names(rank for rank in ranks if rank not in statuses),
                 self._group,
                 "timeout_s of raydl.init_collective_group",
             )
-        left = [rank for rank, word in signed.items() if word == _LEFT]
+        left = [rank for rank, status in statuses.items() if status == _LEFT]
         if lost:
             problem = f"lost members {self._names(lost)}"
         elif left:
-            problem = f"members {self._names(left)} have left"
-        return ExchangeError(
-            operation,
-            self._generation,
-            f"{problem}; {AGAIN}",
-            self._names(lost),
-            self._group,
-        )
+            problem = f"members {self._names(left)} left"
+        problem = f"{problem}; {AGAIN}"
+        return ExchangeError(operation, self._generation, problem, self._names(lost), self._group)
 
-    def _call(self, ranks: list[int], is_late: bool) -> tuple[dict[int, bytes], list[int]]:
-        """Return the words of the ranks that have signed, and the ranks that are lost."""
+    def _wait_for_statuses(
+        self, ranks: list[int], is_late: bool
+    ) -> tuple[dict[int, bytes], list[int]]:
+        """Return the statuses by rank, without the ranks that have none, and the lost ranks."""
         deadline = time.monotonic() + _WAIT_S
         while True:
             lost = self._lost(ranks)
             if lost and not is_late:
-                time.sleep(_TOGETHER_S)
+                time.sleep(_GRACE_S)
                 return {}, self._lost(ranks)
-            signed = self._signed(ranks)
-            is_over = len(signed) == len(ranks) or _LEFT in signed.values()
-            if is_over or time.monotonic() >= deadline:
-                return signed, lost
+            statuses = self._statuses(ranks)
+            is_complete = len(statuses) == len(ranks) or _LEFT in statuses.values()
+            if is_complete or time.monotonic() >= deadline:
+                return statuses, lost
 
     def _lost(self, ranks: list[int]) -> list[int]:
         return [rank for rank in ranks if self._has_ended(rank)]
 
-    def _signed(self, ranks: list[int]) -> dict[int, bytes]:
+    def _statuses(self, ranks: list[int]) -> dict[int, bytes]:
         keys = {rank: f"out/{rank}" for rank in ranks}
         try:
-            there = self._store.keys_present(list(keys.values()), _LOOK)
+            present = self._store.keys_present(list(keys.values()), _POLL)
         except RuntimeError:  # the actor that keeps the keys is lost, too
-            time.sleep(_LOOK.total_seconds())
+            time.sleep(_POLL.total_seconds())
             return {}
-        return {rank: self._store.get(key) for rank, key in keys.items() if key in there}
+        return {rank: self._store.get(key) for rank, key in keys.items() if key in present}
 
-    def _sign(self, word: bytes) -> None:
-        if not self._has_signed:  # the first word is why
-            self._has_signed = True
-            self._store.set(f"out/{self._rank}", word)
+    def _write_status(self, status: bytes) -> None:
+        if not self._has_written:  # the first status is the reason
+            self._has_written = True
+            self._store.set(f"out/{self._rank}", status)
 
     def _names(self, ranks: Iterable[int]) -> list[str]:
         return [self._members[rank] for rank in ranks]

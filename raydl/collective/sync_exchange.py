@@ -1,24 +1,21 @@
 """The synchronous exchange: one all-reduce of one packed message, then a commit.
 
-The message is ``weights | buffers | header`` in one contiguous tensor, so that an exchange
-is one message. It is reduced into scratch memory; replica and center stay untouched until
-the sum has arrived whole.
+The message is ``weights | buffers | header`` in one contiguous tensor. It is reduced into scratch
+memory; replica and center do not change until the complete sum has arrived.
 
-SC17's three steps of co-design are settings of it. EASGD1: staged through host memory,
-nothing overlapped; EASGD2: resident on the device; EASGD3: overlapped with the gradient
+SC17's three co-design steps are settings of it. EASGD1: staged through host memory, without
+overlap; EASGD2: resident on the device; EASGD3: overlapped with the gradient
 (``StepPlan.overlap``). All three compute the same.
 
-Encoded numbers can not be added, so every rank sends a compressed message to all others, and
-each decodes and sums in the order of the ranks: the same bits everywhere. A rank sends p - 1
-short messages where the all-reduce of whole ones sends less than 2. What a rule that sends weights
-leaves out is not lost: the message is the difference to the center, and replica and center use the
-difference as it was decoded; the rest of it is still between them at the next exchange. Gradients
-and progress are done with once they are sent, so what is left out of them is kept and added to the
-next message.
+Encoded values can not be added. So each rank sends its compressed message to all others, and each
+decodes and sums all messages in rank order: the same bits everywhere. A rank then sends p - 1 short
+messages, where the all-reduce of uncompressed ones sends less than 2. If the rule sends weights, a
+lossy codec loses nothing: the message is the difference to the center, replica and center apply the
+difference as decoded, and the remainder is still part of the difference at the next exchange.
+Gradients and progress are sent only once, so error feedback adds the residual to the next message.
 
-SC17 parts a chip into groups of cores whose copies of the weights stay identical by summing
-gradients; here a group of workers is one replica in several processes. Only groups exchange
-with the center.
+SC17 partitions a chip into groups of cores that keep identical weights by summing gradients; here
+a group of workers is one replica in several processes. Only groups exchange with the center.
 """
 
 from __future__ import annotations
@@ -33,60 +30,52 @@ from torch import Tensor
 
 from raydl.core.center import Center, Mirror
 from raydl.core.compression import ErrorFeedback
-from raydl.core.exchange import Arrival, Exchange, Header, host_like
+from raydl.core.exchange import Arrival, Header, host_like
 from raydl.core.reports import AllreduceReport
 from raydl.core.rules import Sends, Tally
 from raydl.metrics import TimeParts
 
 HEADER_SIZE = len(dataclasses.fields(Header))
-"""Numbers of a header in a message."""
+"""Number of header values in a message."""
 
 
 class Work(Protocol):
-    """A reduction under way."""
+    """A collective operation in progress."""
 
     def wait(self) -> None:
-        """Return when the tensor holds the sum.
+        """Wait until the tensor holds the result.
 
         Raises:
-            ExchangeError: it failed or took too long; the tensor's content is undefined.
+            ExchangeError: if it failed or timed out; the tensor's content is undefined.
         """
         ...
 
 
 class Group(Protocol):
-    """Workers that can sum tensors together."""
+    """Workers that sum and gather tensors together."""
 
-    @property
-    def num_workers(self) -> int:
-        """Members of the group."""
-        ...
+    num_workers: int
+    """Number of members."""
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> Work:
-        """Begin to replace ``tensor`` by its sum over the members, and return at once."""
+        """Start to replace ``tensor`` by its sum over the members, and return at once."""
         ...
 
     def start_allgather(self, tensor: Tensor, out: Tensor, *, round: int) -> Work:
-        """Begin to fill ``out``, shape [num_workers, n], with all ``tensor``, shape [n]."""
+        """Start to fill ``out``, shape [num_workers, n], with every ``tensor``, shape [n]."""
         ...
 
     def report(self) -> AllreduceReport | None:
-        """Return how large messages are summed, for a group that chooses for itself."""
+        """Return how large messages are summed, or None if the group does not choose."""
         ...
 
 
-def packed_header(header: Header, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of a header, shape [HEADER_SIZE]."""
-    return torch.tensor(header.numbers(), dtype=dtype)
-
-
-def settled(
+def _sums_over_replicas(
     group: Group, group_size: int, weights: Tensor, buffers: Tensor, header: Tensor
 ) -> tuple[Tally, Header]:
-    """Return the terms of the sums over all workers, and the header sums.
+    """Turn sums over workers into sums over replicas, in place; return tally and header sums.
 
-    The sums become those over replicas, in place: each is in them as often as workers
-    share it.
+    The sums contain each replica once for each of the ``group_size`` workers that share it.
     """
     num_replicas = group.num_workers // group_size
     if group_size > 1:
@@ -97,16 +86,16 @@ def settled(
 
 
 class SyncExchange:
-    """One rank's side of the rounds of one generation, for one span of the center.
+    """One rank's exchanges with one span of the center, in one generation.
 
     Args:
         group: the workers of this generation.
-        center: this rank's copy of the span; all ranks have the same.
-        span: which of the flat parameters it is.
-        round: the number of the first round.
-        pieces: sizes to send one by one, summing to the message's weights; None: all in one
-            message.
-        group_size: workers that share one replica and send the same weights.
+        center: this rank's copy of the span, the same on all ranks.
+        span: the span, in the flat parameters.
+        round: number of the first round.
+        pieces: sizes of the parts to send one by one, which sum to the number of weights; None:
+            all in one message.
+        group_size: number of workers that share one replica and send the same weights.
     """
 
     def __init__(
@@ -129,6 +118,8 @@ class SyncExchange:
         num_weights, num_buffers = center.weights.numel(), center.buffers.numel()
         rest = num_buffers + HEADER_SIZE
         self._message = center.weights.new_zeros(num_weights + rest)
+        self.num_bytes = self._message.nbytes
+        """Bytes of one exchange."""
         self._weights, self._buffers, self._header = torch.split(
             self._message, [num_weights, num_buffers, HEADER_SIZE]
         )
@@ -137,18 +128,13 @@ class SyncExchange:
             assert sum(pieces) == num_weights
             self._pieces = torch.split(self._message, [*pieces, rest])
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one exchange."""
-        return self._message.numel() * self._message.element_size()
-
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
-        """Copy the message into scratch and start the sum."""
-        assert not self._work, "an exchange is under way"
+        """Copy the message to scratch memory and start the sum."""
+        assert not self._work, "an exchange is in progress"
         self._weights.copy_(weights)
         if self._buffers.numel():
             self._buffers.copy_(buffers)
-        self._header.copy_(packed_header(header, self._header.dtype))
+        self._header.copy_(torch.tensor(header.numbers(), dtype=self._header.dtype))
         self._work = [
             self._group.start_allreduce(piece, round=self.round) for piece in self._pieces
         ]
@@ -157,61 +143,45 @@ class SyncExchange:
         """Wait for the sum.
 
         Raises:
-            ExchangeError: it failed or took too long; no tensor but the scratch changed.
+            ExchangeError: if it failed or timed out; only scratch memory has changed.
         """
         assert self._work, "begin comes first"
         work, self._work = self._work, []
         for piece in work:
             piece.wait()
-        self._tally, sums = settled(
+        self._tally, sums = _sums_over_replicas(
             self._group, self._group_size, self._weights, self._buffers, self._header
         )
         return Arrival(self._tally, sums)
 
     def commit(self) -> None:
-        """Move the center by the sum that arrived."""
+        """Move the center by the sum."""
         self.center.apply_(self._weights, self._buffers, self._tally)
         self.round += 1
 
 
-class OnDevice(Exchange, Protocol):
-    """An exchange whose center lies where its messages are made."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one exchange."""
-        ...
-
-
 class StagedExchange:
-    """An exchange whose message and center lie in host memory, as in SC17's EASGD1.
+    """An exchange whose message and center are in host memory, as in SC17's EASGD1.
 
-    The weights are copied to the host before each exchange and the center back after it;
-    without staging both stay where the replica computes.
+    It copies the weights to the host before each exchange, and the center to the device after it.
 
     Args:
-        inner: the exchange among tensors in host memory.
-        device: where the replica computes.
-        time_parts: where the copying is counted.
+        inner: the exchange of tensors in host memory.
+        device: the replica's device.
+        time_parts: counts the time of the copies.
     """
 
-    def __init__(self, inner: OnDevice, device: torch.device, time_parts: TimeParts) -> None:
+    def __init__(
+        self, inner: SyncExchange | GatheredExchange, device: torch.device, time_parts: TimeParts
+    ) -> None:
+        self.span = inner.span
+        self.num_bytes = inner.num_bytes
         self._inner = inner
         self._parts = time_parts
         weights, buffers = inner.center.weights, inner.center.buffers
         self.center = Mirror(weights.to(device, copy=True), buffers.to(device, copy=True))
         self._host = host_like(self.center.weights)
         self._host_buffers = host_like(self.center.buffers)
-
-    @property
-    def span(self) -> slice:
-        """Which of the flat parameters travel."""
-        return self._inner.span
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one exchange."""
-        return self._inner.num_bytes
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
         """Copy to the host and start the sum there."""
@@ -222,7 +192,7 @@ class StagedExchange:
         self._inner.begin(self._host, self._host_buffers, header)
 
     def wait(self) -> Arrival:
-        """Wait for the sum. Raises what the inner exchange does."""
+        """Wait for the sum. Raises ExchangeError as the inner exchange does."""
         arrival = self._inner.wait()
         if arrival.seen is None:
             return arrival
@@ -237,16 +207,16 @@ class StagedExchange:
 
 
 class GatheredExchange:
-    """One rank's side of the rounds of one generation, for one span of the center.
+    """One rank's exchanges of compressed messages with one span of the center.
 
     Args:
         group: the workers of this generation.
-        center: this rank's copy of the span; all ranks have the same.
-        span: which of the flat parameters it is.
-        round: the number of the first round.
+        center: this rank's copy of the span, the same on all ranks.
+        span: the span, in the flat parameters.
+        round: number of the first round.
         sends: what the rule sends.
-        feedback: this worker's codec, with what it has left out so far.
-        group_size: workers that share one replica and send the same weights.
+        feedback: this worker's codec, with its residual so far.
+        group_size: number of workers that share one replica and send the same weights.
     """
 
     def __init__(
@@ -274,23 +244,19 @@ class GatheredExchange:
         start = -(-self._num_encoded // 4) * 4  # floats begin at a multiple of their size
         self._rest = center.weights.new_zeros(num_buffers + HEADER_SIZE)
         self._buffers, self._header = self._rest[:num_buffers], self._rest[num_buffers:]
-        num_bytes = start + self._rest.numel() * self._rest.element_size()
-        self._message = torch.zeros(num_bytes, dtype=torch.uint8, device=center.weights.device)
+        self.num_bytes = start + self._rest.nbytes
+        """Bytes of one message."""
+        self._message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=center.weights.device)
         self._message_rest = self._message[start:].view(self._rest.dtype)
-        self._all = self._message.new_zeros((group.num_workers, num_bytes))
+        self._all = self._message.new_zeros((group.num_workers, self.num_bytes))
         self._all_rest = self._all[:, start:].view(self._rest.dtype)
         self._total = torch.zeros_like(center.weights)
         self._decoded = torch.zeros_like(center.weights)
         self._seen = torch.zeros_like(center.weights)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one message."""
-        return self._message.numel()
-
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
-        """Encode the message and start to gather."""
-        assert self._work is None, "an exchange is under way"
+        """Encode the message and start to gather all messages."""
+        assert self._work is None, "an exchange is in progress"
         encoded = self._message[: self._num_encoded]
         if self._sends is Sends.WEIGHTS:
             codec = self._feedback.codec
@@ -302,14 +268,14 @@ class GatheredExchange:
         num_buffers = self.center.buffers.numel()
         if num_buffers:
             self._message_rest[:num_buffers] = buffers
-        self._message_rest[num_buffers:] = packed_header(header, self._rest.dtype)
+        self._message_rest[num_buffers:] = torch.tensor(header.numbers(), dtype=self._rest.dtype)
         self._work = self._group.start_allgather(self._message, self._all, round=self.round)
 
     def wait(self) -> Arrival:
         """Wait for all messages and sum them.
 
         Raises:
-            ExchangeError: it failed or took too long; no tensor but the scratch changed.
+            ExchangeError: if it failed or timed out; only scratch memory has changed.
         """
         assert self._work is not None, "begin comes first"
         work, self._work = self._work, None
@@ -321,7 +287,7 @@ class GatheredExchange:
             codec.decode(self._all[rank, : self._num_encoded], out=self._decoded)
             self._total.add_(self._decoded)
             self._rest.add_(self._all_rest[rank])
-        self._tally, sums = settled(
+        self._tally, sums = _sums_over_replicas(
             self._group, self._group_size, self._total, self._buffers, self._header
         )
         if self._sends is not Sends.WEIGHTS:
@@ -330,7 +296,7 @@ class GatheredExchange:
         return Arrival(self._tally, sums, seen=self._seen)
 
     def commit(self) -> None:
-        """Move the center by the sum, and keep what the own message left out."""
+        """Move the center by the sum, and keep the residual of this rank's message."""
         self.center.apply_(self._total, self._buffers, self._tally)
         if self._sends is not Sends.WEIGHTS:
             self._feedback.commit()
@@ -338,14 +304,14 @@ class GatheredExchange:
 
 
 class GradientGroup:
-    """The workers that share one replica, as one of them sees them.
+    """The workers that share one replica, as seen by one of them.
 
     Args:
         group: connects them.
-        num_parameters: elements of a gradient.
-        num_tensors: parameters that they are of.
+        num_parameters: number of elements of a gradient.
+        num_tensors: number of parameter tensors.
         dtype: of the gradients.
-        device: where the group sums; the gradients may be elsewhere.
+        device: where the group sums; the gradients may be on another device.
     """
 
     def __init__(
@@ -366,19 +332,20 @@ class GradientGroup:
     def mean_(
         self, gradients: Tensor, num_samples: int, is_reached: bytearray
     ) -> tuple[int, bytearray]:
-        """Replace mean gradients by that of the joined batch; return its samples.
+        """Replace this worker's mean gradients by those of the joint batch.
 
         Args:
             gradients: of the mean loss over ``num_samples`` samples, shape [num_parameters].
-            num_samples: of this worker's batch; may be 0.
-            is_reached: by parameter, whether it has a gradient.
+            num_samples: size of this worker's batch; may be 0.
+            is_reached: by parameter tensor, whether it has a gradient.
 
         Returns:
-            The samples of all, and which parameters have a gradient of anyone.
+            The number of samples of the joint batch, and by parameter tensor whether it has a
+            gradient on any worker.
 
         Raises:
-            ExchangeError: a worker of the group went away or took too long; the gradients
-                are as they were.
+            ExchangeError: if a worker of the group disconnected or timed out; the gradients have
+                not changed.
         """
         self._gradients.copy_(gradients).mul_(num_samples)
         self._is_reached.copy_(torch.frombuffer(is_reached, dtype=torch.uint8))
@@ -392,10 +359,10 @@ class GradientGroup:
         return total, bytearray((self._is_reached > 0).tolist())
 
     def bytes_of_first(self, data: bytes, *, is_first: bool) -> bytes:
-        """Return the bytes that the group's first worker gives; the others' count for nothing.
+        """Return the ``data`` of the group's first worker; that of the others is ignored.
 
         Raises:
-            ExchangeError: it went away or took too long.
+            ExchangeError: if a worker of the group disconnected or timed out.
         """
         device = self._message.device
         size = torch.tensor([len(data) if is_first else 0], device=device)
@@ -407,10 +374,11 @@ class GradientGroup:
         return content.cpu().numpy().tobytes()
 
     def copy_first_(self, tensors: list[Tensor], *, is_first: bool) -> list[bool]:
-        """Replace tensors by those of the group's first worker; return which were others.
+        """Replace tensors by those of the group's first worker; return which of them changed.
 
         Raises:
-            ExchangeError: it went away or took too long; the tensors are as they were.
+            ExchangeError: if a worker of the group disconnected or timed out; the tensors have not
+                changed.
         """
         copies = [t.to(self._message.device, copy=True) for t in tensors]
         for copy in copies:
@@ -418,7 +386,7 @@ class GradientGroup:
                 copy.zero_()
             self._group.start_allreduce(copy, round=self._step).wait()
         pairs = [(t, copy.to(t.device)) for t, copy in zip(tensors, copies, strict=True)]
-        were_others = [not torch.equal(tensor, copy) for tensor, copy in pairs]
+        have_changed = [not torch.equal(tensor, copy) for tensor, copy in pairs]
         for tensor, copy in pairs:
             tensor.copy_(copy)
-        return were_others
+        return have_changed

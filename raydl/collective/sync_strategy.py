@@ -1,10 +1,10 @@
-"""The strategy of synchronous methods: all exchange at once; every rank has center and ledger.
+"""The strategy of synchronous methods: all workers exchange together, and keep center and ledger.
 
-When an exchange fails, the ledger that all go on with says what each worker has claimed. A
-worker may have trained on less: it came out of its round early, or was a round behind and
-those claims are of a round that it never saw. So survivors compare, and tell each other
-(``Trained``). The first rounds of a generation are measured, and all its workers choose by
-them how often to exchange (``ExchangeProfiler``).
+After a failed exchange, the ledger that all continue with says what each worker has claimed. A
+worker may have trained less: it left the round early, or was a round behind and never saw those
+claims. So the survivors compare claims with the positions that they trained, and share the result
+(``TrainedPositions``). The workers measure the first rounds of a generation, and by those
+measurements agree on how often to exchange (``ExchangeProfiler``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raydl.core.autotune import (
 )
 from raydl.core.center import Center, Snapshot, joined_states, split_states
 from raydl.core.copy_buffers import CopyBuffers, sizes_of
-from raydl.core.exchange import Exchange, Header, shard_spans
+from raydl.core.exchange import Header, shard_spans
 from raydl.core.methods import may_compress
 from raydl.core.optimizers import make_optimizer
 from raydl.core.progress import Progress
@@ -43,8 +43,8 @@ from raydl.data.loader import positions_of
 from raydl.metrics import TimeParts
 
 
-class Trained:
-    """Positions a worker has trained on since its last completed exchange, in their order."""
+class TrainedPositions:
+    """The positions that a worker has trained since its last completed exchange, in order."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, np.ndarray]] = []  # (epoch, positions) of each local step
@@ -53,19 +53,19 @@ class Trained:
         return sum(len(positions) for _, positions in self._parts)
 
     def add(self, epoch: int, positions: np.ndarray) -> None:
-        """Note the positions of a local step."""
+        """Record the positions of a local step."""
         self._parts.append((epoch, positions))
 
     def num_claimed(self, claims: Sequence[tuple[int, Span]]) -> int:
-        """Return how many of them lead what the worker has claimed by a ledger."""
-        ours = _pairs(self._parts)
-        theirs = _pairs([(epoch, positions_of([span])) for epoch, span in claims])
-        length = min(len(ours), len(theirs))
-        differs = (ours[:length] != theirs[:length]).any(axis=1)
+        """Return the length of the common prefix with the worker's claims in a ledger."""
+        trained = _pairs(self._parts)
+        claimed = _pairs([(epoch, positions_of([span])) for epoch, span in claims])
+        length = min(len(trained), len(claimed))
+        differs = (trained[:length] != claimed[:length]).any(axis=1)
         return int(differs.argmax()) if differs.any() else length
 
     def keep_first(self, count: int) -> None:
-        """Forget all but the first ones."""
+        """Forget all but the first ``count`` positions."""
         parts, self._parts = self._parts, []
         for epoch, positions in parts:
             first = positions[:count]
@@ -75,30 +75,31 @@ class Trained:
 
 
 def _pairs(parts: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
-    """Return (epoch, position) in rows, shape [n, 2]."""
+    """Return (epoch, position) rows, shape [n, 2]."""
     rows = [np.stack([np.full_like(part, epoch), part], axis=1) for epoch, part in parts]
     return np.concatenate([np.empty((0, 2), np.int64), *rows])
 
 
 SKIPPED = 2
-"""Rounds that are not measured: processes warm up, connections open."""
+"""First rounds that are not measured: processes warm up, and connections open."""
 COUNTED = 3
+"""Rounds that are measured for one choice."""
 _CPU = torch.device("cpu")
 
 
 class ExchangeProfiler:
     """Measures rounds and chooses how often to exchange; see ``raydl/core/autotune.py``.
 
-    All call it in the same rounds, and choose by the same numbers.
+    All workers call it in the same rounds, and choose by the same numbers.
 
     Args:
         group: the workers.
         rank: of this worker.
         generation: the membership.
-        limits: what the user's settings leave open.
-        time_parts: know how long this worker waited.
-        device: of what the group sums.
-        clock: seconds, rising.
+        limits: the choices that the user's settings leave open.
+        time_parts: count how long this worker waits.
+        device: where the group sums.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -120,44 +121,44 @@ class ExchangeProfiler:
         self._device = device
         self._clock = clock
         self._rounds: list[tuple[float, float]] = []
-        self._before: tuple[float, float] | None = None
+        self._previous: tuple[float, float] | None = None
         self._is_first, self._is_settled = True, False
 
     def next(self, now: ExchangeTuning, *, num_steps: int, round: int) -> Choice | None:
-        """Take note of the round before; return the tuning of the next ones if it changes.
+        """Record the previous round; return the tuning of the next rounds if it changes, or None.
 
-        A choice is measured in its turn, until nothing is left to change.
+        Each choice is measured in turn, until none brings a change.
 
         Args:
-            now: the exchange tuning of the round before.
-            num_steps: its local steps; one that was cut short does not count.
-            round: the number of the next round.
+            now: the exchange tuning of the previous round.
+            num_steps: local steps of that round; a shorter round than the period does not count.
+            round: number of the next round.
 
         Raises:
-            ExchangeError: somebody did not come to the choice.
+            ExchangeError: if a worker did not take part in the choice.
         """
         if self._is_settled:
             return None
         at, waited_s = self._clock(), self._parts.as_dict()["device_device_parameters"]
-        if self._before is not None and num_steps == now.period:
-            in_round_s, in_waits_s = at - self._before[0], waited_s - self._before[1]
+        if self._previous is not None and num_steps == now.period:
+            in_round_s, in_waits_s = at - self._previous[0], waited_s - self._previous[1]
             self._rounds.append(((in_round_s - in_waits_s) / num_steps, in_waits_s))
-        self._before = at, waited_s
+        self._previous = at, waited_s
         if len(self._rounds) < SKIPPED + COUNTED:
             return None
         choice = choose(now, self._measured(round), self._limits, generation=self._generation)
-        self._rounds, self._before, self._is_settled = [], None, choice is None
+        self._rounds, self._previous, self._is_settled = [], None, choice is None
         self._is_first = False
         return choice
 
     def _measured(self, round: int) -> Measured:
-        """Return the steps of the slowest worker, and the waiting time of the fastest."""
+        """Return the step time of the slowest worker, and the shortest waiting time of any."""
         steps, waits = zip(*self._rounds[SKIPPED:], strict=True)
         p = self._group.num_workers
         times = torch.zeros(2, p, dtype=torch.float32, device=self._device)
         times[0, self._rank] = statistics.median(steps)
-        # First the least, for what else crosses the link while a run starts, the samples above
-        # all, is soon gone. A choice that is too mild shows when it is measured.
+        # At first the minimum: other traffic at the start of a run, above all the samples, ends
+        # soon. If the choice changes too little, its own measurement shows that.
         times[1, self._rank] = min(waits) if self._is_first else statistics.median(waits)
         with self._parts.measure("device_device_parameters"):
             self._group.start_allreduce(times.view(-1), round=round).wait()
@@ -168,31 +169,33 @@ AnyExchange = SyncExchange | GatheredExchange | StagedExchange
 
 
 class SyncStrategy:
-    """All at once: every rank keeps the center and the ledger, and takes the same decisions.
+    """All workers exchange together; each keeps center and ledger, and takes the same decisions.
 
     Args:
-        context: where the worker stands.
+        context: the worker's place in the generation.
         group: the workers of this generation.
-        snapshot: what they all start from.
-        trained: what this worker has trained on and not exchanged yet.
+        snapshot: the center that they all start from.
+        trained: the positions that this worker has trained and not yet exchanged.
     """
 
     def __init__(
-        self, context: WorkerContext, group: Group, snapshot: Snapshot, trained: Trained
+        self, context: WorkerContext, group: Group, snapshot: Snapshot, trained: TrainedPositions
     ) -> None:
         self._context = context
         self._trained = trained
         self._config = context.config
         self._ledger = Ledger.from_state_dict(snapshot.ledger, cuts=context.cuts)
         self._release_claims()
-        self._is_roll_called = False
-        # Common to all ranks, unlike a worker's own count: some come later than others.
+        self._has_compared_claims = False
+        # The same on all ranks, unlike a worker's own count: some workers join later than others.
         self._num_steps = snapshot.progress.local_step
         self._stop_condition = StopCondition.of(
             context.config.training, epoch_samples=self._ledger.num_samples
         )
         self._seconds = snapshot.progress.seconds
-        self._round = self._version = snapshot.progress.round
+        self._round = self.version = snapshot.progress.round
+        """Number of rounds completed since the run began. ``version`` rises after the round's
+        record is made, so that a report with the round has its record, too."""
         self._aggregator = RecordAggregator()
         self._group = group
         self._votes: dict[str, float] = {}
@@ -203,13 +206,8 @@ class SyncStrategy:
         self._lr = 0.0
         self._round_steps = 0
         self._samples_before: list[float] = []
-        # A run may have been resumed with a period of the user's.
-        chosen = snapshot.tuning if context.method.finds_tuning else None
-        self._tuning, self._choice = self._their_tuning(), None
-        if chosen and chosen != self._tuning:
-            members, theirs = context.membership, self._tuning.compression
-            self._tuning = carried_over(chosen, theirs, members.num_workers)
-            self._choice = Choice(members.generation, self._tuning, TAKEN_OVER)
+        self._tuning, self.choice = self._first_tuning(snapshot.tuning)
+        """The exchange tuning, and its choice by this or an earlier generation, or None."""
         self._profiler = self._make_profiler() if context.method.finds_tuning else None
         self._weights = torch.tensor(snapshot.weights, device=context.center_device())
         self._buffers = torch.tensor(snapshot.buffers, device=context.center_device())
@@ -217,11 +215,18 @@ class SyncStrategy:
         self._make_centers(snapshot.optimizer)
         self._make_exchanges()
 
-    def _their_tuning(self) -> ExchangeTuning:
-        settings = self._config.exchange
-        return ExchangeTuning(
-            self._context.method.period, settings.delay, settings.compression, settings.fragments
+    def _first_tuning(self, chosen: ExchangeTuning | None) -> tuple[ExchangeTuning, Choice | None]:
+        """Return the user's exchange tuning, or the one that earlier workers chose."""
+        context, settings = self._context, self._config.exchange
+        users = ExchangeTuning(
+            context.method.period, settings.delay, settings.compression, settings.fragments
         )
+        # A resumed run may have a fixed period now, and then ignores the choice.
+        if chosen is None or chosen == users or not context.method.finds_tuning:
+            return users, None
+        members = context.membership
+        tuning = carried_over(chosen, users.compression, members.num_workers)
+        return tuning, Choice(members.generation, tuning, TAKEN_OVER)
 
     def _make_profiler(self) -> ExchangeProfiler:
         context = self._context
@@ -239,23 +244,22 @@ class SyncStrategy:
         )
 
     def _make_exchanges(self) -> None:
-        exchanges: tuple[AnyExchange, ...] = tuple(
-            self._make_exchange(self._group, center, span)
+        self.exchanges: tuple[AnyExchange, ...] = tuple(
+            self._make_exchange(center, span)
             for center, span in zip(self._centers, self._spans, strict=True)
         )
-        self.exchanges: tuple[Exchange, ...] = exchanges
-        self._exchange_bytes = sum(exchange.num_bytes for exchange in exchanges)
+        self._exchange_bytes = sum(exchange.num_bytes for exchange in self.exchanges)
 
     def _release_claims(self) -> None:
-        """Free what the lost had claimed.
+        """Free the claims of lost workers.
 
-        Those who are still here complete what they have trained on with their next exchange;
-        but a gradient that was not summed is forgotten. What they have reserved they keep.
+        The remaining workers complete their claims with their next exchange, unless the rule sends
+        gradients: one that was not summed is dropped. They keep their reservations.
         """
         membership = self._context.membership
-        still_here = (*membership.worker_ids, *membership.absent)
+        remaining = (*membership.worker_ids, *membership.absent)
         is_kept = self._context.method.rule.sends is not Sends.GRADIENT
-        self._ledger.release(keep=still_here if is_kept else (), members=still_here)
+        self._ledger.release(keep=remaining if is_kept else (), members=remaining)
 
     def _make_centers(self, optimizer: dict[str, Any]) -> None:
         method = self._context.method
@@ -277,13 +281,13 @@ class SyncStrategy:
             center.load_optimizer(state)
             self._centers.append(center)
 
-    def _make_exchange(self, group: Group, center: Center, span: Span) -> AnyExchange:
+    def _make_exchange(self, center: Center, span: Span) -> AnyExchange:
         settings, context = self._config.exchange, self._context
         group_size = self._config.method.group_size
         exchange: SyncExchange | GatheredExchange
         if (compression := self._tuning.compression) != "none":
             exchange = GatheredExchange(
-                group,
+                self._group,
                 center,
                 span=slice(*span),
                 round=self._round,
@@ -293,7 +297,7 @@ class SyncStrategy:
             )
         else:
             exchange = SyncExchange(
-                group,
+                self._group,
                 center,
                 span=slice(*span),
                 round=self._round,
@@ -306,18 +310,13 @@ class SyncStrategy:
         return StagedExchange(exchange, device, context.time_parts)
 
     @property
-    def version(self) -> int:
-        """Rounds completed since the run began."""
-        return self._version
-
-    @property
     def ledger_round(self) -> int:
-        """Every rank keeps the ledger."""
+        """The round up to which this rank knows the ledger: every round."""
         return self.version
 
     @property
     def num_changes(self) -> int:
-        """Changes of the ledger."""
+        """Number of changes of the ledger."""
         return self._ledger.num_changes
 
     @property
@@ -326,50 +325,50 @@ class SyncStrategy:
         return self._context.rank, self._context.membership.num_workers
 
     def next_round(self, local_step: int) -> Round:
-        """Claim this round's samples for all ranks."""
-        if len(self._centers) > 1:  # fragments are committed one by one
+        """Claim the samples of the next round for all ranks."""
+        if len(self._centers) > 1:  # fragments commit one by one, so a failed round needs an undo
             self._kept_feedback = {s: f.state_dict() for s, f in self._context.feedback.items()}
             for center in self._centers:
                 center.keep()
-        if not self._is_roll_called:
-            self._call_roll()
-            self._is_roll_called = True
+        if not self._has_compared_claims:
+            self._free_untrained_claims()
+            self._has_compared_claims = True
         with self._context.time_parts.measure("data_io"):
             round = self._claim()
         self._round_steps = round.num_steps
         return round
 
     def find_tuning(self) -> None:
-        """Let the workers choose how they exchange from here on, if a choice is due.
+        """Let the workers choose how to exchange from now on, if a choice is due.
 
         Raises:
-            ExchangeError: somebody did not come to the choice; nothing has changed.
+            ExchangeError: if a worker did not take part in the choice; nothing has changed.
         """
         if self._profiler is None:
             return
         choice = self._profiler.next(self._tuning, num_steps=self._round_steps, round=self._round)
-        if choice is not None:  # on all ranks the same, and nothing is under way between rounds
+        if choice is not None:  # the same on all ranks; no exchange spans two rounds
             state = self._optimizer_state()
-            self._choice, self._tuning = choice, choice.tuning
+            self.choice, self._tuning = choice, choice.tuning
             self._make_centers(state)
             self._make_exchanges()
 
     def undo_round(self) -> None:
-        """Undo the fragments that a round which failed has committed."""
+        """Undo the fragments that a failed round has committed."""
         if len(self._centers) > 1:
             for center in self._centers:
                 center.undo_()
             for span, state in self._kept_feedback.items():
                 self._context.feedback[span].load_state_dict(state)
 
-    def _call_roll(self) -> None:
-        """Let all ranks know how much of their open claims each has trained on; free the rest.
+    def _free_untrained_claims(self) -> None:
+        """Share how much of its open claims each rank has trained; free the rest.
 
-        One that came out of its round early, or was a round behind, has not trained on all that
-        stands under its name, and nobody else knows.
+        A worker that left its round early, or was a round behind, has not trained all its claims,
+        and no other worker knows.
 
         Raises:
-            ExchangeError: somebody did not answer; the ledger is as it was.
+            ExchangeError: if a worker did not answer; the ledger has not changed.
         """
         members = self._context.membership.worker_ids
         if not set(members) & set(self._ledger.claimants):
@@ -384,14 +383,18 @@ class SyncStrategy:
             self._ledger.give_back(worker_id, keep=int(count))
 
     def _claim(self) -> Round:
-        """Claim the samples of a whole period, in as many epochs as that takes."""
+        """Claim the samples of a whole period, from as many epochs as needed."""
         steps_left = self._stop_condition.steps_left(self._num_steps)
         num_steps = self._tuning.period if steps_left is None else steps_left
         num_steps = min(num_steps, self._tuning.period)
         claims: list[Claim] = []
         by_all: list[tuple[int, int]] = []
         while num_steps:
-            num_free = self._num_free()
+            num_free = self._ledger.num_free
+            left = self._stop_condition.samples_left(
+                self._ledger.num_done_ever + self._ledger.num_claimed
+            )
+            num_free = num_free if left is None else min(left, num_free)
             if claims and not num_free:  # the end of the run
                 break
             claim, num_samples = self._claim_in_epoch(num_free, num_steps)
@@ -402,15 +405,8 @@ class SyncStrategy:
         ahead = self._ledger.reserved_by(self._context.worker_id)
         return Round(claims, self._tuning.delay, ahead)
 
-    def _num_free(self) -> int:
-        """Return how many samples are left to claim in an epoch, or in the run."""
-        left = self._stop_condition.samples_left(
-            self._ledger.num_done_ever + self._ledger.num_claimed
-        )
-        return self._ledger.num_free if left is None else min(left, self._ledger.num_free)
-
     def _claim_in_epoch(self, num_free: int, num_steps: int) -> tuple[Claim, int]:
-        """Claim for all ranks; return this one's claim, and the samples of all."""
+        """Claim for all ranks; return this rank's claim, and the number of samples of all ranks."""
         members = self._context.membership.worker_ids
         share = share_round(
             num_free,
@@ -425,7 +421,7 @@ class SyncStrategy:
         return Claim(*claims[self._context.worker_id], share.num_steps), sum(share.counts)
 
     def share_done(self, step: int, local_step: int) -> float:
-        """Return 0..1 of the run, the same on all ranks."""
+        """Return the completed share of the run, 0..1; the same on all ranks."""
         return self._stop_condition.share_done(
             num_samples=self._ledger.num_done_ever + self._samples_before[step],
             num_steps=self._num_steps + step,
@@ -433,13 +429,13 @@ class SyncStrategy:
         )
 
     def begin_step(self, step: int, lr: float) -> None:
-        """Set the learning rate at this rank's center."""
+        """Set the learning rate of this rank's center."""
         self._lr = lr
         for center in self._centers:
             center.set_lr(lr)
 
     def settle(self, sums: Header, local_step: int) -> Decision:
-        """Complete the round for all ranks and decide by the sums they all see."""
+        """Complete the round for all ranks, and decide by the sums that all ranks have."""
         p = self._context.membership.num_workers
         epoch = self._ledger.epoch
         num_due = num_evaluations_due(self._config.evaluation, self._ledger)
@@ -460,7 +456,7 @@ class SyncStrategy:
             exchange_bytes=self._exchange_bytes,
             at_once=is_new_epoch or is_over,
         )
-        self._version = self._round  # told only when its record can be told as well
+        self.version = self._round
         keeps = sums.checkpoint > 0 or outcome in (Outcome.STOPPED, Outcome.FINISHED)
         evaluates = num_evaluations_due(self._config.evaluation, self._ledger) > num_due
         return Decision(
@@ -477,7 +473,7 @@ class SyncStrategy:
             return Outcome.FINISHED
         if sums.stop > 0:
             return Outcome.STOPPED
-        # The rest may be with a worker that was left out: nothing to do without it.
+        # A worker that was left out may hold the rest: there is nothing to do without it.
         is_idle = self._stop_condition.samples_left(num_done + self._ledger.num_claimed) == 0
         return Outcome.REGROUP if sums.regroup > 0 or is_idle else Outcome.GO_ON
 
@@ -493,16 +489,16 @@ class SyncStrategy:
         )
 
     def vote(self, **votes: float) -> None:
-        """Cast votes with the next header."""
+        """Send votes with the next header."""
         with self._votes_lock:
             self._cuts_wanted = int(votes.pop("num_cuts", self._cuts_wanted))
             self._votes.update(votes)
 
     def votes(self) -> dict[str, float]:
-        """Return the votes to send; one that comes in later waits for the next round."""
+        """Return the votes to send; a later vote waits for the next round."""
         with self._votes_lock:
             votes, self._votes = self._votes, {}
-            if self._cuts_wanted > self.num_cuts:  # ranks hear of it in different rounds
+            if self._cuts_wanted > self.num_cuts:  # ranks receive it in different rounds
                 votes["lr_cut"] = 1.0
         return votes
 
@@ -522,7 +518,7 @@ class SyncStrategy:
         )
 
     def prepare_copy(self) -> Callable[[], None]:
-        """Return a function that readies memory for a copy of the center, in any thread."""
+        """Return a function, for any thread, that prepares memory for a copy of the center."""
         sizes = sizes_of([self._weights, self._buffers]) if self._context.rank == 0 else []
         return lambda: self._copies.prepare(sizes)
 
@@ -531,11 +527,12 @@ class SyncStrategy:
         return joined_states([center.optimizer_state() for center in self._centers], sizes)
 
     def catch_up(self, snapshot: Snapshot, *, is_behind: bool) -> torch.Tensor | None:
-        """Return the weights that the replica goes on with in the next generation, if others.
+        """Return the replica's weights for the next generation, or None if they do not change.
 
-        A replica is its worker's own where the rule sends weights. Otherwise it follows the
-        center; what it has done since its last exchange it takes along, unless it is counted,
-        or given to others. Who is behind and has nothing open may have been counted.
+        If the rule sends weights, the replica keeps its own. Otherwise it follows the center, plus
+        its progress since its last exchange: unless that progress is already counted, or its
+        samples went to other workers. For a worker that is behind and has no open positions, it may
+        be counted.
         """
         sends, trained = self._context.method.rule.sends, self._trained
         num_open = len(trained)
@@ -553,20 +550,16 @@ class SyncStrategy:
         return center if is_behind or not is_same else None
 
     def pop_records(self) -> tuple[Record, ...]:
-        """Return the records that nobody has taken yet."""
+        """Remove and return the new records."""
         return self._aggregator.pop_records()
 
     def allreduce_report(self) -> AllreduceReport | None:
-        """Return how the group sums, where it chooses for itself."""
+        """Return how the group sums large messages, or None if it does not choose."""
         return self._group.report()
-
-    def choice(self) -> Choice | None:
-        """Return the exchange tuning that this generation chose, if it did."""
-        return self._choice
 
 
 def _pieces(layer_sizes: list[int], span: Span) -> list[int]:
-    """Return the sizes of the layers' parts within a span."""
+    """Return the size of each layer's part of a span."""
     pieces, start = [], 0
     for size in layer_sizes:
         common = min(start + size, span[1]) - max(start, span[0])

@@ -1,1 +1,1 @@
-"""The methods with messages: workers exchange with the center one by one."""
+"""Methods with messages: each worker exchanges with the center alone."""

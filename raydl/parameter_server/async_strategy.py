@@ -1,4 +1,4 @@
-"""One by one with the center, by the coordinator's assignments."""
+"""The strategy of methods with messages: each worker alone exchanges with the center."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from raydl.core.center import Mirror, Snapshot
-from raydl.core.compression import ErrorFeedback
 from raydl.core.exchange import Exchange, Header, cells, shard_spans
 from raydl.core.progress import Progress
 from raydl.core.reports import Outcome
@@ -28,14 +27,13 @@ from raydl.parameter_server.shared_memory import (
 
 
 class AsyncStrategy:
-    """One by one with the center, by the coordinator's assignments.
+    """One worker exchanges with the center, and follows the coordinator's assignments.
 
     Args:
-        context: where the worker stands.
+        context: the worker's place in the generation.
         client: reaches the center.
-        snapshot: the center as it is when this worker becomes a member.
-        incarnation: which life of this worker.
-        local_step: local steps of this worker before.
+        snapshot: the center as this worker becomes a member.
+        local_step: local steps of this worker so far.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class AsyncStrategy:
         client: CenterClient,
         snapshot: Snapshot,
         *,
-        incarnation: int,
         local_step: int,
     ) -> None:
         self._context = context
@@ -57,7 +54,6 @@ class AsyncStrategy:
         self._session = ClientSession(
             context.worker_id,
             context.membership.generation,
-            incarnation,
             context.flat.non_trainable,
             ledger=snapshot.ledger,
             ledger_round=snapshot.progress.round,
@@ -72,28 +68,40 @@ class AsyncStrategy:
         the last one."""
 
     def _make_exchanges(self, weights: np.ndarray) -> list[Exchange]:
-        size, fragments = weights.size, self._config.exchange.fragments
+        size, settings = weights.size, self._config.exchange
+        fragments, compression = settings.fragments, settings.compression
         by_shard = cells(size, num_shards=self._client.num_shards, num_fragments=fragments)
         mapped = self._open_cells()
         exchanges: list[Exchange] = []
         for start, stop in shard_spans(size, fragments):
-            is_last = stop == size
+            span, is_last = slice(start, stop), stop == size
             buffers = self._buffers if is_last else self._buffers[:0]
             if (start, stop) in mapped:
-                exchanges.append(self._by_memory(*mapped[start, stop], (start, stop), buffers))
+                exchanges.append(self._by_memory(*mapped[start, stop], span, buffers, is_last))
                 continue
             shards = [
-                (shard, span)
-                for shard, spans in enumerate(by_shard)
-                for span in spans
-                if start <= span[0] < stop
+                (shard, part)
+                for shard, parts in enumerate(by_shard)
+                for part in parts
+                if start <= part[0] < stop
             ]
-            known = torch.tensor(weights[start:stop], device=self._buffers.device)
-            exchanges.append(self._by_message(Mirror(known, buffers), start, shards, is_last))
+            mirror = Mirror(torch.tensor(weights[span], device=self._buffers.device), buffers)
+            exchanges.append(
+                MessageExchange(
+                    self._client,
+                    mirror,
+                    span=span,
+                    shards=shards,
+                    sends=self._context.method.rule.sends,
+                    is_last=is_last,
+                    session=self._session,
+                    feedback=lambda part: self._context.feedback_of(part, compression),
+                )
+            )
         return exchanges
 
     def _open_cells(self) -> dict[Span, tuple[MappedCell, int]]:
-        """Return the fragments of the center that this worker may write by itself."""
+        """Return the fragments of the center that this worker may write directly."""
         if not can_be_shared(self._config, self._context.method):
             return {}
         return open_cells(
@@ -104,35 +112,18 @@ class AsyncStrategy:
         )
 
     def _by_memory(
-        self, cell: MappedCell, slot: int, span: Span, buffers: torch.Tensor
+        self, cell: MappedCell, slot: int, span: slice, buffers: torch.Tensor, is_last: bool
     ) -> MappedExchange:
         return MappedExchange(
             cell,
             slot,
-            span=slice(*span),
+            span=span,
             buffers=buffers,
             rule=self._context.method.rule,
             client=self._client,
-            is_last=span[1] == self._context.flat.num_parameters,
-            session=self._session,
-        )
-
-    def _by_message(
-        self, mirror: Mirror, start: int, shards: list[tuple[int, Span]], is_last: bool
-    ) -> MessageExchange:
-        return MessageExchange(
-            self._client,
-            mirror,
-            span=slice(start, start + mirror.weights.numel()),
-            shards=shards,
-            sends=self._context.method.rule.sends,
             is_last=is_last,
             session=self._session,
-            feedback=self._feedback_of,
         )
-
-    def _feedback_of(self, span: Span) -> ErrorFeedback:
-        return self._context.feedback_of(span, self._config.exchange.compression)
 
     @property
     def _assignment(self) -> Any:
@@ -141,31 +132,31 @@ class AsyncStrategy:
 
     @property
     def version(self) -> int:
-        """Exchanges that the center had settled at the last one of this worker."""
+        """Exchanges that the center had completed at this worker's last one."""
         return self._session.version
 
     @property
     def ledger_round(self) -> int:
-        """Exchanges that the center had settled when this worker was last told the ledger."""
+        """Exchanges that the center had completed in this worker's copy of the ledger."""
         return self._session.ledger_round
 
     @property
     def num_cuts(self) -> int:
-        """How often the learning rate was cut, by the newest orders."""
+        """How often the learning rate was cut, by the newest assignment."""
         return int(self._assignment.num_cuts)
 
     @property
     def place(self) -> tuple[int, int]:
-        """This worker's (rank, number of workers), by the newest orders."""
+        """This worker's (rank, number of workers), by the newest assignment."""
         return self._assignment.rank, self._assignment.num_workers
 
     def next_round(self, local_step: int) -> Round:
-        """Return the coordinator's assignment, once it is this worker's turn."""
+        """Return the assigned round; in rank order, wait for this worker's turn first."""
         assignment = self._assignment
         round = Round(assignment.claims, self._config.exchange.delay, assignment.ahead)
         if self._in_turn and round.num_steps:
-            # A round of one step begins with its exchange, which takes the turn itself: a loop of
-            # the user's own then waits for it in its next step, not at the end of this one.
+            # A round of one step begins with its exchange, which waits for the turn itself: a
+            # user's loop then waits in its next step, not at the end of this one.
             self._session.takes_turn = round.num_steps == 1 and not self._overlaps
             if not self._session.takes_turn:
                 with self._context.time_parts.measure("device_device_parameters"):
@@ -177,7 +168,7 @@ class AsyncStrategy:
         return round
 
     def share_done(self, step: int, local_step: int) -> float:
-        """Return 0..1 of the run, by what was done at the last orders."""
+        """Return the completed share of the run, 0..1, as of the newest assignment."""
         by_all = self._samples_before[step] * self._assignment.num_workers
         return self._stop_condition.share_done(
             num_samples=self._assignment.num_done + by_all,
@@ -186,9 +177,9 @@ class AsyncStrategy:
         )
 
     def begin_step(self, step: int, lr: float) -> None:
-        """Take note of the learning rate, and of the samples that a message has in it from now on.
+        """Record the learning rate, and the positions that a message from now on contains.
 
-        Weights travel as they are before the step, all else as it is after the step.
+        Weights are sent as they are before the step; progress and gradients, after the step.
         """
         self._session.lr = lr
         is_after = self._context.method.rule.sends is not Sends.WEIGHTS
@@ -203,14 +194,14 @@ class AsyncStrategy:
         return Decision(self._assignment.outcome, keep=self._assignment.keep, publishes=False)
 
     def snapshot(self, *, is_kept: bool, local_step: int) -> Snapshot:
-        """Return the center as this worker last saw it, to make a lost one again from.
+        """Return the center as this worker last received it, to restore a lost center.
 
-        The center itself makes the snapshots of a run that goes well. Of a center whose memory
-        this worker maps nothing is missing, though its process is gone. Else there may be: this
-        worker's own newest message, where the rule sends weights and is answered with the center
-        before them; what others sent since; what a codec still owes; and the state of an
-        optimizer at the center, which only the center has. The ledger may be older than the
-        weights: some samples are trained again then, and none is skipped.
+        Otherwise the center makes its own snapshots. If this worker maps the center's memory, the
+        copy is complete, even after the center's process has ended. If not, the copy may lack: this
+        worker's newest message, if the rule sends weights, since its answer is the center before
+        it; messages of others since then; residuals of a codec; and the state of an optimizer at
+        the center, which only the center has. The ledger may be older than the weights: some
+        samples are then trained again, and none is skipped.
         """
         assignment, ledger = self._assignment, self._session.ledger
         num_done = num_done_by(ledger)

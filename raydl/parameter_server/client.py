@@ -1,4 +1,4 @@
-"""The exchange by messages: a worker and the shards of the center, no other worker."""
+"""The exchange between one worker and the shards of the center, by messages."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ from raydl.parameter_server.protocol import (
 class MessageExchange:
     """One worker's exchange of one fragment with the center.
 
-    Shortened messages go by a copy of the center that worker and shard both hold, the
-    mirror: the worker sends how far its weights are from it, the shard answers with how far
-    the center is, and what either side leaves out is still there the next time. Progress
-    and gradients are sent as they are; what is left out of them is added to the next message.
+    Compressed messages are differences to the mirror, a copy of the center that worker and shard
+    both hold: the worker sends the difference between its weights and the mirror, the shard answers
+    with the difference between center and mirror. What either codec leaves out is part of the next
+    difference. Progress and gradients are sent as they are, and error feedback adds their residual
+    to the next message.
 
     Args:
         client: reaches the center.
-        mirror: the fragment of the center as this worker last saw it; moved in place.
-        span: which of the flat parameters it is.
-        shards: (shard, span) of every part of it.
+        mirror: the fragment of the center as this worker last received it; moved in place.
+        span: the fragment's span.
+        shards: (shard, span) of each part of the fragment.
         sends: what the rule sends.
         is_last: whether a round ends with this exchange.
-        session: numbers the messages and knows what the worker must tell.
-        feedback: the codec of each part, with what it left out so far.
+        session: numbers the messages and makes the completions.
+        feedback: returns the codec of a part, with its residual so far.
     """
 
     def __init__(
@@ -75,17 +76,17 @@ class MessageExchange:
         self._staging_of_buffers = Staging()
         self._is_plain = all(f.codec.name == "none" for f in self._feedback.values())
         self._seen = torch.empty_like(mirror.weights[: 0 if self._is_plain else None])
-        self._flying: list[tuple[Span, PendingResponse]] = []
-        self._replies: list[tuple[Span, Response]] = []
+        self._pending: list[tuple[Span, PendingResponse]] = []
+        self._responses: list[tuple[Span, Response]] = []
         self._tally = Tally(1, 1, 0.0)
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
-        """Send each shard its part, and return at once; in rank order, once it is its turn.
+        """Send each shard its part and return at once; in rank order, wait for the turn first.
 
         Raises:
-            ExchangeError: the turn did not come, or somebody was removed; nothing was sent.
+            ExchangeError: if the turn did not come, or this worker was removed; nothing was sent.
         """
-        assert not self._flying, "an exchange is under way"
+        assert not self._pending, "an exchange is in progress"
         session = self._session
         if session.takes_turn:
             session.takes_turn = False
@@ -95,15 +96,15 @@ class MessageExchange:
             is_home = self._is_last and shard == HOME
             values = self._encoded(weights.detach(), part)
             session.num_bytes += values.nbytes
-            message = session.message(header, part, values, settled=buffers if is_home else None)
-            self._flying.append((part, self._client.request(shard, message)))
+            request = session.make_request(header, part, values, buffers if is_home else None)
+            self._pending.append((part, self._client.request(shard, request)))
 
     def _at(self, part: Span) -> slice:
-        """Return where a part of the flat parameters lies within this fragment."""
+        """Return a part's slice of this fragment."""
         return slice(part[0] - self.span.start, part[1] - self.span.start)
 
     def _encoded(self, weights: Tensor, part: Span) -> np.ndarray:
-        """Return the message to one shard: floats, or a codec's bytes."""
+        """Return the values to send to one shard: floats, or a codec's bytes."""
         if part[0] == part[1]:
             return NOTHING
         values, feedback = weights[self._at(part)], self._feedback[part]
@@ -117,68 +118,62 @@ class MessageExchange:
         return np.asarray(message.cpu().numpy())
 
     def wait(self) -> Arrival:
-        """Wait for all shards.
+        """Wait for the answers of all shards.
 
         Raises:
-            ExchangeError: a shard did not answer, or refused.
+            ExchangeError: if a shard did not answer, or refused the message.
         """
-        flying, self._flying = self._flying, []
-        self._replies = [(part, delivery.wait()) for part, delivery in flying]
-        for _, response in self._replies:
+        pending, self._pending = self._pending, []
+        self._responses = [(part, response.wait()) for part, response in pending]
+        for _, response in self._responses:
             self._session.raise_if(response.refusal)
         if self._sends is Sends.WEIGHTS:
-            self._take()
+            self._update_mirror()
         is_changed = not self._is_plain and self._sends is Sends.WEIGHTS
         return Arrival(self._tally, seen=self._seen if is_changed else None)
 
     def commit(self) -> None:
-        """Take note: the center itself moved when the message came in."""
+        """Accept the answers; the center itself moved when it received the messages."""
         if self._sends is not Sends.WEIGHTS:
-            self._take()
+            self._update_mirror()
             if not self._is_plain:
                 for feedback in self._feedback.values():
                     feedback.commit()
-        for _, response in self._replies:
+        for _, response in self._responses:
             if response.assignment is not None:
                 self._session.set_assignment(response.assignment)
-        self._replies = []
+        self._responses = []
 
-    def _take(self) -> None:
-        """Bring the mirror up to the replies."""
-        for part, response in self._replies:
-            self._session.num_bytes += response.weights.nbytes
-            if part[0] < part[1]:
-                self._take_part(part, response.weights)
+    def _update_mirror(self) -> None:
+        """Move the mirror by the shards' answers."""
+        for part, response in self._responses:
+            values, mirror = response.weights, self.center.weights[self._at(part)]
+            self._session.num_bytes += values.nbytes
+            if part[0] < part[1] and self._is_plain:
+                self._staging[part].put_(mirror, values)
+            elif part[0] < part[1]:
+                message = torch.tensor(values, device=mirror.device)
+                change = self._feedback[part].codec.decode(message, out=torch.empty_like(mirror))
+                mirror.add_(change)
             if response.buffers.size and self.center.buffers.numel():
                 self._staging_of_buffers.put_(self.center.buffers, response.buffers)
-
-    def _take_part(self, part: Span, values: np.ndarray) -> None:
-        mirror = self.center.weights[self._at(part)]
-        if self._is_plain:
-            self._staging[part].put_(mirror, values)
-            return
-        change = torch.empty_like(mirror)
-        message = torch.tensor(values, device=mirror.device)
-        mirror.add_(self._feedback[part].codec.decode(message, out=change))
 
 
 class ClientSession:
     """A worker's session with the center: its message numbers and its current assignment.
 
     Args:
-        worker_id: who it is.
-        generation: the membership that it enters with.
-        incarnation: which life of the worker.
-        non_trainable: of the worker's model.
-        ledger: that of the snapshot which it starts from.
-        ledger_round: exchanges that the center had settled by then.
+        worker_id: of the worker.
+        generation: the generation that it enters.
+        non_trainable: non-trainable state of the worker's model.
+        ledger: of the snapshot that it starts from.
+        ledger_round: exchanges that the center had completed in that ledger.
     """
 
     def __init__(
         self,
         worker_id: str,
         generation: int,
-        incarnation: int,
         non_trainable: NonTrainableState,
         *,
         ledger: dict[str, Any],
@@ -188,71 +183,71 @@ class ClientSession:
         self.lr = 0.0
         self.local_step = 0
         self.num_trained = 0
-        """Positions that a message sent now has in it, of all since this worker entered."""
+        """Positions trained since this worker entered that a message sent now would contain."""
         self.num_bytes = 0
-        """Bytes sent and received since the last settlement."""
+        """Bytes sent and received since the last completion."""
         self.takes_turn = False
-        """The next exchange waits for this worker's turn before it sends anything."""
+        """Whether the next exchange waits for this worker's turn before it sends anything."""
         self.assignment: Assignment | None = None
         self.ledger = ledger
-        """The newest that it was told."""
+        """The newest ledger that this worker received."""
         self.ledger_round = ledger_round
-        """Exchanges that the center had settled by then."""
+        """Exchanges that the center had completed in that ledger."""
         self._worker_id = worker_id
-        self._incarnation = incarnation
-        self._news = BufferChanges(non_trainable)
+        self._buffer_changes = BufferChanges(non_trainable)
         self._numbers = itertools.count()
 
     @property
     def num_workers(self) -> int:
-        """Workers that train, by the newest orders."""
+        """Number of workers that train, by the newest assignment."""
         assert self.assignment is not None
         return self.assignment.num_workers
 
     @property
     def version(self) -> int:
-        """Exchanges settled, by the newest orders."""
+        """Exchanges that the center has completed, by the newest assignment."""
         return self.assignment.version if self.assignment else 0
 
     def next_message_id(self) -> MessageId:
-        """Return the stamp of the next message."""
-        return MessageId(self._worker_id, self.generation, self._incarnation, next(self._numbers))
+        """Return the id of the next message."""
+        return MessageId(self._worker_id, self.generation, next(self._numbers))
 
-    def message(
-        self, header: Header, span: Span, weights: np.ndarray, *, settled: Tensor | None
+    def make_request(
+        self, header: Header, span: Span, weights: np.ndarray, buffers: Tensor | None
     ) -> Request:
         """Return a message to a shard.
 
         Args:
-            header: the numbers that ride along.
-            span: which of the flat parameters it is about; empty: none.
-            weights: what is sent of them.
-            settled: the float buffers, in the message that ends the round; None in any other.
+            header: of the exchange.
+            span: the span of the flat parameters; empty for a completion alone.
+            weights: the values to send.
+            buffers: float buffers, for the message that ends the round; None for any other.
         """
+        completion = None
+        if buffers is not None:
+            num_bytes, self.num_bytes = self.num_bytes, 0
+            changes = self._buffer_changes.pop_changes()
+            completion = Completion(
+                header, self.local_step, self.num_trained, self.lr, num_bytes, changes
+            )
         return Request(
             message_id=self.next_message_id(),
             span=span,
             weights=weights,
-            buffers=NOTHING if settled is None else settled.detach().cpu().numpy(),
+            buffers=NOTHING if buffers is None else buffers.detach().cpu().numpy(),
             num_workers=self.num_workers,
             num_samples=header.num_samples,
             lr=self.lr,
-            completion=None if settled is None else self._completion(header),
+            completion=completion,
         )
 
-    def _completion(self, header: Header) -> Completion:
-        """Return the response that ends the round."""
-        num_bytes, self.num_bytes = self.num_bytes, 0
-        news = self._news.pop_changes()
-        return Completion(header, self.local_step, self.num_trained, self.lr, num_bytes, news)
-
     def raise_if(self, refusal: str) -> None:
-        """Raise an ExchangeError if the center refused; an empty text says that it did not."""
+        """Raise an ExchangeError if the text of a refusal is not empty."""
         if refusal:
             raise ExchangeError(self.version, self.generation, refusal)
 
     def set_assignment(self, assignment: Assignment) -> None:
-        """Note what to do next."""
+        """Accept an assignment, and its ledger if it has one."""
         self.assignment = assignment
         if assignment.ledger is not None:
             self.ledger, self.ledger_round = assignment.ledger, assignment.version

@@ -1,17 +1,17 @@
-"""The coordinator: assigns samples where workers exchange with the center one by one.
+"""The coordinator: assigns samples in methods with messages.
 
-Synchronous methods need none: every rank keeps the ledger and sees the same votes. With
-messages the ledger is here, beside the center's home shard: a worker's message ends its
-round, counts its samples as done and is answered with what to do next. Workers join and
-leave while the others go on; what a lost one had claimed is claimed again. For methods in rank
-order (``round_robin``) ``Turns`` says whose turn it is.
+Synchronous methods need none: every rank keeps the ledger and has the same votes. With messages,
+the ledger is here, beside the center's home shard: the last message of a worker's round completes
+its samples, and the answer assigns the next ones. Workers join and leave while the others continue;
+the claims of a lost worker are claimed again. For methods in rank order (``round_robin``) ``Turns``
+keeps the turn.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,11 @@ from raydl.parameter_server.protocol import Assignment, Completion, MessageId, R
 
 
 class Stopwatch:
-    """Counts the seconds in which somebody trains; at first it stands.
+    """Counts the seconds in which a worker trains; stopped at first.
 
     Args:
-        clock: seconds, rising.
-        seconds: what it shows at first.
+        clock: returns monotonic seconds.
+        seconds: initial value.
     """
 
     def __init__(self, clock: Callable[[], float], *, seconds: float = 0.0) -> None:
@@ -44,147 +44,141 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Value shown."""
+        """Seconds counted so far."""
         return self._seconds + (0.0 if self._since is None else self._clock() - self._since)
 
     def run(self, is_running: bool) -> None:
-        """Let it run or stand from now on."""
+        """Run or stop from now on."""
         self._seconds = self.seconds
         self._since = self._clock() if is_running else None
 
 
 @dataclass(frozen=True)
 class Due:
-    """A snapshot of the center that is wanted."""
+    """A snapshot of the center to make."""
 
     round: int
     is_kept: bool
     """Whether the workers kept their states under this number."""
 
 
-class Dues:
-    """The snapshots that are not made yet. The caller holds a lock."""
+class PendingSnapshots:
+    """The snapshots still to be made. The caller holds a lock."""
 
     def __init__(self) -> None:
-        self._wanted: list[Due] = []
+        self._due: list[Due] = []
         self._checkpoint: int | None = None
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
 
-    def want(self, number: int, *, is_kept: bool) -> None:
-        """Want a snapshot, under a number."""
-        self._wanted.append(Due(number, is_kept))
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether workers are being told to keep their states."""
-        return self._checkpoint is not None
+    def add(self, number: int, *, is_kept: bool) -> None:
+        """Request a snapshot under a number."""
+        self._due.append(Due(number, is_kept))
 
     def begin_checkpoint(self, number: int) -> None:
-        """Have every worker told to keep its state, under a number."""
-        self._checkpoint, self._told = number, set()
+        """Start to notify every worker to keep its state under a number."""
+        self._checkpoint, self._notified = number, set()
 
     def end_checkpoint(self) -> None:
-        """Forget a checkpoint that somebody was not told of."""
-        self._checkpoint, self._told = None, set()
+        """Abandon a checkpoint in progress."""
+        self._checkpoint, self._notified = None, set()
 
-    def tell(self, worker_id: str) -> int | None:
-        """Return the number under which this worker has not kept its state, if it must."""
-        if self._checkpoint is None or worker_id in self._told:
+    def notify(self, worker_id: str) -> int | None:
+        """Return the number under which this worker must keep its state, once; else None."""
+        if self._checkpoint is None or worker_id in self._notified:
             return None
-        self._told.add(worker_id)
+        self._notified.add(worker_id)
         return self._checkpoint
 
-    def settle_checkpoint(self, members: Set[str], in_training: Set[str]) -> None:
-        """Want a checkpoint's snapshot once all in training were told to keep their states.
+    def complete_checkpoint(self, members: Members) -> None:
+        """Request a checkpoint's snapshot once all workers in training were notified.
 
-        What those kept who are no members any more is lost.
+        States kept by former members are lost.
         """
-        self._told &= members
-        if self._checkpoint is not None and self._told >= in_training:
-            if self._told:
-                self.want(self._checkpoint, is_kept=True)
+        if self._checkpoint is None:
+            return
+        self._notified &= set(members)
+        if self._notified >= members.in_training:
+            if self._notified:
+                self.add(self._checkpoint, is_kept=True)
             self.end_checkpoint()
 
     def pop_due(self) -> list[Due]:
-        """Return the snapshots that are due, once: all that are kept, and the newest other."""
-        due, self._wanted = self._wanted, []
+        """Remove and return the requested snapshots: all kept ones, and the newest other one."""
+        due, self._due = self._due, []
         return [d for i, d in enumerate(due) if d.is_kept or i == len(due) - 1]
 
 
 class Turns:
-    """A turn that goes round the workers of a membership, in the order of their ranks.
+    """A turn that passes round the workers of a membership in rank order.
 
-    It is kept by id rather than by place: joins and losses before it do not move it.
+    The holder is stored by id, not by rank: joins and losses before it do not move the turn.
     """
 
     def __init__(self) -> None:
         self._order: tuple[str, ...] = ()
-        self._whose: str | None = None
+        self._holder: str | None = None
 
     def begin_generation(self, order: tuple[str, ...]) -> None:
-        """Begin with the first of an order."""
-        self._order, self._whose = order, order[0] if order else None
+        """Give the turn to the first worker of an order."""
+        self._order, self._holder = order, order[0] if order else None
 
     def change(self, order: tuple[str, ...]) -> None:
-        """Go on in another order. The turn of one that is gone falls to the next who stays."""
-        if self._whose not in order:
-            staying = [worker_id for worker_id in self._round() if worker_id in order]
-            self._whose = next(iter([*staying, *order]), None)
+        """Continue in another order; a removed worker's turn passes to the next that stays."""
+        if self._holder not in order:
+            staying = [worker_id for worker_id in self._from_holder() if worker_id in order]
+            self._holder = next(iter([*staying, *order]), None)
         self._order = order
 
     def holder(self, takes_turns: Callable[[str], bool]) -> str | None:
-        """Return whose turn it is, if anyone's.
+        """Return the worker whose turn it is, or None.
 
-        The turn passes over those that take none, for good: it stays with the next one even
-        if they take turns again.
+        The turn skips workers that take no turns, for good: the next one keeps it even if they
+        take turns again.
         """
-        if self._whose is not None and takes_turns(self._whose):
-            return self._whose  # as nearly always, and all who wait for theirs ask
-        for worker_id in self._round():
+        if self._holder is not None and takes_turns(self._holder):
+            return self._holder  # the usual case, in a call that every waiting worker makes
+        for worker_id in self._from_holder():
             if takes_turns(worker_id):
-                self._whose = worker_id
+                self._holder = worker_id
                 return worker_id
         return None
 
     def end(self, worker_id: str) -> None:
-        """Give the turn to the next, if it is this worker's."""
-        if self._whose == worker_id:
-            self._whose = (*self._round(), worker_id)[1]
+        """Pass the turn to the next worker, if it is this worker's."""
+        if self._holder == worker_id:
+            self._holder = (*self._from_holder(), worker_id)[1]
 
-    def _round(self) -> tuple[str, ...]:
-        """Return all workers, beginning with whose turn it is."""
-        if self._whose is None:
+    def _from_holder(self) -> tuple[str, ...]:
+        """Return all workers in order, beginning with the holder of the turn."""
+        if self._holder is None:
             return self._order
-        place = self._order.index(self._whose)
-        return self._order[place:] + self._order[:place]
+        index = self._order.index(self._holder)
+        return self._order[index:] + self._order[:index]
 
-
-__all__ = ["COPIES", "Coordinator", "Due"]
 
 COPIES = 16
-"""The ledger goes with the orders of so many workers in the time in which each exchanges once: it
-has a line for each of p claims, and to tell all of them to everybody is p squared.
+"""The number of assignments with the ledger in the time in which each worker exchanges once. The
+ledger has a line for each of p claims, so in every assignment it would cost p squared.
 
-A lost center is made again from the worker that was told the ledger last. Where up to 31 train that
-is the newest orders of all; of more the ledger is p/16 exchanges older at most, whose samples are
-trained again, beside those of the p exchanges under way, which are lost in any case.
+A lost center is restored from the worker with the newest ledger. Up to 31 workers, that is the
+newest assignment of all. With more, the ledger is at most p/16 exchanges older: their samples are
+trained again, in addition to those of up to p exchanges in progress, which are lost in any case.
 """
 _NONE: NonTrainable = {}
 
 
 class Coordinator:
-    """The ledger, the votes and the turns of a run, for any number of threads.
+    """The ledger, the votes and the turns of a run. Thread-safe.
 
     Args:
         config: the run's settings.
         method: the run's method.
-        ledger: which samples are done.
-        version: exchanges settled before, and checkpoints voted for.
-        seconds: seconds trained before.
-        local_step: local steps of each worker before, the mean.
-        non_trainable: what the center has of the non-trainable state; see
-            ``raydl.core.center.Snapshot``.
-        clock: seconds, rising.
+        ledger: of the completed samples.
+        version: exchanges completed so far, plus checkpoints voted for.
+        seconds: seconds trained so far.
+        local_step: local steps of each worker so far, the mean.
+        non_trainable: the center's non-trainable state; see ``raydl.core.center.Snapshot``.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -203,55 +197,56 @@ class Coordinator:
         self._method = method
         self._ledger = ledger
         self._stop_condition = StopCondition.of(config.training, epoch_samples=ledger.num_samples)
-        self._version = version
-        self._num_settled = self._told_at = 0
+        self.version = version
+        """Exchanges completed over all starts, plus checkpoints voted for."""
+        self._num_completed = self._ledger_sent_at = 0
         self._watch = Stopwatch(clock, seconds=seconds)
         self._aggregator = RecordAggregator(clock)
         self._changed = threading.Condition()
         self._members = Members(local_step=local_step)
         self._votes: dict[str, float] = {}
-        self._dues = Dues()
+        self._snapshots = PendingSnapshots()
         self._turns = Turns()
         self._non_trainable = dict(non_trainable)
         self._is_end = False
         self.num_cuts = 0
         """How often the learning rate was cut, for the schedule ``plateau``."""
         self.num_refused = 0
-        """Calls of workers that are no members, or were others then."""
+        """Calls by workers that were no members, or had entered another generation."""
 
     def begin_generation(self, membership: Membership) -> None:
-        """Begin with new members alone. Votes and turns of those before end with them."""
+        """Begin with new members only; the votes, turns and claims of earlier ones are void."""
         with self._changed:
-            self._ledger.release(members=membership.worker_ids)  # claims of before are void
-            self._members.begin_generation(membership, seen=self._num_settled)
+            self._ledger.release(members=membership.worker_ids)
+            self._members.begin_generation(membership, seen=self._num_completed)
             self._votes, self._is_end = {}, False
-            self._dues.end_checkpoint()
+            self._snapshots.end_checkpoint()
             self._turns.begin_generation(membership.worker_ids)
             self._watch.run(not self._members.is_closed)
             self._changed.notify_all()
 
     def change(self, membership: Membership) -> None:
-        """Let workers join and leave; those who stay do not notice.
+        """Let workers join and leave while the others continue.
 
-        What the ones that are gone had claimed is claimed again, and nobody waits for them.
+        The claims of removed workers are claimed again, and no worker waits for them.
         """
         with self._changed:
             was_closed = self._members.is_closed
             self._ledger.release(keep=membership.worker_ids)
-            if self._members.change(membership, seen=self._num_settled):
+            if self._members.change(membership, seen=self._num_completed):
                 self._is_end = False
             self._turns.change(membership.worker_ids)
-            self._settle_checkpoint()
+            self._snapshots.complete_checkpoint(self._members)
             if not was_closed:
-                self._want_last()
+                self._request_last()
             self._watch.run(not self._members.is_closed)
             self._changed.notify_all()
 
     def dismiss(self, worker_id: str) -> None:
         """Let one worker leave after its next exchange, with ``Outcome.LEFT``.
 
-        The others go on, and it stays a member until ``change``. Where the run is over
-        with that exchange it is told so, as the others are.
+        The others continue, and it remains a member until ``change``. If the run ends with that
+        exchange, it receives the outcome of the others instead.
         """
         with self._changed:
             member = self._members.get(worker_id)
@@ -259,11 +254,15 @@ class Coordinator:
                 member.is_dismissed = True
 
     def _admit(self, message_id: MessageId) -> Member:
-        """Return the caller; raise ExchangeError if it is no member, or another incarnation was."""
+        """Return the calling member.
+
+        Raises:
+            ExchangeError: if it is no member, or has entered another generation.
+        """
         problem = self._members.refusal(message_id)
         if problem:
             self.num_refused += 1
-            raise ExchangeError(self._version, self._generation, problem)
+            raise ExchangeError(self.version, self._generation, problem)
         return self._members[message_id.worker_id]
 
     @property
@@ -272,18 +271,18 @@ class Coordinator:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, over all starts; those in which nobody trains do not count."""
+        """Seconds of training over all starts, without times in which no worker trains."""
         return self._watch.seconds
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
-        """Return the first orders of a worker.
+        """Return a worker's first assignment.
 
-        In rank order where the method keeps to it: claims decide which samples one gets. Who
-        joins while others train waits for nobody.
+        Methods in rank order assign in rank order, since claims decide which samples a worker gets.
+        A worker that joins while others train does not wait.
 
         Raises:
-            ExchangeTimeoutError: a worker before this one did not come in time.
-            ExchangeError: it is no member, or ceased to be one while it waited.
+            ExchangeTimeoutError: if a worker of lower rank did not enter in time.
+            ExchangeError: if it is no member, or was removed while it waited.
         """
 
         def missing() -> list[str]:
@@ -293,7 +292,7 @@ class Coordinator:
             member = self._admit(message_id)
             if self._method.strategy == "round_robin" and member.is_awaited:
                 self._wait(message_id, lambda: not missing(), missing)
-            if member.answered is not None:  # the call was repeated
+            if member.answered is not None:  # a repeated call
                 return member.answered[1]
             member.local_step, member.has_entered = local_step, True
             assignment = self._assignment(message_id.worker_id, keep=None)
@@ -304,30 +303,31 @@ class Coordinator:
     def _wait(
         self, message_id: MessageId, is_true: Callable[[], bool], missing: Callable[[], list[str]]
     ) -> None:
-        """Wait for other workers, bounded by ``exchange.timeout_s``, or for one's own removal."""
+        """Wait for other workers, up to ``exchange.timeout_s`` or until the caller is removed."""
         timeout_s = self._config.exchange.timeout_s
         refusal = self._members.refusal
         if not self._changed.wait_for(lambda: refusal(message_id) or is_true(), timeout_s):
-            raise ExchangeTimeoutError(self._version, self._generation, timeout_s, missing())
+            raise ExchangeTimeoutError(self.version, self._generation, timeout_s, missing())
         self._admit(message_id)
 
-    def settle(self, push: Request) -> Assignment | None:
-        """Count what a worker has sent as done, and return what it does next.
+    def settle(self, request: Request) -> Assignment | None:
+        """Complete a worker's round: count its samples as done, and return its next assignment.
 
-        None: the worker ceased to be a member after its shard took the message, and its
-        samples are claimed by others. It is counted as refused.
+        Returns:
+            The assignment, or None if the worker was removed after its shard accepted the message:
+            its samples are then claimed by others, and the message counts as refused.
         """
-        completion, worker_id = push.completion, push.message_id.worker_id
+        completion, worker_id = request.completion, request.message_id.worker_id
         assert completion is not None
         with self._changed:
-            if self._members.refusal(push.message_id):
+            if self._members.refusal(request.message_id):
                 self.num_refused += 1
                 return None
             member = self._members[worker_id]
-            # Not by versions: a checkpoint that is voted for has one, too.
-            staleness = self._num_settled - member.seen
-            self._num_settled += 1
-            self._version += 1
+            # Not by versions: a checkpoint takes one, too.
+            staleness = self._num_completed - member.seen
+            self._num_completed += 1
+            self.version += 1
             epoch = self._ledger.epoch
             is_due = self._complete(worker_id, completion.num_trained)
             num_steps = completion.local_step - member.local_step
@@ -337,28 +337,28 @@ class Coordinator:
             self._aggregator.add(
                 completion.header, num_messages=1, num_steps=num_steps, staleness=staleness
             )
-            keep = self._dues.tell(worker_id)
+            keep = self._snapshots.notify(worker_id)
             if keep is not None:
                 member.num_kept = member.num_completed
-                if self._keeps_own_steps:  # it has taken all by the time that it keeps its state
+                if self._keeps_own_steps:  # its kept state will contain all claimed steps
                     member.num_kept += self._ledger.num_claimed_by(worker_id)
-            self._settle_checkpoint()
+            self._snapshots.complete_checkpoint(self._members)
             assignment = self._assignment(worker_id, keep=keep)
-            self._want_evaluation(is_due)
+            self._request_evaluation(is_due)
             at_once = self._ledger.epoch > epoch
-            # A worker that leaves is recorded when it has left.
+            # A worker that leaves is recorded once it has left.
             if assignment.outcome is Outcome.GO_ON and (at_once or self._aggregator.is_due):
                 self._record(completion, at_once=at_once)
-            member.answered = push.message_id.sequence, assignment
+            member.answered = request.message_id.sequence, assignment
             self._changed.notify_all()
             return assignment
 
     def _complete(self, worker_id: str, num_trained: int | None = None) -> bool:
-        """Count as done what a worker has trained since it entered; return if a score is due.
+        """Count a worker's trained positions as done; return whether an evaluation is due.
 
         Args:
-            worker_id: whose.
-            num_trained: positions; None: all that it claimed.
+            worker_id: of the worker.
+            num_trained: positions trained since it entered; None: all that it claimed.
         """
         num_due = num_evaluations_due(self._config.evaluation, self._ledger)
         member = self._members[worker_id]
@@ -366,25 +366,25 @@ class Coordinator:
         member.num_completed += self._ledger.complete(worker_id, count)
         return num_evaluations_due(self._config.evaluation, self._ledger) > num_due
 
-    def _want_evaluation(self, is_due: bool) -> None:
-        if is_due and self._members.in_training:  # else the final snapshot will do
-            self._dues.want(self._version, is_kept=False)
+    def _request_evaluation(self, is_due: bool) -> None:
+        if is_due and self._members.in_training:  # otherwise the final snapshot serves
+            self._snapshots.add(self.version, is_kept=False)
 
     @property
     def _keeps_own_steps(self) -> bool:
-        """Whether workers go on from replicas of their own, with steps that no message has."""
+        """Whether workers continue from their own replicas, with steps that no message contains."""
         return self._method.rule.sends is Sends.WEIGHTS
 
-    def repeat(self, push: Request) -> Assignment:
-        """Return the orders that a settled message was answered with.
+    def repeat(self, request: Request) -> Assignment:
+        """Return the assignment that answered an earlier copy of a message.
 
-        The message may come again while it is being settled.
+        That copy may still be in progress; then wait for it.
 
         Raises:
-            ExchangeTimeoutError: it was not settled in time.
-            ExchangeError: its worker is no member, or ceased to be one meanwhile.
+            ExchangeTimeoutError: if it was not completed in time.
+            ExchangeError: if its worker is no member, or was removed meanwhile.
         """
-        message_id = push.message_id
+        message_id = request.message_id
         with self._changed:
             member = self._admit(message_id)
 
@@ -395,20 +395,21 @@ class Coordinator:
             assert member.answered is not None
             return member.answered[1]
 
-    def _settle_checkpoint(self) -> None:
-        if self._dues.has_checkpoint:
-            self._dues.settle_checkpoint(set(self._members), self._members.in_training)
-
     def _assignment(self, worker_id: str, *, keep: int | None) -> Assignment:
         member = self._members[worker_id]
         outcome, claims = self._next(worker_id)
         if outcome is not Outcome.GO_ON:
             member.has_left = True
-            if outcome is not Outcome.LEFT:  # that says nothing of the run
+            if outcome is not Outcome.LEFT:  # which says nothing about the run
                 self._is_end = outcome in (Outcome.STOPPED, Outcome.FINISHED)
-            self._settle_checkpoint()
+            self._snapshots.complete_checkpoint(self._members)
             self._changed.notify_all()
-        member.seen = self._num_settled
+        member.seen = self._num_completed
+        every = self._members.membership.num_workers // COPIES
+        ledger = None
+        if outcome is not Outcome.GO_ON or self._num_completed - self._ledger_sent_at >= every:
+            self._ledger_sent_at = self._num_completed
+            ledger = self._ledger.as_told()  # without claims: a restored center has no members
         return Assignment(
             outcome=outcome,
             claims=claims,
@@ -417,53 +418,41 @@ class Coordinator:
             rank=self._members.rank_of(worker_id),
             num_done=self._ledger.num_done_ever,
             seconds=self.seconds,
-            version=self._version,
-            ledger=self._copy_due(outcome),
+            version=self.version,
+            ledger=ledger,
             keep=keep,
             num_cuts=self.num_cuts,
         )
 
-    def _copy_due(self, outcome: Outcome) -> dict[str, Any] | None:
-        """Return the ledger for orders that should have it; see ``COPIES``.
-
-        Claims are not told: a center that is made again begins without members.
-        """
-        every = self._members.membership.num_workers // COPIES
-        if outcome is Outcome.GO_ON and self._num_settled - self._told_at < every:
-            return None
-        self._told_at = self._num_settled
-        return self._ledger.as_told()
-
     def leave_generation(self, message_id: MessageId) -> None:
-        """Note that a worker has left; when all have, the last snapshot is due.
+        """Record that a worker has left; once all have, the last snapshot is due.
 
-        Only now no message is on its way to any shard. Its steps after the last message are taken,
-        too: they count where its replica goes on with them, or where nobody goes on.
+        Only now does no shard have a message of the worker in transit. Its steps after the last
+        message count if its replica continues with them, or if the run is finished.
         """
         with self._changed:
             if self._members.refusal(message_id):
                 return
-            member = self._members[message_id.worker_id]
-            is_news, member.has_closed = not member.has_closed, True
-            if is_news:
-                self._count_last_steps(message_id.worker_id)
-                if member.completion is not None:
-                    self._record(member.completion, at_once=True)
-                self._want_last()
-                self._watch.run(not self._members.is_closed)
+            worker_id = message_id.worker_id
+            member = self._members[worker_id]
+            if member.has_closed:  # a repeated call
+                return
+            member.has_closed = True
+            answered = member.answered
+            is_finished = answered is not None and answered[1].outcome is Outcome.FINISHED
+            if self._keeps_own_steps or is_finished:
+                self._request_evaluation(self._complete(worker_id))
+            else:  # its replica becomes a copy of the center
+                self._ledger.give_back(worker_id)
+            if member.completion is not None:
+                self._record(member.completion, at_once=True)
+            self._request_last()
+            self._watch.run(not self._members.is_closed)
 
-    def _count_last_steps(self, worker_id: str) -> None:
-        answered = self._members[worker_id].answered
-        is_finished = answered is not None and answered[1].outcome is Outcome.FINISHED
-        if self._keeps_own_steps or is_finished:
-            self._want_evaluation(self._complete(worker_id))
-        else:  # it becomes a copy of the center
-            self._ledger.give_back(worker_id)
-
-    def _want_last(self) -> None:
-        """Want the last snapshot if all have left; of those that are gone, none is to come."""
+    def _request_last(self) -> None:
+        """Request the last snapshot if all members have left."""
         if self._members.is_closed:
-            self._dues.want(self._version, is_kept=self._is_end)
+            self._snapshots.add(self.version, is_kept=self._is_end)
 
     def _next(self, worker_id: str) -> tuple[Outcome, list[Claim]]:
         """Return a worker's next work: the outcome of its round, and its claims."""
@@ -483,7 +472,7 @@ class Coordinator:
         return Outcome.GO_ON, self._claims(worker_id, num_steps)
 
     def _claims(self, worker_id: str, num_steps: int) -> list[Claim]:
-        """Claim the samples of some local steps, in as many epochs as that takes."""
+        """Claim the samples of some local steps, from as many epochs as needed."""
         claims: list[Claim] = []
         while count := self._max_samples(num_steps):
             epoch, spans = self._ledger.claim(worker_id, count)
@@ -494,7 +483,7 @@ class Coordinator:
         return claims
 
     def _max_samples(self, num_steps: int) -> int:
-        """Return the samples of so many local steps, or what is left of the run if that is less."""
+        """Return the samples of some local steps, or the rest of the run if that is fewer."""
         count = num_steps * self._config.training.batch_size
         left = self._stop_condition.samples_left(
             self._ledger.num_done_ever + self._ledger.num_claimed
@@ -502,7 +491,7 @@ class Coordinator:
         return count if left is None else min(count, left)
 
     def _max_steps(self, member: Member) -> int:
-        """Return the local steps of a full round: the period, less for one that is slow."""
+        """Return the local steps of a full round: the period, or fewer for a slow worker."""
         steps = self._method.period
         if self._method.by_speed and member.step_s > 0:
             steps = max(1, round(steps * self._members.least_step_s / member.step_s))
@@ -520,7 +509,7 @@ class Coordinator:
 
     def _progress(self, ledger: Ledger) -> Progress:
         return Progress(
-            round=self._version,
+            round=self.version,
             generation=self._generation,
             epoch=ledger.num_done_ever / ledger.num_samples,
             num_samples=ledger.num_done_ever,
@@ -529,10 +518,10 @@ class Coordinator:
         )
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Ask all workers to ``stop``, to ``regroup``, or to keep a checkpoint.
+        """Request that all workers ``stop``, ``regroup``, or keep a checkpoint.
 
-        A vote of a generation before the last ``open`` is ignored; changes of membership
-        since then do not matter to it.
+        A vote from before the last ``begin_generation`` is ignored; later changes of the membership
+        do not matter.
         """
         with self._changed:
             if not self._members.opened <= generation <= self._generation:
@@ -540,8 +529,8 @@ class Coordinator:
             self.num_cuts = max(self.num_cuts, int(votes.pop("num_cuts", 0)))
             self._votes.update(votes)
             if self._votes.pop("checkpoint", 0.0) and self._members.in_training:
-                self._version += 1  # a number that no other snapshot has
-                self._dues.begin_checkpoint(self._version)
+                self.version += 1  # a number that no other snapshot has
+                self._snapshots.begin_checkpoint(self.version)
 
     # turns, for methods in rank order
 
@@ -549,16 +538,16 @@ class Coordinator:
         """Wait until it is the worker's turn.
 
         Raises:
-            ExchangeTimeoutError: it did not come within ``exchange.timeout_s``.
-            ExchangeError: it is no member, or ceased to be one while it waited.
+            ExchangeTimeoutError: if it did not come within ``exchange.timeout_s``.
+            ExchangeError: if the worker is no member, or was removed while it waited.
         """
         with self._changed:
             member = self._admit(message_id)
-            if member.turn == message_id.sequence:  # the call was repeated
+            if member.turn == message_id.sequence:  # a repeated call
                 return
             absent = self._members.not_entered
-            # Not before all have entered: a turn ends with a claim, after the first ones of all
-            # others. The end of a worker's turn may be overtaken by its call for the next one.
+            # Not before all have entered: a turn ends with a claim, which comes after all first
+            # claims. A worker's request for its next turn may overtake the end of its last one.
             self._wait(
                 message_id,
                 lambda: (
@@ -569,7 +558,7 @@ class Coordinator:
             member.turn = message_id.sequence
 
     def end_turn(self, message_id: MessageId) -> None:
-        """Let the next in rank order begin."""
+        """Pass the turn to the next rank."""
         with self._changed:
             if self._members.refusal(message_id):
                 return
@@ -580,18 +569,12 @@ class Coordinator:
     def _holder(self) -> str | None:
         return self._turns.holder(lambda worker_id: self._members[worker_id].takes_turns)
 
-    # what others ask for
-
-    @property
-    def version(self) -> int:
-        """Exchanges settled, over all starts."""
-        return self._version
+    # for the center and the controller
 
     def is_complete(self) -> bool:
-        """Whether what is done reaches the run's extent.
+        """Return whether the completed samples or steps reach the end of the run.
 
-        It may not, though members were told that the run is finished: what another one had
-        claimed goes back if that one is lost.
+        They may not, although members have finished: the claims of a lost worker are free again.
         """
         with self._changed:
             return self._stop_condition.is_reached(
@@ -601,35 +584,32 @@ class Coordinator:
             )
 
     def pop_due(self) -> list[Due]:
-        """Return the snapshots that are wanted: all that are kept, and the newest other."""
+        """Remove and return the requested snapshots: all kept ones, and the newest other one."""
         with self._changed:
-            return self._dues.pop_due()
+            return self._snapshots.pop_due()
 
     def pop_records(self) -> tuple[Record, ...]:
-        """Return the records that nobody has taken yet."""
+        """Remove and return the new records."""
         with self._changed:
             return self._aggregator.pop_records()
 
     def state(self, *, is_kept: bool = False) -> dict[str, Any]:
-        """Return the counters of a snapshot, by its own field names.
+        """Return the counters of a snapshot, by its field names.
 
         Args:
-            is_kept: the snapshot is of a checkpoint, with states that the workers have kept: what
-                is trained in these counts, too.
+            is_kept: whether the snapshot belongs to a checkpoint: samples whose training is in the
+                kept states then count as done.
         """
         with self._changed:
-            ledger = self._kept_ledger() if is_kept else self._ledger
+            ledger = self._ledger
+            if is_kept:
+                ledger = Ledger.from_state_dict(ledger.state_dict(with_claims=True))
+                for worker_id in self._members:
+                    member = self._members[worker_id]
+                    ledger.complete(worker_id, max(0, member.num_kept - member.num_completed))
             return {
                 "progress": self._progress(ledger),
                 "ledger": ledger.state_dict(),
                 "num_cuts": self.num_cuts,
                 "non_trainable": dict(self._non_trainable),
             }
-
-    def _kept_ledger(self) -> Ledger:
-        """Return the ledger of a checkpoint."""
-        ledger = Ledger.from_state_dict(self._ledger.state_dict(with_claims=True))
-        for worker_id in self._members:
-            member = self._members[worker_id]
-            ledger.complete(worker_id, max(0, member.num_kept - member.num_completed))
-        return ledger

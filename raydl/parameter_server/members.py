@@ -1,4 +1,4 @@
-"""The members that train by messages, and what the center knows of each."""
+"""The members of a method with messages, and the coordinator's state of each."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ class Member:
     """A member's state at the coordinator."""
 
     entered: int
-    """The generation that it became a member with: its messages are of this one."""
+    """The generation that it entered; its messages carry this one."""
     is_awaited: bool
-    """The others wait for it to enter; not for one that joins while they train."""
+    """Whether the others wait for it to enter; not if it joins while they train."""
     local_step: int
     seen: int
-    """Exchanges that the center had settled when this worker last heard of it."""
+    """Exchanges that the center had completed at this worker's newest assignment."""
     num_completed: int = 0
-    """Positions that it has completed, of all since it entered."""
+    """Positions completed since it entered."""
     num_kept: int = 0
-    """Positions whose training is in the state that it was told to keep, likewise."""
+    """Positions, since it entered, whose training is in the state that it must keep."""
     completion: Completion | None = None
-    """The newest."""
+    """Its newest completion."""
     step_s: float = 0.0
+    """Seconds per local step, without waiting; 0 if not reported yet."""
     has_entered: bool = False
     is_dismissed: bool = False
     has_left: bool = False
-    """It was told to leave."""
+    """Its newest assignment tells it to leave."""
     has_closed: bool = False
-    """It has left, with all its messages answered."""
+    """It has left, and all its messages are answered."""
     turn: int | None = None
-    """The number of the message that holds the turn."""
+    """Sequence number of the message that holds the turn."""
     answered: tuple[int, Assignment] | None = None
-    """The newest message that was answered with orders, and these."""
+    """Sequence number of the newest message answered with an assignment, and the assignment."""
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the others give it its turn, and wait for the end of it."""
+        """Whether it is given its turn, so that the others wait for the end of the turn."""
         return not self.has_left and (self.has_entered or self.is_awaited)
 
 
@@ -48,33 +49,36 @@ class Members:
     """The members, by rank. The caller holds a lock.
 
     Args:
-        local_step: local steps of each worker before, the mean.
+        local_step: local steps of each worker so far, the mean.
     """
 
     def __init__(self, *, local_step: int = 0) -> None:
         self.membership = Membership(0, ())
         self.opened = 0
-        """The generation at which all members were new."""
+        """The last generation that began with new members only."""
         self._members: dict[str, Member] = {}
         self._ranks: dict[str, int] = {}
         self._newcomers_step = local_step
         self._least_step_s: float | None = None
 
     def begin_generation(self, membership: Membership, *, seen: int) -> None:
-        """Begin with new members alone.
+        """Begin with new members only.
 
         Args:
-            membership: of them.
-            seen: exchanges that the center they start from has settled.
+            membership: the members.
+            seen: exchanges that the center has completed.
         """
         self.opened = membership.generation
         self._set(membership, {}, seen, is_awaited=True)
 
     def change(self, membership: Membership, *, seen: int) -> bool:
-        """Keep the members that stay, as they are; return whether others joined.
+        """Keep the state of members that stay; return whether any worker joined.
 
-        Those start with as many local steps as the members of before, and know the center as
-        it is after so many exchanges.
+        A newcomer starts with the mean local steps of the previous members.
+
+        Args:
+            membership: the members.
+            seen: exchanges that the center has completed.
         """
         staying = {w: m for w, m in self._members.items() if w in membership.worker_ids}
         self._set(membership, staying, seen, is_awaited=False)
@@ -99,7 +103,7 @@ class Members:
         return iter(self._members)
 
     def get(self, worker_id: str) -> Member | None:
-        """Return a member, or None: it is none."""
+        """Return a member, or None if the worker is no member."""
         return self._members.get(worker_id)
 
     def rank_of(self, worker_id: str) -> int:
@@ -107,54 +111,54 @@ class Members:
         return self._ranks[worker_id]
 
     def note_step(self, worker_id: str, step_s: float) -> None:
-        """Note what a local step of a member takes, in seconds."""
+        """Record a member's seconds per local step."""
         member, least_s = self._members[worker_id], self._least_step_s
         before_s, member.step_s = member.step_s, step_s
         if least_s is not None and (before_s <= least_s or 0 < step_s < least_s):
-            self._least_step_s = None  # to be looked for again: it was this one's, or is
+            self._least_step_s = None  # recompute: it was this member's, or becomes it
 
     def refusal(self, message_id: MessageId) -> str:
-        """Return why a call does not count; empty: its worker is the member that it was."""
+        """Return why a call is refused, or an empty text if it is accepted."""
         member = self._members.get(message_id.worker_id)
         entered = None if member is None else member.entered
         return refusal_of(message_id, entered, self.membership.generation)
 
     def not_entered(self, *, before: str | None = None) -> list[str]:
-        """Return the members that are awaited and have not entered, by rank.
+        """Return the awaited members that have not entered, in rank order.
 
         Args:
-            before: those of lower rank than this worker alone.
+            before: only members of lower rank than this worker.
         """
         workers = self.membership.worker_ids
-        asked = workers if before is None else workers[: workers.index(before)]
-        members = ((w, self._members[w]) for w in asked)
+        workers = workers if before is None else workers[: workers.index(before)]
+        members = ((w, self._members[w]) for w in workers)
         return [w for w, m in members if m.is_awaited and not m.has_entered]
 
     @property
     def in_training(self) -> set[str]:
-        """Members that were not told to leave."""
+        """Members whose newest assignment does not tell them to leave."""
         return {w for w, m in self._members.items() if not m.has_left}
 
     @property
     def is_closed(self) -> bool:
-        """Whether all members have left, with all their messages answered."""
+        """Whether all members have left, and all their messages are answered."""
         return all(m.has_closed for m in self._members.values())
 
     @property
     def local_step(self) -> int:
-        """Local steps of each worker, the mean."""
+        """Mean local steps of the members."""
         steps = [m.local_step for m in self._members.values()]
         return sum(steps) // len(steps) if steps else self._newcomers_step
 
     @property
     def least_local_step(self) -> int:
-        """Local steps of the worker that took the fewest."""
+        """Fewest local steps of any member."""
         return min((m.local_step for m in self._members.values()), default=self._newcomers_step)
 
     @property
     def least_step_s(self) -> float:
-        """Seconds per step of the fastest worker; 0 where nobody has told."""
+        """Seconds per step of the fastest worker, or 0 before any report."""
         if self._least_step_s is None:
-            told = (m.step_s for m in self._members.values() if m.step_s > 0)
-            self._least_step_s = min(told, default=0.0)
+            reported = (m.step_s for m in self._members.values() if m.step_s > 0)
+            self._least_step_s = min(reported, default=0.0)
         return self._least_step_s

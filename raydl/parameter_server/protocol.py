@@ -1,10 +1,9 @@
 """The protocol between a worker and the center: messages, and the transport that carries them.
 
-A message carries worker, generation, incarnation and sequence number, so that the center
-refuses what is late and does not apply twice what is repeated. Workers come and go while the
-others exchange: a message counts while its worker is a member, and is of the generation that
-this worker entered with. The home shard answers the last message of a round with orders:
-what to do next.
+A message carries worker, generation and sequence number, so that the center refuses late messages
+and applies repeated ones once. Workers join and leave while the others exchange: a message is
+accepted while its worker is a member, and if it carries the generation that the worker entered. The
+home shard answers the last message of a round with an assignment: what to do next.
 """
 
 from __future__ import annotations
@@ -19,96 +18,92 @@ from raydl.core.reports import Outcome
 from raydl.data.ledger import Claim, Span
 
 HOME = 0
-"""The shard that the coordinator lives beside."""
+"""Index of the home shard, which has the coordinator beside it."""
 NOTHING = np.empty(0, np.float32)
-"""The values of a message that is about no parameter."""
+"""The values of a message without parameters."""
 
 
 @dataclass(frozen=True)
 class MessageId:
-    """Identifies a message: its sender, the sender's incarnation, and a sequence number."""
+    """Identifies a message: its sender, and a sequence number."""
 
     worker_id: str
     generation: int
-    """The membership that the worker entered with; others may have come and gone since."""
-    incarnation: int
-    """Which life of the worker: a process started again counts its messages anew."""
+    """The generation that the worker entered; the membership may have changed since."""
     sequence: int
 
 
 def refusal_of(message_id: MessageId, entered: int | None, generation: int) -> str:
-    """Return why a message does not count; empty: it does.
+    """Return why a message is refused, or an empty text if it is accepted.
 
     Args:
-        entered: the generation that its worker entered with; None: it is no member.
-        generation: the membership of now.
+        message_id: of the message.
+        entered: the generation that its worker entered, or None if it is no member.
+        generation: of the current membership.
     """
-    who = f"the center refused {message_id.worker_id}"
+    refused = f"the center refused {message_id.worker_id}"
     if entered is None:
-        return f"{who}: it is no longer a member (generation {generation})"
+        return f"{refused}: it is no longer a member (generation {generation})"
     if entered != message_id.generation:
-        return f"{who}: it entered generation {entered}, the message is of {message_id.generation}"
+        return (
+            f"{refused}: it entered generation {entered}, the message is of {message_id.generation}"
+        )
     return ""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Ends a worker's round: its samples count as done, and it asks for an assignment."""
+    """Ends a worker's round: reports its completed samples, and requests an assignment."""
 
     header: Header
     local_step: int
-    """Local steps of this worker when its round ends."""
+    """Local steps of this worker at the end of the round."""
     num_trained: int
-    """Positions whose training is in what the worker has sent, of all since it entered. Those of
-    the steps after that are in its next message."""
+    """Positions trained since the worker entered whose training is in its messages so far. Its
+    next message covers the steps after that."""
     lr: float
     num_bytes: int
-    """Bytes this worker sent and received since its last settlement."""
+    """Bytes that this worker sent and received since its last completion."""
     non_trainable: dict[str, np.ndarray] = field(default_factory=dict)
-    """Buffers that are not averaged and have changed since the last settlement, by name."""
+    """By name, the non-averaged buffers that have changed since the last completion."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The coordinator's answer to a worker."""
+    """The coordinator's answer to a completion: what the worker does next."""
 
     outcome: Outcome
     claims: list[Claim]
-    """The worker's claims, one for each epoch, in their order; none: it has no more to do."""
+    """The worker's claims, one per epoch, in order; none if it has no more work."""
     ahead: list[tuple[int, Span]]
     """The worker's next claims, as far as they are known: (epoch, positions)."""
     num_workers: int
-    """Workers that train now (p)."""
+    """Number of workers that train now (p)."""
     rank: int
-    """Of this worker among them."""
+    """Rank of this worker."""
     num_done: int
-    """Samples done by all workers."""
+    """Samples completed by all workers."""
     seconds: float
     """Seconds of training."""
     version: int
-    """Exchanges that the center has settled."""
+    """Exchanges that the center has completed."""
     ledger: dict[str, Any] | None = None
-    """The ledger, what is claimed as free, so that a lost center can be made again from a worker.
-    Where many train, with some assignments alone: see
-    ``raydl.parameter_server.coordinator.COPIES``."""
+    """The ledger, with claimed samples as free, from which a worker can restore a lost center. With
+    many workers only some assignments have it: see ``raydl.parameter_server.coordinator.COPIES``.
+    """
     keep: int | None = None
-    """Keep the state as it is after this exchange, under this number."""
+    """The number under which to keep the state after this exchange, or None."""
     num_cuts: int = 0
     """How often the learning rate was cut, for the schedule ``plateau``."""
-
-    @property
-    def num_steps(self) -> int:
-        """Local steps to take over what the worker claims."""
-        return sum(claim.num_steps for claim in self.claims)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One message to a shard."""
+    """A message to a shard."""
 
     message_id: MessageId
     span: Span
-    """Which of the flat parameters it is about; empty: none, the message only settles."""
+    """The span of the flat parameters; empty if the message has only a completion."""
     weights: np.ndarray
     """The values that the rule sends, shape [stop - start], or a codec's bytes for them."""
     buffers: np.ndarray
@@ -124,44 +119,43 @@ class Response:
     """A shard's answer."""
 
     weights: np.ndarray
-    """The center's span: before the message for rules that send weights, else after it. With
-    a codec the bytes of how far that is from the mirror."""
+    """The center's span: before the message for rules that send weights, else after it. With a
+    codec, the encoded difference to the mirror."""
     buffers: np.ndarray
     assignment: Assignment | None = None
     refusal: str = ""
-    """Why the message was not taken; empty: it was."""
+    """Why the message was refused, or empty if it was accepted."""
 
 
 @dataclass(frozen=True)
 class CellAddress:
-    """Location of a span of the center on the worker's own node, and the worker's place in it."""
+    """A span of the center in shared memory on the worker's node."""
 
     path: str
-    """Of a file without a name, by way of the process that holds it."""
+    """Path of the unnamed file, through the process that holds it."""
     token: int
-    """The first bytes of the memory; a process may have ended, and another got its number."""
+    """The first bytes of the memory: after its process has ended, another may get its number."""
     slot: int
+    """The worker's slot in the table of members."""
 
 
 class PendingResponse(Protocol):
-    """A message on its way."""
+    """A message that was sent."""
 
     def wait(self) -> Response:
         """Wait for the answer.
 
         Raises:
-            ExchangeError: it did not come, or not in time.
+            ExchangeError: if it did not arrive, or not in time.
         """
         ...
 
 
 class CenterClient(Protocol):
-    """How one worker reaches the center."""
+    """One worker's connection to the center."""
 
-    @property
-    def num_shards(self) -> int:
-        """Shards of the center."""
-        ...
+    num_shards: int
+    """Number of shards of the center."""
 
     def request(self, shard: int, request: Request) -> PendingResponse:
         """Send a message, or a copy of it, and return at once."""
@@ -172,21 +166,21 @@ class CenterClient(Protocol):
         ...
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
-        """Begin to train in a generation; return the first orders."""
+        """Start training in a generation; return the first assignment."""
         ...
 
     def take_turn(self, message_id: MessageId) -> None:
-        """Wait until it is this worker's turn, for methods in rank order.
+        """Wait for this worker's turn, in methods that exchange in rank order.
 
         Raises:
-            ExchangeTimeoutError: the turn did not come in time.
+            ExchangeTimeoutError: if the turn did not come in time.
         """
         ...
 
     def end_turn(self, message_id: MessageId) -> None:
-        """Let the next in rank order begin. Does not wait."""
+        """Pass the turn to the next rank. Does not wait."""
         ...
 
     def leave_generation(self, message_id: MessageId) -> None:
-        """Leave the generation, all messages being answered."""
+        """Leave the generation; all messages have been answered."""
         ...

@@ -1,4 +1,4 @@
-"""Messages to the center's shards as calls of Ray actors."""
+"""Messages to the center's shards, as calls of Ray actors."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from raydl.parameter_server.protocol import (
     Response,
 )
 
-_AGAIN_S = 0.2
-"""How long after a broken connection a message is sent again, in seconds."""
-_LOOK_EVERY_S = 0.1
-"""How often a wait looks whether it was abandoned, in seconds."""
+_RETRY_S = 0.2
+"""Delay before a message is resent after a broken connection, in seconds."""
+_POLL_S = 0.1
+"""Interval at which a wait checks whether the center was abandoned, in seconds."""
 _TURN_GRACE_S = 10.0
-"""How much longer than the coordinator's own bound a call for a turn may take, in seconds."""
+"""How much longer than the coordinator's own time-out a call that waits for a turn may take, in
+seconds."""
 
 
 class RayCenterClient:
-    """How one worker reaches the center of a generation.
+    """One worker's connection to the center, in one generation.
 
     Args:
         shards: the actors, the home shard first.
         timeout_s: the longest wait for an answer, in seconds.
-        abandoned: set when the center is given up. All waits then end soon; Ray itself may
-            take a minute to notice that a process does not answer.
+        abandoned: set when the center is abandoned, which ends all waits soon; Ray itself may take
+            a minute to notice that a process does not answer.
     """
 
     def __init__(
@@ -54,20 +55,15 @@ class RayCenterClient:
         abandoned: threading.Event | None = None,
     ) -> None:
         self._shards = list(shards)
+        self.num_shards = len(self._shards)
         self._timeout_s = timeout_s
         self._abandoned = abandoned or threading.Event()
         self._turn_end: RayPendingResponse | None = None
 
-    @property
-    def num_shards(self) -> int:
-        """Shards of the center."""
-        return len(self._shards)
-
     def request(self, shard: int, request: Request) -> RayPendingResponse:
-        """Send a copy of the message: Ray has taken it when this returns.
+        """Send a copy of the message; Ray has the copy when this returns.
 
-        The message itself must stay as it is until the answer has come, for it may have to
-        be sent again.
+        The message must not change until the answer arrives, since it may be resent.
         """
         return self._call(request.message_id, shard, "exchange", request)
 
@@ -83,9 +79,9 @@ class RayCenterClient:
 
         Args:
             message_id: for errors.
-            shard: which.
-            method: of ``raydl.elastic.center_endpoint.CenterEndpoint``; away from home
-                ``exchange`` and ``shared_cells`` alone.
+            shard: index of the shard.
+            method: of ``raydl.elastic.center_endpoint.CenterEndpoint``; other shards than the home
+                shard have only ``exchange`` and ``shared_cells``.
             arguments: of the method.
             extra_s: how much longer than ``timeout_s`` the answer may take, in seconds.
         """
@@ -94,55 +90,55 @@ class RayCenterClient:
         return RayPendingResponse(send, shard, message_id, timeout_s, self._abandoned)
 
     def shared_cells(self, message_id: MessageId) -> dict[Span, CellAddress]:
-        """Return the memory that the shards of this node let its workers map."""
+        """Return the memory that the shards on this node share with its workers."""
         node = ray.get_runtime_context().get_node_id()
-        flying = [
+        calls = [
             self._call(message_id, shard, "shared_cells", message_id.worker_id, node)
             for shard in range(self.num_shards)
         ]
-        found: dict[Span, CellAddress] = {}
-        for response in flying:
-            found |= response.wait_for_any()
-        return found
+        addresses: dict[Span, CellAddress] = {}
+        for call in calls:
+            addresses |= call.result()
+        return addresses
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
-        """Return the first orders."""
+        """Return the first assignment."""
         arguments = message_id, local_step
-        entering = self._call(message_id, HOME, "enter", *arguments, extra_s=_TURN_GRACE_S)
-        assignment: Assignment = entering.wait_for_any()
+        call = self._call(message_id, HOME, "enter", *arguments, extra_s=_TURN_GRACE_S)
+        assignment: Assignment = call.result()
         return assignment
 
     def take_turn(self, message_id: MessageId) -> None:
-        """Wait until it is this worker's turn."""
-        self._finish_turn()
-        turn = self._call(message_id, HOME, "take_turn", message_id, extra_s=_TURN_GRACE_S)
-        turn.wait_for_any()
+        """Wait for this worker's turn."""
+        self._confirm_turn_end()
+        call = self._call(message_id, HOME, "take_turn", message_id, extra_s=_TURN_GRACE_S)
+        call.result()
 
     def end_turn(self, message_id: MessageId) -> None:
-        """Let the next in rank order begin."""
+        """Pass the turn to the next rank."""
         self._turn_end = self._call(message_id, HOME, "end_turn", message_id)
 
-    def _finish_turn(self) -> None:
-        """Make sure that the end of the last turn has arrived, which no one waited for."""
+    def _confirm_turn_end(self) -> None:
+        """Wait until the end of the last turn has arrived, since ``end_turn`` does not wait."""
         if self._turn_end is not None:
-            self._turn_end.wait_for_any()
+            self._turn_end.result()
             self._turn_end = None
 
     def leave_generation(self, message_id: MessageId) -> None:
         """Leave the generation."""
-        self._finish_turn()
-        self._call(message_id, HOME, "leave_generation", message_id).wait_for_any()
+        self._confirm_turn_end()
+        self._call(message_id, HOME, "leave_generation", message_id).result()
 
     def close(self) -> None:
-        """Do nothing: there is no connection of our own."""
+        """Do nothing: Ray owns the connections."""
 
 
 class RayPendingResponse:
-    """A call under way.
+    """A call in progress.
 
     Args:
-        send: makes the call, and the same one again.
-        shard: which shard it goes to.
+        send: makes the call; called again to resend it.
+        shard: index of the shard.
         message_id: of the message.
         timeout_s: the longest wait for the answer, in seconds.
         abandoned: ends the wait soon once it is set.
@@ -167,62 +163,62 @@ class RayPendingResponse:
         """Wait for the answer.
 
         Raises:
-            ExchangeTimeoutError: it did not come in time.
-            ExchangeError: the shard is gone, or was abandoned.
+            ExchangeTimeoutError: if it did not arrive in time.
+            ExchangeError: if the shard was lost or abandoned.
         """
-        response: Response = self.wait_for_any()
+        response: Response = self.result()
         return response
 
-    def wait_for_any(self) -> Any:
-        """Wait for whatever the call returns; see ``wait``."""
-        number, generation = self._message_id.sequence, self._message_id.generation
+    def result(self) -> Any:
+        """Wait for the call and return its result; see ``wait``."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                self._wait_until_here(deadline)
-                return ray.get(self._ref, timeout=max(_LOOK_EVERY_S, deadline - time.monotonic()))
+                self._wait_until_ready(deadline)
+                return ray.get(self._ref, timeout=max(_POLL_S, deadline - time.monotonic()))
             except GetTimeoutError as error:
                 raise self._timeout() from error
             except ActorUnavailableError as error:
-                # The call may or may not have run. Sent again under the same number it is
-                # applied once, whichever it was.
-                self._check()
+                # The call may or may not have run. With the same sequence number, the resent call
+                # is applied once in either case.
+                self._check_abandoned()
                 if time.monotonic() >= deadline:
-                    raise ExchangeError(number, generation, str(error).strip()) from error
-                self._abandoned.wait(_AGAIN_S)
+                    raise self._error(str(error).strip()) from error
+                self._abandoned.wait(_RETRY_S)
                 self._ref = self._send()
             except RayTaskError as error:
-                # Raised at the center: the error as it was, not Ray's text around it.
+                # Raised at the center: raise the original error, without Ray's text around it.
                 if isinstance(error.cause, RaydlError):
                     raise error.cause from None
                 raise
             except RayActorError as error:
-                reason = f"center shard {self._shard} went away"
-                raise ExchangeError(number, generation, reason) from error
+                raise self._error(f"center shard {self._shard} was lost") from error
 
-    def _wait_until_here(self, deadline: float) -> None:
-        """Wait for the answer in short slices, so that an abandoned one is noticed soon.
+    def _wait_until_ready(self, deadline: float) -> None:
+        """Wait for the answer in short slices, to notice soon that the center was abandoned.
 
-        By ``ray.wait``: a ``ray.get`` that times out cancels the fetch of a large answer from
+        With ``ray.wait``: a ``ray.get`` that times out cancels the transfer of a large answer from
         another node, so that a slow one might never arrive.
         """
         while True:
-            slice_s = max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic()))
+            slice_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
             if ray.wait([self._ref], timeout=slice_s)[0]:
                 return
-            self._check()
+            self._check_abandoned()
             if time.monotonic() >= deadline:
                 raise self._timeout()
 
-    def _check(self) -> None:
+    def _check_abandoned(self) -> None:
         if self._abandoned.is_set():
-            reason = (
-                f"center shard {self._shard} did not answer; it was abandoned: the run goes on "
+            raise self._error(
+                f"center shard {self._shard} did not answer and was abandoned: the run continues "
                 f"with another center"
             )
-            raise ExchangeError(self._message_id.sequence, self._message_id.generation, reason)
+
+    def _error(self, problem: str) -> ExchangeError:
+        return ExchangeError(self._message_id.sequence, self._message_id.generation, problem)
 
     def _timeout(self) -> ExchangeTimeoutError:
         number, generation = self._message_id.sequence, self._message_id.generation
-        who = [f"center shard {self._shard}"]
-        return ExchangeTimeoutError(number, generation, self._timeout_s, who)
+        missing = [f"center shard {self._shard}"]
+        return ExchangeTimeoutError(number, generation, self._timeout_s, missing)

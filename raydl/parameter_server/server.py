@@ -1,4 +1,4 @@
-"""The center as a service, for the methods that exchange by messages: home shard and coordinator.
+"""The center of methods with messages: home shard and coordinator behind one interface.
 
 Plain objects: the center's actor holds a server, and so does a run in one process.
 """
@@ -33,23 +33,26 @@ from raydl.parameter_server.shard import Shard, ShardState
 from raydl.parameter_server.shared_memory import can_be_shared
 
 OptimizerStates = dict[Span, dict[str, Any]]
-"""States of the optimizers of some spans of the center."""
+"""States of the center's optimizers, by span."""
 
 
 def make_shard(
     job: Job,
     snapshot: Snapshot,
     index: int,
-    settles: Coordinator | None,
+    coordinator: Coordinator | None,
     *,
     node: str | None = None,
 ) -> Shard:
-    """Return one shard of the center, as it is in a snapshot.
+    """Return one shard of the center, with the values of a snapshot.
 
     Args:
-        index: which; the home shard, 0, has the coordinator and the float buffers.
-        node: of this process, where workers are other processes, which may map its memory from
-            there; None: they are threads of this process.
+        job: the workers' job.
+        snapshot: of the whole center.
+        index: of the shard; the home shard, 0, has the float buffers.
+        coordinator: for the home shard; None for any other.
+        node: this process's node, whose worker processes may map the shard's memory; None if the
+            workers are threads of this process.
     """
     exchange, method = job.config.exchange, job.method
     weights = torch.tensor(snapshot.weights)
@@ -65,7 +68,7 @@ def make_shard(
         make_optimizer=make_optimizer(method.inner, method.own_optimizer),
         is_locked=method.strategy != "hogwild",
         codec=parse_codec(exchange.compression),
-        settles=settles,
+        coordinator=coordinator,
         node=node if can_be_shared(job.config, method) else None,
         lock_timeout_s=exchange.timeout_s,
     )
@@ -76,11 +79,11 @@ def make_shard(
 
 
 class CenterServer:
-    """The home shard with its coordinator, as workers and controllers call them.
+    """The home shard and its coordinator, for workers and controllers.
 
     Args:
-        job: what the workers do.
-        snapshot: what the center starts from.
+        job: the workers' job.
+        snapshot: the initial center.
         node: see ``make_shard``.
     """
 
@@ -100,7 +103,7 @@ class CenterServer:
 
     @property
     def num_refused(self) -> int:
-        """Messages and calls to the home shard and its coordinator that came too late."""
+        """Late messages and calls that the home shard and its coordinator have refused."""
         return self.home.num_refused + self.coordinator.num_refused
 
     def begin_generation(self, membership: Membership) -> None:
@@ -109,28 +112,27 @@ class CenterServer:
         self.home.begin_generation(membership)
 
     def change(self, membership: Membership, others: list[ShardState]) -> Snapshot:
-        """Let workers join and leave while the others go on.
+        """Let workers join and leave while the others continue.
 
-        The other shards come first, so that a newcomer is known to all before it sends.
+        Call ``change`` of the other shards first, so that every shard knows a newcomer before it
+        sends.
 
         Args:
-            membership: who trains from now on.
-            others: what the other shards' own ``change`` returned.
+            membership: the members from now on.
+            others: what ``change`` of the other shards returned.
 
         Returns:
-            What newcomers start from: the center as each shard knows that they know it.
+            The center that newcomers start from: each shard's part as newcomers' mirrors have it.
         """
         home = self.home.change(membership)
         self.coordinator.change(membership)
-        return self._assembled(self._due_now(), self.coordinator.state(), [home, *others])
+        due = Due(self.coordinator.version, is_kept=False)
+        return self._assembled(due, self.coordinator.state(), [home, *others])
 
-    def _due_now(self) -> Due:
-        return Due(self.coordinator.version, is_kept=False)
-
-    # what workers ask
+    # for workers
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
-        """Return the home shard's spans that a worker of a node may map."""
+        """Return the home shard's spans that a worker on a node may map."""
         return self.home.shared_cells(worker_id, node)
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
@@ -150,7 +152,7 @@ class CenterServer:
         self.coordinator.end_turn(message_id)
 
     def leave_generation(self, message_id: MessageId) -> None:
-        """Note that a worker has left its generation."""
+        """Record that a worker has left its generation."""
         self.coordinator.leave_generation(message_id)
 
     # copies
@@ -160,18 +162,18 @@ class CenterServer:
     ) -> Snapshot:
         """Return a copy of the whole center.
 
-        Spans are copied one after another while messages come in, so they may be some
-        exchanges apart; once all workers have left, they are not. It counts the samples that were
-        in the center before: a run that goes on from it trains some again, and skips none.
+        Spans are copied one after another while messages arrive, so they may be some exchanges
+        apart, unless all workers have left. The counters are read first: a run that continues from
+        the snapshot trains some samples again, and skips none.
 
         Args:
-            others: returns the other shards, as they are then.
-            due: its number; None: of the exchanges settled by now.
+            others: returns the current states of the other shards.
+            due: the snapshot to make; None: one under the number of completed exchanges.
 
         Raises:
-            NonFiniteCenterError: it has values that are not finite, and is not kept.
+            NonFiniteCenterError: if it has values that are not finite; it must not be kept.
         """
-        due = due or self._due_now()
+        due = due or Due(self.coordinator.version, is_kept=False)
         counters = self.coordinator.state(is_kept=due.is_kept)
         snapshot = self._assembled(due, counters, [self.home.state(), *others()])
         if not snapshot.is_finite():
@@ -199,10 +201,10 @@ class CenterServer:
         )
 
     def optimizer_state(self, others: list[OptimizerStates]) -> dict[str, Any]:
-        """Return a copy of what the optimizer of the whole center remembers.
+        """Return a copy of the state of the whole center's optimizer.
 
         Args:
-            others: what the other shards' own ``Shard.optimizer_states`` returned.
+            others: what ``Shard.optimizer_states`` of the other shards returned.
         """
         states = self.home.optimizer_states()
         for other in others:

@@ -1,13 +1,12 @@
-"""The center in memory that all processes of its node may write: an exchange without a copy.
+"""The center in shared memory that all processes of its node may write: an exchange without a copy.
 
-A worker beside the center maps the center's memory and moves it by itself. What a message says
-besides - which samples are done, the loss, the float buffers - follows as a message that only
-settles, once the center has moved.
+A worker on the center's node maps the center's memory and moves it directly. The rest of a message
+- completed samples, loss, float buffers - follows as a completion, once the center has moved.
 
-Async: the process that moves the center, worker or shard, holds a lock meanwhile. Hogwild: none.
-The lock goes with the process that holds it (and with children that it has forked since it joined:
-they hold the same file open): one that is killed half-way leaves some parameters moved and others
-not, which no worker can tell from an exchange with fragments.
+Async: the process that moves the center, worker or shard, holds a lock meanwhile. Hogwild: no lock.
+The lock ends with the process that holds it (and with the children that it forked since it joined,
+which hold the same open file). A process that is killed half-way leaves some parameters moved and
+others not, which a worker can not distinguish from an exchange with fragments.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -49,19 +47,19 @@ from raydl.parameter_server.protocol import (
 
 _PAGE = 4096
 _TOKEN, _HOLDER, _SLOTS = 0, 1, 2
-"""Where the first page has its numbers: which memory this is, the process that holds the lock, and
-from there on the members."""
+"""Indices of int64 values in the first page: the memory's token, the process that holds the lock,
+and the first member."""
 _READ_S = 1.0
-"""How long who only reads waits for the lock, in seconds."""
+"""Lock time-out for readers, in seconds."""
 _PAUSES_S = (50e-6, 5e-3)
-"""The first and the longest pause between two looks at the lock, in seconds."""
+"""The first and the longest pause between two attempts to take the lock, in seconds."""
 
 
 def can_be_shared(config: TrainConfig, method: Method) -> bool:
-    """Whether workers of the center's node may write its memory.
+    """Return whether workers on the center's node may write its memory.
 
-    They can where a message says nothing of the center but the weights as they are, and the center
-    has no state that must keep in step with them.
+    They may if messages carry uncompressed weights only, and the center has no optimizer state that
+    must change together with them.
     """
     rule = method.rule
     return (
@@ -76,12 +74,12 @@ def can_be_shared(config: TrainConfig, method: Method) -> bool:
 
 
 class MappedCell:
-    """A span of the center in a file of memory; see ``create`` and ``open``.
+    """A span of the center in a memory file; see ``create`` and ``open_address``.
 
     Args:
-        file: the memory, an open file of this object's own.
-        size: parameters in it.
-        is_locked: one moves it at a time (async), or all at once (hogwild).
+        file: descriptor of the memory file, owned by this object.
+        size: number of parameters.
+        is_locked: one process moves it at a time (async), or all at once (hogwild).
         timeout_s: the longest wait for the lock, in seconds.
     """
 
@@ -95,13 +93,13 @@ class MappedCell:
         self.weights: Tensor = torch.frombuffer(
             memory, dtype=torch.float32, count=size, offset=_PAGE
         )
-        # The file's lock keeps other processes out; threads of one share it.
+        # The file's lock excludes other processes; the threads of a process share it.
         self._threads = threading.Lock()
         self._slots: dict[str, int] = {}
 
     @classmethod
     def create(cls, weights: Tensor, *, is_locked: bool, timeout_s: float) -> MappedCell:
-        """Return new memory with these values. It goes with the last process that maps it."""
+        """Return new memory with these values, freed with the last process that maps it."""
         file = os.memfd_create("raydl-center")
         os.truncate(file, _length(weights.numel()))
         cell = cls(file, weights.numel(), is_locked=is_locked, timeout_s=timeout_s)
@@ -113,10 +111,10 @@ class MappedCell:
     def open_address(
         cls, address: CellAddress, size: int, *, is_locked: bool, timeout_s: float
     ) -> MappedCell | None:
-        """Return the memory at an address; None: this process can not reach it."""
+        """Return the memory at an address, or None if this process can not open it."""
         try:
             file = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # another user's, another container's, or gone
+        except OSError:  # of another user, in another container, or deleted
             return None
         if os.fstat(file).st_size != _length(size):
             os.close(file)
@@ -127,25 +125,25 @@ class MappedCell:
     # members
 
     def admit(self, entered: Mapping[str, int]) -> None:
-        """Let these workers move the center from now on, and nobody else.
+        """Let these workers, and no others, move the center from now on.
 
-        Not behind the lock, which a worker that is stopped may hold: one that is moving the center
-        right now ends that, as a message would that has been let in.
+        Without the lock, which a stopped worker may hold: a worker that is moving the center right
+        now finishes, like a message that was accepted before.
 
         Args:
-            entered: by worker, the generation that it entered with.
+            entered: by worker, the generation that it entered.
         """
         for worker_id in self._slots.keys() - entered.keys():
             self._words[self._slots.pop(worker_id)] = 0
         free = iter(sorted({*range(_SLOTS, self._words.size)} - {*self._slots.values()}))
         for worker_id, generation in entered.items():
             slot = self._slots[worker_id] if worker_id in self._slots else next(free, None)
-            if slot is not None:  # else there are too many: it goes on by message
+            if slot is not None:  # otherwise there are too many: it sends messages
                 self._slots[worker_id] = slot
                 self._words[slot] = generation + 1
 
     def address_for(self, worker_id: str) -> CellAddress | None:
-        """Return where a member finds this memory; None: it has no place in it."""
+        """Return the address of this memory for a member, or None if it has no slot."""
         slot = self._slots.get(worker_id)
         if slot is None:
             return None
@@ -153,12 +151,13 @@ class MappedCell:
         return CellAddress(path, int(self._words[_TOKEN]), slot)
 
     def entered(self, slot: int) -> int | None:
-        """Return the generation that the member of a slot entered with; None: there is none."""
+        """Return the generation that the member in a slot entered, or None for a free slot."""
         return int(self._words[slot]) - 1 if self._words[slot] else None
 
     # the lock
 
-    def held(self, number: int, generation: int) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def held(self, number: int, generation: int) -> Iterator[None]:
         """Hold the lock, if there is one.
 
         Args:
@@ -166,27 +165,23 @@ class MappedCell:
             generation: the membership, for the error.
 
         Raises:
-            ExchangeTimeoutError: somebody else held it for too long.
+            ExchangeTimeoutError: if another process or thread held it for too long.
         """
-        return self._hold(number, generation) if self._is_locked else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _hold(self, number: int, generation: int) -> Iterator[None]:
-        if not self._acquire(self._timeout_s):
+        if self._is_locked and not self._acquire(self._timeout_s):
             holder = f"process {self._words[_HOLDER]}, which holds the center"
             raise ExchangeTimeoutError(number, generation, self._timeout_s, [holder])
         try:
             yield
         finally:
-            self._release()
+            if self._is_locked:
+                self._release()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Hold the lock, if it is to be had soon.
+        """Hold the lock, if it is free soon.
 
-        Who reads answers for the whole center, and must not wait for a worker that was stopped
-        while it held the lock: it reads then what hogwild's readers always do, a center of which
-        some blocks have moved.
+        A reader answers for the whole center, and must not wait for a worker that was stopped while
+        it held the lock. It then reads as all readers do with Hogwild: some blocks have moved.
         """
         is_held = self._is_locked and self._acquire(_READ_S)
         try:
@@ -196,7 +191,7 @@ class MappedCell:
                 self._release()
 
     def _acquire(self, timeout_s: float) -> bool:
-        """Take the lock; return whether it was free in time."""
+        """Try to take the lock; return whether that succeeded in time."""
         deadline = time.monotonic() + timeout_s
         if not self._threads.acquire(timeout=timeout_s):
             return False
@@ -226,18 +221,18 @@ def _length(size: int) -> int:
 class MappedExchange:
     """One worker's exchange of one fragment with a center whose memory it maps.
 
-    Beginning it moves the center and finds what the replica subtracts, both from the weights of
-    now; joining it waits for the orders alone, which came while the gradient was computed.
+    ``begin`` moves the center and computes the replica's pull, both from the current weights;
+    ``wait`` only waits for the assignment, which arrives while the gradient is computed.
 
     Args:
         cell: the fragment of the center.
-        slot: this worker's among its members.
-        span: which of the flat parameters it is.
+        slot: this worker's slot in the cell's table of members.
+        span: the fragment's span.
         buffers: this worker's copy of the center's float buffers; moved in place.
         rule: moves replica and center.
-        client: reaches the center for what else there is to say.
+        client: sends the completion.
         is_last: whether a round ends with this exchange.
-        session: knows what the worker must tell.
+        session: makes the completions.
     """
 
     def __init__(
@@ -263,51 +258,44 @@ class MappedExchange:
         self._pull = torch.empty_like(cell.weights)
         self._distance_squared = 0.0
         self._tally = Tally(1, 1, 0.0)
-        self._settling: PendingResponse | None = None
+        self._pending: PendingResponse | None = None
         self._response: Response | None = None
 
     def begin(self, weights: Tensor, buffers: Tensor, header: Header) -> None:
-        """Move the center, then send what settles the round.
+        """Move the center, then send the completion if a round ends.
 
         Raises:
-            ExchangeError: the lock was not to be had, or this worker is no member any more; the
-                center has not moved.
+            ExchangeError: if the lock was not free in time, or this worker is no longer a member;
+                the center has not moved.
         """
-        assert self._settling is None, "an exchange is under way"
+        assert self._pending is None, "an exchange is in progress"
         session = self._session
         self._tally = Tally(session.num_workers, 1, header.num_samples)
         with self._cell.held(session.version, session.generation):
-            self._check_in()
-            self._move(weights.detach())
+            entered = self._cell.entered(self._slot)
+            session.raise_if(refusal_of(session.next_message_id(), entered, session.generation))
+            self._distance_squared = self._rule.exchange_(
+                weights.detach(), self.center.weights, self._tally, out=self._pull
+            )
         session.num_bytes += 2 * self._pull.nbytes
-        if self._is_last:  # never before the center has moved: a settled sample counts
-            message = session.message(header, (0, 0), NOTHING, settled=buffers)
-            self._settling = self._client.request(HOME, message)
-
-    def _check_in(self) -> None:
-        """Raise an ExchangeError if this worker is not the member that it was."""
-        session, entered = self._session, self._cell.entered(self._slot)
-        session.raise_if(refusal_of(session.next_message_id(), entered, session.generation))
-
-    def _move(self, weights: Tensor) -> None:
-        self._distance_squared = self._rule.exchange_(
-            weights, self.center.weights, self._tally, out=self._pull
-        )
+        if self._is_last:  # only after the center has moved: completed samples count as done
+            request = session.make_request(header, (0, 0), NOTHING, buffers)
+            self._pending = self._client.request(HOME, request)
 
     def wait(self) -> Arrival:
-        """Wait for the orders, if this is the last exchange of a round.
+        """Wait for the assignment, if a round ends.
 
         Raises:
-            ExchangeError: they did not come, or the worker was removed. The center has moved.
+            ExchangeError: if it did not arrive, or the worker was removed. The center has moved.
         """
-        settling, self._settling = self._settling, None
-        self._response = settling.wait() if settling else None
+        pending, self._pending = self._pending, None
+        self._response = pending.wait() if pending else None
         if self._response:
             self._session.raise_if(self._response.refusal)
         return Arrival(self._tally, pull=self._pull, distance_squared=self._distance_squared)
 
     def commit(self) -> None:
-        """Take note of the orders; the center itself has moved."""
+        """Accept the assignment; the center itself has moved."""
         if self._response and self._response.assignment:
             if self._response.buffers.size and self.center.buffers.numel():
                 np.copyto(self.center.buffers.numpy(), self._response.buffers)
@@ -318,15 +306,15 @@ class MappedExchange:
 def open_cells(
     client: CenterClient, message_id: MessageId, *, is_locked: bool, timeout_s: float
 ) -> dict[Span, tuple[MappedCell, int]]:
-    """Return the spans of the center that this process can map, each with the worker's slot.
+    """Return the cells of the center that this process can map, each with the worker's slot.
 
     Raises:
-        ExchangeError: the center did not answer.
+        ExchangeError: if the center did not answer.
     """
-    found = {}
+    cells = {}
     for span, address in client.shared_cells(message_id).items():
         size = span[1] - span[0]
         cell = MappedCell.open_address(address, size, is_locked=is_locked, timeout_s=timeout_s)
         if cell is not None:
-            found[span] = cell, address.slot
-    return found
+            cells[span] = cell, address.slot
+    return cells

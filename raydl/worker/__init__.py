@@ -1,1 +1,1 @@
-"""The training loop of one worker, or of a user who keeps their own; and the evaluator."""
+"""The worker's training loop, the user's own loop, and the evaluator."""

@@ -31,11 +31,11 @@ def score(
     """Return the metrics of a model on a test set, in the precision and batches of a run.
 
     Args:
-        task: knows the metrics.
-        model: to score.
+        task: computes the metrics.
+        model: the model.
         test: the test set.
         config: of the run.
-        note: is told before each batch how many samples are scored.
+        note: called before each batch with the number of samples scored so far.
     """
 
     def batch(start: int, stop: int) -> Batch:
@@ -53,10 +53,10 @@ def score(
 
 
 class Evaluator:
-    """A model to put snapshots into, and what to try them on.
+    """Scores snapshots of the center, one after another, in one model.
 
     Args:
-        job: says the model, and the size of the batches.
+        job: the run's job.
         test: the test set.
         non_trainable: the non-trainable state of the run's first model; None: as the model is
             built.
@@ -69,18 +69,21 @@ class Evaluator:
         self._first = self._flat.non_trainable.arrays() if non_trainable is None else non_trainable
         self._best = -math.inf
         self.num_scored = 0
-        """Samples of the test set that are scored, of the center under way."""
+        """Test samples scored so far, of the snapshot in progress."""
 
     def _note(self, num_samples: int) -> None:
         self.num_scored = num_samples
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
-        """Return the metrics of a snapshot, and what it says of the examples."""
+        """Return the metrics of a snapshot, and its predictions for the examples."""
         self._put(snapshot)
         config = self._job.config
         metrics = score(self._job.task, self._flat.model, self._test, config, note=self._note)
-        with in_precision(config.training.precision, self._flat.weights.device):
-            predicted = self._predicted()
+        predicted: tuple[int, ...] = ()
+        if isinstance(self._job.task, Predicts):  # a task with classes
+            with in_precision(config.training.precision, self._flat.weights.device):
+                pictures, _ = self._test.batch(example_rows(self._test.num_samples))
+                predicted = predict(self._job.task, self._flat.model, pictures)
         is_best = self._is_best(metrics)
         return Evaluated(
             snapshot.progress,
@@ -92,26 +95,19 @@ class Evaluator:
         )
 
     def _put(self, snapshot: Snapshot) -> None:
-        """Let the model be a center; what a center or a score has changed is as it began."""
+        """Load a snapshot into the model; reset the state that earlier evaluations changed."""
         self._flat.rebind()
         self._flat.weights.copy_(torch.tensor(snapshot.weights))
         self._flat.buffers.copy_(torch.tensor(snapshot.buffers))
         self._flat.non_trainable.load({**self._first, **snapshot.non_trainable})
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether the best center is kept and none that was scored here was better.
+        """Return whether the best center is kept and this score exceeds all earlier ones here.
 
-        Only then it is sent: the driver, which knows those of earlier starts, decides.
+        Only then the center is sent. The driver, which knows the scores of earlier starts, decides.
         """
         score = score_of(metrics)
         if not self._job.config.checkpoint.keep_best or score <= self._best:
             return False
         self._best = score
         return True
-
-    def _predicted(self) -> tuple[int, ...]:
-        """Return the class of each example, if the task has classes."""
-        if not isinstance(self._job.task, Predicts):
-            return ()
-        pictures, _ = self._test.batch(example_rows(self._test.num_samples))
-        return predict(self._job.task, self._flat.model, pictures)

@@ -1,4 +1,4 @@
-"""Both transports within one process: for one worker without Ray, and for tests."""
+"""Both transports within one process, for a run without Ray and for tests."""
 
 from __future__ import annotations
 
@@ -16,165 +16,159 @@ from raydl.parameter_server.server import CenterServer
 from raydl.parameter_server.shard import Shard
 
 HERE = "here"
-"""The node of a center and workers that share a process."""
+"""The node name of a center and workers in one process."""
 
 
 class LocalGroup:
-    """Members that meet in shared memory and sum in the order of their ranks.
+    """Members in threads that sum in shared memory, in rank order.
 
     Args:
-        num_workers: members; each takes its own ``member``.
+        num_workers: number of members; each uses its own ``member``.
         timeout_s: the longest wait for the others, in seconds.
-        generation: the membership it belongs to, for messages.
+        generation: the membership, for messages.
     """
 
     def __init__(self, num_workers: int, *, timeout_s: float, generation: int = 1) -> None:
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.generation = generation
-        self._arrived: dict[int, dict[int, Tensor]] = {}
-        self._num_left: dict[int, int] = {}
-        self._gone: set[int] = set()
+        self._tensors: dict[int, dict[int, Tensor]] = {}
+        """By operation and rank, the tensors submitted so far."""
+        self._num_returned: dict[int, int] = {}
+        self._left: set[int] = set()
         self._changed = threading.Condition()
 
     def member(self, rank: int) -> LocalMember:
-        """Return the group as one rank sees it."""
+        """Return one rank's view of the group."""
         return LocalMember(self, rank)
 
-    def arrive(self, rank: int, turn: int, tensor: Tensor) -> None:
-        """Hand in a tensor for the turn-th sum; the group keeps a copy."""
+    def submit(self, rank: int, operation: int, tensor: Tensor) -> None:
+        """Submit a rank's tensor for an operation; the group keeps a copy."""
         with self._changed:
-            here = self._arrived.setdefault(turn, {})
-            if rank not in self._gone:
-                here[rank] = tensor.clone()
+            tensors = self._tensors.setdefault(operation, {})
+            if rank not in self._left:
+                tensors[rank] = tensor.clone()
             self._changed.notify_all()
 
     def remove_member(self, rank: int) -> None:
-        """Let a member go: sums that it has handed nothing in for fail, for those who wait too."""
+        """Remove a member: operations without its tensor fail, for waiting members, too."""
         with self._changed:
-            self._gone.add(rank)
+            self._left.add(rank)
             self._changed.notify_all()
 
-    def total(self, turn: int, round: int) -> list[Tensor]:
-        """Wait for all tensors of a turn, and return them in the order of the ranks.
+    def wait_for_all(self, operation: int, round: int) -> list[Tensor]:
+        """Wait for all tensors of an operation, and return them in rank order.
 
         Raises:
-            ExchangeTimeoutError: somebody did not come in time.
-            ExchangeError: somebody has gone.
+            ExchangeTimeoutError: if a rank did not submit its tensor in time.
+            ExchangeError: if a rank left before.
         """
         with self._changed:
-            here = self._arrived[turn]
+            tensors = self._tensors[operation]
 
             def is_decided() -> bool:
-                return len(here) == self.num_workers or not self._gone <= here.keys()
+                return len(tensors) == self.num_workers or not self._left <= tensors.keys()
 
             if not self._changed.wait_for(is_decided, self.timeout_s):
-                missing = [f"rank {r}" for r in range(self.num_workers) if r not in here]
+                missing = [f"rank {r}" for r in range(self.num_workers) if r not in tensors]
                 raise ExchangeTimeoutError(round, self.generation, self.timeout_s, missing)
-            if len(here) < self.num_workers:
-                gone = [f"rank {r}" for r in sorted(self._gone - here.keys())]
-                raise ExchangeError(round, self.generation, f"{', '.join(gone)} left the group")
-            self._num_left[turn] = self._num_left.get(turn, 0) + 1
-            if self._num_left[turn] == self.num_workers:
-                del self._num_left[turn], self._arrived[turn]
-            return [here[rank] for rank in range(self.num_workers)]
+            if len(tensors) < self.num_workers:
+                left = [f"rank {r}" for r in sorted(self._left - tensors.keys())]
+                raise ExchangeError(round, self.generation, f"{', '.join(left)} left the group")
+            self._num_returned[operation] = self._num_returned.get(operation, 0) + 1
+            if self._num_returned[operation] == self.num_workers:
+                del self._num_returned[operation], self._tensors[operation]
+            return [tensors[rank] for rank in range(self.num_workers)]
 
 
 class LocalMember:
-    """One rank's side of a ``LocalGroup``."""
+    """One rank's view of a ``LocalGroup``."""
 
     def __init__(self, group: LocalGroup, rank: int) -> None:
+        self.num_workers = group.num_workers
         self._group = group
         self._rank = rank
-        self._turn = 0
-
-    @property
-    def num_workers(self) -> int:
-        """Members of the group."""
-        return self._group.num_workers
+        self._operation = -1
 
     def start_allreduce(self, tensor: Tensor, *, round: int) -> LocalWork:
-        """Hand in the tensor; the sum is taken in ``LocalWork.wait``."""
-        turn, self._turn = self._turn, self._turn + 1
-        self._group.arrive(self._rank, turn, tensor)
-        return LocalWork(self._group, tensor, turn, round)
+        """Submit the tensor; ``LocalWork.wait`` computes the sum."""
+        return self._start(tensor, tensor, round, is_sum=True)
 
     def start_allgather(self, tensor: Tensor, out: Tensor, *, round: int) -> LocalWork:
-        """Hand in the tensor; ``out``, shape [num_workers, n], is filled in ``wait``."""
-        turn, self._turn = self._turn, self._turn + 1
-        self._group.arrive(self._rank, turn, tensor)
-        return LocalWork(self._group, out, turn, round, is_sum=False)
+        """Submit the tensor; ``LocalWork.wait`` fills ``out``, shape [num_workers, n]."""
+        return self._start(tensor, out, round, is_sum=False)
+
+    def _start(self, tensor: Tensor, out: Tensor, round: int, *, is_sum: bool) -> LocalWork:
+        self._operation += 1
+        self._group.submit(self._rank, self._operation, tensor)
+        return LocalWork(self._group, out, self._operation, round, is_sum=is_sum)
 
     def report(self) -> AllreduceReport | None:
-        """Return None: threads choose nothing."""
+        """Return None: there is one algorithm."""
         return None
 
     def close(self) -> None:
-        """Leave the group: what this member has not handed in yet fails, here and at the others."""
+        """Leave the group: operations that this member has not submitted to fail everywhere."""
         self._group.remove_member(self._rank)
 
 
 class LocalWork:
-    """A sum, or a collection, under way among threads."""
+    """A sum or a gather in progress among threads."""
 
     def __init__(
-        self, group: LocalGroup, tensor: Tensor, turn: int, round: int, *, is_sum: bool = True
+        self, group: LocalGroup, out: Tensor, operation: int, round: int, *, is_sum: bool
     ) -> None:
         self._group = group
-        self._tensor = tensor
+        self._out = out
         self._is_sum = is_sum
-        self._turn = turn
+        self._operation = operation
         self._round = round
 
     def wait(self) -> None:
-        """Wait for all ranks, then put their sum, or each of them, into the tensor."""
-        first, *others = self._group.total(self._turn, self._round)
+        """Wait for all ranks, then write their sum, or each rank's tensor, to the result."""
+        first, *others = self._group.wait_for_all(self._operation, self._round)
         if not self._is_sum:
-            torch.stack([first, *others], out=self._tensor)
+            torch.stack([first, *others], out=self._out)
             return
-        self._tensor.copy_(first)
+        self._out.copy_(first)
         for other in others:
-            self._tensor.add_(other)
+            self._out.add_(other)
 
 
 class LocalCenterClient:
-    """Messages to shards in this process: each is taken at once, in the sender's thread.
+    """Messages to shards in this process, which the sender's thread applies at once.
 
     Args:
         center: the home shard and its coordinator.
-        others: the other shards, in their order.
+        others: the other shards, in order.
     """
 
     def __init__(self, center: CenterServer, others: Sequence[Shard] = ()) -> None:
         self._center = center
         self._shards: list[CenterServer | Shard] = [center, *others]
-
-    @property
-    def num_shards(self) -> int:
-        """Shards of the center."""
-        return len(self._shards)
+        self.num_shards = len(self._shards)
 
     def request(self, shard: int, request: Request) -> LocalPendingResponse:
-        """Let the shard take the message, and keep the answer."""
+        """Apply the message to a shard, and keep the answer."""
         return LocalPendingResponse(self._shards[shard].exchange(request))
 
     def shared_cells(self, message_id: MessageId) -> dict[Span, CellAddress]:
-        """Return the memory that the shards let a worker map."""
+        """Return the memory that the shards share with a worker."""
         shared: dict[Span, CellAddress] = {}
         for shard in self._shards:
             shared |= shard.shared_cells(message_id.worker_id, HERE)
         return shared
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
-        """Return the first orders."""
+        """Return the first assignment."""
         return self._center.enter(message_id, local_step)
 
     def take_turn(self, message_id: MessageId) -> None:
-        """Wait until it is this worker's turn."""
+        """Wait for this worker's turn."""
         self._center.take_turn(message_id)
 
     def end_turn(self, message_id: MessageId) -> None:
-        """Let the next in rank order begin."""
+        """Pass the turn to the next rank."""
         self._center.end_turn(message_id)
 
     def leave_generation(self, message_id: MessageId) -> None:
@@ -183,7 +177,7 @@ class LocalCenterClient:
 
 
 class LocalPendingResponse:
-    """A message that has arrived."""
+    """A message that was answered."""
 
     def __init__(self, response: Response) -> None:
         self._response = response

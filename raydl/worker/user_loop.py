@@ -1,10 +1,10 @@
-"""Keep your own training loop: a replica that exchanges with the others when it is due.
+"""``raydl.attach`` without Ray: the user's own training loop, whose replica exchanges with others.
 
-The arithmetic is ``raydl.core.replica.Replica``'s, and the strategies say which exchanges
-happen when, as in ``raydl.worker.loop``; but here the user's loop calls. An exchange that is due
-begins at the end of the step before, so that it is on its way while the user's code computes the
-gradient. What all workers must agree on is checked before anything starts; a model belongs to one
-handle at a time.
+The arithmetic is in ``raydl.core.replica.Replica``, and the strategies decide which exchanges
+happen when, as in ``raydl.worker.loop``; but here the user's loop makes the calls. An exchange
+begins at the end of the step before the one that it is due in, so that it overlaps with the user's
+forward and backward. The settings that all workers must agree on are checked before anything
+starts. A model can be attached only once at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -44,44 +43,17 @@ from raydl.metrics import TimeParts
 from raydl.tasks import Batch
 from raydl.worker.round_runner import RoundRunner
 
-_HOLDERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Any], str]] = (
-    weakref.WeakKeyDictionary()
-)
-"""By model, its handle, which may be gone without having been detached, and the run's name."""
-
-
-def claim(model: nn.Module, holder: object, name: str) -> None:
-    """Note that a model is attached.
-
-    Args:
-        model: of the user.
-        holder: the handle; the claim ends with it.
-        name: of the run.
-
-    Raises:
-        ConfigError: another handle has it.
-    """
-    holder_now, name_now = _HOLDERS.get(model, (lambda: None, ""))
-    if holder_now() is not None:
-        raise ConfigError(
-            "model",
-            f"is attached to {name_now!r} already, and would wait for itself; call detach() of "
-            f"that handle first, or leave its `with`",
-        )
-    _HOLDERS[model] = weakref.ref(holder), name
-
-
-def release(model: nn.Module) -> None:
-    """Let others attach a model."""
-    _HOLDERS.pop(model, None)
+_HOLDERS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str]] = weakref.WeakKeyDictionary()
+"""By model, a weak reference to its handle, which may be deleted without a detach, and the name of
+the run."""
 
 
 ENDLESS = 2**62
-"""Steps of a loop that only its owner ends."""
+"""Number of steps of a loop that only the user ends."""
 
 
 class UserLoop:
-    """The place of a task: the user's loop knows model and loss.
+    """Stands in for the task of a run: the user's loop has model and loss.
 
     Args:
         name: of the model.
@@ -91,20 +63,20 @@ class UserLoop:
         self.name = name
 
     def build_model(self, shape: DataShape) -> nn.Module:
-        """Never asked for."""
+        """Never called."""
         raise AssertionError("the model is given")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Never asked for."""
+        """Never called."""
         raise AssertionError("the user's loop computes the loss")
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Never asked for."""
+        """Never called."""
         raise AssertionError("the user's loop scores the model")
 
 
 class Endless:
-    """The order of steps: each comes once."""
+    """The order of steps, each once."""
 
     num_samples = ENDLESS
     name = "endless"
@@ -118,22 +90,22 @@ class Endless:
         return None
 
     def near(self, epoch: int, position: int) -> Any:
-        """Return no rows: nothing is read."""
+        """Return no rows: there are no data."""
         return ()
 
 
 def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -> Job:
-    """Return the job of all workers, without an end.
+    """Return the job of all workers, which has no end.
 
     Args:
-        config: with the method, the workers, how they exchange, how they come and go.
-        model: of the user.
-        optimizer: of the user.
-        rule: of the user's own, instead of the method's.
+        config: method, number of workers, exchange and elasticity.
+        model: the user's model.
+        optimizer: the user's optimizer.
+        rule: the user's rule in place of the method's, or None.
 
     Raises:
-        ConfigError: something in it does not go together with a loop of one's own.
-        ShapeError: the model has nothing to train, or not all of one kind.
+        ConfigError: if a setting does not fit a user's own loop.
+        ShapeError: if the model has no trainable parameters, or they differ in dtype or device.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError("model", f"must be a torch.nn.Module, got a {type(model).__name__}")
@@ -153,33 +125,34 @@ def job_of(config: TrainConfig, model: Any, optimizer: Any, rule: Rule | None) -
     if not method.rule.steps_replica:
         raise ConfigError(
             "method.name",
-            f"can not be {method.name}: its optimizer steps at the center, and yours is here; "
-            f"take local-sgd with method.period 1",
+            f"can not be {method.name}: its optimizer steps at the center, and yours steps here; "
+            f"choose local-sgd with method.period 1",
         )
     if method.finds_tuning:
-        raise ConfigError("method.period", "must be a number with a loop of your own, got auto")
+        raise ConfigError("method.period", "must be a number with raydl.attach, got auto")
     for setting, value in (
         ("method.group_size", config.method.group_size),
         ("exchange.center_shards", config.exchange.center_shards),
     ):
         if value > 1:
-            raise ConfigError(setting, f"must be 1 with a loop of your own, got {value}")
+            raise ConfigError(setting, f"must be 1 with raydl.attach, got {value}")
     return Job(config, method, UserLoop(name), DataShape((), 0), Endless())
 
 
 def endless_training() -> TrainingConfig:
-    """Return the length of a training that only its owner ends: a step is a sample."""
+    """Return the length of a training that only the user ends; a step counts as one sample."""
     return TrainingConfig(steps=ENDLESS, batch_size=1)
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise a ConfigError unless an optimizer holds a model's parameters, and no others."""
+    """Raise a ConfigError unless an optimizer has exactly a model's trainable parameters."""
     if not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise ConfigError("optimizer", f"must be a torch.optim.Optimizer, got a {kind}")
+        raise ConfigError(
+            "optimizer", f"must be a torch.optim.Optimizer, got a {type(optimizer).__name__}"
+        )
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
-            "optimizer", "can not be LBFGS: it asks for the loss several times in a step"
+            "optimizer", "can not be LBFGS: it computes the loss several times in a step"
         )
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
@@ -187,16 +160,16 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     if missing:
         raise ConfigError(
             "optimizer",
-            f"does not hold {len(missing)} of the model's {len(trained)} parameters, {missing[0]} "
-            f"for example; make it of model.parameters(), and call requires_grad_(False) on "
-            f"those that are not trained",
+            f"lacks {len(missing)} of the model's {len(trained)} parameters, for example "
+            f"{missing[0]}; build it from model.parameters(), and call requires_grad_(False) on "
+            f"parameters that are not trained",
         )
     others = len(held - trained.keys())
     if others:
         raise ConfigError(
             "optimizer",
-            f"holds {others} parameters that are not the model's and would not be exchanged; "
-            f"attach one module that has them all",
+            f"has {others} parameters that are not the model's and would not be exchanged; "
+            f"attach one module that has all parameters",
         )
 
 
@@ -208,7 +181,7 @@ def terms_of(job: Job, model: nn.Module) -> dict[str, Any]:
 
 
 def _layout_of(model: nn.Module) -> str:
-    """Return in short which tensors a model has: two models of one layout fit each other."""
+    """Return a short text for a model's tensors; models with the same text fit each other."""
     tensors = [
         (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         for named in (model.named_parameters(), model.named_buffers())
@@ -222,23 +195,34 @@ def _layout_of(model: nn.Module) -> str:
 
 
 _MOST_SKIPPED = 50
-"""A GradScaler halves its scale with each step that is skipped; more of them lead nowhere."""
+"""The most steps skipped in a row. A GradScaler halves its scale with each of them, so that more
+skipped steps do not help."""
 
 
 class Attached:
-    """A model and an optimizer of the user's, and their exchanges with those of other workers.
+    """A user's model and optimizer, and their exchanges with other workers.
 
     Args:
         model: on its device; its parameters become views of one tensor.
         optimizer: over its parameters.
-        job: what all workers do; the job has no end, and its samples are steps.
-        rendezvous: the way to the others.
+        job: the job of all workers; it has no end, and its samples are steps.
+        rendezvous: forms generations with the other workers.
+
+    Raises:
+        ConfigError: if the model is attached already.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, job: Job, rendezvous: RendezvousClient
     ) -> None:
-        claim(model, self, rendezvous.name)
+        holder, name = _HOLDERS.get(model, (lambda: None, ""))
+        if holder() is not None:
+            raise ConfigError(
+                "model",
+                f"is already attached to {name!r}, and would wait for itself; call detach() of "
+                f"that handle first, or leave its `with`",
+            )
+        _HOLDERS[model] = weakref.ref(self), rendezvous.name
         self._job, self._rendezvous, self._optimizer = job, rendezvous, optimizer
         self._method = job.method
         self._is_ahead = job.method.rule.sends is Sends.WEIGHTS and job.method.overlap
@@ -251,38 +235,44 @@ class Attached:
             make_optimizer=lambda _: optimizer,
             time_parts=self._parts,
             has_dynamic_weights=job.config.method.dynamic_weights,
-            who=_who(weakref.ref(self)),  # a handle that is dropped goes at once
+            who=_who(weakref.ref(self)),  # no cycle: a dropped handle is freed at once
         )
         self._flat = self._replica.flat
         self._flat.release_gradients()
         self._runner = RoundRunner(job, self._replica, time_parts=self._parts)
         self._loaded: Snapshot | None = None
         self._loaded_non_trainable: Mapping[str, Any] = {}
-        self._is_away = False
+        self._holds_center = False
         self._num_failed = self._num_skipped = 0
-        weakref.finalize(
-            self, rendezvous.fall_silent
-        ).atexit = False  # a loop that forgot to detach
+        # For a loop that does not call detach().
+        weakref.finalize(self, rendezvous.fall_silent).atexit = False
 
-    # what the user's loop asks
+    # for the user's loop
 
     def step(self) -> None:
-        """Take the optimizer's step, and exchange as far as it is due; for ``optimizer.step()``.
+        """Take the optimizer's step, and exchange if that is due; replaces ``optimizer.step()``.
 
-        With gradients that are not finite, as a GradScaler's may be, nothing is done: neither the
-        replica nor the center moves, and the step does not count.
+        If gradients are not finite, as a GradScaler's may be, the step is skipped: neither replica
+        nor center moves, and the step does not count.
 
         Raises:
-            AttachError: this worker can not go on together with others; see its sentence.
-            ExchangeError: no round was completed in ``elastic.max_restarts`` attempts.
-            StepError: the gradients of 50 steps in a row were not finite, or the weights are not.
+            AttachError: if this worker can not continue together with the others.
+            ExchangeError: if no round was completed in ``elastic.max_restarts`` attempts.
+            StepError: if the gradients of 50 steps in a row or the weights are not finite.
         """
         self._check_step()
         if not self._has_finite_gradients():
-            self._skip_step()
+            self._num_skipped += 1
+            if self._num_skipped == _MOST_SKIPPED:
+                raise StepError(
+                    self._rendezvous.worker_id,
+                    self.local_step,
+                    f"the gradients of {_MOST_SKIPPED} steps in a row were not finite, so all were "
+                    f"skipped; lower the learning rate, or check the data of these steps",
+                )
             return
         self._num_skipped = 0
-        if self._runner.strategy is None:  # the gradient is that of the weights before
+        if self._runner.strategy is None:  # the gradient belongs to the weights before joining
             self._optimizer.step()
             self._runner.local_step += 1
             self._join()
@@ -290,38 +280,38 @@ class Attached:
         try:
             self._take_step()
         except ExchangeError as error:
-            self._fall_behind(error)
+            self._undo_round(error)
             self._join()
 
     @property
     def local_step(self) -> int:
-        """Local steps so far; of a worker that came later, with those of the others before it."""
+        """Local steps so far; a newcomer's count includes the others' steps before it joined."""
         return self._runner.local_step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's: with them this object serves ``torch.amp.GradScaler`` as one."""
+        """The optimizer's groups, so that ``torch.amp.GradScaler`` accepts this object as one."""
         return self._optimizer.param_groups
 
     @property
     def rank(self) -> int:
-        """This worker's, 0..num_workers-1 in this generation."""
+        """This worker's rank in this generation, 0..num_workers-1."""
         return self._inside().place[0]
 
     @property
     def num_workers(self) -> int:
-        """Workers that train now."""
+        """Number of workers that train now."""
         return self._inside().place[1]
 
     @property
     def generation(self) -> int:
-        """How often the workers have changed, as far as this one has noticed."""
+        """Number of the generation that this worker is in."""
         self._inside()
         return self._runner.generation
 
     @property
     def worker_id(self) -> str:
-        """Stable, and never used again."""
+        """This worker's stable id, which is never used again."""
         self._inside()
         return self._rendezvous.worker_id
 
@@ -332,26 +322,23 @@ class Attached:
 
     @contextlib.contextmanager
     def center(self) -> Iterator[nn.Module]:
-        """Let the model hold the center's weights and buffers, for an evaluation; then its own."""
+        """Load the center into the model for an evaluation; restore its own weights at the end."""
         center = self._newest_center()
         self._flat.rebind()
         kept = self._flat.weights.clone(), self._flat.buffers.clone()
         kept_non_trainable = self._flat.non_trainable.own()
-        self._is_away = True
+        self._holds_center = True
         try:
-            self._hold(*_tensors_of(center))
-            self._flat.non_trainable.load(center.non_trainable)
+            self._load(*_tensors_of(center), center.non_trainable)
             yield self._flat.model
         finally:
-            self._hold(*kept)
-            self._flat.non_trainable.load(kept_non_trainable)
-            self._is_away = False
+            self._load(*kept, kept_non_trainable)
+            self._holds_center = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that this worker needs to go on later, on the CPU: its model, the center."""
+        """Return this worker's complete state, on the CPU: its replica and the center."""
         center = self._rendezvous.center() or self._center()
         weights, buffers = _tensors_of(center)
-        non_trainable = as_tensors(center.non_trainable)
         return {
             "local_step": self.local_step,
             "replica": self._replica.state_dict(),
@@ -361,22 +348,22 @@ class Attached:
                 **vars(center.progress),
                 "weights": weights,
                 "buffers": buffers,
-                "untrained": non_trainable,
+                "untrained": as_tensors(center.non_trainable),
             },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned; before this worker comes to the others.
+        """Load what ``state_dict`` returned, before this worker joins the others.
 
-        Where workers bring different centers, the one with most exchanges is taken.
+        If workers load different centers, all start from the one with the most exchanges.
 
         Raises:
-            AttachError: this worker trains already.
+            AttachError: if this worker has joined already.
         """
         if self._runner.strategy is not None:
             raise AttachError(
                 self._rendezvous.name,
-                "load_state_dict comes first: before `with`, step() and the question for a rank",
+                "load_state_dict must be called before `with`, step() and rank",
             )
         self._loaded = _loaded_center(state["center"])
         self._flat.non_trainable.load(state.get("untrained", {}))  # earlier states have none
@@ -386,36 +373,30 @@ class Attached:
         self._runner.local_step = state["local_step"]
 
     def detach(self) -> None:
-        """Leave; the others go on. Steps since the last exchange are lost with this worker."""
+        """Leave; the others continue. This worker's steps since its last exchange are lost."""
         self._rendezvous.leave_rendezvous(self._center)
-        release(self._flat.model)
+        _HOLDERS.pop(self._flat.model, None)
 
     def __enter__(self) -> Attached:
         self._inside()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.detach()
 
     # entering a generation
 
     def _inside(self) -> Strategy:
-        """Return the strategy of this generation; enter one first, if it must be."""
+        """Return the strategy of this generation; join one first if necessary."""
         if self._runner.strategy is None:
             self._join()
-        assert self._runner.strategy is not None
-        return self._runner.strategy
+        return self._runner.entered()
 
     def _join(self) -> None:
         """Enter the next generation and open its first round.
 
         Raises:
-            ExchangeError: it failed again and again.
+            ExchangeError: if that failed too often.
         """
         while True:
             try:
@@ -426,15 +407,15 @@ class Attached:
             try:
                 return self._open_round()
             except ExchangeError as error:
-                self._fall_behind(error)
+                self._undo_round(error)
 
-    def _fall_behind(self, error: ExchangeError) -> None:
-        """Undo what an exchange that failed has done in part."""
+    def _undo_round(self, error: ExchangeError) -> None:
+        """Undo the committed parts of a round whose exchange failed."""
         self._runner.undo_round()
         self._count_failure(error)
 
     def _count_failure(self, error: ExchangeError) -> None:
-        """Give up after too many in a row, without a round between them."""
+        """Raise the error after too many failures in a row, without a completed round between."""
         self._num_failed += 1
         if self._num_failed >= self._job.config.elastic.max_restarts:
             raise error
@@ -443,28 +424,24 @@ class Attached:
         with self._parts.measure("initialization"):
             entry = self._rendezvous.enter(self._age(), self._center, self._first_non_trainable)
             snapshot = entry.snapshot or self._center()
-            if entry.non_trainable is not None:
-                self._take_over_non_trainable(entry.non_trainable, snapshot)
-            self._take_over(snapshot)
+            if entry.non_trainable is not None:  # the loaded state, if any, is this worker's own
+                self._flat.non_trainable.load_first(entry.non_trainable)
+                self._flat.non_trainable.load(snapshot.non_trainable)
+                self._flat.non_trainable.load(self._loaded_non_trainable)
+            self._start_replica(snapshot)
             self._runner.worker_id = self._rendezvous.worker_id
             self._runner.enter(entry.membership, entry.transport, snapshot)
 
     def _first_non_trainable(self) -> NonTrainable:
-        """Return the non-trainable state of this worker's model, which all begin with."""
+        """Return the non-trainable state of this worker's model, for all workers to start with."""
         self._flat.non_trainable.mark()
         return self._flat.non_trainable.arrays()
 
-    def _take_over_non_trainable(self, first: NonTrainable, snapshot: Snapshot) -> None:
-        """Begin with the others' non-trainable state; what was loaded is this worker's own."""
-        self._flat.non_trainable.load_first(first)
-        self._flat.non_trainable.load(snapshot.non_trainable)
-        self._flat.non_trainable.load(self._loaded_non_trainable)
-
     def _age(self) -> Age:
-        """Return the age of this worker's copy of the center, by the ledger that it knows.
+        """Return the age of this worker's copy of the center, by its copy of the ledger.
 
-        By messages others may know the same ledger, and later weights: so their exchanges count,
-        too.
+        With messages another worker may have the same ledger and later weights, so the exchanges
+        count, too.
         """
         runner = self._runner
         if runner.strategy is not None:
@@ -473,8 +450,8 @@ class Attached:
             return 0, 0
         return self._loaded.progress.round, int(self._loaded.ledger["num_changes"])
 
-    def _take_over(self, snapshot: Snapshot) -> None:
-        """Let the replica go on from where a generation starts."""
+    def _start_replica(self, snapshot: Snapshot) -> None:
+        """Bring the replica to the start of a generation."""
         self._flat.rebind()
         if self._runner.strategy is not None:
             self._runner.catch_up(snapshot)
@@ -487,7 +464,7 @@ class Attached:
             self._method.rule.sends is not Sends.WEIGHTS
             and self._loaded.progress.round != snapshot.progress.round
         ):
-            self._runner.become(snapshot)  # it follows the center, which has gone on
+            self._runner.become(snapshot)  # it follows the center, which has moved since
 
     # a round, step by step
 
@@ -496,83 +473,70 @@ class Attached:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        """Begin a step; send what is due in it, while the user's code computes its gradient."""
+        """Begin a step and its exchanges, before the user's code computes the gradient."""
         self._runner.begin_step(float(self._optimizer.param_groups[0]["lr"]))
         self._vote()
         if self._is_ahead:
             self._runner.send_ahead()
 
     def _vote(self) -> None:
-        """Vote to leave the generation with the next header, if somebody waits to join."""
+        """Vote to regroup with the next header, if a worker waits to join."""
         if self._rendezvous.signal is Signal.REGROUP:
             self._runner.vote(self._runner.generation, regroup=1.0)
 
     def _take_step(self) -> None:
         self._vote()
         self._runner.take_step(lambda plan: (None, self._replica.step_with_given_gradients(plan)))
-        if self._runner.num_left:
-            self._check_signal()
+        runner = self._runner
+        if runner.num_left:
+            # A pending exchange may still arrive.
+            if self._rendezvous.signal is Signal.OVER and not runner.num_pending:
+                raise ExchangeError(runner.round, runner.generation, "the generation is over")
             self._begin_step()
-        else:
-            self._close_round()
-
-    def _check_signal(self) -> None:
-        """Leave a generation that is over, unless an exchange under way may yet arrive."""
-        if self._rendezvous.signal is Signal.OVER and not self._runner.num_flying:
-            runner = self._runner
-            raise ExchangeError(runner.round, runner.generation, "the generation is over")
-
-    def _close_round(self) -> None:
-        decision = self._runner.close_round()
+            return
+        decision = runner.close_round()
         self._num_failed = 0
-        self._runner.pop_records()  # nobody reads them; they would pile up
+        runner.pop_records()  # dropped, or they would pile up
         if decision.outcome is Outcome.GO_ON and self._rendezvous.signal is not Signal.OVER:
             self._open_round()
         else:
             self._join()
 
     def _has_finite_gradients(self) -> bool:
-        """Whether the gradients are finite; with none at all they are."""
+        """Return whether all gradients are finite; True if there are none."""
         gradients = [p.grad for p in parameters_of(self._optimizer) if p.grad is not None]
-        found = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        if math.isfinite(float(nn.utils.get_total_norm(found))):
+        gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        if math.isfinite(float(nn.utils.get_total_norm(gradients))):
             return True
-        # The squares of large numbers may have been too large for a sum.
-        return all(bool(torch.isfinite(gradient).all()) for gradient in found)
-
-    def _skip_step(self) -> None:
-        self._num_skipped += 1
-        if self._num_skipped == _MOST_SKIPPED:
-            raise StepError(
-                self._rendezvous.worker_id,
-                self.local_step,
-                f"the gradients were not finite {_MOST_SKIPPED} times in a row, so it was not "
-                f"taken; lower the learning rate, or look at the data of that step",
-            )
+        # The sum of the squares of finite values may overflow.
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
     # weights
 
     def _check_step(self) -> None:
         self._rendezvous.check()
-        if self._is_away:
-            problem = "step() inside `with elastic.center()`: the model holds the center there"
+        if self._holds_center:
+            problem = (
+                "step() can not be called in `with center()`: the model holds the center there"
+            )
             raise AttachError(self._rendezvous.name, problem)
         try:
             self._flat.rebind()
         except ShapeError as error:
             raise AttachError(
                 self._rendezvous.name,
-                f"{error}; move or convert the model before it is attached",
+                f"{error}; move or convert the model before raydl.attach",
             ) from error
 
-    def _hold(self, weights: Tensor, buffers: Tensor) -> None:
-        """Put other weights and buffers into the model."""
+    def _load(self, weights: Tensor, buffers: Tensor, non_trainable: NonTrainable) -> None:
+        """Load weights, buffers and non-trainable state into the model."""
         self._flat.rebind()
         self._flat.weights.copy_(weights)
         self._flat.buffers.copy_(buffers)
+        self._flat.non_trainable.load(non_trainable)
 
     def _center(self) -> Snapshot:
-        """Return the center as this worker knows it."""
+        """Return this worker's copy of the center."""
         if self._runner.strategy is not None:
             return self._runner.center()
         if self._loaded is not None:
@@ -581,28 +545,28 @@ class Attached:
         return dataclasses.replace(first, progress=Progress(local_step=self.local_step))
 
     def _newest_center(self) -> Snapshot:
-        """Return the center as it is now, wherever it is."""
+        """Return the current center: from the rendezvous, or this worker's copy."""
         self._inside()
         return self._rendezvous.center() or self._center()
 
 
 def _who(handle: weakref.ref[Attached]) -> Callable[[], tuple[str, int]]:
-    """Return what tells (worker, its local step) of a handle, while that exists."""
+    """Return a function that returns (worker id, local step), without a reference to the handle."""
 
     def who() -> tuple[str, int]:
         attached = handle()
-        assert attached is not None, "a step is its handle's"
+        assert attached is not None, "only the handle takes steps"
         return attached._rendezvous.worker_id, attached.local_step
 
     return who
 
 
 _RENAMED = ("progress", "non_trainable")
-"""Fields of a snapshot that stand in a saved state under other names."""
+"""Fields of a snapshot that have other names in a saved state."""
 
 
 def _loaded_center(center: Mapping[str, Any]) -> Snapshot:
-    """Return the center of a saved state."""
+    """Return the center in a saved state."""
     names = {field.name for field in dataclasses.fields(Snapshot)}
     kept = {name: value for name, value in center.items() if name in names}
     arrays = {name: center[name].numpy() for name in ("weights", "buffers")}

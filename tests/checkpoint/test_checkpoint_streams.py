@@ -246,7 +246,7 @@ def test_a_worker_holds_two_rounds_at_most_and_none_that_was_released():
     _, worker = trained_worker(rounds=1)
     for round in (5, 6, 7):
         worker.hold_kept(round)
-    with pytest.raises(StateLostError, match="that of round 5 is not held any more"):
+    with pytest.raises(StateLostError, match="its state of round 5 is no longer held"):
         worker.held(5)
     worker.release(6)
     with pytest.raises(StateLostError):

@@ -1,4 +1,4 @@
-"""What frees the members of a collective group whose peer is lost, frozen or never comes."""
+"""Members of a collective group return when a peer is lost, frozen or never joins."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ ALGORITHMS = ("library", "ring", "recursive-doubling")
 
 @ray.remote(num_cpus=0, max_concurrency=4)
 class Member:
-    """One rank in a process of its own; what it returns is (problem, when it was free)."""
+    """One rank in its own process; its calls return (problem, time of the return)."""
 
     def __init__(self):
         self.is_forming, self.num_sums = False, 0
@@ -39,7 +39,7 @@ class Member:
         return time.time()
 
     def join(self, address, num_workers, rank, algorithm, store):
-        """Form a group; return None if that went well."""
+        """Form a group; return None on success."""
         torch.set_num_threads(1)
         self.abandoned, self.num_sums, self.is_forming = threading.Event(), 0, True
         ids = tuple(f"w{r}" for r in range(num_workers))
@@ -65,7 +65,7 @@ class Member:
         return tensor.unique().tolist()
 
     def sum_until_it_fails(self):
-        """Sum again and again; then leave."""
+        """Sum repeatedly; then leave."""
         try:
             while True:
                 self.sum()
@@ -75,7 +75,7 @@ class Member:
             return str(error), time.time()
 
     def leave_a_sum(self):
-        """Begin to sum and leave at once; return the seconds that leaving took."""
+        """Start a sum and leave at once; return the seconds that leaving took."""
         self.group.start_allreduce(torch.ones(SIZE), round=0)
         start = time.monotonic()
         self.group.close()
@@ -83,14 +83,14 @@ class Member:
 
 
 class WorkerGroup:
-    """The members of one group after another; those that were not lost serve again."""
+    """The members of one group after another; members that were not lost are used again."""
 
     def __init__(self, store):
         self.store, self.generation = store, 0
         self.members, self.frozen_pids = [], []
 
     def call(self, num_workers):
-        """Return as many members; all are up, so that the times are not those of starting."""
+        """Return started members, so that times do not include starting them."""
         self.members += [Member.remote() for _ in range(num_workers - len(self.members))]
         members = self.members[:num_workers]
         get([m.pid.remote() for m in members])
@@ -121,7 +121,7 @@ class WorkerGroup:
         return time.time()
 
     def check(self, members, algorithm):
-        """The members can sum in a new group."""
+        """Check that the members can sum in a new group."""
         self.form(members, algorithm)
         assert get([m.sum.remote() for m in members]) == [[float(len(members))]] * len(members)
 
@@ -159,7 +159,7 @@ def worker_group(cluster):
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
-def test_forming_a_group_is_given_up_when_it_is_abandoned(worker_group, algorithm):
+def test_forming_a_group_ends_when_the_group_is_abandoned(worker_group, algorithm):
     members = worker_group.call(2)
     refs = worker_group.begin_to_form(members, algorithm, num_workers=3)
     until(lambda: all(is_forming for is_forming, _ in states(members)))
@@ -169,7 +169,7 @@ def test_forming_a_group_is_given_up_when_it_is_abandoned(worker_group, algorith
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_those_whose_sums_all_come_soon_leave_too_when_the_group_is_abandoned(
+def test_members_whose_sums_all_complete_quickly_also_leave_an_abandoned_group(
     worker_group, algorithm
 ):
     members = worker_group.call(2)
@@ -181,14 +181,14 @@ def test_those_whose_sums_all_come_soon_leave_too_when_the_group_is_abandoned(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_those_who_wait_for_a_frozen_peer_are_free_when_the_group_is_abandoned(
+def test_members_that_wait_for_a_frozen_peer_return_when_the_group_is_abandoned(
     worker_group, algorithm
 ):
     *survivors, frozen = members = worker_group.call(3)
     worker_group.form(members, algorithm)
     refs = worker_group.begin_to_sum(members)
     worker_group.lose(frozen, signal.SIGSTOP)
-    # A sum may still have been on its way: they wait once no more is counted.
+    # A sum may still be in progress: they wait once the count stops rising.
     before = None
     while before != (before := states(survivors)):
         pass
@@ -201,7 +201,7 @@ def test_those_who_wait_for_a_frozen_peer_are_free_when_the_group_is_abandoned(
     ("algorithm", "num_workers"),
     [("library", 3), ("library", 4), ("ring", 4), ("recursive-doubling", 3)],
 )
-def test_a_killed_peer_frees_all_others_one_by_the_other(worker_group, algorithm, num_workers):
+def test_a_killed_peer_fails_the_sums_of_all_others(worker_group, algorithm, num_workers):
     *survivors, lost = members = worker_group.call(num_workers)
     worker_group.form(members, algorithm)
     refs = worker_group.begin_to_sum(members)
@@ -211,7 +211,7 @@ def test_a_killed_peer_frees_all_others_one_by_the_other(worker_group, algorithm
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
-def test_a_member_leaves_a_sum_under_way_at_once_and_its_peer_fails_at_once(
+def test_a_member_leaves_a_sum_in_progress_at_once_and_its_peer_fails_at_once(
     worker_group, algorithm
 ):
     leaving, other = members = worker_group.call(2)

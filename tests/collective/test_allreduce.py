@@ -1,4 +1,4 @@
-"""All-reduce by messages between pairs, against torch's own on real gloo groups."""
+"""All-reduce by point-to-point messages, against torch's own on real gloo groups."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 
 def run_ranks(num_workers, act, *, wait_s=60.0):
-    """Return act(rank) of every rank, each in a thread; an exception is its result too."""
+    """Return act(rank) of each rank, run in its own thread; an exception counts as the result."""
     results = [TimeoutError("the rank hangs")] * num_workers
 
     def run(rank):
@@ -48,7 +48,7 @@ def run_ranks(num_workers, act, *, wait_s=60.0):
 
 
 def ok(results):
-    """Return the results, none of which may be an exception."""
+    """Return the results, after a check that none is an exception."""
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -82,7 +82,7 @@ def groups():
 
 
 class Watched:
-    """A link that notes the messages it sends and the memory it fills; it can die.
+    """A link that records the messages it sends and the memory it fills, and that can fail.
 
     Args:
         link: the link it is instead of.
@@ -111,7 +111,7 @@ class QueueHandle:
 
 
 class QueueLink:
-    """A link in memory: a message is a copy in the queue of its pair of ranks."""
+    """A link in memory: a message is a copy in the queue between two ranks."""
 
     def __init__(self, queues, rank, num_workers):
         self.rank, self.num_workers, self.queues = rank, num_workers, queues
@@ -133,7 +133,7 @@ def queue_links(num_workers):
 
 
 def total(links, algorithm, tensors, *, nodes, network=FLAT):
-    """Return what each rank has after an all-reduce of its tensor."""
+    """Return each rank's tensor after the all-reduce."""
 
     def act(rank):
         tensor = tensors[rank].clone()
@@ -214,7 +214,7 @@ def test_an_empty_tensor_stays_empty(groups):
         assert [tensor.numel() for tensor in tensors] == [0, 0, 0]
 
 
-def test_a_ring_sends_what_the_formula_says():
+def test_a_ring_sends_as_many_bytes_as_the_formula_says():
     links = [Watched(link) for link in queue_links(4)]
     total(links, "ring", random_tensors(4, 100), nodes=range(4))
     for link in links:
@@ -342,7 +342,7 @@ def test_all_ranks_measure_the_same_network(groups, nodes):
         assert seconds > 0.0 if p > 1 else seconds == 0.0
 
 
-def test_a_slow_line_sets_the_measured_stragglers():
+def test_the_slowest_connection_sets_the_measured_figures():
     class Slow(QueueLink):
         def send(self, tensor, to):
             is_across = self.rank // 2 != to // 2
@@ -373,7 +373,7 @@ def test_a_rank_that_dies_ends_the_sum_of_all_in_bounded_time(algorithm):
     assert str(results[2]) == "the wire is cut"
 
 
-def test_a_rank_that_never_comes_ends_the_measurement():
+def test_a_rank_that_never_joins_ends_the_measurement():
     groups = make_groups(3, timeout_s=3.0)
 
     def act(rank):

@@ -58,7 +58,7 @@ def store_of(center, *, timeout_s=20.0, num_workers=3):
     return CenterStore(center, GroupAddress("run", 7, "cpu", timeout_s), num_workers)
 
 
-def test_what_one_member_writes_another_reads(center, fake_ray):
+def test_a_member_reads_the_keys_that_another_writes(center, fake_ray):
     one, other = store_of(center), store_of(center)
     one.set("a", b"1")
     one.set("b", b"2")
@@ -68,7 +68,7 @@ def test_what_one_member_writes_another_reads(center, fake_ray):
     assert other.clone() is other
 
 
-def test_a_key_of_ones_own_is_not_asked_for(center, fake_ray):
+def test_a_member_does_not_fetch_its_own_keys(center, fake_ray):
     store = store_of(center)
     store.set("a", b"1")
     assert store.get("a") == b"1"
@@ -77,7 +77,7 @@ def test_a_key_of_ones_own_is_not_asked_for(center, fake_ray):
     assert center.asked == []
 
 
-def test_the_first_question_for_a_ranks_key_waits_for_those_of_all_ranks(center, fake_ray):
+def test_the_first_read_of_a_ranks_key_fetches_the_keys_of_all_ranks(center, fake_ray):
     store = store_of(center)
     for rank in range(3):
         center.server.set_key("run", 7, f"0/{rank}", bytes([rank]))
@@ -86,7 +86,7 @@ def test_the_first_question_for_a_ranks_key_waits_for_those_of_all_ranks(center,
 
 
 @pytest.mark.parametrize("key", ["plain", "1", "a/b", "/", "a/-1"])
-def test_any_other_key_is_asked_for_alone(center, fake_ray, key):
+def test_any_other_key_is_fetched_alone(center, fake_ray, key):
     center.server.set_key("run", 7, key, b"1")
     assert store_of(center).get(key) == b"1"
     assert [keys for keys, _ in center.asked] == [[key]]
@@ -103,13 +103,13 @@ def test_no_thread_of_the_center_waits_long_and_a_busy_one_may_answer_late(cente
 def test_a_wait_for_keys_is_bounded_by_the_groups_time_or_its_own(center, fake_ray):
     for store, own in [(store_of(center, timeout_s=0.2), None), (store_of(center), 0.2)]:
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"did not come within 0\.2 s"):
+        with pytest.raises(RuntimeError, match=r"did not join within 0\.2 s"):
             store.wait(["never"], own and timedelta(seconds=own))
         assert 0.2 <= time.monotonic() - began < SOON_S
     assert all(0 < asked_s <= 0.2 for _, asked_s in center.asked)
 
 
-def test_a_look_at_keys_does_not_wait(center, fake_ray):
+def test_a_check_of_keys_does_not_wait(center, fake_ray):
     store = store_of(center)
     assert not store.check(["a"])
     store.set("a", b"1")
@@ -121,15 +121,15 @@ def test_a_look_at_keys_does_not_wait(center, fake_ray):
     assert store.check(["a", "b"])
 
 
-def test_a_center_that_can_not_be_reached_is_told_except_by_a_look(center, fake_ray):
+def test_a_center_that_does_not_answer_raises_except_in_a_check(center, fake_ray):
     center.lost = RayActorError(error_msg="it died\nlong ago")
     store = store_of(center)
     with pytest.raises(RuntimeError, match=r"the center did not answer: .*it died$"):
         store.get("a")
-    assert not store.check(["a"])  # NCCL's thread asks, where an error would end the process
+    assert not store.check(["a"])  # NCCL's thread calls it, where an error would end the process
 
 
-def test_no_key_of_a_generation_that_is_over_is_waited_for(center, fake_ray):
+def test_a_wait_for_keys_ends_when_the_generation_is_over(center, fake_ray):
     center.server.set_key("run", 8, "a", b"1")
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="a later generation has begun"):
@@ -137,7 +137,7 @@ def test_no_key_of_a_generation_that_is_over_is_waited_for(center, fake_ray):
     assert time.monotonic() - began < SOON_S
 
 
-# sums and gatherings
+# sums and gathers
 
 
 def summed(group):
@@ -153,7 +153,7 @@ def gathered(group):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_each_member_ends_with_the_sum_and_with_what_all_gave(ranks, num_workers):
+def test_each_member_ends_with_the_sum_and_with_all_gathered_tensors(ranks, num_workers):
     members = ranks(num_workers).form_all()
     total = sum(range(1, num_workers + 1))
     assert members.each(summed) == [[float(total)] * 5] * num_workers
@@ -164,7 +164,7 @@ def test_each_member_ends_with_the_sum_and_with_what_all_gave(ranks, num_workers
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_a_sum_of_our_own_is_the_same_and_tells_how_it_was_made(ranks, algorithm):
+def test_our_own_all_reduce_gives_the_same_sum_and_reports_its_algorithm(ranks, algorithm):
     members = ranks(3).form_all(algorithm=algorithm)
     assert members.each(lambda group: group.report()) == [None] * 3
     assert members.each(summed) == [[6.0] * 5] * 3
@@ -179,7 +179,7 @@ def test_each_member_knows_the_node_of_each_rank(ranks):
     nodes = iter(["far", "near"])
     members.ray.runtime.get_node_id = lambda: vars(local).setdefault("node", next(nodes))
     members.form_all(algorithm="auto")
-    known = members.each(lambda group: tuple(group.adaptive._nodes))
+    known = members.each(lambda group: group.adaptive._reducer.nodes)
     assert set(known) in ({("far", "near")}, {("near", "far")})
 
 
@@ -213,7 +213,7 @@ def problem_of(forming):
     return caught.value
 
 
-def test_a_member_that_never_comes_is_named_with_round_and_generation(ranks):
+def test_a_member_that_never_joins_is_named_with_round_and_generation(ranks):
     members = ranks(3, timeout_s=1.0)
     began = time.monotonic()
     for forming in [members.form(0), members.form(2)]:
@@ -225,7 +225,7 @@ def test_a_member_that_never_comes_is_named_with_round_and_generation(ranks):
     assert not any(members.is_known(rank) for rank in range(3))
 
 
-def test_a_member_that_does_not_come_to_a_sum_is_named_with_its_round(ranks, monkeypatch):
+def test_a_member_that_is_missing_from_a_sum_is_named_with_its_round(ranks, monkeypatch):
     monkeypatch.setattr(collective, "_ROLL_CALL", timedelta(seconds=1.5))
     members = ranks(3, timeout_s=1.5).form_all()
 
@@ -241,7 +241,7 @@ def test_a_member_that_does_not_come_to_a_sum_is_named_with_its_round(ranks, mon
         assert error.missing == ("w2",)
 
 
-def test_who_is_late_is_not_known_without_the_center(ranks):
+def test_without_the_center_late_workers_are_unknown(ranks):
     members = ranks(2, timeout_s=0.5).form_all()
     members.center.lost = RayActorError(error_msg="it died")
     [group, _] = members.groups.values()
@@ -250,7 +250,7 @@ def test_who_is_late_is_not_known_without_the_center(ranks):
     assert error.missing == ()
 
 
-def test_who_is_late_is_not_asked_by_a_member_that_has_left(ranks):
+def test_a_member_that_has_left_does_not_look_up_late_workers(ranks):
     members = ranks(1).form_all()
     group = members.groups[0]
     members.begin(0, group.close).result(SOON_S)
@@ -260,7 +260,7 @@ def test_who_is_late_is_not_asked_by_a_member_that_has_left(ranks):
 
 
 @pytest.mark.parametrize(("waited_s", "is_late"), [(0.0, False), (17.9, False), (18.0, True)])
-def test_an_error_near_the_time_out_is_one_and_an_early_one_is_told_in_a_line(
+def test_an_error_near_the_time_out_is_a_time_out_and_an_early_one_is_one_line(
     ranks, waited_s, is_late
 ):
     group = ranks(1).form_all().groups[0]
@@ -296,7 +296,7 @@ def test_an_operation_that_can_not_begin_fails_with_its_round(ranks):
 
 
 @pytest.mark.parametrize("algorithm", ["library", "auto"])
-def test_who_forms_a_group_is_free_at_once_when_it_is_abandoned(ranks, algorithm):
+def test_a_thread_that_forms_a_group_returns_at_once_when_it_is_abandoned(ranks, algorithm):
     members = ranks(2, timeout_s=3.0)
     forming = members.form(0, algorithm=algorithm)
     began = time.monotonic()
@@ -304,38 +304,38 @@ def test_who_forms_a_group_is_free_at_once_when_it_is_abandoned(ranks, algorithm
     error = problem_of(forming)
     assert time.monotonic() - began < 2.0
     assert (error.round, error.generation) == (0, 7)
-    assert error.problem == "it was abandoned: a worker was lost or left out"
+    assert error.problem == "abandoned because a worker was lost or left out"
     assert not members.is_known(0)
 
 
 @pytest.mark.parametrize("algorithm", ["library", "ring"])
-def test_who_waits_for_a_sum_is_free_at_once_when_it_is_abandoned(ranks, algorithm):
+def test_a_thread_that_waits_for_a_sum_returns_at_once_when_it_is_abandoned(ranks, algorithm):
     members = ranks(2, timeout_s=60.0).form_all(algorithm=algorithm)
     waiting = members.begin(0, summed, members.groups[0])
     began = time.monotonic()
     threading.Timer(0.2, members.abandoned[0].set).start()
     error = problem_of(waiting)
     assert (error.round, error.generation) == (1, 7)
-    assert error.problem == "it was abandoned: a worker was lost or left out"
+    assert error.problem == "abandoned because a worker was lost or left out"
     members.begin(0, members.groups[0].close).result(SOON_S)
     with pytest.raises(ExchangeError):
         members.begin(1, summed, members.groups[1]).result(SOON_S)
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_group_that_is_closed_is_left_and_its_name_is_free(ranks):
+def test_a_closed_group_is_left_and_its_name_is_free(ranks):
     members = ranks(2).form_all(algorithm="ring")
     members.each(lambda group: group.close())
     for group in members.groups.values():
         assert group.torch.is_left
         assert group.torch.process_group is None
         with pytest.raises(RuntimeError):
-            group.adaptive.start(torch.ones(1))  # its thread is over
+            group.adaptive.start(torch.ones(1))  # its thread has ended
     assert not any(members.is_known(rank) for rank in range(2))
 
 
 class Cut:
-    """A group of a device that notes when it is cut."""
+    """A group on a device that records when it is cut."""
 
     def __init__(self):
         self.is_left, self.is_cut = False, threading.Event()
@@ -361,7 +361,7 @@ def test_a_device_is_freed_once_its_group_is_abandoned():
     assert not thread.is_alive()
 
 
-def test_nobody_watches_a_group_of_a_device_that_was_left():
+def test_a_group_on_a_device_is_not_watched_after_it_was_left():
     group, thread = watched()
     group.torch.is_left = True
     thread.join(SOON_S)
@@ -373,7 +373,7 @@ def test_nobody_watches_a_group_of_a_device_that_was_left():
 def test_only_a_device_is_freed_by_a_thread_of_the_group_itself(
     ranks, monkeypatch, device, is_watched
 ):
-    """In host memory the thread that waits sees that all was abandoned."""
+    """In host memory the waiting thread itself notices."""
     cut = threading.Event()
     monkeypatch.setattr(TorchGroup, "connect", lambda *a, **k: None)
     monkeypatch.setattr(TorchGroup, "cut", lambda group: cut.set())

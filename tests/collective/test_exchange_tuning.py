@@ -1,4 +1,4 @@
-"""Workers that wait for a thin link exchange otherwise, by what they measure."""
+"""Workers that wait for a slow link choose another exchange tuning, by measured times."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ STEP_S = 0.02
 
 
 def measured(seconds, tuning=PLAIN, *, num_workers=2, limits=None):
-    """Return what rounds take where all parameters travel in so many seconds."""
+    """Return the measured times of rounds if an exchange of all parameters takes ``seconds``."""
     limits = limits or Limits()
     share = waiting(tuning, seconds, STEP_S, num_workers, limits)
     in_steps_s = tuning.period * STEP_S
@@ -43,12 +43,12 @@ def measured(seconds, tuning=PLAIN, *, num_workers=2, limits=None):
 # the choice
 
 
-def test_who_hardly_waits_changes_nothing():
+def test_workers_that_hardly_wait_change_nothing():
     assert choose(PLAIN, measured(HIDDEN_STEP * STEP_S), Limits()) is None
     assert choose(PLAIN, Measured(STEP_S, 0.0, 1), Limits()) is None
 
 
-def test_the_seconds_of_an_exchange_follow_from_what_was_waited():
+def test_the_seconds_of_an_exchange_follow_from_the_waiting():
     for tuning in (PLAIN, ExchangeTuning(20, 19, "int8"), ExchangeTuning(10, 3, "bf16")):
         assert exchange_s(tuning, measured(2.0, tuning), Limits()) == pytest.approx(2.0)
     in_parts = ExchangeTuning(10, 1, "none", fragments=2)
@@ -65,7 +65,7 @@ def test_on_a_link_of_100_mbit_the_delay_is_as_long_as_an_exchange_and_no_longer
     assert "138 ms per exchange and 20 ms per step" in choice.reason
 
 
-def test_on_a_link_of_25_mbit_messages_are_shortened_as_well():
+def test_on_a_link_of_25_mbit_messages_are_compressed_as_well():
     choice = choose(PLAIN, measured(0.552), Limits())
     assert choice.tuning == ExchangeTuning(10, 8, "int8")
 
@@ -79,7 +79,7 @@ def test_on_the_thinnest_links_period_and_fragments_grow_and_the_delay_does_not(
     assert str(PLAIN) == "period 10, delay 0"
 
 
-def test_where_nothing_is_enough_the_least_waiting_is_taken():
+def test_if_no_tuning_is_enough_the_least_waiting_is_chosen():
     choice = choose(PLAIN, measured(1000.0), Limits())
     assert choice.tuning == ExchangeTuning(100, 9, "int8", fragments=10)
     assert choose(choice.tuning, measured(1000.0, choice.tuning), Limits()) is None
@@ -89,7 +89,7 @@ def test_where_nothing_is_enough_the_least_waiting_is_taken():
 @pytest.mark.parametrize("num_workers", [2, 4, 16])
 @pytest.mark.parametrize("limits", [Limits(), Limits(may_compress=False)])
 @pytest.mark.parametrize("now", [PLAIN, ExchangeTuning(10, 0, "none", fragments=2)])
-def test_what_is_chosen_is_the_mildest_that_is_enough(seconds, num_workers, limits, now):
+def test_the_first_tuning_that_is_enough_is_chosen(seconds, num_workers, limits, now):
     def share(tuning):
         return waiting(tuning, SLACK * seconds, STEP_S, num_workers, limits)
 
@@ -103,7 +103,7 @@ def test_what_is_chosen_is_the_mildest_that_is_enough(seconds, num_workers, limi
     assert {c.period / c.fragments for c in found} == {now.period / now.fragments}
 
 
-def test_what_the_user_set_is_kept():
+def test_the_users_settings_are_kept():
     own = ExchangeTuning(10, 2, "bf16")
     for tuning in candidates(own, Limits()):
         assert tuning.compression == "bf16"
@@ -112,7 +112,7 @@ def test_what_the_user_set_is_kept():
         assert tuning.compression == "none"
 
 
-def test_gathered_messages_of_many_workers_shorten_nothing():
+def test_gathered_messages_of_many_workers_save_no_bytes():
     assert share_of_bytes("none", 16) == 1
     assert share_of_bytes("bf16", 2) == pytest.approx(0.5)
     assert share_of_bytes("int8", 8) > 1
@@ -120,11 +120,11 @@ def test_gathered_messages_of_many_workers_shorten_nothing():
     assert choice.tuning.compression == "none"
 
 
-def test_a_codec_that_shortens_nothing_among_more_workers_gives_way_to_the_users():
+def test_a_codec_that_saves_nothing_among_more_workers_is_replaced_by_the_users():
     chosen = ExchangeTuning(40, 7, "int8", fragments=4)
     assert carried_over(chosen, "none", 2) == chosen
     assert carried_over(chosen, "none", 16) == ExchangeTuning(40, 7, "none", fragments=4)
-    assert carried_over(chosen, "bf16", 16) == chosen  # the shorter of two that shorten nothing
+    assert carried_over(chosen, "bf16", 16) == chosen  # the shorter of two that save no bytes
     assert carried_over(chosen, "int8", 16) == chosen
 
 
@@ -169,13 +169,13 @@ def test_all_ranks_choose_by_the_slowest_worker_in_the_same_round(pool):
 
     first, second = pool.map(run, range(2))
     assert first == second
-    [(number, choice)] = first  # measured again, and left as it is
+    [(number, choice)] = first  # measured again, without a change
     assert number == SKIPPED + COUNTED
     expected = choose(PLAIN, Measured(0.02, 0.3, 2), Limits(), generation=1)
     assert choice.tuning == expected.tuning
 
 
-def test_what_else_crosses_the_link_at_the_start_does_not_count_and_later_what_is_usual_does():
+def test_other_traffic_at_the_start_does_not_count_and_later_the_median_does():
     clock, now, chosen = Clock(), PLAIN, []
     profiler = clock.profiler(LocalGroup(1, timeout_s=1.0).member(0))
     start, later = [9, 9, 5, 5, 0.3, 0.15], [0.3, 0.3, 0.3, 0.3, 0, 0.3]
@@ -190,7 +190,7 @@ def test_what_else_crosses_the_link_at_the_start_does_not_count_and_later_what_i
     assert chosen == [first, second]
 
 
-def test_rounds_that_were_cut_short_are_not_measured():
+def test_shortened_rounds_are_not_measured():
     clock = Clock()
     profiler = clock.profiler(LocalGroup(1, timeout_s=1.0).member(0))
     for number in range(20):
@@ -211,13 +211,13 @@ def limits_of(method, *, model=linear):
     return run.workers[0].runner.strategy._profiler._limits
 
 
-def test_only_weights_pass_behind_a_gradient():
+def test_only_weights_overlap_with_a_gradient():
     assert limits_of("sync-easgd").overlap
     assert not limits_of("diloco").overlap
     assert not limits_of("local-sgd").overlap
 
 
-def test_only_float32_may_be_shortened():
+def test_only_float32_may_be_compressed():
     assert limits_of("sync-easgd").may_compress
     double = lambda *shape: linear(*shape).to(torch.float64)  # noqa: E731
     assert not limits_of("sync-easgd", model=double).may_compress
@@ -232,7 +232,7 @@ def auto(**more):
 
 
 def wait_long(monkeypatch, seconds):
-    """Let every worker believe that it waited so long in each round."""
+    """Replace each worker's measured waiting time by the next of some seconds."""
     from raydl.collective import sync_strategy as profiler
 
     real = profiler.ExchangeProfiler._measured
@@ -243,7 +243,7 @@ def wait_long(monkeypatch, seconds):
     monkeypatch.setattr(profiler.ExchangeProfiler, "_measured", found)
 
 
-def test_a_run_goes_on_with_the_chosen_tuning_and_keeps_it(monkeypatch):
+def test_a_run_continues_with_the_chosen_tuning_and_keeps_it(monkeypatch):
     wait_long(monkeypatch, [0.552] * 2 + [0.0] * 20)
     run = Ensemble(auto(), num_workers=2, images=tiny_images(96)).join()
     assert run.run(rounds=8) == [Outcome.GO_ON] * 2
@@ -261,7 +261,7 @@ def test_a_run_goes_on_with_the_chosen_tuning_and_keeps_it(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "diloco"])
-def test_a_run_goes_on_in_the_chosen_fragments(monkeypatch, method):
+def test_a_run_continues_in_the_chosen_fragments(monkeypatch, method):
     wait_long(monkeypatch, [15.0] * 2 + [0.0] * 20)
     config = dataclasses.replace(auto(), method=MethodConfig(name=method, period="auto"))
     run = Ensemble(config, num_workers=2, images=tiny_images(200)).join()
@@ -287,13 +287,13 @@ def test_a_run_goes_on_in_the_chosen_fragments(monkeypatch, method):
 
 
 def flat_states(center):
-    """Return the vectors of the optimizer at a center."""
+    """Return the vectors in the state of a center's optimizer."""
     of_first = center.optimizer.get("state", {}).get(0, {}) if center.optimizer else {}
     return [value for value in of_first.values() if getattr(value, "ndim", 0)]
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_choice_to_which_somebody_does_not_come_changes_nothing(monkeypatch, fragments):
+def test_a_choice_that_a_worker_misses_changes_nothing(monkeypatch, fragments):
     def lost(self, round):
         raise ExchangeError(round, 1, "w1 is gone")
 
@@ -311,13 +311,13 @@ def test_a_choice_to_which_somebody_does_not_come_changes_nothing(monkeypatch, f
     assert (run.workers[0].replica.flat.weights == replica).all()
 
 
-def test_who_goes_on_where_nothing_was_chosen_tells_of_no_choice():
+def test_a_generation_that_continues_without_a_choice_reports_none():
     run = Ensemble(auto(), num_workers=2, images=tiny_images(96)).join()
     run.join(run.workers[0].center())
     assert run.workers[0].report().choice is None
 
 
-def test_a_run_that_goes_on_with_a_period_of_the_users_leaves_the_chosen_one():
+def test_a_resumed_run_with_a_fixed_period_ignores_the_chosen_one():
     config = dataclasses.replace(auto(), method=MethodConfig(name="sync-easgd", period=4))
     run = Ensemble(config, num_workers=2, images=tiny_images(96))
     run.join(dataclasses.replace(run.first, tuning=ExchangeTuning(10, 9, "int8")))
@@ -378,7 +378,7 @@ def test_a_period_is_a_number_or_auto(period):
         MethodConfig(period=period)
 
 
-def test_what_forbids_shorter_messages_forbids_choosing_them(monkeypatch):
+def test_a_run_that_may_not_compress_does_not_choose_a_codec(monkeypatch):
     wait_long(monkeypatch, [5.0] * 20)
     config = auto(exchange=ExchangeConfig(packed=False))
     run = Ensemble(config, num_workers=2, images=tiny_images(96)).join()

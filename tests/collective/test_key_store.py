@@ -1,4 +1,4 @@
-"""The keys by which a generation meets, and the proof that its members are members."""
+"""The rendezvous keys of a generation, and the proof of membership."""
 
 import time
 from datetime import timedelta
@@ -18,13 +18,13 @@ def server():
     return StoreServer()
 
 
-def test_a_key_is_there_once_it_was_written(server):
+def test_a_key_is_present_once_it_was_written(server):
     assert set(server.wait_for_keys("run", 1, [], 0.0)) == {SECRET}
     server.set_key("run", 1, "0/1", b"address")
     assert server.wait_for_keys("run", 1, ["0/1"], 0.0)["0/1"] == b"address"
 
 
-def test_whoever_waits_for_keys_gets_all_of_them_as_the_last_one_comes(server, pool):
+def test_a_wait_for_keys_returns_all_of_them_when_the_last_one_is_set(server, pool):
     waiting = pool.submit(server.wait_for_keys, "run", 1, ["a", "b"], SOON_S)
     server.set_key("run", 1, "a", b"1")
     server.set_key("run", 1, "c", b"3")
@@ -34,7 +34,7 @@ def test_whoever_waits_for_keys_gets_all_of_them_as_the_last_one_comes(server, p
     assert (found["a"], found["b"], found["c"]) == (b"1", b"2", b"3")
 
 
-def test_a_wait_is_bounded_and_tells_what_has_come(server):
+def test_a_wait_is_bounded_and_returns_the_keys_that_are_set(server):
     server.set_key("run", 1, "a", b"1")
     began = time.monotonic()
     found = server.wait_for_keys("run", 1, ["a", "b"], 0.05)
@@ -42,7 +42,7 @@ def test_a_wait_is_bounded_and_tells_what_has_come(server):
     assert found.keys() == {"a", SECRET}
 
 
-def test_runs_and_generations_have_keys_of_their_own(server):
+def test_runs_and_generations_have_separate_keys(server):
     server.set_key("run", 1, "a", b"1")
     server.set_key("run", 2, "a", b"2")
     server.set_key("other", 1, "a", b"3")
@@ -53,7 +53,7 @@ def test_runs_and_generations_have_keys_of_their_own(server):
     assert all(len(keys[SECRET]) == 32 for keys in found)
 
 
-def test_the_keys_of_generations_that_are_over_are_forgotten(server, pool):
+def test_the_keys_of_past_generations_are_deleted(server, pool):
     waiting = pool.submit(server.wait_for_keys, "run", 1, ["never"], SOON_S)
     server.set_key("run", 2, "late", b"w1")
     server.set_key("run", 3, "a", b"1")
@@ -62,7 +62,7 @@ def test_the_keys_of_generations_that_are_over_are_forgotten(server, pool):
     assert server.wait_for_keys("run", 1, ["a"], 0.0) is None
     assert (
         server.wait_for_keys("run", 2, ["late"], 0.0)["late"] == b"w1"
-    )  # who is late may be asked yet
+    )  # late workers can still be looked up
 
 
 def test_a_proof_holds_for_one_secret_and_one_direction():
@@ -77,7 +77,7 @@ def test_a_proof_holds_for_one_secret_and_one_direction():
 
 
 class KeysWith(dist.Store):
-    """Keys that members and strangers share, but for the secret, as far as a stranger got."""
+    """Keys that members and other processes share, each with its own secret."""
 
     def __init__(self, keys, secret):
         super().__init__()
@@ -96,7 +96,7 @@ class KeysWith(dist.Store):
 
 
 def connected(group, store):
-    """Connect; return what it raised."""
+    """Connect; return the text of the error, or an empty text."""
     try:
         group.connect(store, host=HOST)
     except RuntimeError as error:
@@ -104,7 +104,7 @@ def connected(group, store):
     return ""
 
 
-def test_members_who_know_the_secret_meet(server, pool):
+def test_members_that_know_the_secret_connect(server, pool):
     groups = [TorchGroup(r, 3, device="cpu", timeout_s=SOON_S) for r in range(3)]
     stores = [KeysWith(server, b"s" * 32) for _ in groups]
     assert list(pool.map(connected, groups, stores)) == ["", "", ""]
@@ -112,7 +112,7 @@ def test_members_who_know_the_secret_meet(server, pool):
         group.abort()
 
 
-def test_a_stranger_who_took_a_ranks_place_is_refused_and_gets_nothing_but_proofs(server, pool):
+def test_a_process_that_took_a_ranks_place_is_refused_and_receives_only_proofs(server, pool):
     groups = [TorchGroup(r, 3, device="cpu", timeout_s=SOON_S) for r in range(3)]
     stores = [KeysWith(server, b"s" * 32), KeysWith(server, b"s" * 32), KeysWith(server, b"?" * 32)]
     for problem in list(pool.map(connected, groups, stores))[:2]:
@@ -124,7 +124,7 @@ def test_a_stranger_who_took_a_ranks_place_is_refused_and_gets_nothing_but_proof
         group.abort()
 
 
-def test_a_stranger_who_says_nothing_is_refused_within_the_time_out(server, pool):
+def test_a_silent_process_in_a_ranks_place_is_refused_within_the_time_out(server, pool):
     group = TorchGroup(0, 2, device="cpu", timeout_s=1.0)
     began = time.monotonic()
     silent = pool.submit(

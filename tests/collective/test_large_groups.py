@@ -1,4 +1,4 @@
-"""Groups of many members form with few connections, and lose a member as small ones do."""
+"""Groups of many members form with few connections, and handle a loss like small ones."""
 
 import os
 import threading
@@ -15,12 +15,12 @@ from raydl.collective.key_store import StoreServer
 from raydl.collective.process_group import TorchGroup, is_done
 
 MANY = 34
-"""More than connect each with every other."""
+"""More members than form a full mesh."""
 LOOK = timedelta(seconds=0.1)
 
 
 class ServedStore(dist.Store):
-    """A store in Python as that of a run is, which gloo calls from threads of its own."""
+    """A Python store, as in a run, which gloo calls from its own threads."""
 
     def __init__(self, timeout_s):
         super().__init__()
@@ -59,7 +59,7 @@ class Large:
         self.pool = ThreadPoolExecutor(num_workers)
 
     def each(self, act, groups=None):
-        """Let members act at once; return what each returned or raised."""
+        """Let members act at the same time; return the result or error of each."""
 
         def acted(group):
             try:
@@ -73,7 +73,7 @@ class Large:
         return self.each(lambda g: g.connect(self.store, host="127.0.0.1", **more), groups)
 
     def abort(self):
-        """Leave all groups, and wait for torch's threads: none may end as the process does."""
+        """Leave all groups, and join torch's threads before the process ends."""
         self.each(lambda g: g.abort())
         self.pool.shutdown()
         for thread in set(threading.enumerate()) - self.threads_before:
@@ -94,7 +94,7 @@ def large():
 
 
 def num_connections():
-    """Return the TCP connections of this process: one has two ends here."""
+    """Return the number of TCP connections of this process, which has both ends of each."""
     ours = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -137,7 +137,7 @@ def test_members_that_send_to_each_other_connect_with_all(large):
     assert num_connections() - before == MANY * (MANY - 1) // 2
 
 
-def test_when_one_of_many_leaves_the_sums_of_all_others_fail(large):
+def test_when_one_member_of_many_leaves_the_sums_of_all_others_fail(large):
     members = large(timeout_s=60.0)
     members.connect()
     members.groups[5].abort()
@@ -156,7 +156,7 @@ def test_when_one_of_many_leaves_the_sums_of_all_others_fail(large):
 
 
 @pytest.mark.processes
-def test_a_large_group_that_lacks_a_member_gives_up_in_its_time(large):
+def test_forming_a_large_group_without_a_member_times_out(large):
     members = large(timeout_s=1.0)
     began = time.monotonic()
     found = members.connect(members.groups[1:])
@@ -164,10 +164,10 @@ def test_a_large_group_that_lacks_a_member_gives_up_in_its_time(large):
     assert time.monotonic() - began < 4.5, "gloo alone waits five times as long for a connection"
 
 
-def test_one_that_leaves_a_large_group_as_it_forms_is_free_at_once(large):
+def test_a_member_that_leaves_a_large_group_as_it_forms_returns_at_once(large):
     members = large(timeout_s=60.0)
     threading.Timer(0.3, lambda: members.each(lambda g: g.abort(), members.groups[1:3])).start()
     began = time.monotonic()
     found = members.connect(members.groups[1:3])
-    assert [str(error) for error in found] == ["the group was left while it was formed"] * 2
+    assert [str(error) for error in found] == ["the group was left while it formed"] * 2
     assert time.monotonic() - began < 20.0

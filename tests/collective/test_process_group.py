@@ -1,4 +1,4 @@
-"""One member's side of a process group: how it connects, what it says, and how it leaves."""
+"""One member's side of a process group: connecting, errors, and leaving."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ from raydl.collective.tls_tunnel import GLOO_HOST
 SOON_S = 10.0
 HOST = "127.0.0.1"
 HOSTS = ("127.0.1.1", "127.0.1.2")
-"""To the members two hosts, which meet on the loopback of this machine."""
+"""Two hosts, as the members see it; both are loopback addresses of this machine."""
 
 
 class Keys(dist.Store):
@@ -62,7 +62,7 @@ class Keys(dist.Store):
 
 
 class Members:
-    """Some members of a group and the threads in which they act."""
+    """Some members of a group, each with its own thread."""
 
     def __init__(self, pool, num_workers, *, timeout_s=SOON_S):
         self.pool, self.store = pool, Keys(timeout_s=timeout_s)
@@ -72,7 +72,7 @@ class Members:
         ]
 
     def each(self, act, groups=None):
-        """Return what each returned, or what it raised."""
+        """Return the result of each, or the text of its error."""
 
         def acted(group):
             try:
@@ -101,7 +101,7 @@ def members(pool):
             group.abort()
     pool.shutdown()
     for thread in set(threading.enumerate()) - before:
-        thread.join(5.0)  # none may end as the process does
+        thread.join(5.0)  # before the process ends
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def total(group):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """What the groups of gloo listened on: (host, whether they connect late)."""
+    """The devices that gloo groups listened on: (host, whether they connect lazily)."""
     asked, create = [], dist.ProcessGroupGloo.create_device
 
     def noted(*, hostname, lazy_init):
@@ -128,7 +128,7 @@ def devices(monkeypatch):
     return asked
 
 
-# to connect
+# connecting
 
 
 @pytest.mark.parametrize("has_pairs", [False, True])
@@ -172,13 +172,13 @@ def test_a_ring_of_two_has_one_neighbour(members, monkeypatch):
     assert found.each(total) == [[3.0, 30.0]] * 2
 
 
-def test_a_ring_that_lacks_a_member_is_given_up_in_time_and_says_so(members, monkeypatch):
+def test_forming_a_ring_without_a_member_times_out_and_says_so(members, monkeypatch):
     monkeypatch.setattr(process_group, "_MESH_UP_TO", 2)
     found = members(3, timeout_s=0.5)
     began = time.monotonic()
-    assert found.connect(found.groups[:2]) == ["not all members came within 0.5 s"] * 2
+    assert found.connect(found.groups[:2]) == ["not all members joined within 0.5 s"] * 2
     assert 0.5 <= time.monotonic() - began < SOON_S
-    assert [group._peers for group in found.groups[:2]] == [(), ()], "nobody to hang up on"
+    assert [group._peers for group in found.groups[:2]] == [(), ()], "no peer to disconnect"
 
 
 @pytest.mark.parametrize("most", [1, 32])
@@ -187,14 +187,14 @@ def test_a_group_that_is_left_while_it_forms_says_so(members, monkeypatch, most)
     found = members(2)
     found.groups[0].is_left = True
     assert found.connect(found.groups if most > 1 else found.groups[:1])[0] == (
-        "the group was left while it was formed"
+        "the group was left while it formed"
     )
     assert found.groups[0].process_group is None
     assert found.groups[0].store is None
 
 
 class Fails:
-    """A process group whose sums do not begin."""
+    """A process group whose sums fail to start."""
 
     def allreduce(self, tensors, options):
         raise RuntimeError("reset by peer")
@@ -202,10 +202,10 @@ class Fails:
 
 @pytest.mark.parametrize(
     ("made", "told"),
-    [(None, "the group was left while it was formed"), (Fails(), "reset by peer")],
+    [(None, "the group was left while it formed"), (Fails(), "reset by peer")],
 )
 def test_a_ring_whose_first_sum_fails_says_why(monkeypatch, made, told):
-    """Another thread may leave, or a member go away, at any moment."""
+    """Another thread may leave, or a member disconnect, at any moment."""
     monkeypatch.setattr(process_group, "_MESH_UP_TO", 1)
     monkeypatch.setattr(process_group, "make_gloo", lambda *a, **k: made)
     group, store = TorchGroup(0, 2, device="cpu", timeout_s=SOON_S), Keys()
@@ -254,7 +254,7 @@ def test_all_unproven_peers_are_named(members):
 
 
 class Silent:
-    """A group whose peers send nothing, or what it is told to have received."""
+    """A group whose peers send nothing, or whose messages fail with an error."""
 
     def __init__(self, rank=0, error=None):
         self._rank, self.error, self.sent, self.tags, self.waits = rank, error, {}, set(), []
@@ -278,7 +278,7 @@ class Silent:
         raise RuntimeError("nothing came\nin time")
 
 
-def test_a_peer_that_sends_nothing_is_told_by_the_first_line_of_why():
+def test_a_peer_that_sends_nothing_is_reported_with_one_line_of_the_reason():
     silent = Silent(rank=2)
     assert unproven_peers(silent, b"s", timedelta(seconds=5), [0, 1]) == {
         0: "nothing came",
@@ -291,14 +291,14 @@ def test_a_peer_that_sends_nothing_is_told_by_the_first_line_of_why():
     assert unproven_peers(failed, b"s", timedelta(seconds=5), [1]) == {1: "hung up"}
     late = Silent()
     unproven_peers(late, b"s", timedelta(seconds=-5), [1])
-    assert late.waits == [0.001], "a proof that has come counts, however late it is read"
+    assert late.waits == [0.001], "a proof that has arrived counts, however late it is read"
 
 
-# by TLS
+# TLS
 
 
 @pytest.mark.parametrize("spread", ["01", "10", "011", "00"])
-def test_with_certificates_members_on_any_hosts_meet_on_the_loopback(
+def test_with_certificates_members_on_any_hosts_connect_over_the_loopback(
     members, files, devices, spread
 ):
     found = members(len(spread))
@@ -317,7 +317,7 @@ def test_with_certificates_no_ring_is_made(members, files, devices, monkeypatch)
     assert [group._peers for group in found.groups] == [(1,), (0,)]
 
 
-def test_keys_pass_unchanged_once_the_tunnel_is_laid(members, files):
+def test_keys_are_unchanged_once_the_group_has_formed(members, files):
     found = members(2)
     found.connect(hosts=HOSTS, tls=files)
     stores = [group.store for group in found.groups]
@@ -331,7 +331,7 @@ def test_keys_pass_unchanged_once_the_tunnel_is_laid(members, files):
         stores[1].wait(["never"], timedelta(milliseconds=1))
 
 
-def test_a_tunnel_ends_as_its_member_leaves(members, files):
+def test_a_tunnel_ends_when_its_member_leaves(members, files):
     found = members(2)
     found.connect(hosts=HOSTS, tls=files)
     work = found.groups[0].start_allreduce(torch.ones(10))
@@ -342,18 +342,18 @@ def test_a_tunnel_ends_as_its_member_leaves(members, files):
     assert time.monotonic() - began < SOON_S / 2
 
 
-def test_a_member_of_another_authority_is_told_by_what_tls_says(members, files, tmp_path):
+def test_a_certificate_of_another_authority_raises_the_error_of_tls(members, files, tmp_path):
     others = make_certificates(tmp_path, HOSTS)
     found = members(2, timeout_s=1.0)
     told = found.each(
         lambda g: g.connect(found.store, host=HOSTS[g._rank], tls=[files, others][g._rank])
     )
-    assert told[1].startswith("no connection by TLS: ")
+    assert told[1].startswith("no TLS connection: ")
     assert "certificate verify failed" in told[1]
 
 
 class Ways:
-    """A tunnel that notes where it leads."""
+    """A tunnel that records the ports that it forwards to."""
 
     def __init__(self):
         self.led = []
@@ -362,18 +362,18 @@ class Ways:
         self.led.append(port)
 
 
-def test_an_address_of_gloo_that_is_not_understood_is_refused_as_it_is_written():
+def test_an_address_of_gloo_in_an_unknown_format_is_refused_when_it_is_written():
     store = TunnelStore(Keys(), Ways(), 0, {})
     with pytest.raises(RuntimeError, match="TLS can not be used with it"):
         store.set("0/0", b"")
     assert not store.check(["0/0"])
 
 
-# to wait and to leave
+# waiting and leaving
 
 
 class Work:
-    """An operation that ends after some looks, well or not."""
+    """An operation that ends after some polls, with an error or without."""
 
     def __init__(self, num_looks=0, error=""):
         self.num_looks, self.error, self.within = num_looks, error, None
@@ -388,7 +388,7 @@ class Work:
             raise RuntimeError(self.error)
 
 
-def test_an_operation_is_done_when_it_ends_well_or_not():
+def test_an_operation_is_done_when_it_succeeds_or_fails():
     moment = timedelta(seconds=0.01)
     assert is_done(Work(), moment) is True
     assert is_done(Work(error="reset"), moment) is True
@@ -396,7 +396,7 @@ def test_an_operation_is_done_when_it_ends_well_or_not():
 
 
 class Clock:
-    """Time that passes by pauses alone."""
+    """A clock that advances only in ``sleep``."""
 
     def __init__(self):
         self.now, self.pauses = 100.0, []
@@ -413,7 +413,7 @@ class Clock:
     ("num_looks", "within_s", "is_so"),
     [(0, 0.0, True), (1, 0.0, False), (20, 1.0, True), (10**9, 0.5, False)],
 )
-def test_an_operation_of_a_device_is_looked_at_often_and_for_no_longer_than_told(
+def test_an_operation_on_a_device_is_polled_often_and_within_its_bound(
     monkeypatch, num_looks, within_s, is_so
 ):
     monkeypatch.setattr(process_group, "time", clock := Clock())
@@ -426,7 +426,7 @@ def test_an_operation_of_a_device_is_looked_at_often_and_for_no_longer_than_told
         assert within_s <= clock.now - 100.0 <= within_s + 1e-3
 
 
-def test_a_group_can_be_cut_and_what_is_under_way_fails_at_once_on_both_sides(members):
+def test_cutting_a_group_fails_its_operations_in_progress_at_once_on_both_sides(members):
     found = members(2)
     found.connect()
     peers = found.groups[1].start_allreduce(torch.ones(10))
@@ -440,7 +440,7 @@ def test_a_group_can_be_cut_and_what_is_under_way_fails_at_once_on_both_sides(me
     assert not found.groups[0].is_left
 
 
-def test_to_leave_twice_or_before_it_is_connected_does_nothing(members):
+def test_leaving_twice_or_before_connecting_does_nothing(members):
     group = members(2).groups[0]
     group.cut()
     group.abort()
@@ -449,7 +449,7 @@ def test_to_leave_twice_or_before_it_is_connected_does_nothing(members):
     assert group.process_group is None
 
 
-def test_all_of_a_group_are_gathered_by_rank(members):
+def test_the_tensors_of_all_members_are_gathered_by_rank(members):
     found = members(3)
     found.connect()
 
@@ -474,7 +474,7 @@ def test_a_groups_operations_are_bounded_by_its_time(members):
 
 
 class Nccl:
-    """A process group of NCCL as far as it is made here."""
+    """A fake process group of NCCL."""
 
     class Options:
         pass
@@ -497,7 +497,7 @@ def on_device(monkeypatch):
 
 
 @pytest.mark.parametrize("tls", [None, "files"])
-def test_a_group_on_a_device_is_one_of_nccl_with_the_time_out_and_waits_that_raise(on_device, tls):
+def test_a_group_on_a_device_uses_nccl_with_the_time_out_and_waits_that_raise(on_device, tls):
     store = Keys()
     on_device.connect(store, host=HOST, tls=tls)
     made = on_device.process_group
@@ -508,7 +508,7 @@ def test_a_group_on_a_device_is_one_of_nccl_with_the_time_out_and_waits_that_rai
     assert store.waits == [], "NCCL's connections are its own: no proofs"
 
 
-def test_how_nccl_waits_can_be_set_from_outside(on_device, monkeypatch):
+def test_the_environment_can_set_how_nccl_waits(on_device, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
     on_device.connect(Keys(), host=HOST)
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"

@@ -1,4 +1,4 @@
-"""A group of Ray actors, without actors: what a wait makes of what torch says."""
+"""A group of Ray actors, without actors: how a wait handles torch's results."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from raydl.errors import ExchangeError, ExchangeTimeoutError
 
 
 class Done:
-    """An operation that says it is complete: cut by NCCL's abort, or indeed."""
+    """An operation that reports to be complete: aborted by NCCL, or really complete."""
 
     def is_completed(self):
         return True
@@ -22,7 +22,7 @@ class Done:
 
 
 class Queued:
-    """An operation of a device that comes to its end after so many looks."""
+    """An operation on a device that completes after some polls."""
 
     def __init__(self, num_looks):
         self.num_looks = num_looks
@@ -37,7 +37,7 @@ class Queued:
 
 
 def group_on(device, *, is_abandoned=False, timeout_s=1.0):
-    group = CollectiveGroup.__new__(CollectiveGroup)  # a real one meets others
+    group = CollectiveGroup.__new__(CollectiveGroup)  # the constructor would connect to others
     group.address = GroupAddress("run", 7, device, timeout_s)
     group.adaptive, group._abandoned, group._roll_call = None, threading.Event(), None
     group.torch = SimpleNamespace(
@@ -48,21 +48,21 @@ def group_on(device, *, is_abandoned=False, timeout_s=1.0):
     return group
 
 
-def test_a_sum_on_a_device_that_was_abandoned_is_not_taken_for_a_sum():
+def test_an_abandoned_sum_on_a_device_does_not_count_as_a_sum():
     work = CollectiveWork(group_on("cuda", is_abandoned=True), Done(), 3)
     with pytest.raises(ExchangeError, match="abandoned"):
         work.wait()
 
 
 @pytest.mark.parametrize(("device", "is_abandoned"), [("cuda", False), ("cpu", True)])
-def test_a_sum_that_is_whole_is_taken(device, is_abandoned):
-    """In host memory it fails where it is cut; one that has come before that is whole."""
+def test_a_complete_sum_is_accepted(device, is_abandoned):
+    """In host memory a cut sum fails; a sum that completed before is valid."""
     CollectiveWork(group_on(device, is_abandoned=is_abandoned), Done(), 3).wait()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_group_that_was_abandoned_begins_no_further_sum(device):
-    """Where all sums come soon, no wait is long enough to see it."""
+def test_an_abandoned_group_starts_no_further_sum(device):
+    """If all sums complete quickly, no wait notices."""
     group = group_on(device, is_abandoned=True)
     with pytest.raises(ExchangeError, match="abandoned"):
         group.start_allreduce(torch.ones(1), round=3)
@@ -70,13 +70,13 @@ def test_a_group_that_was_abandoned_begins_no_further_sum(device):
         group.start_allgather(torch.ones(1), torch.ones(2, 1), round=3)
 
 
-def test_a_sum_on_a_device_is_looked_for_often():
+def test_a_sum_on_a_device_is_polled_often():
     began = time.monotonic()
     CollectiveWork(group_on("cuda", timeout_s=60.0), Queued(1000), 3).wait()
     assert time.monotonic() - began < 5.0
 
 
-def test_who_waits_for_a_device_is_free_soon_after_all_was_abandoned():
+def test_a_thread_that_waits_for_a_device_returns_soon_after_the_group_is_abandoned():
     group = group_on("cuda", timeout_s=60.0)
     threading.Timer(0.2, group._abandoned.set).start()
     began = time.monotonic()

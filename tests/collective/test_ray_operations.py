@@ -1,4 +1,4 @@
-"""The operations of ``ray.util.collective`` on a group of ours, with ranks in threads."""
+"""The operations of ``ray.util.collective`` on a raydl group, with ranks in threads."""
 
 import threading
 import time
@@ -69,7 +69,7 @@ def test_allreduce_gives_all_members_the_reduced_tensor(ranks, make_tensor, op, 
 
 
 @pytest.mark.parametrize(("op", "expected"), BY_OP)
-def test_reduce_gives_the_root_the_reduced_tensor_and_leaves_the_others_theirs(
+def test_reduce_gives_the_root_the_reduced_tensor_and_leaves_the_others_unchanged(
     ranks, make_tensor, op, expected
 ):
     def reduced(name, rank):
@@ -122,7 +122,7 @@ def test_reducescatter_gives_each_member_its_element_of_the_reduced_list(
     assert ranks(3).by_ray(scattered) == expected
 
 
-def test_what_one_member_sends_another_receives(ranks, make_tensor):
+def test_a_member_receives_the_tensor_that_another_sends(ranks, make_tensor):
     def passed_on(name, rank):
         tensor = make_tensor([[rank + 2.0, 7.0]])
         if rank == 0:
@@ -134,7 +134,7 @@ def test_what_one_member_sends_another_receives(ranks, make_tensor):
     assert ranks(3).by_ray(passed_on) == [[[2.0, 7.0]], [[3.0, 7.0]], [[2.0, 7.0]]]
 
 
-def test_a_barrier_holds_all_until_the_last_has_come(ranks):
+def test_a_barrier_holds_all_members_until_the_last_one(ranks):
     members, is_last_here = ranks(2), threading.Event()
 
     def met(name, rank):
@@ -180,7 +180,7 @@ def test_a_group_of_one_reduces_alone(ranks):
     assert ranks(1).by_ray(total) == [1.0]
 
 
-# what may be handed over
+# arguments
 
 
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
@@ -242,7 +242,7 @@ def read_only():
 
 
 def test_read_only_arrays_are_sent(ranks):
-    """Those that an actor gets from Ray's object store are read-only."""
+    """Arrays from Ray's object store are read-only."""
 
     def sent(name, rank):
         tensor = read_only() if rank == 0 else np.zeros(3)
@@ -263,8 +263,14 @@ def scatter(tensor, name):
 
 
 REFUSED = {
-    "not one of these": ("has dtype torch.int16; reduced are", torch.ones(3, dtype=torch.int16)),
-    "of complex numbers": ("has dtype torch.complex64", torch.ones(3, dtype=torch.complex64)),
+    "not one of these": (
+        "must have one of the dtypes .*, got torch.int16",
+        torch.ones(3, dtype=torch.int16),
+    ),
+    "of complex numbers": (
+        "must have one of the dtypes .*, got torch.complex64",
+        torch.ones(3, dtype=torch.complex64),
+    ),
     "read-only": ("read-only array.*pass a copy", read_only()),
     "text": ("array of numbers, got <U1", np.array(["a"])),
     "sparse": ("dense tensor.*got torch.sparse_coo", torch.ones(3).to_sparse()),
@@ -274,7 +280,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("act", [collective.allreduce, reduce_at_home, scatter])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_can_not_be_reduced_is_refused_before_anything_is_sent(ranks, kind, act):
+def test_a_tensor_that_can_not_be_reduced_is_refused_before_anything_is_sent(ranks, kind, act):
     problem, tensor = REFUSED[kind]
     members = ranks(1)
 
@@ -289,13 +295,17 @@ def test_what_can_not_be_reduced_is_refused_before_anything_is_sent(ranks, kind,
 @pytest.mark.parametrize(
     "other", [np.ones(2), np.ones((1, 3)), np.ones(3, np.float32)], ids=["size", "shape", "dtype"]
 )
-def test_lists_of_other_tensors_are_refused(ranks, other):
+def test_lists_of_tensors_that_differ_are_refused(ranks, other):
     """gloo ends a process that receives more than it expects."""
 
     def refused(name, rank):
-        with pytest.raises(ConfigError, match=r"tensor_list must have tensors like the other one"):
+        with pytest.raises(
+            ConfigError, match=r"tensor_list must have tensors like the other argument"
+        ):
             collective.allgather([other], np.ones(3), name)
-        with pytest.raises(ConfigError, match=r"tensor_list must have tensors like the other one"):
+        with pytest.raises(
+            ConfigError, match=r"tensor_list must have tensors like the other argument"
+        ):
             collective.reducescatter(np.ones(3), [other], name)
         return total(name, rank)
 
@@ -303,7 +313,7 @@ def test_lists_of_other_tensors_are_refused(ranks, other):
 
 
 class CupyArray:
-    """An array of CuPy's, as far as Ray looks."""
+    """A fake array of CuPy, for Ray's type check."""
 
 
 def as_with_cupy(monkeypatch):
@@ -334,7 +344,7 @@ def test_several_devices_of_one_member_are_refused(ranks, monkeypatch):
             lambda: collective.allgather_multigpu([two, two], two, name),
             lambda: collective.reducescatter_multigpu(two, [two, two], name),
         ):
-            with pytest.raises(ConfigError, match=r"one device per member.*an actor for each GPU"):
+            with pytest.raises(ConfigError, match=r"one device per member.*one actor per GPU"):
                 act()
         peer = 1 - rank
         for act in (
@@ -349,15 +359,15 @@ def test_several_devices_of_one_member_are_refused(ranks, monkeypatch):
     assert ranks(2).by_ray(refused) == [3.0, 3.0]
 
 
-def test_a_group_that_ray_alone_has_made_says_how_it_is_formed(monkeypatch, ranks):
-    ranks(1)  # lets this process do without Ray
+def test_a_group_made_by_ray_only_says_how_to_connect_it(monkeypatch, ranks):
+    ranks(1)  # replaces Ray in this process
     collective.init_collective_group(1, 0, BACKEND, "bare")
     with pytest.raises(ConfigError, match=r"'bare' is not connected.*raydl\.init_collective_group"):
         collective.allreduce(torch.ones(1), "bare")
     collective.destroy_collective_group("bare")
 
 
-def test_the_back_end_is_registered_once_and_is_there_with_torchs_groups():
+def test_the_back_end_is_registered_once_and_is_available_with_torchs_groups():
     register()
     register()
     assert collective.is_backend_available(BACKEND) is dist.is_available()
@@ -366,7 +376,7 @@ def test_the_back_end_is_registered_once_and_is_there_with_torchs_groups():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_of_a_device_stay_there(ranks):
+def test_tensors_on_a_device_stay_on_it(ranks):
     def operated(name, rank):
         tensors = [torch.tensor([2.0, 5.0], device="cuda") for _ in range(6)]
         collective.allreduce(tensors[0], name)
@@ -382,11 +392,11 @@ def test_tensors_of_a_device_stay_there(ranks):
     assert ranks(1, device="cuda").by_ray(operated) == [[("cuda", [2.0, 5.0])] * 6]
 
 
-# what a failure leaves
+# the state after a failure
 
 
 class Failing:
-    """A process group whose operations spoil all memory that they may write, and fail."""
+    """A process group whose operations overwrite all memory that they may write, and fail."""
 
     def allreduce(self, tensors, options):
         return self._spoil(tensors)
@@ -429,7 +439,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("act", FAILING)
-def test_an_operation_that_fails_half_done_leaves_all_tensors_as_they_were(ranks, make_tensor, act):
+def test_an_operation_that_fails_half_done_changes_no_tensor(ranks, make_tensor, act):
     members = ranks(2)
     group = members.groups[0]
     kept, group.torch.process_group = group.torch.process_group, Failing()
@@ -448,7 +458,7 @@ def test_a_member_whose_process_has_ended_is_named_at_once(ranks):
     members = ranks(3, timeout_s=BOUND_S)
     waits = [members.begin(r, total, members.name(r), r) for r in (0, 1)]
     members.lost = [2]
-    members.groups[2].torch.abort()  # its connections end, and it says nothing
+    members.groups[2].torch.abort()  # its connections end, and it writes no status
     for waiting in waits:
         error = error_of(waiting)
         assert type(error) is ExchangeError
@@ -460,7 +470,7 @@ def test_a_member_whose_process_has_ended_is_named_at_once(ranks):
         )
 
 
-def test_a_member_that_computes_meanwhile_is_not_taken_for_lost(ranks):
+def test_a_member_that_is_busy_computing_does_not_count_as_lost(ranks):
     members = ranks(3, timeout_s=BOUND_S)
     waiting = members.begin(0, total, members.name(0), 0)
     members.lost = [2]
@@ -470,7 +480,7 @@ def test_a_member_that_computes_meanwhile_is_not_taken_for_lost(ranks):
     assert error.missing == ("w2",)
 
 
-def test_a_member_that_does_not_come_in_time_is_named_to_all(ranks):
+def test_all_members_name_the_member_that_timed_out(ranks):
     members = ranks(3, timeout_s=1.0)
     began = time.monotonic()
     for waiting in [members.begin(r, total, members.name(r), r) for r in (0, 2)]:
@@ -484,7 +494,7 @@ def test_a_member_that_does_not_come_in_time_is_named_to_all(ranks):
     assert time.monotonic() - began < SOON_S
 
 
-def test_only_the_peer_of_a_message_is_waited_for_and_named(ranks):
+def test_a_message_waits_for_and_names_its_peer_only(ranks):
     members = ranks(3, timeout_s=1.0)
     receive = lambda: collective.recv(torch.ones(2), 1, members.name(0))  # noqa: E731
     error = error_of(members.begin(0, receive))
@@ -492,26 +502,26 @@ def test_only_the_peer_of_a_message_is_waited_for_and_named(ranks):
     assert error.missing == ("w1",)
 
 
-def test_a_member_that_leaves_frees_the_others_at_once(ranks):
+def test_a_member_that_leaves_fails_the_operations_of_the_others_at_once(ranks):
     members = ranks(3, timeout_s=BOUND_S)
     waits = [members.begin(r, total, members.name(r), r) for r in (0, 1)]
     began = time.monotonic()
     members.begin(2, collective.destroy_collective_group, members.name(2)).result(SOON_S)
     for waiting in waits:
         error = error_of(waiting)
-        assert "members ['w2'] have left" in error.problem
+        assert "members ['w2'] left" in error.problem
         assert error.missing == ()
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_group_in_which_an_operation_has_failed_does_no_further_one(ranks):
+def test_a_group_with_a_failed_operation_starts_no_further_one(ranks):
     members = ranks(2, timeout_s=1.0)
     error_of(members.begin(0, total, members.name(0), 0))
     began = time.monotonic()
     error = error_of(members.begin(0, total, members.name(0), 0))
     assert time.monotonic() - began < 1.0
     assert error.missing == ("w1",)
-    assert "operation 1 has failed before; form the group again" in str(error)
+    assert "operation 1 failed before; form the group again" in str(error)
 
 
 def test_an_operation_whose_group_is_destroyed_by_another_thread_fails(ranks):

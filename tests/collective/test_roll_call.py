@@ -1,4 +1,4 @@
-"""What a failed operation of a user's group is put down to."""
+"""The diagnosis of a failed operation of a user's group."""
 
 import time
 
@@ -12,7 +12,7 @@ MEMBERS = ("a", "b", "c")
 
 
 class Keys:
-    """The store of a generation; ``is_lost``: nobody answers for it."""
+    """The key store of a generation; with ``is_lost`` it does not answer."""
 
     def __init__(self):
         self.words, self.is_lost = {}, False
@@ -33,7 +33,7 @@ class Keys:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(roll_call, "_WAIT_S", 0.2)
-    monkeypatch.setattr(roll_call, "_TOGETHER_S", 0.0)
+    monkeypatch.setattr(roll_call, "_GRACE_S", 0.0)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def explained(roll, *, is_late=False, ranks=range(3)):
     return roll.explain("reset by peer", operation=5, is_late=is_late, ranks=ranks)
 
 
-def test_a_process_that_has_ended_is_named_whatever_others_say(keys):
+def test_a_process_that_has_ended_is_named_whatever_the_statuses_are(keys):
     explained(of(keys, 1))
     error = explained(of(keys, 0, lost=["c"]))
     assert type(error) is ExchangeError
@@ -75,40 +75,40 @@ def test_processes_that_end_together_are_named_together(keys):
     assert explained(roll).missing == ("b", "c")
 
 
-def test_a_member_that_waited_in_vain_names_those_that_have_not_signed(keys):
-    explained(of(keys, 1, lost=["c"]))  # its operation failed as the first gave up
+def test_a_member_that_timed_out_names_the_members_without_a_status(keys):
+    explained(of(keys, 1, lost=["c"]))  # its operation failed when the first member gave up
     error = explained(of(keys, 0), is_late=True)
     assert isinstance(error, ExchangeTimeoutError)
     assert (error.missing, error.timeout_s) == (("c",), 9.0)
 
 
-def test_a_member_that_fails_because_another_waited_in_vain_names_the_same(keys):
+def test_a_member_that_fails_because_another_timed_out_names_the_same(keys):
     explained(of(keys, 1), is_late=True)
     error = explained(of(keys, 0))
     assert isinstance(error, ExchangeTimeoutError)
     assert error.missing == ("c",)
 
 
-def test_a_message_between_two_needs_no_word_of_a_third(keys):
+def test_a_message_between_two_members_needs_no_status_of_a_third(keys):
     assert explained(of(keys, 0), is_late=True, ranks=(0, 2)).missing == ("c",)
 
 
-def test_a_member_that_has_left_is_named_as_such_and_is_not_missing(keys):
+def test_a_member_that_left_is_named_as_such_and_is_not_missing(keys):
     of(keys, 2).leave()
     error = explained(of(keys, 0))
     assert type(error) is ExchangeError
-    assert "members ['c'] have left" in error.problem
+    assert "members ['c'] left" in error.problem
     assert error.missing == ()
 
 
-def test_a_member_that_leaves_after_a_failure_is_not_taken_for_its_cause(keys):
+def test_a_member_that_leaves_after_a_failure_does_not_count_as_its_cause(keys):
     second = of(keys, 1)
     explained(second, is_late=True)
     second.leave()
     assert explained(of(keys, 0)).missing == ("c",)
 
 
-def test_where_all_are_there_the_transports_words_are_told_soon(keys, monkeypatch):
+def test_with_all_statuses_the_transports_message_is_reported_soon(keys, monkeypatch):
     monkeypatch.setattr(roll_call, "_WAIT_S", 100.0)
     for rank in (1, 2):
         keys.set(f"out/{rank}", b"failed")
@@ -117,20 +117,20 @@ def test_where_all_are_there_the_transports_words_are_told_soon(keys, monkeypatc
     assert error.missing == ()
 
 
-def test_without_the_keys_those_are_named_that_ray_knows_to_have_ended(keys):
+def test_without_the_key_store_the_members_that_ended_according_to_ray_are_named(keys):
     keys.is_lost = True
     assert explained(of(keys, 0, lost=["b"])).missing == ("b",)
     assert explained(of(keys, 0)).missing == ()
     assert isinstance(explained(of(keys, 0), is_late=True), ExchangeTimeoutError)
 
 
-def test_the_call_is_bounded(keys):
+def test_the_wait_for_statuses_is_bounded(keys):
     began = time.monotonic()
     explained(of(keys, 0))
     assert 0.2 <= time.monotonic() - began < 5.0
 
 
-def test_one_that_waits_looks_after_one_member_a_second_in_turn(keys, monkeypatch):
+def test_a_waiting_member_checks_one_other_member_a_second_in_turn(keys, monkeypatch):
     now, asked = [100.0], []
     monkeypatch.setattr(roll_call.time, "monotonic", lambda: now[0])
 

@@ -39,7 +39,7 @@ def make_exchange(group, size):
 
 
 def take_rounds(group, rank, *, size, num_rounds):
-    """Exchange a few rounds; return what this rank saw of the last one."""
+    """Exchange a few rounds; return this rank's results of the last one."""
     exchange = make_exchange(group, size)
     for round in range(num_rounds):
         weights = torch.full((size,), float(rank + round))
@@ -51,7 +51,7 @@ def take_rounds(group, rank, *, size, num_rounds):
 
 
 def check_rounds(results, *, size, num_rounds):
-    """Hold the results of all ranks against the equations."""
+    """Check the results of all ranks against the equations."""
     p = len(results)
     center, alpha = torch.ones(size), BETA / p
     for round in range(num_rounds):
@@ -83,7 +83,7 @@ def test_threads_exchange(num_workers, size):
     check_rounds(results, size=size, num_rounds=4)
 
 
-def test_a_thread_that_does_not_come_is_named_and_nothing_changes():
+def test_a_rank_that_times_out_is_named_and_nothing_changes():
     exchange = make_exchange(LocalGroup(2, timeout_s=0.05, generation=4).member(0), 3)
     exchange.begin(torch.zeros(3), torch.zeros(2), Header())
     with pytest.raises(ExchangeTimeoutError, match=r"generation 4.*waiting for workers \['rank 1'"):
@@ -121,7 +121,7 @@ def test_ten_thousand_rounds_leave_memory_flat(codec):
 
 @ray.remote(num_cpus=0)
 class Peer:
-    """One rank in a process of its own."""
+    """One rank in its own process."""
 
     def pid(self):
         return os.getpid()
@@ -136,7 +136,7 @@ class Peer:
         return take_rounds(self.group, self.rank, size=size, num_rounds=num_rounds)
 
     def fail(self, size):
-        """Exchange once and say how it failed, how long it took, and what changed."""
+        """Exchange once; return the error, the time it took, and whether anything changed."""
         exchange = make_exchange(self.group, size)
         start = time.monotonic()
         exchange.begin(torch.zeros(size), torch.zeros(2), Header())
@@ -157,7 +157,7 @@ def make_peers(cluster):
     def make(num_workers, *, generation=1, timeout_s=20.0, members=None):
         members = members or [Peer.remote() for _ in range(num_workers)]
         peers.extend(members)
-        # All are up before they meet: the time-out is for meeting, not for starting.
+        # All have started before they connect: the time-out does not include starting.
         ray.get([m.pid.remote() for m in members], timeout=120)
         address = GroupAddress(f"test{id(peers)}", generation, "cpu", timeout_s)
         refs = [m.join.remote(address, num_workers, r, store) for r, m in enumerate(members)]
@@ -183,7 +183,7 @@ def test_actors_exchange_in_groups_of_any_size_one_after_another(make_peers):
 
 
 @pytest.mark.cluster
-def test_an_actor_that_does_not_come_is_named_within_the_time_out(make_peers):
+def test_an_actor_that_is_missing_is_named_within_the_time_out(make_peers):
     peers = make_peers(3, timeout_s=6.0)
     refs = [peers[rank].fail.remote(100) for rank in (0, 2)]
     for error, waited_s, changed in ray.get(refs, timeout=60):
@@ -206,7 +206,7 @@ def test_a_killed_actor_fails_the_exchange_of_its_peers_at_once(make_peers):
 
 
 @pytest.mark.cluster
-def test_a_group_that_forms_while_the_center_is_lost_is_given_up_at_once(cluster):
+def test_forming_a_group_fails_at_once_when_the_center_is_lost(cluster):
     store, peer = StoreActor.remote(), Peer.remote()
     ray.get([store.wait_for_keys.remote("run", 1, [], 0.0), peer.pid.remote()], timeout=120)
     ray.kill(store)

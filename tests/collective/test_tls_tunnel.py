@@ -1,4 +1,4 @@
-"""TLS by a cluster's certificates: what is refused before anything starts, and what is sent."""
+"""TLS with a cluster's certificates: checks before anything starts, and encrypted traffic."""
 
 import contextlib
 import dataclasses
@@ -19,13 +19,13 @@ from processes import descendants_of, listeners_of
 from benchmarks.certificates import environment_of, make_certificates
 from raydl.collective.key_store import StoreServer
 from raydl.collective.process_group import TorchGroup
-from raydl.collective.tls_tunnel import hidden_port
+from raydl.collective.tls_tunnel import gloo_port
 from raydl.config import ExchangeConfig, ScalingConfig, TrainConfig
 from raydl.config.tls import check_device, check_tls, tls_files
 from raydl.errors import ConfigError
 
 HOSTS = ("127.0.1.1", "127.0.1.2")
-"""To the workers two hosts, which meet on the loopback of this machine."""
+"""Two hosts, as the workers see it; both are loopback addresses of this machine."""
 SOON_S = 10.0
 SECRET_FLOAT = 1.2345678
 
@@ -51,7 +51,7 @@ def refused(files):
     return str(caught.value)
 
 
-def test_without_ray_use_tls_there_is_none():
+def test_without_ray_use_tls_there_is_no_tls():
     assert tls_files({}) is None
     assert tls_files({"RAY_USE_TLS": "0", "RAY_TLS_SERVER_CERT": "x"}) is None
 
@@ -63,7 +63,7 @@ def test_the_files_are_those_that_ray_uses(files, on):
 
 
 @pytest.mark.parametrize("name", ["RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"])
-def test_a_file_that_is_not_named_is_told(files, name):
+def test_a_missing_setting_is_named(files, name):
     environment = environment_of(files)
     del environment[name]
     with pytest.raises(ConfigError, match=f"{name} must name a file in PEM, since RAY_USE_TLS"):
@@ -71,7 +71,7 @@ def test_a_file_that_is_not_named_is_told(files, name):
 
 
 @pytest.mark.parametrize("field", ["cert", "key", "ca"])
-def test_a_file_that_is_not_there_or_no_pem_is_told(files, tmp_path, field):
+def test_a_missing_file_or_one_that_is_no_pem_is_named(files, tmp_path, field):
     missing = dataclasses.replace(files, **{field: str(tmp_path / "missing.pem")})
     assert f"can not be read: {tmp_path}/missing.pem: No such file" in refused(missing)
     (tmp_path / "text").write_text("no certificate")
@@ -79,24 +79,24 @@ def test_a_file_that_is_not_there_or_no_pem_is_told(files, tmp_path, field):
     assert f"must be a file in PEM, which {tmp_path}/text is not" in refused(other)
 
 
-def test_a_key_of_another_certificate_is_told(files, others):
+def test_a_key_of_another_certificate_is_refused(files, others):
     mixed = dataclasses.replace(files, key=others.key)
     assert refused(mixed) == (
         f"RAY_TLS_SERVER_KEY {others.key} is not the key of the certificate {files.cert}"
     )
 
 
-def test_a_certificate_of_another_authority_is_told(files, others):
+def test_a_certificate_of_another_authority_is_refused(files, others):
     said = refused(dataclasses.replace(files, ca=others.ca))
     assert said.startswith(f"RAY_TLS_SERVER_CERT {files.cert} is not accepted with {others.ca}: ")
 
 
-def test_a_certificate_that_is_out_of_date_is_told(tmp_path):
+def test_an_expired_certificate_is_refused(tmp_path):
     old = make_certificates(tmp_path, HOSTS, days=-1.0)
     assert "certificate has expired" in refused(old)
 
 
-def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(files, tmp_path):
+def test_a_key_with_a_password_is_refused_without_a_prompt(files, tmp_path):
     key = tmp_path / "key.pem"
     words = ["openssl", "pkcs8", "-topk8", "-in", files.key, "-passout", "pass:abcd", "-out", key]
     subprocess.run(words, check=True, capture_output=True)
@@ -104,7 +104,7 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(files, tmp_
     assert said.startswith("RAY_TLS_SERVER_KEY must not be encrypted")
 
 
-def test_sums_by_nccl_are_refused_since_they_would_go_in_plain(files):
+def test_sums_by_nccl_are_refused_since_they_would_be_unencrypted(files):
     sync = TrainConfig(scaling=ScalingConfig(num_workers=2, gpus_per_worker=1))
     with pytest.raises(ConfigError, match=r"exchange.resident must be false with RAY_USE_TLS=1"):
         check_device(sync.exchange_device, environment_of(files))
@@ -128,11 +128,11 @@ def test_a_run_with_a_bad_certificate_ends_before_anything_starts(files, others,
     assert f"RAY_TLS_SERVER_CERT {bad.cert} is not accepted" in last
 
 
-# what workers of several hosts send each other
+# traffic between workers on several hosts
 
 
 class Keys(dist.Store):
-    """The keys of a generation; for a rank with a relay, its tunnel is said to be there."""
+    """The keys of a generation; the relay of a rank takes the place of its tunnel."""
 
     def __init__(self, server, relays=None):
         super().__init__()
@@ -158,7 +158,7 @@ class Keys(dist.Store):
 
 
 class Relay:
-    """Somebody on the way to a tunnel, who takes down what goes by in both directions."""
+    """A relay in front of a tunnel that records the bytes in both directions."""
 
     def __init__(self):
         self.seen = bytearray()
@@ -171,7 +171,7 @@ class Relay:
         self._open.close()
 
     def before(self, place):
-        """Listen in a tunnel's place; return the place in the tunnel's words."""
+        """Listen in place of a tunnel; return the address in the tunnel's format."""
         host, port = json.loads(place)
         listener = self._open.enter_context(socket.create_server((host, 0), backlog=64))
         threading.Thread(target=self._serve, args=(listener, (host, port)), daemon=True).start()
@@ -195,7 +195,7 @@ class Relay:
 
 @contextlib.contextmanager
 def groups_on(hosts, files, pool, relays=None, timeout_s=SOON_S):
-    """Yield a group of workers on hosts, with what each raised as it was connected."""
+    """Yield a group of workers on hosts, and the text of each worker's error as it connected."""
     server = StoreServer()
     ranks = range(len(hosts))
     groups = [TorchGroup(rank, len(hosts), device="cpu", timeout_s=timeout_s) for rank in ranks]
@@ -234,7 +234,7 @@ def test_workers_on_any_hosts_sum_through_tls(files, pool, spread):
             torch.testing.assert_close(tensor, torch.full((100_001,), len(hosts) * SECRET_FLOAT))
 
 
-def test_who_listens_on_the_way_between_two_hosts_sees_nothing_of_the_weights(files, pool):
+def test_a_relay_between_two_hosts_sees_no_weights(files, pool):
     size = 50_000
     with (
         Relay() as relay,
@@ -242,7 +242,7 @@ def test_who_listens_on_the_way_between_two_hosts_sees_nothing_of_the_weights(fi
     ):
         assert problems == ["", ""]
         summed(groups, pool, size)
-        assert len(relay.seen) > 4 * size  # all of it went by
+        assert len(relay.seen) > 4 * size  # all weights passed
         assert torch.full((2,), SECRET_FLOAT).numpy().tobytes() not in relay.seen
 
 
@@ -253,22 +253,22 @@ def test_gloo_listens_on_the_loopback_alone_and_a_tunnel_on_its_hosts_address(fi
         assert {host for host, _ in after - before} == {"127.0.0.1", "127.0.0.2", *HOSTS}
 
 
-def test_who_comes_without_a_certificate_of_the_authority_is_no_rank(files, others, pool):
+def test_a_process_without_a_certificate_of_the_authority_does_not_connect(files, others, pool):
     with groups_on(HOSTS, [files, others], pool, timeout_s=1.0) as (_, problems):
         assert all(problems)
-        assert "no connection by TLS: " in problems[1]  # it does not trust the other, either
+        assert "no TLS connection: " in problems[1]  # it does not trust the other, either
         assert "certificate verify failed" in problems[1]
 
 
 def end_of(far):
-    """Return what the other side says last: nothing, or that it has hung up."""
+    """Return the last bytes of the other side, or nothing if it closed the connection."""
     try:
         return far.recv(1)
     except OSError:
         return b""
 
 
-def test_a_tunnel_hangs_up_on_who_has_no_certificate(files, pool):
+def test_a_tunnel_closes_connections_without_a_certificate(files, pool):
     trusting = ssl.create_default_context(cafile=files.ca)
     with groups_on(HOSTS, [files] * 2, pool) as (groups, _):
         places = [place for pid in descendants_of(os.getpid()) for place in listeners_of(pid)]
@@ -296,6 +296,6 @@ def test_a_member_that_leaves_fails_the_sum_of_the_others_at_once(files, pool):
 
 
 @pytest.mark.parametrize("value", [b"", b"\x02\x00\x12\x34\x7f\x00\x00\x02" * 2])
-def test_a_torch_whose_gloo_tells_its_address_otherwise_is_refused_in_one_sentence(value):
+def test_a_torch_with_an_unknown_format_of_gloos_address_is_refused_in_one_sentence(value):
     with pytest.raises(RuntimeError, match=r"^torch 2\..* TLS can not be used with it; .*$"):
-        hidden_port(value)
+        gloo_port(value)

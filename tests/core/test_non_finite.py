@@ -202,8 +202,8 @@ def test_50_bad_gradients_in_a_row_raise_one_sentence():
         with pytest.raises(StepError) as error:
             elastic.step()
     assert str(error.value) == (
-        "local step 0 of worker w0: the gradients were not finite 50 times in a row, so it was "
-        "not taken; lower the learning rate, or look at the data of that step"
+        "local step 0 of worker w0: the gradients of 50 steps in a row were not finite, so all "
+        "were skipped; lower the learning rate, or check the data of these steps"
     )
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from ensembles import Ensemble, tiny_images
 from histories import AllProgress, History, config, counting
+from scenarios import steps_of
 
 import raydl
 from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
@@ -34,7 +35,7 @@ def test_the_period_with_messages_spans_epochs_too(method):
     ensemble = Ensemble(
         config(method, period=30, epochs=20), num_workers=2, images=tiny_images(25)
     ).join()
-    assert ensemble.workers[0].runner.strategy._assignment.num_steps == 30
+    assert steps_of(ensemble.workers[0].runner.strategy._assignment) == 30
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert ensemble.service.coordinator.state()["progress"].num_samples == 20 * 25
     records = ensemble.service.coordinator.pop_records()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from raydl.collective.sync_strategy import Trained
+from raydl.collective.sync_strategy import TrainedPositions
 from raydl.data.ledger import Ledger, num_done_by, share_round, split_evenly
 
 
@@ -362,7 +362,7 @@ def test_claims_beyond_what_was_trained_go_back_and_those_of_others_stay():
 
 
 def test_what_was_trained_is_compared_with_the_claims_in_their_order():
-    ledger, trained = Ledger(20), Trained()
+    ledger, trained = Ledger(20), TrainedPositions()
     epoch, _ = ledger.claim("w0", 6)
     claims = ledger.claims_of("w0")
     assert trained.num_claimed(claims) == 0

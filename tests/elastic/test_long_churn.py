@@ -96,7 +96,7 @@ def test_in_a_day_of_replacements_the_center_holds_no_more():
     entered, sequences = dict.fromkeys(members, 1), dict.fromkeys(members, 0)
     size = ensemble.flat.num_parameters
     for worker_id in members:
-        service.enter(MessageId(worker_id, 1, 0, 0), 0)
+        service.enter(MessageId(worker_id, 1, 0), 0)
     num_changes = HOURS * 120
     for number in range(num_changes):
         for worker_id in members:
@@ -113,7 +113,7 @@ def test_in_a_day_of_replacements_the_center_holds_no_more():
         members.append(newcomer)
         entered[newcomer], sequences[newcomer] = generation, 0
         service.change(Membership(generation, tuple(members)), [])
-        service.enter(MessageId(newcomer, generation, 0, 0), 0)
+        service.enter(MessageId(newcomer, generation, 0), 0)
         service.coordinator.pop_due()
         service.coordinator.pop_records()
         if number % 20 == 0:

@@ -1,4 +1,4 @@
-"""Coordinators and shards with messages to them, as a worker would send them."""
+"""Coordinators and shards, and messages to them as from a worker."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from raydl.parameter_server.shard import Shard
 
 
 class Add(Rule):
-    """c <- c + message: two updates at once show at once."""
+    """c <- c + message: concurrent updates are visible at once."""
 
     sends = Sends.PROGRESS
 
@@ -27,7 +27,7 @@ class Add(Rule):
         center.add_(total)
 
 
-def make_shard(rule, size, *, is_locked=True, spans=None, settles=None, codec="none"):
+def make_shard(rule, size, *, is_locked=True, spans=None, coordinator=None, codec="none"):
     shard = Shard(
         spans or [(0, size)],
         torch.zeros(size),
@@ -36,20 +36,18 @@ def make_shard(rule, size, *, is_locked=True, spans=None, settles=None, codec="n
         make_optimizer=make_optimizer(OptimizerConfig()),
         is_locked=is_locked,
         codec=parse_codec(codec),
-        settles=settles,
+        coordinator=coordinator,
     )
     shard.begin_generation(Membership(0, ("w0", "w1")))
     return shard
 
 
-def request(
-    worker_id, sequence, values, *, generation=0, incarnation=0, span=None, completion=None
-):
+def request(worker_id, sequence, values, *, generation=0, span=None, completion=None):
     values = np.asarray(values)
-    if values.dtype != np.uint8:  # those are a codec's
+    if values.dtype != np.uint8:  # bytes are a codec's
         values = values.astype(np.float32)
     return Request(
-        message_id=MessageId(worker_id, generation, incarnation, sequence),
+        message_id=MessageId(worker_id, generation, sequence),
         span=span or (0, values.size),
         weights=values,
         buffers=np.empty(0, np.float32),
@@ -89,7 +87,7 @@ def make_coordinator(
 
 
 def enter(coordinator, worker_id, *, generation=1):
-    return coordinator.enter(MessageId(worker_id, generation, 0, 0), 0)
+    return coordinator.enter(MessageId(worker_id, generation, 0), 0)
 
 
 def settle(coordinator, worker_id, *, local_step=2, generation=1, num_trained=ALL, **header):
@@ -110,7 +108,7 @@ def settling(worker_id, sequence, values, **message_id):
 
 
 def waiting(pool, call, *args):
-    """Begin a call in a thread, and return once it waits for somebody."""
+    """Start a call in a thread; return its future once the call waits."""
     future = pool.submit(call, *args)
     with pytest.raises(TimeoutError):
         future.result(timeout=0.05)

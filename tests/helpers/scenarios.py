@@ -35,5 +35,10 @@ def loss_of(ensemble, weights, images):
 
 
 def spans_of(assignment):
-    """Return the positions that orders let a worker claim."""
+    """Return the positions that an assignment gives a worker."""
     return [span for claim in assignment.claims for span in claim.spans]
+
+
+def steps_of(assignment):
+    """Return the local steps that an assignment gives a worker."""
+    return sum(claim.num_steps for claim in assignment.claims)

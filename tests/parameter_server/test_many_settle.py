@@ -1,5 +1,5 @@
-"""What a settlement costs does not grow with the workers; what a lost center goes back by does, a
-little."""
+"""The cost of a completion does not grow with the number of workers; the age of a restored ledger
+grows a little."""
 
 import gc
 import pickle
@@ -21,7 +21,7 @@ METHODS = pytest.mark.parametrize("method", ["async-easgd", "async-diloco", "asy
 
 
 class Crowd:
-    """Workers that settle one after another, in an order that changes with every turn."""
+    """Workers that complete rounds one after another, in an order that changes every time."""
 
     def __init__(self, num_workers, method="async-easgd", *, cuts=None):
         self.workers = tuple(f"w{i}" for i in range(num_workers))
@@ -34,7 +34,7 @@ class Crowd:
             enter(self.coordinator, worker_id)
 
     def turn(self):
-        """Let each settle once; yield (worker, its orders)."""
+        """Let each worker complete a round; yield (worker, its assignment)."""
         for worker_id in self.random.sample(self.workers, len(self.workers)):
             yield worker_id, self.settle(worker_id)
 
@@ -47,7 +47,7 @@ class Crowd:
 
 
 def lines_of(act):
-    """Return how many lines of Python an act takes, without the finalizers of other objects."""
+    """Return how many lines of Python a call runs, without finalizers of other objects."""
     count = 0
 
     def trace(frame, event, arg):
@@ -72,7 +72,7 @@ def blocks(epoch):
 
 @METHODS
 @pytest.mark.parametrize("cuts", [None, blocks], ids=["one by one", "in blocks"])
-def test_settling_takes_as_many_lines_of_code_with_many_workers_as_with_few(method, cuts):
+def test_a_completion_takes_as_many_lines_of_code_with_many_workers_as_with_few(method, cuts):
     def lines(num_workers):
         crowd = Crowd(num_workers, method, cuts=cuts and (lambda e: [*blocks(e)][: 2**14]))
         list(crowd.turn())
@@ -82,7 +82,7 @@ def test_settling_takes_as_many_lines_of_code_with_many_workers_as_with_few(meth
     assert many < 1.5 * few, f"{few:.0f} lines with {FEW} workers, {many:.0f} with {MANY}"
 
 
-def test_assignment_are_no_longer_where_more_workers_train():
+def test_assignments_are_no_larger_with_more_workers():
     def mean_bytes(num_workers):
         crowd = Crowd(num_workers)
         list(crowd.turn())
@@ -93,8 +93,8 @@ def test_assignment_are_no_longer_where_more_workers_train():
     assert many < 1.5 * few, f"{few:.0f} bytes with {FEW} workers, {many:.0f} with {MANY}"
 
 
-def test_what_the_center_holds_for_each_worker_is_as_large_with_many_as_with_few():
-    """Orders are kept, for a message may come twice."""
+def test_the_coordinators_state_per_worker_is_as_large_with_many_workers_as_with_few():
+    """Assignments are kept, since a message may arrive twice."""
 
     def mean_bytes(num_workers):
         crowd = Crowd(num_workers)
@@ -106,14 +106,14 @@ def test_what_the_center_holds_for_each_worker_is_as_large_with_many_as_with_few
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 16, 31])
-def test_up_to_31_workers_are_told_the_ledger_with_all_assignment(num_workers):
+def test_up_to_31_workers_receive_the_ledger_with_every_assignment(num_workers):
     crowd = Crowd(num_workers)
     for _, assignment in crowd.turn():
         assert num_done_by(assignment.ledger) == assignment.num_done
 
 
 @pytest.mark.parametrize("num_workers", [32, 100, MANY, 512])
-def test_somebody_was_always_told_the_ledger_of_a_sixteenth_of_an_exchange_each_ago(num_workers):
+def test_a_worker_always_has_the_ledger_of_at_most_a_sixteenth_of_an_exchange_each_ago(num_workers):
     crowd = Crowd(num_workers)
     list(crowd.turn())
     told = {}
@@ -125,7 +125,7 @@ def test_somebody_was_always_told_the_ledger_of_a_sixteenth_of_an_exchange_each_
     assert len(told) <= COPIES + 1
 
 
-def test_a_ledger_that_is_told_has_all_that_is_not_done_as_free():
+def test_an_assigned_ledger_has_all_positions_that_are_not_done_as_free():
     crowd = Crowd(MANY)
     for _, assignment in crowd.turn():
         if assignment.ledger is not None:
@@ -137,7 +137,7 @@ def test_a_ledger_that_is_told_has_all_that_is_not_done_as_free():
 @pytest.mark.parametrize(
     ("vote", "outcome"), [("regroup", Outcome.REGROUP), ("stop", Outcome.STOPPED)]
 )
-def test_all_that_leave_are_told_the_ledger_as_it_is(vote, outcome):
+def test_every_worker_that_leaves_receives_the_current_ledger(vote, outcome):
     crowd = Crowd(MANY)
     crowd.coordinator.vote(1, **{vote: 1.0})
     for _, assignment in crowd.turn():
@@ -145,7 +145,7 @@ def test_all_that_leave_are_told_the_ledger_as_it_is(vote, outcome):
         assert num_done_by(assignment.ledger) == assignment.num_done
 
 
-def test_one_that_is_dismissed_is_told_the_ledger():
+def test_a_dismissed_worker_receives_the_ledger():
     crowd = Crowd(MANY)
     crowd.coordinator.dismiss("w7")
     assignment = crowd.settle("w7")
@@ -155,6 +155,6 @@ def test_one_that_is_dismissed_is_told_the_ledger():
 def test_ranks_are_those_of_the_newest_membership():
     crowd = Crowd(3)
     crowd.coordinator.change(Membership(2, ("w1", "w9", "w2")))
-    crowd.coordinator.enter(MessageId("w9", 2, 0, 0), 0)
+    crowd.coordinator.enter(MessageId("w9", 2, 0), 0)
     assignment = {w: crowd.settle(w).rank for w in ("w1", "w2")}
     assert assignment == {"w1": 0, "w2": 2}

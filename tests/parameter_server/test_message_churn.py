@@ -1,4 +1,4 @@
-"""Workers join and leave methods by messages; those who stay do not notice."""
+"""Workers join and leave methods with messages; the others are not disturbed."""
 
 import pickle
 
@@ -17,7 +17,7 @@ from coordinators import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import spans_of
+from scenarios import spans_of, steps_of
 
 from raydl.core.compression import parse_codec
 from raydl.core.membership import Membership
@@ -29,13 +29,13 @@ from raydl.parameter_server.protocol import MessageId
 
 
 def leave(coordinator, worker_id, *, generation=1):
-    coordinator.leave_generation(MessageId(worker_id, generation, 0, 9))
+    coordinator.leave_generation(MessageId(worker_id, generation, 9))
 
 
-# claims and orders
+# claims and assignments
 
 
-def test_what_a_lost_worker_had_claimed_is_trained_by_the_others():
+def test_the_claims_of_a_lost_worker_are_trained_by_the_others():
     coordinator = make_coordinator(num_samples=30, epochs=1)
     enter(coordinator, "w0")
     assert spans_of(enter(coordinator, "w1")) == [(10, 20)]
@@ -46,18 +46,18 @@ def test_what_a_lost_worker_had_claimed_is_trained_by_the_others():
     assert coordinator.state()["progress"].num_samples == 30
 
 
-def test_the_assignment_of_those_who_stay_are_not_disturbed():
+def test_the_assignments_of_remaining_workers_do_not_change():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     change(coordinator, 2, "w0", "w2")
     assert spans_of(enter(coordinator, "w2", generation=2)) == [(10, 20)]
-    assignment = settle(coordinator, "w0")  # of the generation that it entered with
+    assignment = settle(coordinator, "w0")  # of the generation that it entered
     assert (spans_of(assignment), assignment.num_done) == ([(20, 30)], 10)
     assert coordinator.num_refused == 0
 
 
-def test_how_many_train_is_told_with_the_next_assignment():
+def test_the_next_assignment_has_the_number_of_workers():
     coordinator = make_coordinator()
     assert enter(coordinator, "w0").num_workers == 2
     change(coordinator, 2, "w0", "w1", "w2")
@@ -66,7 +66,7 @@ def test_how_many_train_is_told_with_the_next_assignment():
     assert settle(coordinator, "w0").num_workers == 1
 
 
-def test_records_and_snapshots_are_of_the_membership_of_now():
+def test_records_and_snapshots_have_the_current_membership():
     now = [0.0]
     coordinator = make_coordinator(now=now)
     enter(coordinator, "w0")
@@ -78,8 +78,8 @@ def test_records_and_snapshots_are_of_the_membership_of_now():
     assert coordinator.state()["progress"].generation == 5
 
 
-def test_a_newcomer_begins_where_the_others_are():
-    """With their local steps, and knowing the center as it is."""
+def test_a_newcomer_starts_with_the_progress_of_the_others():
+    """With their local steps, and the current center."""
     now = [0.0]
     coordinator = make_coordinator(now=now)
     enter(coordinator, "w0")
@@ -88,7 +88,7 @@ def test_a_newcomer_begins_where_the_others_are():
     change(coordinator, 2, "w0", "w2")
     assert (
         coordinator.state()["progress"].local_step == 4
-    )  # w1, who was to enter, has taken 0, then 3
+    )  # w1, which had not entered, has taken 0, then 3
     change(coordinator, 3, "w2")
     coordinator.pop_records()
     enter(coordinator, "w2", generation=2)
@@ -98,21 +98,21 @@ def test_a_newcomer_begins_where_the_others_are():
     assert record.staleness == 0
 
 
-def test_local_steps_follow_the_fastest_of_those_who_are_left():
+def test_local_steps_follow_the_fastest_of_the_remaining_workers():
     coordinator = make_coordinator("async-diloco", num_samples=1000, period=8)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     settle(coordinator, "w0", step_s=0.1)
-    assert settle(coordinator, "w1", step_s=0.2).num_steps == 4
+    assert steps_of(settle(coordinator, "w1", step_s=0.2)) == 4
     change(coordinator, 2, "w1")
-    assert settle(coordinator, "w1", step_s=0.2).num_steps == 8
+    assert steps_of(settle(coordinator, "w1", step_s=0.2)) == 8
 
 
-def test_a_vote_outlives_changes_of_membership():
+def test_a_vote_survives_changes_of_membership():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     change(coordinator, 2, "w0", "w2")
-    coordinator.vote(1, stop=1.0)  # cast before its sender knew of the change
+    coordinator.vote(1, stop=1.0)  # sent before the sender knew of the change
     assert settle(coordinator, "w0").outcome is Outcome.STOPPED
     assert enter(coordinator, "w2", generation=2).outcome is Outcome.STOPPED
 
@@ -120,9 +120,9 @@ def test_a_vote_outlives_changes_of_membership():
 # refused
 
 
-def test_a_late_message_of_a_lost_worker_is_refused_changes_nothing_and_is_counted():
+def test_a_late_message_of_a_lost_worker_is_refused_and_counted_and_changes_nothing():
     coordinator = make_coordinator()
-    shard = make_shard(Add(), 2, settles=coordinator)
+    shard = make_shard(Add(), 2, coordinator=coordinator)
     shard.begin_generation(Membership(1, ("w0", "w1")))
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -134,17 +134,17 @@ def test_a_late_message_of_a_lost_worker_is_refused_changes_nothing_and_is_count
     assert shard.num_refused == 1
     for call in (lambda s: coordinator.enter(s, 0), coordinator.take_turn):
         with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
-            call(MessageId("w1", 1, 0, 2))
+            call(MessageId("w1", 1, 2))
     with pytest.raises(ExchangeError, match="no longer a member"):
         coordinator.repeat(settling("w1", 1, [1, 2]))
     assert coordinator.num_refused == 3
-    coordinator.end_turn(MessageId("w1", 1, 0, 3))  # these two are of no consequence
+    coordinator.end_turn(MessageId("w1", 1, 3))  # these two calls have no effect
     leave(coordinator, "w1")
     assert coordinator.state()["progress"].num_samples == 0
     assert shard.exchange(settling("w0", 1, [1, 2])).assignment.num_done == 10
 
 
-def test_a_message_of_an_earlier_life_is_refused():
+def test_a_message_from_before_a_worker_entered_again_is_refused():
     coordinator = make_coordinator()
     shard = make_shard(Add(), 2)
     shard.begin_generation(Membership(1, ("w0", "w1")))
@@ -159,7 +159,7 @@ def test_a_message_of_an_earlier_life_is_refused():
     assert settle(coordinator, "w1", generation=1) is None
     assert (shard.num_refused, coordinator.num_refused) == (1, 1)
     assert coordinator.state()["progress"].num_samples == 0
-    # Its new life counts its messages anew.
+    # After it entered again, it numbers its messages anew.
     assert not shard.exchange(request("w1", 0, [1, 2], generation=3)).refusal
     assert settle(coordinator, "w1", generation=3).num_done == 10
     assert values_of(shard).tolist() == [1, 2]
@@ -169,15 +169,15 @@ def test_a_message_of_an_earlier_life_is_refused():
 def test_a_worker_removed_while_its_message_is_applied_is_refused(codec):
     coordinator = make_coordinator()
 
-    class Settles:
-        """Removes the worker just before it settles."""
+    class Removing:
+        """A coordinator that removes the worker just before it completes the round."""
 
         def settle(self, message):
             shard.change(Membership(2, ("w0",)))
             change(coordinator, 2, "w0")
             return coordinator.settle(message)
 
-    shard = make_shard(Add(), 2, settles=Settles(), codec=codec)
+    shard = make_shard(Add(), 2, coordinator=Removing(), codec=codec)
     shard.begin_generation(Membership(1, ("w0", "w1")))
     enter(coordinator, "w1")
     message = settling("w1", 1, encoded(codec, [1, 2]), span=(0, 2))
@@ -199,7 +199,7 @@ def decoded(codec, message, size):
 
 
 class CodedWorker:
-    """The worker's end of an elastic exchange with a codec: worked by hand on tensors."""
+    """The worker's side of an elastic exchange with a codec, written out on tensors."""
 
     def __init__(self, worker_id, generation, known, codec):
         self.message_id = (worker_id, generation)
@@ -218,9 +218,9 @@ class CodedWorker:
 
 
 @pytest.mark.parametrize("is_locked", [True, False])
-def test_a_newcomer_and_its_shard_begin_with_the_same_copy_of_the_center(is_locked):
+def test_a_newcomer_and_its_shard_start_with_the_same_copy_of_the_center(is_locked):
     """Its first answer is the difference to that copy, though others moved the center since."""
-    codec = "topk:1"  # of small whole numbers nothing is lost
+    codec = "topk:1"  # lossless for small whole numbers
     shard = make_shard(Elastic(1.0), 4, is_locked=is_locked, codec=codec)
     shard.begin_generation(Membership(1, ("w0", "w1")))
     old = CodedWorker("w0", 1, [0.0] * 4, codec)
@@ -234,11 +234,11 @@ def test_a_newcomer_and_its_shard_begin_with_the_same_copy_of_the_center(is_lock
     new.exchange(shard, [1.0, 1.0, 1.0, 1.0])
     assert new.mirror.tolist() == before.tolist()
     assert values_of(shard).tolist() == [2, 3.5, 0.5, -1.5]
-    old.exchange(shard, [0.0] * 4)  # its letters went on
+    old.exchange(shard, [0.0] * 4)  # its codec state continued
     assert old.mirror.tolist() == [2, 3.5, 0.5, -1.5]
 
 
-def test_a_worker_that_comes_back_does_not_go_on_with_its_old_letters():
+def test_a_worker_that_enters_again_does_not_keep_its_old_codec_state():
     codec = "topk:1"
     shard = make_shard(Elastic(1.0), 2, codec=codec)
     shard.begin_generation(Membership(1, ("w0", "w1")))
@@ -254,7 +254,7 @@ def test_a_worker_that_comes_back_does_not_go_on_with_its_old_letters():
 # leaving
 
 
-def test_a_dismissed_worker_leaves_while_the_others_go_on():
+def test_a_dismissed_worker_leaves_while_the_others_continue():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -270,7 +270,7 @@ def test_a_dismissed_worker_leaves_while_the_others_go_on():
     assert coordinator.pop_due() == []
 
 
-def test_when_only_dismissed_workers_were_left_the_run_has_not_ended():
+def test_a_run_with_only_dismissed_workers_has_not_ended():
     coordinator = make_coordinator()
     for worker_id in ("w0", "w1"):
         coordinator.dismiss(worker_id)
@@ -281,14 +281,14 @@ def test_when_only_dismissed_workers_were_left_the_run_has_not_ended():
     assert not coordinator.is_complete()
 
 
-def test_a_dismissed_worker_is_not_told_to_leave_alone_when_the_run_is_over():
+def test_a_dismissed_worker_finishes_with_the_others_when_the_run_is_over():
     coordinator = make_coordinator(num_samples=10, epochs=1)
     enter(coordinator, "w0")
     coordinator.dismiss("w0")
     assert settle(coordinator, "w0").outcome is Outcome.FINISHED
 
 
-def test_a_checkpoint_is_due_when_the_worker_it_waited_for_is_lost():
+def test_a_checkpoint_is_due_when_the_last_worker_without_it_is_lost():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -300,7 +300,7 @@ def test_a_checkpoint_is_due_when_the_worker_it_waited_for_is_lost():
     assert settle(coordinator, "w0").keep is None
 
 
-def test_a_checkpoint_that_only_lost_workers_knew_of_is_told_to_the_others():
+def test_a_checkpoint_known_to_lost_workers_only_is_kept_by_the_others():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -312,7 +312,7 @@ def test_a_checkpoint_that_only_lost_workers_knew_of_is_told_to_the_others():
     assert coordinator.pop_due() == [Due(number, True)]
 
 
-def test_the_last_snapshot_waits_for_nobody_who_is_lost():
+def test_the_last_snapshot_does_not_wait_for_lost_workers():
     coordinator = make_coordinator(num_samples=20, epochs=1)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -320,7 +320,7 @@ def test_the_last_snapshot_waits_for_nobody_who_is_lost():
     assert settle(coordinator, "w0").outcome is Outcome.FINISHED
     leave(coordinator, "w0")
     assert coordinator.pop_due() == []
-    change(coordinator, 2, "w0")  # w1 is lost between its last answer and its leave
+    change(coordinator, 2, "w0")  # w1 is lost between its last answer and its leaving
     assert coordinator.pop_due() == [Due(2, True)]
     assert coordinator.is_complete()
     change(coordinator, 3, "w0")
@@ -344,7 +344,7 @@ def test_a_run_whose_last_samples_were_lost_is_not_complete_until_others_train_t
     assert coordinator.is_complete()
 
 
-def test_a_run_of_steps_is_complete_when_everyone_present_has_taken_them():
+def test_a_run_of_steps_is_complete_when_all_members_have_taken_them():
     coordinator = make_coordinator(steps=4)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -376,7 +376,7 @@ def test_a_run_of_seconds_is_complete_when_they_have_passed():
         max_size=40,
     ),
 )
-def test_whoever_joins_or_is_lost_every_position_is_completed_once(
+def test_every_position_is_completed_once_whichever_workers_join_or_are_lost(
     method, num_samples, period, events
 ):
     coordinator = make_coordinator(method, num_samples=num_samples, period=period, epochs=2)
@@ -391,7 +391,7 @@ def test_whoever_joins_or_is_lost_every_position_is_completed_once(
 
 
 class Crowd:
-    """Workers that claim and complete positions, and check that no two hold the same one."""
+    """Workers that claim and complete positions; a check that no two hold the same one."""
 
     def __init__(self, coordinator):
         self.coordinator, self.generation = coordinator, 1
@@ -415,7 +415,7 @@ class Crowd:
         if assignment.outcome is Outcome.GO_ON:
             self.held[worker_id] = spans
         else:
-            self.coordinator.leave_generation(MessageId(worker_id, self.entered[worker_id], 0, 9))
+            self.coordinator.leave_generation(MessageId(worker_id, self.entered[worker_id], 9))
 
     def happen(self, kind, number):
         workers = sorted(self.held)
@@ -443,7 +443,7 @@ class Crowd:
         self.change()
         generation = self.entered[worker_id]
         self.take(worker_id, enter(self.coordinator, worker_id, generation=generation))
-        if late is not None:  # what it sent in its life before arrives now
+        if late is not None:  # a message from before it entered again arrives now
             assert settle(self.coordinator, worker_id, generation=late) is None
             self.num_late += 1
 
@@ -462,8 +462,8 @@ class Crowd:
                 self.settle(worker_id)
 
 
-def test_assignment_are_small():
-    """They travel with every exchange, with the ledger in them."""
+def test_assignments_are_small():
+    """Each exchange has one, with the ledger in it."""
     workers = tuple(f"w{i}" for i in range(8))
     coordinator = make_coordinator(num_samples=60_000, period=16, workers=workers)
     for worker_id in workers:
@@ -473,7 +473,7 @@ def test_assignment_are_small():
     assert len(pickle.dumps(assignment)) < 1000
 
 
-def test_the_clock_of_a_run_stands_while_nobody_trains():
+def test_the_clock_of_a_run_is_stopped_while_no_worker_trains():
     now = [0.0]
     coordinator = make_coordinator(now=now, seconds=100.0)
     now[0] = 10.0

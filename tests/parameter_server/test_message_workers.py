@@ -1,4 +1,4 @@
-"""Whole workers come and go around a center in this process."""
+"""Whole workers join and leave a center in this process."""
 
 import threading
 import time
@@ -68,7 +68,7 @@ CHURN = [
 
 
 @pytest.mark.parametrize(("method", "compression", "center_shards", "has_neighbours"), CHURN)
-def test_workers_come_and_go_while_the_others_train(
+def test_workers_join_and_leave_while_the_others_train(
     pool, method, compression, center_shards, has_neighbours
 ):
     config = job(method, compression=compression, center_shards=center_shards, epochs=60)
@@ -95,7 +95,7 @@ def test_workers_come_and_go_while_the_others_train(
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
-def test_with_a_lossless_codec_a_newcomer_sees_the_center_itself(method):
+def test_with_a_lossless_codec_a_newcomers_mirror_is_the_center(method):
     run = Open(job(method, compression="topk:1", center_shards=2), num_workers=2, num_first=1)
     for _ in range(3):
         run.workers["w0"].run_round()
@@ -138,7 +138,7 @@ def test_a_worker_that_sends_weights_holds_the_center_as_before_its_message():
     assert copy.is_kept
 
 
-def test_a_center_made_again_from_a_worker_trains_what_was_claimed():
+def test_a_center_restored_from_a_worker_assigns_the_claimed_samples_again():
     run = Open(job("async-easgd", epochs=1), num_workers=2, num_first=2)
     for worker_id in ("w0", "w1", "w0"):
         run.workers[worker_id].run_round()
@@ -164,9 +164,9 @@ def test_a_worker_does_not_wait_for_a_center_that_was_abandoned(monkeypatch):
         return [], refs
 
     monkeypatch.setattr(remote.ray, "wait", wait)
-    message_id = MessageId("w0", 4, 0, 12)
+    message_id = MessageId("w0", 4, 12)
     delivery = remote.RayPendingResponse(lambda: "ref", 1, message_id, 60.0, abandoned)
-    with pytest.raises(ExchangeError, match="center shard 1 did not answer; it was abandoned: "):
+    with pytest.raises(ExchangeError, match="center shard 1 did not answer and was abandoned: "):
         delivery.wait()
     assert len(looks) == 3
     assert max(looks) <= 0.1

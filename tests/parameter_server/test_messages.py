@@ -1,4 +1,4 @@
-"""Messages between a worker and the center: applied once, in order or not, and answered."""
+"""Messages between a worker and the center are applied once, in any order, and answered."""
 
 import threading
 
@@ -8,7 +8,7 @@ import torch
 from coordinators import Add, enter, make_coordinator, make_shard, request, settle, values_of
 from processes import resident_bytes
 from ray.exceptions import ActorUnavailableError
-from scenarios import ALL, spans_of
+from scenarios import ALL, spans_of, steps_of
 
 from raydl.core.exchange import Header, cells, shard_spans
 from raydl.core.membership import Membership
@@ -43,12 +43,11 @@ def test_a_repeated_message_is_answered_and_changes_nothing():
     assert not again.refusal
     assert shard.num_repeated == 1
     shard.exchange(request("w0", 1, [1, 2]))  # the next one counts
-    shard.exchange(request("w0", 0, [1, 2], incarnation=1))  # and the first of another life
     shard.exchange(request("w1", 0, [1, 2]))  # and that of another worker
-    assert values_of(shard).tolist() == [4, 8]
+    assert values_of(shard).tolist() == [3, 6]
 
 
-def test_a_message_of_a_generation_that_has_passed_is_refused_and_changes_nothing():
+def test_a_message_of_a_past_generation_is_refused_and_changes_nothing():
     shard = make_shard(Add(), 2)
     shard.begin_generation(Membership(3, ("w0", "w1")))
     response = shard.exchange(request("w0", 0, [1, 2], generation=2))
@@ -57,8 +56,8 @@ def test_a_message_of_a_generation_that_has_passed_is_refused_and_changes_nothin
     assert shard.num_refused == 1
 
 
-def test_hogwild_has_room_for_as_many_messages_as_come_at_one_time(monkeypatch):
-    """And not one for each thread of the center, of which there are two for each worker."""
+def test_hogwild_has_memory_for_as_many_messages_as_are_applied_at_one_time(monkeypatch):
+    """Not one per thread of the center, which has two threads for each worker."""
     made, empty_like = [], torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: made.append(a) or empty_like(*a, **k))
     shard = make_shard(Add(), 2, is_locked=False)
@@ -70,9 +69,9 @@ def test_hogwild_has_room_for_as_many_messages_as_come_at_one_time(monkeypatch):
     assert len(made) == 1
 
 
-def test_a_message_uses_up_no_memory_of_the_sender():
+def test_a_message_does_not_overwrite_the_senders_memory():
     shard, message = make_shard(Elastic(0.5), 3), request("w0", 0, [4, 8, 12])
-    message.weights.flags.writeable = False  # as Ray hands them out
+    message.weights.flags.writeable = False  # like arrays from Ray
     shard.exchange(message)
     assert message.weights.tolist() == [4, 8, 12]
 
@@ -86,13 +85,13 @@ def test_every_parameter_is_in_one_cell_of_one_shard():
         assert len(shard_spans(size, num_shards)) == num_shards
 
 
-def test_a_message_whose_answer_was_lost_is_sent_again_and_counts_once(monkeypatch):
+def test_a_message_without_an_answer_is_resent_and_counts_once(monkeypatch):
     shard = make_shard(Add(), 2)
     answers = []
 
     def get(ref, timeout):
         answers.append(ref)
-        if len(answers) == 1:  # the shard took the message, then the connection broke
+        if len(answers) == 1:  # the shard applied the message, then the connection broke
             raise ActorUnavailableError("the connection broke", b"0" * 16)
         return ref
 
@@ -111,7 +110,7 @@ def test_a_message_whose_answer_was_lost_is_sent_again_and_counts_once(monkeypat
 
 
 def hammer(shard, size, num_pushes):
-    """Let two threads add one, many times each; return the greatest sum that is missing."""
+    """Let two threads add one, many times each; return the largest missing part of a sum."""
     start = threading.Barrier(2)
 
     def run(worker_id):
@@ -134,8 +133,8 @@ def test_behind_the_lock_no_update_is_ever_lost():
 
 
 def test_hogwild_adds_at_the_same_time_and_so_loses_parts_of_updates():
-    """The same code without the lock; that it happens shows that the adding is concurrent."""
-    for _ in range(20):  # one round nearly always does
+    """The same code without the lock; lost parts show that the additions are concurrent."""
+    for _ in range(20):  # one round is nearly always enough
         if hammer(make_shard(Add(), 500_000, is_locked=False), 500_000, 150) > 0:
             return
     raise AssertionError("no update was lost in 20 rounds: the threads took turns")
@@ -151,7 +150,7 @@ def test_hogwild_threads_do_not_take_each_others_gradient():
     )
     thread.start()
     thread.join(timeout=10)
-    # Momentum is shared: 1, 1.5, then 0.75 of the first place and 1 of the third.
+    # Momentum is shared: 1, 1.5, then 0.75 of the first value and 1 of the third.
     assert replies[1].weights.tolist() == [-2.5, 0, 0, 0]
     assert results[0].weights.tolist() == [-3.25, 0, -1, 0]
 
@@ -168,18 +167,19 @@ def test_ten_thousand_exchanges_leave_memory_flat(is_locked):
     assert resident_bytes() - before < 4_000_000  # fifty vectors of 80 kB
 
 
-# orders
+# assignments
 
 
-def test_workers_claim_in_the_order_they_come():
+def test_workers_claim_in_the_order_of_their_requests():
     coordinator = make_coordinator()
     assert spans_of(enter(coordinator, "w1")) == [(0, 10)]
     assert spans_of(enter(coordinator, "w0")) == [(10, 20)]
     assignment = settle(coordinator, "w1")
-    assert (spans_of(assignment), assignment.num_steps, assignment.num_done) == ([(20, 30)], 2, 10)
+    assert (spans_of(assignment), steps_of(assignment)) == ([(20, 30)], 2)
+    assert assignment.num_done == 10
 
 
-def test_who_claims_in_blocks_is_told_what_it_will_claim_next():
+def test_a_worker_that_claims_in_blocks_receives_its_next_claims():
     ledger = Ledger(100, cuts=lambda epoch: [25, 50, 75, 100])
     coordinator = make_coordinator(ledger=ledger)
     assignment = enter(coordinator, "w1")
@@ -187,7 +187,7 @@ def test_who_claims_in_blocks_is_told_what_it_will_claim_next():
     assert settle(coordinator, "w1").ahead == [(0, (20, 25)), (0, (25, 50))]
 
 
-def test_what_a_member_has_reserved_stays_and_what_a_lost_one_has_is_free():
+def test_a_members_reservations_stay_and_a_lost_workers_are_free():
     ledger = Ledger(100, cuts=lambda epoch: [25, 50, 75, 100])
     coordinator = make_coordinator(ledger=ledger)
     enter(coordinator, "w0")
@@ -198,7 +198,7 @@ def test_what_a_member_has_reserved_stays_and_what_a_lost_one_has_is_free():
     assert spans_of(enter(coordinator, "w1", generation=2)) == [(60, 70)]
 
 
-def test_staleness_counts_what_others_settled_in_between():
+def test_staleness_counts_the_exchanges_of_others_in_between():
     now = [0.0]
     coordinator = make_coordinator(now=now)
     enter(coordinator, "w0")
@@ -211,7 +211,7 @@ def test_staleness_counts_what_others_settled_in_between():
     assert record.staleness == 3 / 5
 
 
-def test_nobody_waits_for_the_last_samples_of_another():
+def test_no_worker_waits_for_the_last_samples_of_another():
     coordinator = make_coordinator(num_samples=15)
     enter(coordinator, "w0")
     first, second = enter(coordinator, "w1").claims, settle(coordinator, "w1").claims
@@ -219,7 +219,7 @@ def test_nobody_waits_for_the_last_samples_of_another():
     assert second == [Claim(1, [(5, 15)], 2)]
 
 
-def test_a_finished_run_assignment_everyone_to_leave_and_wants_one_kept_snapshot():
+def test_a_finished_run_makes_all_workers_leave_and_requests_one_kept_snapshot():
     coordinator = make_coordinator(num_samples=20, epochs=1)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -227,37 +227,37 @@ def test_a_finished_run_assignment_everyone_to_leave_and_wants_one_kept_snapshot
     assert coordinator.pop_due() == []
     last = settle(coordinator, "w1")
     assert last.outcome is Outcome.FINISHED
-    coordinator.leave_generation(MessageId("w0", 1, 0, 9))
-    assert coordinator.pop_due() == []  # a message of w1 to another shard may be on its way
-    for _ in range(2):  # told twice, counted once
-        coordinator.leave_generation(MessageId("w1", 1, 0, 9))
+    coordinator.leave_generation(MessageId("w0", 1, 9))
+    assert coordinator.pop_due() == []  # a message of w1 to another shard may be in transit
+    for _ in range(2):  # called twice, counted once
+        coordinator.leave_generation(MessageId("w1", 1, 9))
     assert coordinator.pop_due() == [Due(last.version, True)]
     assert coordinator.state()["progress"].num_samples == 20
 
 
-def test_a_checkpoint_is_due_when_everyone_was_told_to_keep_its_state():
+def test_a_checkpoint_is_due_when_all_workers_were_notified_to_keep_their_states():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     coordinator.vote(1, checkpoint=1.0)
     number = settle(coordinator, "w0").keep
     assert number is not None
-    assert settle(coordinator, "w0").keep is None  # told once
+    assert settle(coordinator, "w0").keep is None  # notified once
     assert coordinator.pop_due() == []
     assert settle(coordinator, "w1").keep == number
     assert coordinator.pop_due() == [Due(number, True)]
 
 
-def test_calls_that_are_repeated_are_answered_as_before():
-    """A connection may break after a call was taken and before it was answered."""
+def test_repeated_calls_get_the_same_answers():
+    """A connection may break after a call has run and before it was answered."""
     coordinator = make_coordinator("original-easgd")
     first = enter(coordinator, "w0")
     assert enter(coordinator, "w0") is first  # nothing is claimed twice
-    enter(coordinator, "w1")  # nobody's turn comes before
-    shard = make_shard(Elastic(0.5), 2, settles=coordinator)
+    enter(coordinator, "w1")  # no other turn comes before
+    shard = make_shard(Elastic(0.5), 2, coordinator=coordinator)
     shard.begin_generation(Membership(1, ("w0", "w1")))
-    coordinator.take_turn(MessageId("w0", 1, 0, 1))
-    coordinator.take_turn(MessageId("w0", 1, 0, 1))  # the turn is held, not waited for
+    coordinator.take_turn(MessageId("w0", 1, 1))
+    coordinator.take_turn(MessageId("w0", 1, 1))  # the turn is held, not waited for
     completion = Completion(Header(), 2, ALL, 0.1, 80)
     message = request("w0", 2, [1, 2], generation=1, completion=completion)
     assignment = shard.exchange(message).assignment
@@ -265,7 +265,7 @@ def test_calls_that_are_repeated_are_answered_as_before():
     assert assignment.num_done == 10
 
 
-def test_a_run_that_is_complete_is_finished_even_if_a_stop_came_at_the_end():
+def test_a_complete_run_is_finished_even_after_a_late_vote_to_stop():
     coordinator = make_coordinator(num_samples=10, epochs=1)
     enter(coordinator, "w0")
     coordinator.vote(1, stop=1.0)
@@ -281,7 +281,7 @@ def test_a_vote_of_another_generation_is_ignored():
     assert settle(coordinator, "w0").outcome is Outcome.STOPPED
 
 
-def test_what_a_worker_had_claimed_goes_back_when_its_generation_ends():
+def test_the_claims_of_a_worker_are_free_when_its_generation_ends():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -295,48 +295,48 @@ def test_local_steps_follow_the_speed_where_the_method_says_so():
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     settle(coordinator, "w0", step_s=0.1)
-    assert settle(coordinator, "w1", step_s=0.2).num_steps == 4
-    assert settle(coordinator, "w0", step_s=0.1).num_steps == 8
+    assert steps_of(settle(coordinator, "w1", step_s=0.2)) == 4
+    assert steps_of(settle(coordinator, "w0", step_s=0.1)) == 8
 
 
-def test_a_turn_that_does_not_come_is_told_with_its_holder():
+def test_a_wait_for_a_turn_that_times_out_names_the_holder():
     coordinator = make_coordinator("original-easgd", timeout_s=0.05)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     with pytest.raises(ExchangeTimeoutError, match="w0"):
-        coordinator.take_turn(MessageId("w1", 1, 0, 1))
+        coordinator.take_turn(MessageId("w1", 1, 1))
 
 
-def test_a_call_for_a_turn_that_overtakes_the_end_of_the_last_one_waits():
-    """The center's threads take a worker's calls in any order."""
+def test_a_request_for_a_turn_that_overtakes_the_end_of_the_last_one_waits():
+    """The center's threads run a worker's calls in any order."""
     coordinator = make_coordinator("original-easgd", timeout_s=30.0)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
-    coordinator.take_turn(MessageId("w0", 1, 0, 1))
+    coordinator.take_turn(MessageId("w0", 1, 1))
     seen = []
 
     def run(worker_id):
-        coordinator.take_turn(MessageId(worker_id, 1, 0, 3))
+        coordinator.take_turn(MessageId(worker_id, 1, 3))
         seen.append(worker_id)
-        coordinator.end_turn(MessageId(worker_id, 1, 0, 4))
+        coordinator.end_turn(MessageId(worker_id, 1, 4))
 
     early = threading.Thread(target=run, args=("w0",))
     early.start()  # before the end of its first turn
     early.join(timeout=0.1)
     assert early.is_alive()
-    coordinator.end_turn(MessageId("w0", 1, 0, 2))
+    coordinator.end_turn(MessageId("w0", 1, 2))
     run("w1")
     early.join(timeout=5)
     assert seen == ["w1", "w0"]
 
 
-def test_a_worker_without_work_is_passed_over():
+def test_the_turn_skips_a_worker_without_work():
     coordinator = make_coordinator("original-easgd", num_samples=25, epochs=1)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
     settle(coordinator, "w0")
-    coordinator.end_turn(MessageId("w0", 1, 0, 2))
+    coordinator.end_turn(MessageId("w0", 1, 2))
     assert settle(coordinator, "w1").outcome is Outcome.FINISHED
-    coordinator.end_turn(MessageId("w1", 1, 0, 2))
-    coordinator.take_turn(MessageId("w0", 1, 0, 3))
+    coordinator.end_turn(MessageId("w1", 1, 2))
+    coordinator.take_turn(MessageId("w0", 1, 3))
     assert settle(coordinator, "w0").outcome is Outcome.FINISHED

@@ -1,4 +1,4 @@
-"""By messages a sample counts once a message that carries it has moved the center."""
+"""With messages a sample counts once a message with its training has moved the center."""
 
 from collections import Counter
 
@@ -19,15 +19,15 @@ from raydl.tasks import Classification
 # the coordinator: batches of 5, two steps a round
 
 
-def test_what_was_trained_after_the_message_counts_with_the_next_one():
+def test_steps_after_a_message_count_with_the_next_one():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
-    first = settle(coordinator, "w0", num_trained=5)  # the message has the first step alone
+    first = settle(coordinator, "w0", num_trained=5)  # the message contains the first step only
     assert first.num_done == 5
     assert settle(coordinator, "w0", num_trained=15).num_done == 15
 
 
-def test_what_a_lost_worker_had_not_sent_is_claimed_again():
+def test_unsent_steps_of_a_lost_worker_are_claimed_again():
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -37,7 +37,7 @@ def test_what_a_lost_worker_had_not_sent_is_claimed_again():
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "async-diloco", "async-sgd"])
-def test_a_worker_that_has_finished_has_taken_all_its_steps(method):
+def test_a_finished_worker_has_taken_all_its_steps(method):
     coordinator = make_coordinator(method, num_samples=20, epochs=1)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -45,12 +45,12 @@ def test_a_worker_that_has_finished_has_taken_all_its_steps(method):
         assert settle(coordinator, worker_id, num_trained=5).outcome is Outcome.FINISHED
     assert not coordinator.is_complete()
     for worker_id in ("w0", "w1"):
-        coordinator.leave_generation(MessageId(worker_id, 1, 0, 9))
+        coordinator.leave_generation(MessageId(worker_id, 1, 9))
     assert coordinator.is_complete()
     assert coordinator.pop_records()[-1].progress.num_samples == 20
 
 
-def test_a_finished_worker_that_is_lost_before_it_has_left_leaves_its_last_steps_to_others():
+def test_others_train_the_last_steps_of_a_finished_worker_that_is_lost_before_it_left():
     coordinator = make_coordinator(num_samples=20, epochs=1)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -59,8 +59,8 @@ def test_a_finished_worker_that_is_lost_before_it_has_left_leaves_its_last_steps
     assert spans_of(settle(coordinator, "w1")) == [(5, 10)]
 
 
-def test_a_checkpoint_counts_what_the_kept_states_have_trained():
-    """A worker keeps its state when its round is over; it may have begun another one by then."""
+def test_a_checkpoint_counts_the_samples_trained_in_the_kept_states():
+    """A worker keeps its state at the end of its round; another may have begun by then."""
     coordinator = make_coordinator()
     enter(coordinator, "w0")
     coordinator.change(Membership(1, ("w0",)))
@@ -77,12 +77,12 @@ def test_a_checkpoint_counts_what_the_kept_states_have_trained():
     assert coordinator.state(is_kept=True)["progress"].num_samples == 25
 
 
-# Replicas that send weights go on from their own; all others become copies of the center.
+# Replicas that send weights keep their own; all others become copies of the center.
 SENT_OR_OWN = [("async-easgd", True), ("async-diloco", False), ("async-sgd", False)]
 
 
 @pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
-def test_a_checkpoint_counts_unsent_steps_only_where_the_replica_goes_on_with_them(method, goes_on):
+def test_a_checkpoint_counts_unsent_steps_only_if_the_replica_continues_with_them(method, goes_on):
     coordinator = make_coordinator(method)
     enter(coordinator, "w0")
     coordinator.change(Membership(1, ("w0",)))
@@ -93,18 +93,18 @@ def test_a_checkpoint_counts_unsent_steps_only_where_the_replica_goes_on_with_th
 
 @pytest.mark.parametrize(("method", "goes_on"), SENT_OR_OWN)
 @pytest.mark.parametrize("vote", ["stop", "regroup"])
-def test_unsent_steps_of_a_leaving_worker_count_where_its_replica_goes_on(method, goes_on, vote):
+def test_unsent_steps_of_a_leaver_count_if_its_replica_continues_with_them(method, goes_on, vote):
     coordinator = make_coordinator(method)
     enter(coordinator, "w0")
     coordinator.change(Membership(1, ("w0",)))
     coordinator.vote(1, **{vote: 1.0})
     assert settle(coordinator, "w0", num_trained=5).outcome is not Outcome.GO_ON
-    coordinator.leave_generation(MessageId("w0", 1, 0, 9))
+    coordinator.leave_generation(MessageId("w0", 1, 9))
     assert coordinator.state()["progress"].num_samples == (10 if goes_on else 5)
     assert coordinator.pop_records()[-1].progress.num_samples == (10 if goes_on else 5)
 
 
-def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
+def test_an_evaluation_that_is_due_as_a_worker_leaves_is_requested():
     coordinator = make_coordinator(num_samples=20)
     enter(coordinator, "w0")
     enter(coordinator, "w1")
@@ -113,12 +113,12 @@ def test_a_score_that_comes_due_as_a_worker_leaves_is_wanted():
     assert settle(coordinator, "w0", num_trained=5).outcome is Outcome.LEFT
     assert coordinator.pop_due() == []
     coordinator.leave_generation(
-        MessageId("w0", 1, 0, 9)
+        MessageId("w0", 1, 9)
     )  # the first epoch is complete with its last step
     assert coordinator.pop_due() == [Due(coordinator.version, False)]
 
 
-def test_a_vote_for_a_checkpoint_is_no_staleness():
+def test_a_vote_for_a_checkpoint_adds_no_staleness():
     now = [0.0]
     coordinator = make_coordinator(now=now)
     enter(coordinator, "w0")
@@ -137,11 +137,11 @@ def test_a_vote_for_a_checkpoint_is_no_staleness():
 
 
 class Lost(Exception):
-    """A worker went away."""
+    """A worker was lost."""
 
 
 class Noted(Classification):
-    """Notes what each worker has trained on; one goes away in the midst of a step."""
+    """Records the positions that each worker trains; one worker is lost during a step."""
 
     def __init__(self, model, *, dies_at):
         super().__init__(model)
@@ -159,7 +159,7 @@ class Noted(Classification):
         return super().loss(model, batch)
 
 
-def test_a_snapshot_counts_no_sample_that_came_after_a_span_of_it_was_copied():
+def test_a_snapshot_counts_no_sample_that_arrived_after_one_of_its_spans_was_copied():
     ensemble = Ensemble(config("async-sgd", epochs=9), num_workers=1).join()
     ensemble.run(1)
     before = ensemble.service.coordinator.state()
@@ -181,8 +181,8 @@ def run_to_end(worker):
 @pytest.mark.parametrize("exchange", [{}, {"delay": 1}, {"fragments": 2}, {"center_shards": 2}])
 @pytest.mark.parametrize("method", ["async-easgd", "hogwild-easgd", "async-sgd"])
 @pytest.mark.parametrize("dies_at", [0, 2, 3, 4, 5, 8])
-def test_no_sample_counts_that_nobody_has_trained(method, exchange, dies_at):
-    """Rounds of 3 steps: the last step of one is under way when its message moves the center."""
+def test_no_untrained_sample_counts_as_done(method, exchange, dies_at):
+    """Rounds of 3 steps: the last step is in progress when its message moves the center."""
     images = tiny_images(40)
     images = ImageSet(images.images, np.arange(40), tuple(map(str, range(40))))
     task = Noted(linear, dies_at=dies_at)
@@ -203,5 +203,5 @@ def test_no_sample_counts_that_nobody_has_trained(method, exchange, dies_at):
     assert ensemble.service.coordinator.is_complete()
     assert ensemble.service.coordinator.state()["progress"].num_samples == 80
     assert min(task.trained[n] for n in range(40)) >= 2
-    # What it had trained and not sent is trained again: at most a round and its delay.
+    # Its trained and unsent steps are trained again: at most a round and its delay.
     assert sum(task.trained.values()) <= 80 + 2 * (3 + 1)

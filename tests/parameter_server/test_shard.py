@@ -1,4 +1,4 @@
-"""A shard of the center: settling, membership, copies, and the memory that workers map."""
+"""A shard of the center: completions, membership, copies, and shared memory."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ ENDS_ROUND = Completion(Header(), 1, 1, 0.1, 0)
 
 
 class Add(Rule):
-    """c <- c + message, with a record of what each update was told."""
+    """c <- c + message, with a record of each update's tally."""
 
     sends = Sends.PROGRESS
     steps_replica = False
@@ -48,7 +48,7 @@ class Weights(Add):
 
 
 class Settling:
-    """Who settles: what it was asked, and its answer; None: the worker is no member any more."""
+    """A coordinator that records its requests; ``assignment`` None: the worker was removed."""
 
     def __init__(self, assignment=ASSIGNMENT):
         self.assignment, self.settled, self.repeated = assignment, [], []
@@ -85,7 +85,7 @@ def lists(state):
 # messages
 
 
-def test_the_center_learns_how_many_messages_and_samples_an_update_is_of():
+def test_an_update_gets_its_numbers_of_messages_and_samples():
     rule = Add()
     shard_of([0, 0], rule=rule).exchange(request("w0", 0, [1, 2]))
     assert rule.tallies == [Tally(2, num_messages=1, num_samples=1.0)]
@@ -104,18 +104,18 @@ def test_each_span_is_moved_by_its_own_messages_which_are_counted_apart():
 
 def test_an_older_message_than_the_newest_is_a_repeated_one():
     shard = shard_of([0.0])
-    for sequence, incarnation in [(1, 1), (0, 1), (5, 0), (1, 1)]:
-        shard.exchange(request("w0", sequence, [1.0], incarnation=incarnation))
+    for sequence in [1, 0, 1, 0]:
+        shard.exchange(request("w0", sequence, [1.0]))
     assert lists(shard.state()) == [[1.0]]
     assert shard.num_repeated == 3
 
 
-def test_what_the_answer_and_a_copy_hold_does_not_move_with_the_center():
-    shard = shard_of([0.0], buffers=[0.0], settles=Settling())
+def test_an_answer_and_a_copy_do_not_change_with_the_center():
+    shard = shard_of([0.0], buffers=[0.0], coordinator=Settling())
     response, state = shard.exchange(request("w0", 0, [1.0])), shard.state()
     later = dataclasses.replace(request("w0", 1, [1.0], completion=ENDS_ROUND), buffers=one(4.0))
     settled = shard.exchange(later)
-    shard.exchange(dataclasses.replace(later, message_id=MessageId("w0", 0, 0, 2)))
+    shard.exchange(dataclasses.replace(later, message_id=MessageId("w0", 0, 2)))
     assert (response.weights.tolist(), lists(state)) == ([1.0], [[1.0]])
     assert (state.buffers.tolist(), settled.buffers.tolist()) == ([0.0], [2.0])
 
@@ -128,8 +128,10 @@ def test_what_the_answer_and_a_copy_hold_does_not_move_with_the_center():
         ("w0", 3, "w0: it entered generation 0, the message is of 3"),
     ],
 )
-def test_a_message_that_is_refused_says_why_and_holds_nothing(worker_id, generation, reason):
-    shard = shard_of([0.0], settles=(settling := Settling()))
+def test_the_answer_to_a_refused_message_has_the_reason_and_no_values(
+    worker_id, generation, reason
+):
+    shard = shard_of([0.0], coordinator=(settling := Settling()))
     shard.change(Membership(2, ("w0",)))
     shard.change(Membership(3, ("w0", "w1")))
     message = request(worker_id, 0, [1.0], generation=generation, completion=ENDS_ROUND)
@@ -142,15 +144,15 @@ def test_a_message_that_is_refused_says_why_and_holds_nothing(worker_id, generat
     assert shard.num_refused == 2
 
 
-# settling
+# completions
 
 
 def one(value):
     return np.array([value], np.float32)
 
 
-def test_the_message_that_ends_a_round_is_answered_with_assignment_once_the_center_has_moved():
-    shard = shard_of([0.0], buffers=[2.0], settles=(settling := Settling()))
+def test_the_answer_to_a_completion_has_an_assignment_once_the_center_has_moved():
+    shard = shard_of([0.0], buffers=[2.0], coordinator=(settling := Settling()))
     message = dataclasses.replace(request("w0", 0, [1.0], completion=ENDS_ROUND), buffers=one(6.0))
     response = shard.exchange(message)
     assert response.assignment is ASSIGNMENT
@@ -163,8 +165,8 @@ def test_the_message_that_ends_a_round_is_answered_with_assignment_once_the_cent
     assert (settling.settled, settling.repeated) == ([message], [message])
 
 
-def test_a_message_that_only_settles_moves_nothing_and_counts_once():
-    shard = shard_of([1.0], settles=(settling := Settling()))
+def test_a_completion_alone_moves_nothing_and_counts_once():
+    shard = shard_of([1.0], coordinator=(settling := Settling()))
     message = request("w0", 0, [], span=(0, 0), completion=ENDS_ROUND)
     for _ in range(2):
         response = shard.exchange(message)
@@ -173,19 +175,19 @@ def test_a_message_that_only_settles_moves_nothing_and_counts_once():
     assert lists(shard.state()) == [[1.0]]
 
 
-@pytest.mark.parametrize("settles", [None, Settling()])
-def test_a_message_in_the_middle_of_a_round_gets_no_assignment(settles):
-    shard = shard_of([0.0], settles=settles)
-    completion = ENDS_ROUND if settles is None else None  # away from home nothing settles
+@pytest.mark.parametrize("coordinator", [None, Settling()])
+def test_a_message_in_the_middle_of_a_round_gets_no_assignment(coordinator):
+    shard = shard_of([0.0], coordinator=coordinator)
+    completion = ENDS_ROUND if coordinator is None else None  # only the home shard assigns
     message = dataclasses.replace(request("w0", 0, [1.0], completion=completion), buffers=one(9.0))
     response = shard.exchange(message)
     assert (response.weights.tolist(), response.buffers.tolist()) == ([1.0], [9.0])
     assert (response.assignment, response.refusal) == (None, "")
 
 
-def test_a_worker_that_was_removed_while_its_message_moved_the_center_is_told():
+def test_a_worker_removed_while_its_message_moved_the_center_is_refused():
     """The coordinator counts this refusal, not the shard."""
-    shard = shard_of([0.0], settles=Settling(assignment=None))
+    shard = shard_of([0.0], coordinator=Settling(assignment=None))
     response = shard.exchange(request("w0", 0, [1.0], completion=ENDS_ROUND))
     assert response.refusal == "the center refused w0: it is no longer a member (generation 0)"
     assert response.assignment is None
@@ -195,7 +197,7 @@ def test_a_worker_that_was_removed_while_its_message_moved_the_center_is_told():
 # membership
 
 
-def test_who_stays_goes_on_and_who_comes_back_counts_its_messages_anew():
+def test_a_remaining_worker_continues_its_numbers_and_a_returning_one_starts_anew():
     shard = shard_of([0.0])
     shard.exchange(request("w0", 0, [1.0]))
     shard.exchange(request("w1", 0, [1.0]))
@@ -204,11 +206,11 @@ def test_who_stays_goes_on_and_who_comes_back_counts_its_messages_anew():
     shard.change(Membership(3, ("w0", "w1")))
     shard.exchange(request("w0", 0, [1.0]))  # the same message as before
     assert (shard.num_repeated, lists(shard.state())) == (1, [[2.0]])
-    shard.exchange(request("w1", 0, [1.0], generation=3))  # the first of another stay
+    shard.exchange(request("w1", 0, [1.0], generation=3))  # the first after it entered again
     assert (shard.num_repeated, lists(shard.state())) == (1, [[3.0]])
 
 
-def test_a_shard_that_is_opened_again_lets_all_enter_anew():
+def test_a_shard_that_begins_a_generation_lets_all_workers_enter_anew():
     shard = shard_of([0.0])
     shard.exchange(request("w0", 0, [1.0]))
     shard.begin_generation(Membership(4, ("w0",)))
@@ -217,11 +219,11 @@ def test_a_shard_that_is_opened_again_lets_all_enter_anew():
     assert lists(shard.state()) == [[2.0]]
 
 
-# shortened messages
+# compressed messages
 
 
 @pytest.mark.parametrize("rule", [Add, Weights])
-def test_a_shortened_message_that_is_repeated_gets_the_very_answer_again(rule):
+def test_a_repeated_compressed_message_gets_the_same_answer(rule):
     shard, codec = shard_of([0.0] * 8, rule=rule(), codec="int8"), parse_codec("int8")
     message = request("w0", 0, codec.encode(torch.arange(8.0)), span=(0, 8))
     first = shard.exchange(message)
@@ -234,11 +236,11 @@ def test_a_shortened_message_that_is_repeated_gets_the_very_answer_again(rule):
 
 
 @pytest.mark.parametrize("rule", [Add, Weights])
-def test_what_the_worker_decodes_brings_its_mirror_to_the_center(rule):
+def test_the_decoded_answer_moves_the_workers_mirror_to_the_center(rule):
     """After the message for progress, before it for weights."""
     shard, codec = shard_of([3.0] * 8, rule=rule(), codec="int8"), parse_codec("int8")
     mirror, told = torch.full((8,), 3.0), torch.empty(8)
-    sent = torch.full((8,), 2.0)  # of equal numbers the codec loses nothing
+    sent = torch.full((8,), 2.0)  # lossless for equal numbers
     for sequence in range(3):
         before = torch.tensor(shard.state().weights[0])
         response = shard.exchange(request("w0", sequence, codec.encode(sent), span=(0, 8)))
@@ -250,36 +252,36 @@ def test_what_the_worker_decodes_brings_its_mirror_to_the_center(rule):
         torch.testing.assert_close(after, torch.full((8,), 9.0), rtol=0.02, atol=0.02)
 
 
-def test_a_worker_removed_after_its_shortened_message_was_let_in_is_refused_and_moves_nothing():
+def test_a_worker_removed_after_its_compressed_message_was_accepted_is_refused_and_moves_nothing():
     shard, codec = shard_of([0.0] * 8, codec="int8"), parse_codec("int8")
     message = request("w0", 0, codec.encode(torch.ones(8)), span=(0, 8))
     [cell] = shard._cells.values()
-    for letters in ({}, {"w0": dataclasses.replace(cell.letters["w0"], entered=5)}):
-        cell.letters = letters
+    for states in ({}, {"w0": dataclasses.replace(cell.codec_states["w0"], entered=5)}):
+        cell.codec_states = states
         response = shard.exchange(message)
         assert response.refusal == "the center refused w0: it is no longer a member (generation 0)"
     assert shard.num_refused == 2
     assert lists(shard.state()) == [[0.0] * 8]
 
 
-def test_letters_of_who_stays_go_on_and_newcomers_begin_with_the_center_of_now():
+def test_remaining_workers_keep_their_codec_state_and_newcomers_start_with_the_current_center():
     shard, codec = shard_of([0.0] * 8, codec="int8"), parse_codec("int8")
     shard.exchange(request("w0", 0, codec.encode(torch.ones(8)), span=(0, 8)))
     [cell] = shard._cells.values()
-    stays = cell.letters["w0"]
+    stays = cell.codec_states["w0"]
     state = shard.change(Membership(2, ("w0", "w2")))
-    assert cell.letters.keys() == {"w0", "w2"}
-    assert cell.letters["w0"] is stays
-    assert cell.letters["w2"].entered == 2
-    assert cell.letters["w2"].mirror.tolist() == state.weights[0].tolist()
+    assert cell.codec_states.keys() == {"w0", "w2"}
+    assert cell.codec_states["w0"] is stays
+    assert cell.codec_states["w2"].entered == 2
+    assert cell.codec_states["w2"].mirror.tolist() == state.weights[0].tolist()
     shard.begin_generation(Membership(2, ("w0", "w2")))
-    assert cell.letters["w0"] is not stays
+    assert cell.codec_states["w0"] is not stays
 
 
 # optimizers
 
 
-def test_what_the_optimizers_of_a_shard_remember_goes_to_another():
+def test_the_optimizer_states_of_a_shard_load_into_another():
     rule = Outer(1.0, momentum=0.5)
     spans = [(0, 1), (1, 3)]
     one_, other = (shard_of([0.0] * 3, spans=spans, rule=rule) for _ in range(2))
@@ -298,10 +300,10 @@ def test_what_the_optimizers_of_a_shard_remember_goes_to_another():
     assert (before - other.state().weights[1]).tolist() == pytest.approx([4.5 * 0.5] * 2)
 
 
-# memory that workers map
+# shared memory
 
 
-def test_memory_is_where_the_shard_says_and_holds_the_center():
+def test_the_memory_at_a_shards_address_holds_the_center():
     cell = MappedCell.create(torch.tensor([1.0, 2.0]), is_locked=True, timeout_s=1.0)
     cell.admit({"w0": 3, "w1": 0})
     addresses = [cell.address_for(worker_id) for worker_id in ("w0", "w1")]
@@ -320,7 +322,7 @@ def test_memory_is_where_the_shard_says_and_holds_the_center():
     assert [opened.entered(address.slot) for address in addresses] == [None, None]
 
 
-def test_memory_of_one_center_is_not_that_of_another_by_its_number():
+def test_the_memories_of_two_centers_have_different_tokens():
     cells = [MappedCell.create(torch.zeros(1), is_locked=True, timeout_s=1.0) for _ in range(2)]
     for cell in cells:
         cell.admit({"w0": 0})
@@ -328,7 +330,7 @@ def test_memory_of_one_center_is_not_that_of_another_by_its_number():
     assert one_.token != other.token
 
 
-def test_memory_that_is_not_what_was_meant_is_closed_again():
+def test_memory_with_another_size_or_token_is_closed_again():
     cell = MappedCell.create(torch.zeros(2), is_locked=True, timeout_s=1.0)
     cell.admit({"w0": 0})
     address, before = cell.address_for("w0"), len(os.listdir("/proc/self/fd"))
@@ -341,14 +343,14 @@ def test_memory_that_is_not_what_was_meant_is_closed_again():
 
 @pytest.fixture
 def two():
-    """The memory as two processes have it."""
+    """The memory, opened as by two processes."""
     cell = MappedCell.create(torch.zeros(1), is_locked=True, timeout_s=0.3)
     cell.admit({"w0": 0})
     return cell, MappedCell.open_address(cell.address_for("w0"), 1, is_locked=True, timeout_s=0.3)
 
 
 @pytest.mark.parametrize("other", [0, 1])
-def test_who_waits_too_long_for_the_lock_is_told_with_its_exchange_and_the_holder(two, other):
+def test_a_lock_that_times_out_names_the_exchange_and_the_holder(two, other):
     began = time.monotonic()
     with two[0].held(0, 0):
         waiting = []
@@ -365,7 +367,7 @@ def test_who_waits_too_long_for_the_lock_is_told_with_its_exchange_and_the_holde
     assert (error.round, error.generation, error.timeout_s) == (5, 2, 0.3)
     assert error.missing == (f"process {os.getpid()}, which holds the center",)
     assert 0.3 <= time.monotonic() - began < SOON_S
-    for cell in (*two, *two):  # it is free again for both
+    for cell in (*two, *two):  # both can take it again
         with cell.held(6, 2):
             pass
 
@@ -380,24 +382,24 @@ def test_the_lock_is_free_again_after_an_error(two):
         pass
 
 
-def test_who_reads_waits_for_the_lock_a_while_and_then_reads_all_the_same(two):
+def test_a_reader_waits_for_the_lock_up_to_its_time_out_and_then_reads_without_it(two):
     with two[0].held(0, 0):
         began = time.monotonic()
         with two[1].read():
             assert 1.0 <= time.monotonic() - began < SOON_S
         with pytest.raises(ExchangeTimeoutError), two[1].held(1, 0):
-            pass  # reading did not take the lock from who holds it
+            pass  # reading did not take the lock from its holder
     with two[1].read(), pytest.raises(ExchangeTimeoutError), two[0].held(2, 0):
-        pass  # who reads holds it where it is free
+        pass  # a reader holds a free lock
 
 
-def test_without_a_lock_nobody_waits():
+def test_without_a_lock_no_process_waits():
     cell = MappedCell.create(torch.zeros(1), is_locked=False, timeout_s=60.0)
     with cell.held(0, 0), cell.held(1, 0), cell.read():
         pass
 
 
-def test_an_exchange_in_the_middle_of_a_round_settles_nothing():
+def test_an_exchange_in_the_middle_of_a_round_sends_no_completion():
     client = Orderly()
     exchange = reach(open_shard(2), client=client)
     exchange._is_last = False
@@ -405,19 +407,19 @@ def test_an_exchange_in_the_middle_of_a_round_settles_nothing():
     assert exchange.wait().tally == Tally(2, 1, 3.0)
     exchange.commit()
     assert client.settled == []
-    assert exchange._session.num_bytes == 2 * 2 * 4  # of each weight, there and back
+    assert exchange._session.num_bytes == 2 * 2 * 4  # each weight, sent and received
     exchange.begin(torch.tensor([4.0, 8.0]), torch.zeros(0), Header(num_samples=3.0))
     assert exchange._session.num_bytes == 2 * (2 * 2 * 4)
 
 
 class Answers(Orderly):
-    """A post whose orders come with float buffers."""
+    """A client whose answers have float buffers."""
 
     def wait(self):
         return Response(NOTHING, np.array([7.0], np.float32), self.assignment)
 
 
-def test_the_answer_brings_buffers_and_assignment_once_it_is_taken():
+def test_committing_an_answer_sets_buffers_and_assignment():
     client = Answers()
     client.assignment = dataclasses.replace(ASSIGNMENT, version=9)
     exchange = reach(open_shard(1), client=client)
@@ -435,7 +437,7 @@ def test_the_answer_brings_buffers_and_assignment_once_it_is_taken():
     assert exchange._session.version == 0, "an answer is taken once"
 
 
-def test_the_cells_that_a_process_can_map_come_with_the_workers_place():
+def test_the_cells_that_a_process_can_map_have_the_workers_slot():
     shard = open_shard(2)
     [(span, address)] = shard.shared_cells("w1", HERE).items()
     gone = CellAddress("/proc/1/fd/999", 1, 2)
@@ -444,7 +446,7 @@ def test_the_cells_that_a_process_can_map_come_with_the_workers_place():
         def shared_cells(self, message_id):
             return {(5, 9): gone, span: address}
 
-    found = open_cells(Posted(), MessageId("w1", 1, 0, 0), is_locked=True, timeout_s=0.25)
+    found = open_cells(Posted(), MessageId("w1", 1, 0), is_locked=True, timeout_s=0.25)
     assert list(found) == [span]
     cell, slot = found[span]
     assert slot == address.slot

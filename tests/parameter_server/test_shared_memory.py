@@ -1,4 +1,4 @@
-"""A center in memory that all processes of its node write: no update is lost, every wait ends."""
+"""A center in memory that all processes of its node write: no lost update, bounded waits."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ from raydl.worker.in_process import HERE
 
 
 def move(exchange, replica):
-    """Exchange once, and let the replica follow."""
+    """Exchange once, and move the replica."""
     exchange.begin(replica, torch.zeros(0), Header(num_samples=1.0))
     arrival = exchange.wait()
     replica.sub_(arrival.pull)
@@ -63,7 +63,7 @@ def test_one_exchange_moves_both_by_a_quarter_of_their_distance():
     assert (settled.span, settled.weights.size, settled.num_samples) == ((0, 0), 0, 3.0)
 
 
-def test_a_vector_of_many_blocks_moves_as_one_of_few():
+def test_a_vector_of_many_blocks_moves_like_one_of_few_blocks():
     size = 2 * BLOCK + 5
     shard, replica = open_shard(size), torch.randn(size)
     center = torch.zeros(size)
@@ -91,7 +91,7 @@ def test_a_rule_that_derives_from_elastic_averaging_keeps_its_own_arithmetic():
 
 
 @pytest.mark.parametrize("method", ["async-easgd", "hogwild-easgd"])
-def test_a_worker_trains_by_memory_as_it_does_by_message(method):
+def test_a_worker_trains_the_same_through_memory_as_by_messages(method):
     ends = []
     for has_neighbours in (False, True):
         run = Ensemble(
@@ -106,7 +106,7 @@ def test_a_worker_trains_by_memory_as_it_does_by_message(method):
     assert torch.allclose(replica, mapped_replica, atol=1e-6)
 
 
-def test_fragments_that_take_effect_later_go_by_memory_too():
+def test_fragments_that_take_effect_later_use_memory_too():
     in_parts = ExchangeConfig(fragments=2, delay=1)
     config = dataclasses.replace(job("async-easgd", period=4), exchange=in_parts)
     ends = []
@@ -130,7 +130,7 @@ def test_fragments_that_take_effect_later_go_by_memory_too():
         ({"method": "sync-easgd"}, False),
     ],
 )
-def test_what_a_message_must_say_goes_by_message(change, is_shared):
+def test_memory_is_shared_only_if_messages_carry_plain_weights_alone(change, is_shared):
     method, others = change.get("method", "async-easgd"), {**change}
     others.pop("method", None)
     config = dataclasses.replace(job(method), **others)
@@ -141,7 +141,7 @@ class AtTheCenter(Elastic):
     steps_replica = False
 
 
-def test_a_center_that_has_an_optimizer_is_moved_by_itself_alone():
+def test_a_center_with_an_optimizer_shares_no_memory():
     config = job("async-easgd")
     method = resolve(config)
     assert not can_be_shared(config, dataclasses.replace(method, rule=AtTheCenter(0.9)))
@@ -150,7 +150,7 @@ def test_a_center_that_has_an_optimizer_is_moved_by_itself_alone():
 # members
 
 
-def test_who_is_no_member_any_more_moves_nothing():
+def test_a_removed_worker_moves_nothing():
     shard = open_shard(2)
     exchange = reach(shard, "w1")
     shard.change(Membership(2, ("w0",)))
@@ -160,7 +160,7 @@ def test_who_is_no_member_any_more_moves_nothing():
     assert shard.shared_cells("w1", HERE) == {}
 
 
-def test_a_newcomer_in_the_place_of_another_is_not_taken_for_it():
+def test_a_newcomer_in_the_slot_of_another_worker_does_not_count_as_it():
     shard = open_shard(2)
     before = reach(shard, "w1")
     shard.change(Membership(2, ("w0",)))
@@ -172,7 +172,7 @@ def test_a_newcomer_in_the_place_of_another_is_not_taken_for_it():
     assert values_of(shard).tolist() == [1, 2]
 
 
-def test_a_worker_that_comes_back_is_not_taken_for_who_it_was():
+def test_a_worker_that_enters_again_does_not_count_as_its_former_self():
     shard = open_shard(2)
     before = reach(shard, "w1")
     shard.change(Membership(2, ("w0",)))
@@ -181,7 +181,7 @@ def test_a_worker_that_comes_back_is_not_taken_for_who_it_was():
         before.begin(torch.ones(2), torch.zeros(0), Header())
 
 
-def test_workers_beyond_the_places_there_are_send_messages():
+def test_workers_without_a_slot_send_messages():
     workers = tuple(f"w{i}" for i in range(600))
     shard = open_shard(2, workers=workers)
     cells = [shard.shared_cells(worker_id, HERE) for worker_id in workers]
@@ -190,13 +190,13 @@ def test_workers_beyond_the_places_there_are_send_messages():
     assert len(set(slots)) == len(slots)
 
 
-def test_a_worker_of_another_node_sends_messages():
+def test_a_worker_on_another_node_sends_messages():
     shard = open_shard(2)
     assert shard.shared_cells("w0", HERE)
     assert shard.shared_cells("w0", "another node") == {}
 
 
-def test_a_completion_that_is_refused_is_told():
+def test_a_refused_completion_raises():
     exchange = reach(open_shard(2), client=Orderly(refusal="the center refused w0"))
     exchange.begin(torch.ones(2), torch.zeros(0), Header())
     with pytest.raises(ExchangeError, match="the center refused w0"):
@@ -204,7 +204,7 @@ def test_a_completion_that_is_refused_is_told():
 
 
 @pytest.mark.parametrize("path", ["/proc/1/fd/999", "/proc/{pid}/fd/999", "/proc/self/exe"])
-def test_memory_that_can_not_be_reached_is_left_to_messages(path):
+def test_memory_that_can_not_be_opened_is_not_mapped(path):
     address = CellAddress(path.format(pid=os.getpid()), 1, 2)
     assert MappedCell.open_address(address, 2, is_locked=True, timeout_s=1.0) is None
 
@@ -222,7 +222,7 @@ def test_memory_of_another_center_is_not_written():
 
 @contextlib.contextmanager
 def child(action):
-    """Run an action in a process of its own; end it with SIGKILL."""
+    """Run an action in its own process; end it with SIGKILL."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -240,7 +240,7 @@ def child(action):
 
 
 class Stalls(Rule):
-    """Moves the first half, then no more."""
+    """Moves the first half, then stops."""
 
     def exchange_(self, replica, center, tally, *, out):
         half = len(center) // 2
@@ -249,7 +249,7 @@ class Stalls(Rule):
 
 
 def stall(shard):
-    """Move half of the center, and stop there with the lock."""
+    """Move half of the center, and stop with the lock held."""
     reach(shard, "w1", rule=Stalls()).begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
 
 
@@ -258,18 +258,18 @@ def has_stalled(shard):
     return bool((shard._cells[0, 2 * BLOCK].center.weights[:BLOCK] == 1).all())
 
 
-def test_a_worker_killed_halfway_holds_nobody_up():
+def test_a_worker_killed_half_way_blocks_no_other():
     shard = open_shard(2 * BLOCK)
     with child(lambda: stall(shard)):
         wait_for(lambda: has_stalled(shard))
     replica = torch.ones(2 * BLOCK)
     move(reach(shard), replica)
     values = values_of(shard)
-    assert set(values[:BLOCK].tolist()) == {1.0}  # it is where the replica is
+    assert set(values[:BLOCK].tolist()) == {1.0}  # it is at the replica
     assert set(values[BLOCK:].tolist()) == {0.25}
 
 
-def test_the_wait_for_a_worker_that_stopped_halfway_ends():
+def test_the_wait_for_a_worker_that_stopped_half_way_ends():
     shard = open_shard(2 * BLOCK, timeout_s=0.3)
     with child(lambda: stall(shard)) as pid:
         wait_for(lambda: has_stalled(shard))
@@ -278,13 +278,13 @@ def test_the_wait_for_a_worker_that_stopped_halfway_ends():
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}, which holds the center"):
             own.begin(torch.ones(2 * BLOCK), torch.zeros(0), Header())
         message = Request(
-            MessageId("w0", 1, 0, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
+            MessageId("w0", 1, 0), (0, 2 * BLOCK), np.ones(2 * BLOCK, np.float32), NOTHING,
             2, 1.0, 0.1,
         )  # fmt: skip
         with pytest.raises(ExchangeTimeoutError, match=f"process {pid}"):
             shard.exchange(message)
-        assert values_of(shard)[0] == 1  # a copy is to be had all the same
-        shard.change(Membership(2, ("w0",)))  # and workers come and go
+        assert values_of(shard)[0] == 1  # the shard can still be copied
+        shard.change(Membership(2, ("w0",)))  # and workers join and leave
 
 
 def hammer(shard, worker_id, count, path):
@@ -297,7 +297,7 @@ def hammer(shard, worker_id, count, path):
     np.save(f"{path}-{worker_id}-after.npy", replica.numpy())
 
 
-def test_of_updates_by_memory_and_by_message_at_once_none_is_lost(tmp_path):
+def test_no_update_is_lost_between_memory_and_messages(tmp_path):
     workers, path = ("w0", "w1"), str(tmp_path / "x")
     shard = open_shard(BLOCK + 3, timeout_s=60.0, workers=(*workers, "w2"))
     replica = np.full(BLOCK + 3, 3.0, np.float32)
@@ -307,17 +307,17 @@ def test_of_updates_by_memory_and_by_message_at_once_none_is_lost(tmp_path):
         ]
         for number in range(100):  # as a worker of another node does
             request = Request(
-                MessageId("w2", 1, 0, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1
+                MessageId("w2", 1, number), (0, replica.size), replica, NOTHING, 2, 1.0, 0.1
             )
             replica = replica - (replica - shard.exchange(request).weights) / 4
         assert {os.waitpid(pid, 0)[1] for pid in pids} == {0}
     before = sum(np.load(f"{path}-{w}-before.npy").astype(np.float64) for w in workers) + 3.0
     after = sum(np.load(f"{path}-{w}-after.npy").astype(np.float64) for w in workers)
-    # What one gains the other loses: the sum of replicas and center stays as it is.
+    # One gains what the other loses: the sum of replicas and center does not change.
     assert np.abs(after + replica + values_of(shard) - before).max() < 1e-3
 
 
-def test_memory_does_not_outlive_those_who_map_it():
+def test_memory_does_not_outlive_the_processes_that_map_it():
     gc.collect()  # what other tests left
     before = open_files()
     shard = open_shard(4)

@@ -1,4 +1,4 @@
-"""Workers that take turns go on after joins and losses; nobody waits for who is gone."""
+"""Turns continue after joins and losses; no worker waits for a lost one."""
 
 import pytest
 from coordinators import change, enter, make_coordinator, settling, waiting
@@ -12,11 +12,11 @@ from raydl.worker.in_process import LocalCenterClient
 
 
 def turns(coordinator, *worker_ids, start=10, generations=None):
-    """Let workers take a turn each, in this order; each must be free at once."""
+    """Let workers take one turn each, in this order, without a wait."""
     for sequence, worker_id in enumerate(worker_ids, start):
         generation = (generations or {}).get(worker_id, 1)
-        coordinator.take_turn(MessageId(worker_id, generation, 0, 2 * sequence))
-        coordinator.end_turn(MessageId(worker_id, generation, 0, 2 * sequence + 1))
+        coordinator.take_turn(MessageId(worker_id, generation, 2 * sequence))
+        coordinator.end_turn(MessageId(worker_id, generation, 2 * sequence + 1))
 
 
 def in_turns(*workers, timeout_s=30.0):
@@ -26,30 +26,30 @@ def in_turns(*workers, timeout_s=30.0):
     return coordinator
 
 
-def test_who_waits_for_the_turn_of_a_lost_worker_gets_it_at_once(pool):
+def test_a_worker_that_waits_behind_a_lost_worker_gets_the_turn_at_once(pool):
     coordinator = in_turns("w0", "w1", "w2")
-    coordinator.take_turn(MessageId("w0", 1, 0, 1))
-    third = waiting(pool, coordinator.take_turn, MessageId("w2", 1, 0, 1))
-    second = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 0, 1))
+    coordinator.take_turn(MessageId("w0", 1, 1))
+    third = waiting(pool, coordinator.take_turn, MessageId("w2", 1, 1))
+    second = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 1))
     change(coordinator, 2, "w1", "w2")
     second.result(timeout=30)
     assert not third.done()
-    coordinator.end_turn(MessageId("w1", 1, 0, 2))
+    coordinator.end_turn(MessageId("w1", 1, 2))
     third.result(timeout=30)
 
 
-def test_a_removed_worker_that_waits_for_its_turn_is_told_so(pool):
+def test_a_removed_worker_that_waits_for_its_turn_is_refused(pool):
     coordinator = in_turns("w0", "w1")
-    coordinator.take_turn(MessageId("w0", 1, 0, 1))
-    call = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 0, 1))
+    coordinator.take_turn(MessageId("w0", 1, 1))
+    call = waiting(pool, coordinator.take_turn, MessageId("w1", 1, 1))
     change(coordinator, 2, "w0")
     with pytest.raises(ExchangeError, match="the center refused w1: it is no longer a member"):
         call.result(timeout=30)
-    coordinator.end_turn(MessageId("w0", 1, 0, 2))
+    coordinator.end_turn(MessageId("w0", 1, 2))
     turns(coordinator, "w0", "w0")
 
 
-def test_who_waits_to_enter_behind_a_lost_worker_enters(pool):
+def test_a_worker_that_waits_to_enter_behind_a_lost_worker_enters(pool):
     coordinator = make_coordinator("original-easgd", workers=("w0", "w1", "w2"))
     second = waiting(pool, enter, coordinator, "w1")
     third = waiting(pool, enter, coordinator, "w2")
@@ -59,23 +59,23 @@ def test_who_waits_to_enter_behind_a_lost_worker_enters(pool):
         second.result(timeout=30)
 
 
-def test_nobody_begins_before_all_have_claimed_their_first_samples(pool):
+def test_no_turn_begins_before_all_have_claimed_their_first_samples(pool):
     coordinator = make_coordinator("original-easgd", workers=("w0", "w1"))
     enter(coordinator, "w0")
-    first = waiting(pool, coordinator.take_turn, MessageId("w0", 1, 0, 1))
+    first = waiting(pool, coordinator.take_turn, MessageId("w0", 1, 1))
     assert not first.done()
     enter(coordinator, "w1")
     first.result(timeout=30)
 
 
-def test_who_waits_for_one_that_never_enters_says_whom(pool):
+def test_a_wait_for_a_worker_that_never_enters_names_it(pool):
     coordinator = make_coordinator("original-easgd", workers=("w0", "w1"), timeout_s=0.1)
     enter(coordinator, "w0")
     with pytest.raises(ExchangeTimeoutError, match="w1"):
-        coordinator.take_turn(MessageId("w0", 1, 0, 1))
+        coordinator.take_turn(MessageId("w0", 1, 1))
 
 
-def test_a_removed_worker_that_waits_for_an_answer_is_told_so(pool):
+def test_a_removed_worker_that_waits_for_an_answer_is_refused(pool):
     coordinator = make_coordinator()
     enter(coordinator, "w1")
     call = waiting(pool, coordinator.repeat, settling("w1", 1, []))
@@ -84,31 +84,31 @@ def test_a_removed_worker_that_waits_for_an_answer_is_told_so(pool):
         call.result(timeout=30)
 
 
-def test_turns_go_on_in_rank_order_after_joins_and_losses():
+def test_turns_continue_in_rank_order_after_joins_and_losses():
     coordinator = in_turns("w0", "w1", "w2")
     turns(coordinator, "w0")  # w1 is next
     change(coordinator, 2, "w1", "w2", "w3")
     since = {"w3": 2, "w4": 3}
-    turns(coordinator, "w1", "w2", "w1", "w2", start=20)  # nobody waits for w3 to come
+    turns(coordinator, "w1", "w2", "w1", "w2", start=20)  # no worker waits for w3 to enter
     enter(coordinator, "w3", generation=2)
     turns(coordinator, "w3", "w1", "w2", "w3", "w1", start=30, generations=since)
-    change(coordinator, 3, "w1", "w3", "w4")  # w2 is lost, whose turn it was
+    change(coordinator, 3, "w1", "w3", "w4")  # w2, which held the turn, is lost
     enter(coordinator, "w4", generation=3)
     turns(coordinator, "w3", "w4", "w1", "w3", start=40, generations=since)
 
 
-def test_a_worker_that_joins_first_of_all_gets_the_turn():
+def test_the_first_worker_that_joins_gets_the_turn():
     coordinator = in_turns("w0", timeout_s=0.05)
     change(coordinator, 2)
     change(coordinator, 3, "w1")
     with pytest.raises(ExchangeTimeoutError, match="nobody"):
-        coordinator.take_turn(MessageId("w1", 3, 0, 0))  # it has not entered
+        coordinator.take_turn(MessageId("w1", 3, 0))  # it has not entered
     enter(coordinator, "w1", generation=3)
     turns(coordinator, "w1", "w1", generations={"w1": 3})
 
 
 class Watched(LocalCenterClient):
-    """Notes what each worker asks of the center, in the order in which it does."""
+    """Records each worker's calls to the center, in order."""
 
     def __init__(self, *shards):
         super().__init__(*shards)
@@ -128,13 +128,13 @@ class Watched(LocalCenterClient):
 
 
 @pytest.mark.parametrize("period", [1, 2])
-def test_a_worker_sends_and_receives_within_its_turn_alone(monkeypatch, period):
+def test_a_worker_sends_and_receives_only_within_its_turn(monkeypatch, period):
     monkeypatch.setattr("ensembles.LocalCenterClient", Watched)
     run = Ensemble(job("original-easgd", period=period), num_workers=2, images=tiny_images(24))
     run.join().run()
     calls = run.workers[0].runner.strategy._client.calls[
         :-6
-    ]  # nobody waits for one that has done all
+    ]  # no worker waits for one without work
     assert len(calls) > 6
     for first in range(0, len(calls), 3):
         workers, words = zip(*calls[first : first + 3], strict=True)

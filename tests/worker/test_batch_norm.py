@@ -1,4 +1,4 @@
-"""The center of a net with batch normalisation has statistics that it can be scored with."""
+"""The center of a net with batch normalization has statistics for its evaluation."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +29,7 @@ def normed(input_shape, num_classes):
 
 
 def center_scores(data, method, period, num_workers):
-    """Return the test metrics of the center after some epochs, and of it without its buffers."""
+    """Return the test metrics of the center after some epochs, with and without its buffers."""
     config = TrainConfig(
         method=MethodConfig(name=method, period=period),
         training=TrainingConfig(epochs=12, batch_size=16),
@@ -62,7 +62,7 @@ def center_scores(data, method, period, num_workers):
     ("method", "period"),
     [("sync-easgd", 4), ("sync-sgd", 1), ("async-easgd", 4), ("local-sgd", 4)],
 )
-def test_the_center_scores_as_that_of_a_single_worker_does(method, period):
+def test_the_center_scores_like_the_center_of_a_single_worker(method, period):
     data = load("synthetic:384x1x12x12x4", seed=1)
     (alone, _), (together, without) = (center_scores(data, method, period, p) for p in (1, 3))
     assert alone["accuracy"] > 0.9
@@ -71,7 +71,7 @@ def test_the_center_scores_as_that_of_a_single_worker_does(method, period):
 
 
 def partners_after_a_broken_round():
-    """Return two workers that share a replica, formed anew after a round that did not end."""
+    """Return two workers that share a replica, regrouped after an unfinished round."""
     config = TrainConfig(
         method=MethodConfig(name="sync-easgd", period=3, group_size=2),
         training=TrainingConfig(epochs=1, batch_size=4),
@@ -101,8 +101,8 @@ def break_off():
     raise ExchangeError(0, 1, "reset")
 
 
-def test_partners_train_no_sample_again_for_statistics_of_their_own():
-    """Of 48 samples 24 are trained when the round breaks, and stay so."""
+def test_partners_with_different_statistics_train_no_sample_again():
+    """24 of 48 samples are trained when the round fails, and remain so."""
     ensemble, _ = partners_after_a_broken_round()
     seen = []
     for worker in ensemble.workers:
@@ -117,7 +117,7 @@ def test_partners_train_no_sample_again_for_statistics_of_their_own():
     assert len(set(seen)) == len(seen) == 24
 
 
-def test_partners_go_on_with_the_statistics_of_the_first():
+def test_partners_continue_with_the_statistics_of_the_first():
     ensemble, before = partners_after_a_broken_round()
     assert not torch.equal(*before)
     for worker in ensemble.workers:

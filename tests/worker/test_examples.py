@@ -1,4 +1,4 @@
-"""The examples: the same pictures each time, drawn so that a wrong one is seen."""
+"""The examples: the same pictures each time, with wrong predictions marked."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def test_examples_are_spread_over_a_set_that_may_be_sorted_by_class():
     assert len(example_rows(17)) == NUM_EXAMPLES
 
 
-def test_only_a_wrong_one_is_marked():
+def test_only_a_wrong_prediction_is_marked():
     images = tiny_images(20)
     examples, rows = Examples(images), example_rows(20)
     right = tuple(int(label) for label in images.labels[rows])
@@ -50,7 +50,7 @@ def test_pictures_of_any_shape_and_names_of_any_length_fit_the_same_sheet(shape)
     assert max(sheet.shape) < 700
 
 
-def test_a_task_that_knows_classes_is_asked_in_evaluation_mode():
+def test_a_task_with_classes_predicts_in_evaluation_mode():
     model = torch.nn.Sequential(linear(SHAPE.input_shape, 3), torch.nn.Dropout(0.9)).train()
     inputs = torch.randn(5, *SHAPE.input_shape)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_a_task_that_knows_classes_is_asked_in_evaluation_mode():
 
 def test_a_task_without_classes_has_no_examples():
     class Regression(Classification):
-        """Says nothing of classes."""
+        """A task without classes."""
 
         predict = None
 

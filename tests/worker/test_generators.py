@@ -1,4 +1,4 @@
-"""Whatever a task draws at random is begun from the seed and kept in checkpoints."""
+"""A task's random numbers start from the seed, and checkpoints keep the generators."""
 
 import random
 
@@ -40,7 +40,7 @@ class Noisy(Classification):
         return super().loss(model, batch) * (1 + sum(draws()[:3]))
 
 
-def test_a_worker_draws_the_same_again_and_another_worker_draws_others():
+def test_a_worker_draws_the_same_numbers_again_and_another_worker_draws_others():
     seed_generators(7, "w1")
     first = draws()
     seed_generators(7, "w2")
@@ -49,16 +49,16 @@ def test_a_worker_draws_the_same_again_and_another_worker_draws_others():
     assert draws() == first
 
 
-def test_generators_go_on_where_they_were():
+def test_generators_continue_from_their_state():
     seed_generators(7, "w1")
-    draws()  # leaves NumPy with a normal number in hand
+    draws()  # leaves NumPy with a cached normal number
     state = generators_state(CPU)
     first = draws()
     load_generators(state, CPU)
     assert draws() == first
 
 
-def test_a_state_of_torch_alone_is_taken_too():
+def test_a_state_with_torchs_generator_only_is_loaded_too():
     state = {"cpu": torch.get_rng_state(), "cuda": None}
     expected = torch.rand(1)
     load_generators(state, CPU)
@@ -84,7 +84,7 @@ def test_the_seed_of_torch_is_the_runs_own():
     assert torch.equal(torch.rand(1), drawn)
 
 
-def test_a_run_and_its_score_leave_the_callers_generators_as_they_were(tmp_path):
+def test_a_run_and_its_score_do_not_change_the_callers_generators(tmp_path):
     path = str(tmp_path / "run")
     trainer = raydl.Trainer(
         "mlp",
@@ -100,7 +100,7 @@ def test_a_run_and_its_score_leave_the_callers_generators_as_they_were(tmp_path)
         assert draws() == expected
 
 
-def test_the_seed_that_a_gpu_will_begin_with_is_the_callers(monkeypatch):
+def test_the_seed_of_a_gpu_that_has_not_started_is_the_callers(monkeypatch):
     """Before CUDA starts torch remembers the newest seed for it."""
     seeds = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -111,7 +111,7 @@ def test_the_seed_that_a_gpu_will_begin_with_is_the_callers(monkeypatch):
     assert seeds[-1] == 5
 
 
-def test_a_resumed_run_draws_what_one_that_was_not_interrupted_draws(tmp_path):
+def test_a_resumed_run_draws_the_same_numbers_as_an_uninterrupted_one(tmp_path):
     case = config("sync-easgd", epochs=4)
     whole = History(case, task=Noisy())
     whole.train("w0", rounds=3)

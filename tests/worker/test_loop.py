@@ -1,4 +1,4 @@
-"""The worker's loop: same bits again, same bits after a resume, decisions by vote."""
+"""The worker's loop: the same bits for a seed and after a resume, and decisions by vote."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_a_run_stopped_after_any_round_goes_on_to_the_same_bits(method, num_workers):
+def test_a_run_stopped_after_any_round_resumes_to_the_same_bits(method, num_workers):
     config = settings(method, epochs=2)
     images = tiny_images(25)
     # One generator serves all threads of this process, so only one worker can draw from it.
@@ -104,7 +104,7 @@ def test_all_ranks_stop_after_the_same_round_by_one_vote():
     assert len({w.round for w in ensemble.workers}) == 1
 
 
-def test_a_checkpoint_vote_keeps_the_state_of_one_round_everywhere_and_training_goes_on():
+def test_a_checkpoint_vote_keeps_the_state_of_one_round_on_all_ranks_and_training_continues():
     ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2).join()
     ensemble.workers[0].vote(1, checkpoint=1.0)
     assert ensemble.run(3) == [Outcome.GO_ON] * 2
@@ -112,20 +112,20 @@ def test_a_checkpoint_vote_keeps_the_state_of_one_round_everywhere_and_training_
     assert 1 in ensemble.published
 
 
-def test_a_vote_of_the_generation_before_counts_no_more():
+def test_a_vote_of_the_last_generation_is_ignored():
     ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
     for worker in ensemble.workers:
         worker.vote(0, regroup=1.0)
     assert ensemble.join().run(2) == [Outcome.GO_ON] * 2
 
 
-def test_a_vote_that_overtakes_the_order_to_join_still_counts():
+def test_a_vote_that_arrives_before_the_request_to_join_still_counts():
     ensemble = Ensemble(settings("sync-easgd", epochs=50), num_workers=2)
     ensemble.workers[1].vote(1, stop=1.0)
     assert ensemble.join().run(2) == [Outcome.STOPPED] * 2
 
 
-def test_steps_end_the_run_where_they_say():
+def test_a_limit_of_steps_ends_the_run():
     ensemble = Ensemble(settings("sync-easgd", steps=5), num_workers=2).join()
     assert ensemble.run() == [Outcome.FINISHED] * 2
     assert [w.local_step for w in ensemble.workers] == [5, 5]

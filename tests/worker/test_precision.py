@@ -1,4 +1,4 @@
-"""Precision, batches in parts and smoothing of labels."""
+"""Precision, microbatches and label smoothing."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(rule, num_parts):
         torch.testing.assert_close(one, other)
 
 
-def test_less_samples_than_parts_make_a_step_all_the_same():
+def test_fewer_samples_than_parts_still_make_a_step():
     training = TrainingConfig(batch_size=8, microbatches=8)
     replica, _ = replica_of(OptimizerConfig(lr=0.1), training=training)
     before = replica.flat.weights.clone()

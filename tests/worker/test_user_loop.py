@@ -1,4 +1,4 @@
-"""A loop of one's own takes the same steps as a worker's loop does; the rest stays the user's."""
+"""A user's own loop takes the same steps as a worker's loop; the rest is up to the user."""
 
 import io
 import re
@@ -18,7 +18,7 @@ IMAGES = tiny_images(144)  # whole rounds of every period below
 
 
 def net(image_shape=(1, 4, 4), num_classes=3):
-    """A small network with batch norm: its statistics travel, too."""
+    """A small network with batch norm: its statistics are exchanged, too."""
     return torch.nn.Sequential(
         torch.nn.Flatten(),
         torch.nn.Linear(16, 8),
@@ -33,7 +33,7 @@ def sgd(model):
 
 
 class Recorded(Classification):
-    """Remembers the batches that each model was given."""
+    """Records the batches of each model."""
 
     def __init__(self):
         super().__init__(net)
@@ -45,7 +45,7 @@ class Recorded(Classification):
 
 
 def in_a_run(method, num_rounds, **exchange):
-    """Train by the workers' own loop; return the ensemble, and each worker's batches."""
+    """Train in the workers' own loop; return the ensemble, and each worker's batches."""
     config = TrainConfig(
         method=method,
         training=TrainingConfig(epochs=1000, batch_size=4),
@@ -94,7 +94,7 @@ def loop_of(threads, rank, batches, *, set_to_none=True, num_steps=None):
         ("original-easgd", 3, {}),
     ],
 )
-def test_a_loop_of_ones_own_comes_to_the_same_bits_as_a_run(name, period, exchange, set_to_none):
+def test_a_users_loop_trains_the_same_bits_as_a_run(name, period, exchange, set_to_none):
     method = MethodConfig(name=name, period=period)
     ensemble, batches = in_a_run(method, 6, **exchange)
     threads = Threads(settings(method, 3, **exchange))
@@ -104,7 +104,7 @@ def test_a_loop_of_ones_own_comes_to_the_same_bits_as_a_run(name, period, exchan
             assert torch.equal(own[key], value), key
 
 
-# what a user may do around steps
+# calls around steps
 
 
 def alone(method="sync-easgd", period=2):
@@ -133,7 +133,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_inside_center_the_model_holds_the_center_and_after_it_its_own_weights(method):
+def test_inside_center_the_model_holds_the_center_and_afterwards_its_own_weights(method):
     model, optimizer, elastic = alone(method)
     with elastic:
         take_steps(model, optimizer, elastic, 5)
@@ -154,7 +154,7 @@ def test_an_evaluation_of_the_center_changes_no_later_step():
                 take_steps(model, optimizer, elastic, 1, first=step)
                 if evaluates:
                     with elastic.center():
-                        model(torch.zeros(4, 1, 4, 4))  # in training mode: its statistics move
+                        model(torch.zeros(4, 1, 4, 4))  # in training mode: the statistics change
             results.append(copied(model))
     assert same(*results)
 
@@ -165,7 +165,7 @@ def test_a_step_inside_center_is_refused():
         elastic.step()
 
 
-def test_who_goes_on_from_its_state_comes_to_the_same_bits():
+def test_a_loop_resumed_from_its_state_trains_the_same_bits():
     model, optimizer, elastic = alone()
     with elastic:
         take_steps(model, optimizer, elastic, 4)
@@ -182,7 +182,7 @@ def test_who_goes_on_from_its_state_comes_to_the_same_bits():
 
 
 def roundtrip(state):
-    """Return a state as a file gives it back, without trusting the file."""
+    """Return a state as read from a file, with ``weights_only``."""
     file = io.BytesIO()
     torch.save(state, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
@@ -202,7 +202,7 @@ def test_a_state_from_before_there_was_an_untrained_state_is_loaded():
         assert elastic.local_step == 6
 
 
-def test_sparse_gradients_are_looked_at_too():
+def test_sparse_gradients_are_checked_too():
     model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = MethodConfig(name="sync-easgd", period=10)
@@ -217,7 +217,7 @@ def test_sparse_gradients_are_looked_at_too():
 
 
 class Replaced(torch.nn.Linear):
-    """Puts another tensor in the place of its buffer in each pass, in evaluations, too."""
+    """Replaces its buffer by another tensor in each pass, in evaluations, too."""
 
     def __init__(self):
         super().__init__(2, 1)
@@ -228,7 +228,7 @@ class Replaced(torch.nn.Linear):
         return super().forward(inputs)
 
 
-def test_a_buffer_that_an_evaluation_replaced_is_the_replicas_own_again():
+def test_a_buffer_replaced_in_an_evaluation_is_restored():
     model = Replaced()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Threads(settings(MethodConfig(name="sync-easgd"), 1)).attach(model, optimizer) as elastic:
@@ -239,13 +239,13 @@ def test_a_buffer_that_an_evaluation_replaced_is_the_replicas_own_again():
             assert same(before, copied(model))
 
 
-def test_a_state_is_loaded_before_the_worker_comes():
+def test_a_state_must_be_loaded_before_the_worker_joins():
     _, _, elastic = alone()
-    with elastic, pytest.raises(AttachError, match="load_state_dict comes first"):
+    with elastic, pytest.raises(AttachError, match="load_state_dict must be called before"):
         elastic.load_state_dict(elastic.state_dict())
 
 
-def test_who_is_detached_takes_no_step():
+def test_a_detached_worker_takes_no_step():
     model, optimizer, elastic = alone()
     with elastic:
         take_steps(model, optimizer, elastic, 3)
@@ -254,26 +254,26 @@ def test_who_is_detached_takes_no_step():
         elastic.step()
 
 
-def test_a_model_that_is_attached_is_not_attached_again_before_it_is_detached():
+def test_an_attached_model_is_attached_again_only_after_a_detach():
     model, optimizer, elastic = alone()
     threads = Threads(settings(MethodConfig(name="sync-easgd"), 1))
-    with elastic, pytest.raises(ConfigError, match="attached to 'run' already, and would wait for"):
+    with elastic, pytest.raises(ConfigError, match="already attached to 'run', and would wait for"):
         threads.attach(model, optimizer)
     again = threads.attach(model, optimizer)
-    del again  # a loop that forgot to detach
+    del again  # a loop that did not detach
     with threads.attach(model, optimizer) as elastic:
         take_steps(model, optimizer, elastic, 3)
 
 
-def test_a_model_that_was_moved_is_told():
+def test_a_model_that_was_converted_raises():
     model, _, elastic = alone()
     with elastic:
         model.double()
-        with pytest.raises(AttachError, match="move or convert the model before it is attached"):
+        with pytest.raises(AttachError, match=r"move or convert the model before raydl\.attach"):
             elastic.step()
 
 
-def test_a_parameter_without_a_gradient_stays_as_it_is():
+def test_a_parameter_without_a_gradient_does_not_change():
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     method = MethodConfig(name="sync-easgd", period=10)
@@ -285,7 +285,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is():
         assert model[0].weight.grad is not None  # until the loop zeroes it
 
 
-# what is refused before anything starts
+# checks before anything starts
 
 
 def held_by_nobody():
@@ -296,22 +296,25 @@ def held_by_nobody():
     ("change", "sentence"),
     [
         ({"method": "sync-easdg"}, "method.name has no 'sync-easdg'; did you mean sync-easgd"),
-        ({"method": "sync-sgd"}, "take local-sgd with method.period 1"),
+        ({"method": "sync-sgd"}, "choose local-sgd with method.period 1"),
         ({"num_workers": 0}, "num_workers must be 1 or more, got 0"),
         (
             {"method": "sync-easgd", "group_size": 2},
-            "method.group_size must be 1 with a loop of your own, got 2",
+            "method.group_size must be 1 with raydl.attach, got 2",
         ),
-        ({"center_shards": 2}, "exchange.center_shards must be 1 with a loop of your own, got 2"),
+        ({"center_shards": 2}, "exchange.center_shards must be 1 with raydl.attach, got 2"),
         ({"model": torch.nn.ReLU()}, "model ReLU: has no parameter that requires a gradient"),
         ({"model": "lenet"}, "model must be a torch.nn.Module, got a str"),
         ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, got a str"),
-        ({"optimizer": held_by_nobody()}, "does not hold 6 of the model's 6 parameters, 1.weight"),
-        ({"more": held_by_nobody()}, "holds 2 parameters that are not the model's"),
+        (
+            {"optimizer": held_by_nobody()},
+            "lacks 6 of the model's 6 parameters, for example 1.weight",
+        ),
+        ({"more": held_by_nobody()}, "has 2 parameters that are not the model's"),
         ({"kind": torch.optim.LBFGS}, "can not be LBFGS"),
     ],
 )
-def test_a_mistake_is_told_in_one_sentence_before_anything_starts(change, sentence):
+def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(change, sentence):
     model = change.get("model", net())
     optimizer = change.get("optimizer")
     if optimizer is None:
@@ -331,13 +334,13 @@ def test_a_mistake_is_told_in_one_sentence_before_anything_starts(change, senten
     assert not before or same(before, copied(model))
 
 
-def test_outside_a_ray_actor_attach_says_where_it_works():
+def test_outside_a_ray_actor_attach_says_that_it_needs_one():
     model = net()
     with pytest.raises(ConfigError, match="works inside a Ray actor"):
         raydl.attach(model, sgd(model), name="run", num_workers=2)
 
 
-def test_a_worker_with_other_settings_is_told_which():
+def test_a_worker_with_different_settings_is_told_which():
     threads = Threads(settings(MethodConfig(name="sync-easgd", period=2), 1))
     model = net()
     with threads.attach(model, sgd(model)):
