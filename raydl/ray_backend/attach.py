@@ -107,7 +107,7 @@ def attach(
         terms=transports.terms,
         lease_s=config.elastic.lease_s,
         in_rounds=job.method.is_sync,
-        wish=worker_id,
+        preferred_id=worker_id,
     )
     return Attached(model, optimizer, job=job, rendezvous=rendezvous)
 

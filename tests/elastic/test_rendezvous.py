@@ -45,17 +45,17 @@ class Gathering:
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker_id, generation in members.items():
-                self.rendezvous.hear(worker_id, generation)
+                self.rendezvous.heartbeat(worker_id, generation)
 
-    def hear(self, worker_id, generation):
-        return self.rendezvous.hear(worker_id, generation)
+    def heartbeat(self, worker_id, generation):
+        return self.rendezvous.heartbeat(worker_id, generation)
 
 
 def test_the_first_generation_forms_when_the_fewest_are_there():
     gathering = Gathering((2, 4))
     assert gathering.come("w0") == [None]
     assert gathering.come("w1", "w0") == [("w0", "w1")] * 2
-    assert gathering.hear("w0", 1) is Signal.GO_ON
+    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
 
 
 def test_ranks_go_by_the_ids_whoever_comes_first():
@@ -78,7 +78,7 @@ def test_who_comes_later_is_a_vote_and_then_a_member():
     gathering = Gathering((1, 2))
     gathering.come("w0")
     assert gathering.poll("w1") is None
-    assert gathering.hear("w0", 1) is Signal.REGROUP
+    assert gathering.heartbeat("w0", 1) is Signal.REGROUP
     call = gathering.poll("w0", 1, (5, 9))
     assert call.membership.worker_ids == ("w0", "w1")
     assert (call.source, call.age) == ("w0", (5, 9))
@@ -89,7 +89,7 @@ def test_nobody_is_asked_to_make_room_where_there_is_none():
     gathering = Gathering((1, 1))
     gathering.come("w0")
     assert gathering.poll("w1") is None
-    assert gathering.hear("w0", 1) is Signal.GO_ON
+    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
     for _ in range(19):
         gathering.pass_s(5, w0=1)
         assert gathering.poll("w1") is None
@@ -111,26 +111,26 @@ def three_of(min_workers):
 def test_a_lost_member_ends_the_generation_and_the_others_form_the_next_one():
     gathering = three_of(2)
     gathering.pass_s(LEASE_S - 1, w1=2, w2=2)
-    assert gathering.hear("w1", 2) is Signal.GO_ON
+    assert gathering.heartbeat("w1", 2) is Signal.GO_ON
     gathering.pass_s(1, w1=2, w2=2)
-    assert gathering.hear("w1", 2) is Signal.OVER
+    assert gathering.heartbeat("w1", 2) is Signal.OVER
     assert gathering.come("w1", "w2", generation=2) == [("w1", "w2")] * 2
 
 
 def test_survivors_wait_for_the_others_no_longer_than_a_lease():
     gathering = three_of(2)
     assert gathering.come("w0", "w1", generation=2) == [None, None]
-    assert gathering.hear("w2", 2) is Signal.REGROUP  # its round may be about to arrive
+    assert gathering.heartbeat("w2", 2) is Signal.REGROUP  # its round may be about to arrive
     gathering.pass_s(2, w2=2)
-    assert gathering.hear("w2", 2) is Signal.OVER
+    assert gathering.heartbeat("w2", 2) is Signal.OVER
     for _ in range(7):
         gathering.pass_s(1, w2=2)
         assert gathering.come("w0", "w1", generation=2) == [None, None]
     gathering.pass_s(1, w2=2)
     assert gathering.come("w0", "w1", generation=2) == [("w0", "w1")] * 2
-    assert gathering.hear("w2", 2) is Signal.OVER
+    assert gathering.heartbeat("w2", 2) is Signal.OVER
     assert gathering.come("w2", generation=2) == [None]
-    assert gathering.hear("w0", 3) is Signal.REGROUP  # it is a newcomer now
+    assert gathering.heartbeat("w0", 3) is Signal.REGROUP  # it is a newcomer now
 
 
 def test_the_copy_that_is_furthest_goes_on_unless_it_is_of_somebody_who_was_left_out():
@@ -158,7 +158,7 @@ def test_who_has_left_for_good_need_not_be_replaced():
     gathering = Gathering((3, 3))
     gathering.come("w0", "w1", "w2")
     assert not gathering.rendezvous.leave_rendezvous("w0", 1)
-    assert gathering.hear("w1", 1) is Signal.OVER
+    assert gathering.heartbeat("w1", 1) is Signal.OVER
     assert gathering.come("w1", "w2", generation=1) == [("w1", "w2")] * 2
     assert not gathering.rendezvous.leave_rendezvous("w1", 2)
     assert gathering.rendezvous.leave_rendezvous("w2", 2)
@@ -202,7 +202,7 @@ def test_by_messages_the_others_stay_as_they_are():
     call = gathering.poll("w2")
     assert call.generation == 2
     assert call.membership.worker_ids == ("w0", "w1", "w2")
-    assert gathering.hear("w0", 1) is Signal.GO_ON
+    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
     gathering.rendezvous.leave_rendezvous("w0", 1)
     assert gathering.rendezvous.membership.worker_ids == ("w1", "w2")
     assert [m.generation for m in gathering.rendezvous.pop_changes()] == [1, 2, 3]
@@ -226,14 +226,14 @@ def test_by_messages_who_is_silent_is_out_and_hears_so_when_it_comes_back():
     gathering.come("w1")
     gathering.pass_s(LEASE_S, w1=2)
     assert gathering.rendezvous.membership.worker_ids == ("w1",)
-    assert gathering.hear("w0", 1) is Signal.OVER
+    assert gathering.heartbeat("w0", 1) is Signal.OVER
 
 
 def test_by_messages_a_start_whose_first_worker_dies_begins_again():
     gathering = by_messages((2, 3))
     gathering.come("w0", "w1")
     gathering.pass_s(LEASE_S, w1=1)
-    assert gathering.hear("w1", 1) is Signal.OVER
+    assert gathering.heartbeat("w1", 1) is Signal.OVER
     assert gathering.poll("w2") is None
     call = gathering.poll("w1", 1)
     assert call.membership.worker_ids == ("w1", "w2")

@@ -250,7 +250,7 @@ def test_who_is_detached_takes_no_step():
     with elastic:
         take_steps(model, optimizer, elastic, 3)
     assert elastic.center_state_dict().keys() == model.state_dict().keys()
-    with pytest.raises(AttachError, match="is detached; attach anew"):
+    with pytest.raises(AttachError, match="is detached; attach again"):
         elastic.step()
 
 
