@@ -105,7 +105,7 @@ def test_no_cut_is_told_of_that_can_not_come():
     stage.step(scored(1))
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     stage.step(scored(9))
-    assert "stands still" not in str(stage.said)
+    assert "stopped improving" not in str(stage.said)
 
 
 def plateau_of(method):
@@ -146,7 +146,7 @@ def test_workers_are_told_of_cuts_and_told_again_when_they_form_anew():
     stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
     assert stage.step(scored(1)) == []
     assert ("vote", "num_cuts") in stage.step(scored(2))
-    assert "the center stands still at accuracy 0.5000" in stage.said[-1]
+    assert "the center stopped improving at accuracy 0.5000" in stage.said[-1]
     assert ("vote", "num_cuts") not in stage.step()
     stage.step(Lost("w1", "the actor died"))
     stage.step(*stage.end("broken", 0, "w0"))

@@ -64,10 +64,10 @@ def test_scores_that_stand_still_cut_the_learning_rate_but_not_after_the_last_ro
     stage = Stage(optimizer=plateau).start()
     stage.step(Published((0, 2)), scored(2))
     assert stage.step(Published((0, 2, 4)), scored(4)) == [("vote", "num_cuts")]
-    assert "the center stands still at accuracy 0.5000" in stage.said[-1]
+    assert "the center stopped improving at accuracy 0.5000" in stage.said[-1]
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     stage.step(scored(9))
-    assert sum("stands still" in said for said in stage.said) == 1
+    assert sum("stopped improving" in said for said in stage.said) == 1
 
 
 def test_a_stop_before_anything_was_trained_ends_at_once():
@@ -84,7 +84,7 @@ def test_silence_of_the_last_states_ends_the_run_with_a_sentence(is_sync):
     stage.now += 299.0
     stage.step()
     stage.now += 2.0
-    with pytest.raises(RaydlError, match="nothing was heard of them for 300 s"):
+    with pytest.raises(RaydlError, match="there was no progress for 300 s"):
         stage.step()
 
 
@@ -220,7 +220,7 @@ def test_all_workers_may_be_lost_while_the_last_states_are_collected(finishing):
 @AT_THE_END
 def test_the_center_lost_while_the_last_states_are_collected_is_rebuilt(finishing):
     assert finishing.step(Lost("center", "the actor died")) == [("rebuild_center", "w0")]
-    assert "the center is rebuilt from what w0 saw last, of round 9" in finishing.said
+    assert "the center is rebuilt from the last copy of w0, of round 9" in finishing.said
     assert finishing.step(report("w1", 9)) == []
     assert finishing.step(Published((9,))) == [("collect", 9, ("w0", "w1"))]
     finishing.step(collected(9))
@@ -280,7 +280,7 @@ def test_scores_that_are_lost_are_told_first_one_by_one_then_every_tenth():
     ("task", "sentence"),
     [
         ("checkpoint", "a checkpoint was given up: it was killed"),
-        ("saved state of w0", "w0 starts at the center: it was killed"),
+        ("saved state of w0", "w0 starts from the center: it was killed"),
     ],
 )
 def test_what_will_not_come_is_told_with_its_cause(task, sentence):

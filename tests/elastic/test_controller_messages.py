@@ -177,7 +177,7 @@ def test_when_the_center_is_lost_all_leave_and_it_is_rebuilt_from_the_freshest(n
     assert stage.step(Lost(name, DIED)) == [("abandon", 1)]
     told = stage.step(*stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
     assert told == [("rebuild_center", "w1")]
-    assert stage.said[-1] == "the center is rebuilt from what w1 saw last, of round 9"
+    assert stage.said[-1] == "the center is rebuilt from the last copy of w1, of round 9"
     stage.step(Published((9,)))
     assert ("form", 2, ("w0", "w1"), 9) in stage.step()
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_is_fresher_than_every_copy_is_what_the_center_is_rebu
     stage = stage_of().after(Published((0, 12)), collected(12, "w0", "w1"), Lost("center", DIED))
     told = stage.step(*stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
     assert told == [("rebuild_center", None)]
-    assert stage.said[-1].endswith("from the newest checkpoint or where this run began")
+    assert stage.said[-1].endswith("from the newest checkpoint, or from where this run began")
     stage.step(Published((12,)))
     assert ("form", 2, ("w0", "w1"), 12) in stage.step()
 

@@ -102,7 +102,7 @@ def test_a_replica_that_can_not_be_taken_over_costs_no_more_than_itself():
     told = stage.step(GaveUp("handover to w2", "it is damaged"))
     assert told == [("forget", {"mine": 1}), ("form", 2, ("w0", "w2"), 7), ("end", "w1")]
     assert stage.worker_group.own_states == {}
-    assert "w2 starts at the center: it is damaged" in stage.said
+    assert "w2 starts from the center: it is damaged" in stage.said
 
 
 def test_who_is_lost_with_a_replica_that_it_took_over_does_not_leave_it_to_the_next_one():
@@ -261,7 +261,7 @@ def test_a_center_that_never_comes_ends_the_run_with_a_sentence():
     stage.step()
     stage.now += 2.0
     with pytest.raises(
-        RaydlError, match="did not get the newest copy of itself within 300 s; the same command"
+        RaydlError, match="did not receive its newest copy within 300 s; the same command"
     ):
         stage.step()
 
@@ -310,7 +310,7 @@ def test_what_is_left_to_train_waits_for_the_one_that_has_it():
     stage.step(*stage.end("regroup", 6, "w0"), Published((6,)))  # nothing is left for it
     stage.step()
     assert stage.state is State.WAITING
-    assert stage.said[-1] == "what is left to train is with workers that were left out"
+    assert stage.said[-1] == "all remaining samples are claimed by workers that were left out"
     stage.now += 9.0
     assert ("form", 3, ("w0", "w1"), 6) in stage.step()
 
@@ -323,7 +323,7 @@ def test_exchanges_that_break_without_a_cause_are_tried_again_but_not_for_ever()
         stage.now += 2.5
         stage.step()
         stage.step()
-        assert stage.said[-1].endswith("the same go on")
+        assert stage.said[-1].endswith("the same workers continue")
     stage.step(*stage.end("broken", 0, "w0", "w1"))
     stage.now += 2.5
     with pytest.raises(ProcessLostError, match="a reset; it is loss 3 in a row"):
@@ -360,7 +360,7 @@ def test_between_generations_a_lost_center_is_rebuilt_from_the_furthest_copy(sta
         how = "regroup" if state is State.REGROUPING else "broken"
         told = stage.step(*stage.end(how, 7, *stage.controller._run.at_work))
     assert ("rebuild_center", "w0") in told
-    assert "the center is rebuilt from what w0 saw last, of round 7" in stage.said
+    assert "the center is rebuilt from the last copy of w0, of round 7" in stage.said
     stage.step(Published((7,)), WorkerReady("w2"), HandedIn("w1", {}))
     stage.step(TookOver("w2"))
     stage.step()

@@ -132,12 +132,12 @@ def test_refusals_are_counted_by_kind_and_told_less_often_the_more_there_are():
     refusals = Refusals()
     assert refusals.note_refused("center a", {"snapshots": 0}) == []
     assert refusals.note_refused("center a", {"snapshots": 1}) == [
-        "refused a late snapshot that an earlier generation had made: nothing was changed by it"
+        "refused a late snapshot from an earlier generation: it changed nothing"
     ]
     told = [refusals.note_refused("center a", {"snapshots": n}) for n in range(1, 1000)]
     assert sum(map(len, told)) < 10
     (sentence,) = refusals.note_refused("shard 1", {"messages": 3})
-    assert sentence.startswith("refused 3 late messages that a worker ")
+    assert sentence.startswith("refused 3 late messages from outside ")
     refusals.note_refused(
         "center b", {"snapshots": 1}
     )  # the center was started again, and counts anew

@@ -141,18 +141,18 @@ def test_a_vote_before_any_report_is_of_round_0():
     assert run.voted_at_round == 0
 
 
-def test_it_is_told_when_every_end_is_behind_a_report():
+def test_the_reports_are_final_once_each_reaches_its_members_end():
     run = generation_of("w0", "w1")
-    assert run.is_told()
+    assert run.has_final_reports()
     end(run, "w0", Outcome.FINISHED, 20)
-    assert not run.is_told()
+    assert not run.has_final_reports()
     report(run, "w0", 19)
-    assert not run.is_told()
+    assert not run.has_final_reports()
     report(run, "w0", 20)
-    assert run.is_told()
+    assert run.has_final_reports()
     end(run, "w1", Outcome.BROKEN, -1)
     run.lose("w1")
-    assert run.is_told(), "of who is lost nothing is to come"
+    assert run.has_final_reports(), "a lost member has no end to report"
 
 
 # where members come one by one

@@ -363,7 +363,9 @@ def train_with_leaps(folder, count):
 def test_a_center_that_diverges_goes_back_to_the_newest_good_one(tmp_path, capsys):
     result = train_with_leaps(tmp_path / "run", 1)
     said = capsys.readouterr().out
-    assert "all go back to the newest good center (1 of 3 times in this epoch)" in said
+    assert (
+        "all workers are rolled back to the newest good center (1 of 3 times in this epoch)" in said
+    )
     assert result.metrics["samples"] == 9 * 1438
     center = load_file(tmp_path / "run" / "center.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
@@ -388,7 +390,10 @@ def test_in_rounds_a_center_that_diverges_is_one_rollback_for_all_workers_that_s
         error = NonFiniteCenterError(7)
         stage.step(RunEnded(worker_id, Outcome.BROKEN, -1, 1, str(error), error=error))
     assert stage.controller._failure.error is None
-    assert sum("all go back to the newest good center" in said for said in stage.said) == 1
+    assert (
+        sum("all workers are rolled back to the newest good center" in said for said in stage.said)
+        == 1
+    )
 
 
 def test_the_same_center_is_bad_news_once_but_the_next_one_again():
@@ -408,7 +413,7 @@ def test_a_replica_that_diverges_with_its_center_does_not_hide_that():
     told = [said for said in stage.said if "times in this epoch" in said]
     assert [said.split("; ")[-1] for said in told] == [
         "w1 is rolled back to the center (1 of 3 times in this epoch)",
-        "all go back to the newest good center (2 of 3 times in this epoch)",
+        "all workers are rolled back to the newest good center (2 of 3 times in this epoch)",
     ]
 
 

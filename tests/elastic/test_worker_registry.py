@@ -18,7 +18,7 @@ class Floor:
         self.generation = 0
         for worker_id in worker_ids:
             self.force.add(worker_id)
-            self.force.came_up(worker_id, "node")
+            self.force.note_ready(worker_id, "node")
         if training and worker_ids:
             self.form(*worker_ids)
 
@@ -85,7 +85,7 @@ def test_a_worker_starts_is_ready_trains_and_stands_by():
     floor.force.add("w0")
     assert floor.phase("w0") is Phase.STARTING
     assert floor.candidates().ready == ()
-    floor.force.came_up("w0", "node-a")
+    floor.force.note_ready("w0", "node-a")
     assert (floor.phase("w0"), floor.force["w0"].node) == (Phase.READY, "node-a")
     assert floor.candidates().ready == ("w0",)
     floor.form("w0")
@@ -110,7 +110,7 @@ def test_workers_are_told_in_the_order_in_which_they_were_asked_for():
     floor = Floor("w2", "w0", "w1")
     assert [entry.worker_id for entry in floor.force.entries()] == ["w2", "w0", "w1"]
     assert floor.candidates().ready == ("w2", "w0", "w1")
-    assert floor.force.named(Phase.TRAINING) == ["w2", "w0", "w1"]
+    assert floor.force.in_phase(Phase.TRAINING) == ["w2", "w0", "w1"]
     assert floor.candidates().waited_s == 0.0
 
 
@@ -119,7 +119,7 @@ def test_all_are_coming_but_those_that_leave():
     floor.force.add("w3")
     floor.force.leave_out(("w1",))
     assert floor.force.num_coming == 4
-    floor.force.send_away("w0", "drains")
+    floor.force.note_leaving("w0", "drains")
     assert floor.force.num_coming == 3
     floor.force.remove("w2", "was lost")
     assert floor.force.num_coming == 2
@@ -127,7 +127,7 @@ def test_all_are_coming_but_those_that_leave():
 
 def test_who_leaves_could_train_no_more_and_the_cause_is_known():
     floor = Floor("w0", "w1")
-    floor.force.send_away("w1", "drains")
+    floor.force.note_leaving("w1", "drains")
     assert floor.phase("w1") is Phase.LEAVING
     assert (floor.candidates().ready, floor.candidates().absent) == (("w0",), ())
     assert floor.candidates().causes == {"w1": "drains"}
@@ -135,7 +135,7 @@ def test_who_leaves_could_train_no_more_and_the_cause_is_known():
 
 def test_training_state_by_is_only_for_those_who_train():
     floor = Floor("w0", "w1")
-    floor.force.send_away("w0", "was removed")
+    floor.force.note_leaving("w0", "was removed")
     floor.force.leave_out(("w1",))
     for worker_id in ("w0", "w1"):
         floor.force.stand_by(worker_id)

@@ -149,7 +149,7 @@ def test_who_comes_for_one_that_leaves_goes_on_with_its_replica(
         (leaver,) = before - set(actors(four_cpus, "WorkerActor"))
         run.process.terminate()
         assert run.process.wait(timeout=100) == 143, run.output
-    assert "starts at the center" not in run.output
+    assert "starts from the center" not in run.output
     assert "was lost" not in run.output
     assert not (run.path / "handovers").exists()
     assert not (tmp_path / "elsewhere").exists()

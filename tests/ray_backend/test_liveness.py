@@ -107,7 +107,7 @@ def test_a_busy_process_is_told_with_cause_and_setting():
     stage.step(Busy("w1", 10.2))
     assert stage.said[-1] == (
         "w1 has not answered for 10 s but is busy: a long call may hold the interpreter lock, or a "
-        "large state is on its way; it is waited for, 600 s at most (elastic.max_busy_s)"
+        "large state is being sent; it counts as lost after 600 s (elastic.max_busy_s)"
     )
 
 

@@ -29,13 +29,13 @@ def test_what_a_killed_driver_refused_is_counted_as_far_as_it_told():
     seen = Seen()
     seen.take_refused(
         [
-            "[0:38] refused a late message that a worker had sent that is no member any more",
-            "[1:02] refused 1,234 late messages that a worker had sent",
-            "[1:03] refused a late snapshot that an earlier generation had made",
+            "[0:38] refused a late message from outside the current membership: it changed nothing",
+            "[1:02] refused 1,234 late messages from outside the current membership",
+            "[1:03] refused a late snapshot from an earlier generation: it changed nothing",
             "[1:04] generation 7: w3 joins",
         ]
     )
-    seen.take_refused(["[0:10] refused 2 late snapshots that an earlier generation had made"])
+    seen.take_refused(["[0:10] refused 2 late snapshots from an earlier generation"])
     assert seen.refused == {"messages": 1234, "snapshots": 3}
 
 

@@ -223,7 +223,7 @@ def test_a_center_that_is_rebuilt_keeps_the_momentum_of_its_optimizer(four_cpus,
     with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         run.wait()
         told = re.search(
-            r"rebuilt from what w\d saw last, of round (\d+); its optimizer is as it was after "
+            r"rebuilt from the last copy of w\d, of round (\d+); its optimizer is as it was after "
             r"([\d,]+) exchanges",
             run.output,
         )
