@@ -262,10 +262,6 @@ class CenterManager:
         self.collecting_from = frozenset()
         self.checkpoint_times.done(self._clock(), int(collected.snapshot.progress.epoch))
 
-    def note_written(self) -> None:
-        """Note that no checkpoint is being written: no worker's state is needed any more."""
-        self.writing = frozenset()
-
     def note_states_lost(self, round: int) -> None:
         """Note that a collected round can not be written, since a worker was lost."""
         if round == self._last_collected:
@@ -283,14 +279,12 @@ class CheckpointTimes:
     def __init__(self, config: TrainConfig, now: float) -> None:
         self._config = config.checkpoint
         self._last_s = now
-        self._last_epoch = self._epoch = 0
+        self._last_epoch = 0
+        self.epoch = 0
+        """Completed epochs."""
         self._before = now, 0
         self.voted = False
         self.collecting = False
-
-    def note_epoch(self, epoch: int) -> None:
-        """Record the number of completed epochs."""
-        self._epoch = epoch
 
     def due(self, now: float) -> bool:
         """Whether to vote for a checkpoint now."""
@@ -298,7 +292,7 @@ class CheckpointTimes:
             return False
         every_s, every_epochs = self._config.every_s, self._config.every_epochs
         by_time = every_s is not None and now - self._last_s >= every_s
-        by_epoch = every_epochs is not None and self._epoch - self._last_epoch >= every_epochs
+        by_epoch = every_epochs is not None and self.epoch - self._last_epoch >= every_epochs
         return by_time or by_epoch
 
     def give_up(self) -> None:

@@ -244,10 +244,6 @@ class Controller:
         if state is State.FINISHING:
             self._worker_pool.is_requesting = False
 
-    @property
-    def _in_state_s(self) -> float:
-        return self._clock() - self._state_since
-
     def _log(self, sentence: str) -> None:
         """Log a sentence, unless it was the last one logged."""
         if sentence != self._logged:
@@ -260,7 +256,7 @@ class Controller:
             return
         run, center_manager = self._run, self._center_manager
         if not self._waits_for_files:
-            center_manager.note_written()
+            center_manager.writing = frozenset()
         is_settled = self.state is State.WAITING and center_manager.is_collected(self._round)
         needed = set(run.ended) if run and not is_settled else set()
         needed |= center_manager.collecting_from | center_manager.writing
@@ -349,7 +345,7 @@ class Controller:
                 raise error
             self._failure.stop_with(name, error, why)
         if is_worker and isinstance(error, InfrastructureError):  # its state is unusable
-            self._worker_pool.end_failed(name)
+            self._worker_pool.end(name, "failed")
             self._stop_waiting_for(name)
 
     def _note_divergence(self, name: str, error: NonFiniteError, run: Generation) -> None:
@@ -362,8 +358,7 @@ class Controller:
         self._listeners.note_score(evaluated.without_center())
         if not self._worker_pool.is_requesting:  # no round is left for another learning rate
             return
-        sentence = self._plateau.note_score(evaluated.metrics)
-        if sentence:
+        if sentence := self._plateau.note_score(evaluated.metrics):
             self._log(sentence)
 
     def _on_published(self, published: Published) -> None:
@@ -390,7 +385,7 @@ class Controller:
         run = self._run
         if run and self._curves.add_records(records, run.reports, sender=sender, told_s=told_s):
             self._worker_pool.note_progress()
-            self._center_manager.checkpoint_times.note_epoch(self._curves.epoch)
+            self._center_manager.checkpoint_times.epoch = self._curves.epoch
 
     def _on_run_ended(self, end: RunEnded) -> None:
         run = self._run
@@ -463,13 +458,12 @@ class Controller:
             return
         if not self._has_center(run):
             return
-        waited_s = self._in_state_s
+        waited_s = self._clock() - self._state_since
         if self._is_idle and self._worker_pool.are_all_absent():
             self._log("all remaining samples are claimed by workers that were left out")
             return
-        membership, reason = self._worker_pool.decide(
-            run.membership if run else None, waited_s=waited_s
-        )
+        now = run.membership if run else None
+        membership, reason = self._worker_pool.decide(now, waited_s=waited_s)
         if membership is None:
             self.stragglers.wait_for_workers()
             if run:
@@ -523,21 +517,17 @@ class Controller:
                 return
             for sentence in self.planned_faults.inflict(self._curves.last):
                 self._log(sentence)
-            self._cast_votes(run.membership.generation)
+            generation, num_cuts = run.membership.generation, self._plateau.num_cuts
+            if self._why_stop and not self._stop_voted:
+                self._stop_voted = True
+                self._log_stop()
+                self._worker_group.vote(generation, stop=1.0)
+            if num_cuts > self._cuts_voted:
+                self._cuts_voted = num_cuts
+                self._worker_group.vote(generation, num_cuts=num_cuts)
         self._follow(self._policy.watch(run), run)
         if self.state is State.TRAINING and not run.ended and not run.is_changing:
             center.keep_checkpoints(run, is_writing=self._recorder.is_writing)
-
-    def _cast_votes(self, generation: int) -> None:
-        """Vote for a stop, or for cuts of the learning rate, once per generation."""
-        if self._why_stop and not self._stop_voted:
-            self._stop_voted = True
-            self._log_stop()
-            self._worker_group.vote(generation, stop=1.0)
-        num_cuts = self._plateau.num_cuts
-        if num_cuts > self._cuts_voted:
-            self._cuts_voted = num_cuts
-            self._worker_group.vote(generation, num_cuts=num_cuts)
 
     def _regroup(self) -> None:
         assert self._run is not None
@@ -576,7 +566,7 @@ class Controller:
         """Wait for the members to leave the failed exchange, and leave out those that do not."""
         run = self._run
         assert run is not None
-        if run.at_work and self._in_state_s <= self._policy.answer_s:
+        if run.at_work and self._clock() - self._state_since <= self._policy.answer_s:
             return
         self._worker_pool.leave_out(run, run.at_work)
         if self._is_explained(run) or self._clock() - run.broken_at > CAUSE_S:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from raydl.config import ElasticConfig
 from raydl.errors import InfrastructureError, NonFiniteCenterError, NonFiniteError, RaydlError
@@ -41,9 +41,13 @@ def failure_of_machine(error: BaseException) -> str:
 
     Call it in the process that raised the error: between processes its causes are lost.
     """
-    for cause in _causes(error):
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
         if _is_of_machine(cause):
             return str(error) if isinstance(error, RaydlError) else in_one_line(cause)
+        seen.add(id(cause))
+        cause = cause.__cause__
     return ""
 
 
@@ -67,19 +71,8 @@ def raise_if_of_machine(name: str, error: BaseException) -> None:
         name: the process, as in ``raydl.errors.InfrastructureError``.
         error: the exception that it raised.
     """
-    problem = failure_of_machine(error)
-    if problem:
+    if problem := failure_of_machine(error):
         raise InfrastructureError(name, problem) from error
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then its cause, and so on; each once."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
 
 
 def _is_of_machine(error: BaseException) -> bool:

@@ -56,7 +56,7 @@ class Generation:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a replica diverged, which fails its exchange and so those of the others."""
+        """Whether a replica diverged, which also fails the exchanges of the other members."""
         return any(end.error is not None for end in self.ended.values())
 
     def entered_with(self, worker_id: str) -> int:
@@ -130,7 +130,7 @@ class Generation:
         """Return the rounds since the newest vote whose states all members keep.
 
         Older rounds do not count: an earlier vote may have reached some members a round later than
-        others, and so have left states of a round that looks new.
+        others, so that kept states of an older round look new.
         """
         kept = [set(self.reports[w].kept) for w in self.present if w in self.reports]
         if not kept or len(kept) < len(self.present):

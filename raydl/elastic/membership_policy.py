@@ -190,7 +190,10 @@ class AsyncMembership:
             return Next.ABANDON
         self._drop_ended(run)
         if self.failure.error is not None:
-            return self._stop_on_error(run)
+            if run.lost:
+                return self._without_the_lost(run)
+            # Until the others have left by vote, and the center has a snapshot taken later.
+            return Next.END if not run.at_work and run.num_snapshots > 1 else Next.TRAIN
         if not run.at_work and run.is_broken:  # the loss of the center may be reported next
             return Next.TRAIN
         if not run.at_work and not run.lost:
@@ -209,12 +212,6 @@ class AsyncMembership:
         if is_leaving or self.worker_pool.awaits_handover(membership.worker_ids):
             return Next.TRAIN
         return Change(membership, reason)
-
-    def _stop_on_error(self, run: Generation) -> Next | Change:
-        """Wait until the others have left by vote, and the center has a snapshot taken later."""
-        if run.lost:
-            return self._without_the_lost(run)
-        return Next.END if not run.at_work and run.num_snapshots > 1 else Next.TRAIN
 
     def _drop_ended(self, run: Generation) -> None:
         """Drop members whose loops have ended while the others train."""

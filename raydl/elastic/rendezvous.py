@@ -322,7 +322,7 @@ class Rendezvous:
             )
         num_waiting = len(returned) + len(self._newcomers())
         return (
-            f"{waited}: {num_waiting} of {self._num_needed()} workers came; start the others, "
+            f"{waited}: {num_waiting} of {self._num_needed()} workers arrived; start the others, "
             f"lower num_workers or raise start_timeout_s"
         )
 

@@ -115,7 +115,7 @@ class WorkerPool:
             return
         self._log(f"{worker_id} {cause}")
         if phase in (Phase.STARTING, Phase.READY):
-            self._end(worker_id, cause)
+            self.end(worker_id, cause)
         else:
             self._worker_registry.note_leaving(worker_id, cause)
         self._request_missing()
@@ -137,8 +137,7 @@ class WorkerPool:
         Returns:
             Why the run stops instead, or "" if the worker was replaced.
         """
-        why = self._errors.why_stop(worker_id, error)
-        if why:
+        if why := self._errors.why_stop(worker_id, error):
             return why
         node = self._worker_registry[worker_id].node
         self._worker_group.end(worker_id)
@@ -147,16 +146,12 @@ class WorkerPool:
                 f"no further worker is started on node {node[:12]}: within an hour its workers had "
                 f"more errors than elastic.max_worker_errors"
             )
-        replacement = self.lose(worker_id, in_one_line(error))
-        if replacement:
+        if replacement := self.lose(worker_id, in_one_line(error)):
             self._errors.replace(worker_id, replacement)
         return ""
 
-    def end_failed(self, worker_id: str) -> None:
-        """End a failed worker near the end of the run, without a replacement."""
-        self._end(worker_id, "failed")
-
-    def _end(self, worker_id: str, cause: str) -> None:
+    def end(self, worker_id: str, cause: str) -> None:
+        """End a worker at once, without a replacement."""
         self._worker_group.end(worker_id)
         self._forget(worker_id, cause)
 
@@ -202,7 +197,7 @@ class WorkerPool:
             )
 
     def note_progress(self) -> None:
-        """Note that the training makes progress: losses are counted anew."""
+        """Note that the training makes progress: the count of losses starts again."""
         self._num_losses = self._next_loss_from = 0
 
     # handovers
@@ -227,7 +222,7 @@ class WorkerPool:
                 self._worker_group.hand_in(worker_id)
             is_free = entry.has_handed_in or entry.hand_in_since is None
             if is_free and worker_id not in still_needed:
-                self._end(worker_id, entry.cause)
+                self.end(worker_id, entry.cause)
                 ended.append(worker_id)
         return ended
 

@@ -217,7 +217,7 @@ def form_again(stage, *others):
 
 
 @BOTH
-def test_a_replica_that_diverges_goes_on_from_the_center_three_times_in_an_epoch(is_sync):
+def test_a_replica_that_diverges_is_rolled_back_three_times_in_an_epoch(is_sync):
     stage = Stage(is_sync=is_sync).start()
     for number in (1, 2, 3):
         stage.step(diverged(stage, "w1"))
@@ -291,7 +291,7 @@ METHODS = ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "async-sgd"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_error_in_a_step_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path, method):
+def test_an_error_in_a_step_leaves_a_checkpoint_to_resume_from(tmp_path, method):
     folder = tmp_path / "run"
     with pytest.raises(ZeroDivisionError, match="my own mistake") as error:
         run(folder, raises, {100}, method=method).fit()
@@ -439,7 +439,7 @@ def test_an_evaluator_that_fails_while_the_run_stops_costs_no_checkpoint():
 
 
 @pytest.mark.parametrize("has_copy", [True, False])
-def test_by_messages_a_center_that_diverges_is_started_again_from_what_was_good(has_copy):
+def test_by_messages_a_center_that_diverges_restarts_from_a_good_snapshot(has_copy):
     stage = Stage(is_sync=False).start()
     stage.step(Failed("center", NonFiniteCenterError(40)))
     assert stage.state is State.RECOVERING
