@@ -25,7 +25,7 @@ MB = 1 << 20
 # what is counted
 
 
-def test_what_a_killed_driver_refused_is_counted_as_far_as_it_told():
+def test_refusals_of_a_killed_driver_are_counted_as_far_as_it_logged_them():
     seen = Seen()
     seen.take_refused(
         [
@@ -46,7 +46,7 @@ def test_memory_is_judged_from_a_third_of_a_life_on():
     assert growth([]) is None
 
 
-def test_by_messages_each_loss_may_change_what_is_under_way_and_by_rounds_nothing():
+def test_by_messages_each_loss_may_change_samples_under_way_and_by_rounds_none():
     seen = Seen(num_rejoined=1, num_out=3 * MOST_OUT)
     seen.hits.update(["cut", "kill"])
     met = {
@@ -114,7 +114,7 @@ def test_a_strike_counts_if_it_hits_something():
     assert seen.hits == {"cut": 1}
 
 
-def test_what_lasts_ends_in_time_or_with_the_storm(clock):
+def test_lasting_faults_end_in_time_or_with_the_storm(clock):
     storm, hosts, _ = storm_on({host: {10 + host: "/x/raylet/raylet "} for host in range(4)})
     assert "Mbit/s" in storm.strike(kinds={"thin": 1})
     assert "cut off" in storm.strike(kinds={"cut": 1})

@@ -333,7 +333,7 @@ def test_a_mistake_is_told_in_one_sentence_before_anything_starts(change, senten
 
 def test_outside_a_ray_actor_attach_says_where_it_works():
     model = net()
-    with pytest.raises(ConfigError, match="works inside a Ray actor"):
+    with pytest.raises(ConfigError, match="must be called inside a Ray actor"):
         raydl.attach(model, sgd(model), name="run", num_workers=2)
 
 
