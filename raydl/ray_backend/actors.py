@@ -163,7 +163,7 @@ class CenterActor(CenterEndpoint):
                 num_changes=self._shelf.num_changes(),
                 process=self._process,
                 generation=self._shelf.generation,
-                newest_generation=self._shelf.newest().generation,
+                newest_generation=self._shelf.newest().progress.generation,
                 refused={"snapshots": self._shelf.num_refused},
             )
         coordinator = self._center_server.coordinator

@@ -155,7 +155,7 @@ class Transports:
             AttachError: if it did not start.
         """
         most = self._job.config.scaling.max_workers
-        self._actor = RendezvousActor.options(
+        self._actor = RendezvousActor.options(  # type: ignore[attr-defined]
             name=f"raydl.attach {ray.get_runtime_context().get_job_id()} {self._name}",
             namespace="raydl",
             get_if_exists=True,

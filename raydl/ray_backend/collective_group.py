@@ -135,7 +135,7 @@ def _enter(
     """
     deadline, problem = time.monotonic() + START_S, f"it did not answer for {START_S:g} s"
     while (left_s := deadline - time.monotonic()) > 0:
-        actor = GroupKeysActor.options(
+        actor = GroupKeysActor.options(  # type: ignore[attr-defined]
             name=f"raydl.collective {ray.get_runtime_context().get_job_id()}",
             namespace="raydl",
             get_if_exists=True,

@@ -196,9 +196,9 @@ class RayWorkerGroup:
             optimizer: the state of their optimizer, if the snapshot lacks it.
         """
         threads = self._threads
-        center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()
+        center = CenterActor.options(max_concurrency=threads, **self._at_home()).remote()  # type: ignore[attr-defined]
         others = [
-            ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(
+            ShardActor.options(max_concurrency=threads, scheduling_strategy="SPREAD").remote(  # type: ignore[attr-defined]
                 self._job, snapshot, index, optimizer
             )
             for index in range(1, self._job.config.exchange.center_shards)
@@ -243,7 +243,7 @@ class RayWorkerGroup:
         options = worker_options(
             self._job.config.scaling, not_on=self._notices.nodes | self._avoided
         )
-        worker = WorkerActor.options(**options).remote()
+        worker = WorkerActor.options(**options).remote()  # type: ignore[attr-defined]
         self._workers[worker_id] = worker
         self._starts.begin(worker_id)
         self._calls.expect(worker.ping.remote(), worker_id, partial(self._on_alive, worker_id))
@@ -630,7 +630,7 @@ class RayWorkerGroup:
     def _started_evaluator(self) -> ActorHandle:
         """Return the evaluator; start it if it does not run."""
         if self._evaluator is None:
-            self._evaluator = EvaluatorActor.options(**self._at_home()).remote(
+            self._evaluator = EvaluatorActor.options(**self._at_home()).remote(  # type: ignore[attr-defined]
                 self._job, self._test, self._prepare, self._non_trainable
             )
         return self._evaluator
