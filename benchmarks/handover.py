@@ -100,7 +100,7 @@ def cost_of(method: str, megabytes: int, *, removes: bool) -> Cost:
         run.wait_until(has_joined, "the new one trains", within_s=_JOIN_S)
         looking.ended.set()
         steps, said = run.steps(), run.said()
-    if "was lost" in said or "starts at the center" in said or "not handed over" in said:
+    if "was lost" in said or "starts from the center" in said or "not handed over" in said:
         raise WatchError(said)
     newcomer = max(steps.values(), key=lambda of_worker: of_worker[0].began_at)
     stays = max(steps.values(), key=len)

@@ -24,7 +24,7 @@ KINDS = {"cut": 3, "kill": 3, "halt": 3, "center": 2, "driver": 1, "node": 2, "t
 _CUT_S, _HALT_S, _DOWN_S, _THIN_S = (5.0, 60.0), (2.0, 20.0), (2.0, 20.0), (10.0, 40.0)
 _THIN_MBIT = 1.0, 10.0
 _NODE_EVERY_S = 3.0
-_REFUSED = re.compile(r"refused (?:a|([\d,]+)) late (\w+?)s? that")
+_REFUSED = re.compile(r"refused (?:a|([\d,]+)) late (\w+?)s? from")
 
 
 @dataclass

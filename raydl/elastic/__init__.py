@@ -1,12 +1,13 @@
-"""The controller: poll, decide, act; one iteration per call.
+"""The controller of a run, and the rendezvous of workers that keep their own training loop.
 
-``controller`` has the states of a run and what each event changes. ``membership_policy`` decides
-when members come and go: in synchronous methods a change stops everybody for a moment, by messages
-nobody. ``worker_pool`` requests, releases and replaces workers, ``worker_registry`` knows where
-each stands and ``generation`` who trains together; ``center_manager`` knows what the center holds,
-and what is to be scored and written; ``failures`` says which errors stop a run. ``center_endpoint``
-has the calls of workers to the center's actor, in a run and under ``raydl.attach``.
+``controller`` has the states of a run and handles each event. ``membership_policy`` decides when
+workers join and leave: in synchronous methods all workers regroup after a round; in methods with
+messages the others train on. ``worker_pool`` requests, releases and replaces workers;
+``worker_registry`` has the phase of each worker, ``generation`` the members that train together.
+``center_manager`` tracks the snapshots of the center and has them scored and written. ``failures``
+decides which errors stop a run. ``center_endpoint`` has the calls that workers make to the center's
+actor, both in a run and under ``raydl.attach``.
 
-The controller owns no process and no file: a worker group acts for it, and a recorder writes down
-what it learns. So it is tested with fakes, a step at a time.
+The controller owns no process and no file: a worker group acts for it, and a recorder writes its
+results. Tests replace both with fakes and run one iteration at a time.
 """

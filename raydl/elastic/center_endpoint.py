@@ -1,4 +1,4 @@
-"""The calls of workers to the center's actor: the same in a run and under ``raydl.attach``."""
+"""The calls that workers make to the center's actor, both in a run and under ``raydl.attach``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from raydl.parameter_server.server import CenterServer
 class CenterEndpoint(StoreServer):
     """The keys of synchronous groups and, for methods with messages, the calls of a CenterServer.
 
-    Ray calls the methods of the actor itself: the center's actors inherit these. Any thread may
+    Ray calls the methods of the actor itself, so the center's actors inherit these. Any thread may
     call. A call that waits for other workers holds its thread (``wait_for_keys``, ``enter``,
-    ``take_turn``, ``exchange`` where a message is repeated), so an actor needs more threads than
-    calls can wait at once.
+    ``take_turn``, ``exchange`` of a repeated message), so an actor needs more threads than calls
+    can wait at once.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._center_server: CenterServer | None = None
-        """None: it has not started, or the method sends no messages."""
+        """None until it starts, and in methods that send no messages."""
 
     @property
     def center_server(self) -> CenterServer:
@@ -29,7 +29,7 @@ class CenterEndpoint(StoreServer):
         return self._center_server
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
-        """Return the home shard's memory that a worker of a node may map."""
+        """Return the memory of the home shard that a worker on a node may map."""
         return self.center_server.shared_cells(worker_id, node)
 
     def enter(self, message_id: MessageId, local_step: int) -> Assignment:
@@ -49,5 +49,5 @@ class CenterEndpoint(StoreServer):
         self.center_server.end_turn(message_id)
 
     def leave_generation(self, message_id: MessageId) -> None:
-        """Note that a worker has left its generation."""
+        """Record that a worker has left its generation."""
         self.center_server.leave_generation(message_id)

@@ -1,4 +1,4 @@
-"""Keeps track of what the center holds, and has it scored and written."""
+"""Tracks the snapshots of the center, and has them scored and written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from raydl.elastic.worker_registry import Copy
 from raydl.errors import StalledError
 
 _CENTER_S = 300.0
-"""The longest wait for the center to hold what all go on from: it may have to start again."""
+"""The longest wait for the round that training continues from, in seconds: the center may have to
+restart."""
 
 _NUM_SCORED = 128
-"""Rounds that are remembered as scored, the newest."""
+"""The number of scored rounds that are remembered."""
 
 
 class CenterManager:
@@ -36,31 +37,32 @@ class CenterManager:
         clock: Callable[[], float],
     ) -> None:
         self.published: tuple[int, ...] = ()
-        """Rounds that the center holds; none before it is up."""
+        """Rounds that the center holds; empty before it has started."""
         self._num_changes = 0
         self.newest_generation = 0
-        """The one that made the newest snapshot there; 0: the center itself did."""
+        """The generation that made the center's newest snapshot; 0: the center itself did."""
         self._generation = 0
         self._was_up = False
         self.is_complete = True
+        """Whether nothing is left to train, as far as the center knows."""
         self.is_lost = False
-        """Whether it has to be started again."""
+        """Whether the center has to be restarted."""
         self.is_new = False
-        """Whether it was started again since the newest generation has formed."""
-        self.times = CheckpointTimes(config, clock())
+        """Whether it was restarted since the newest generation formed."""
+        self.checkpoint_times = CheckpointTimes(config, clock())
         self._worker_group = worker_group
         self._clock = clock
         self._publishing: Copy | None = None
         self._lacking_since: float | None = None
-        self.giving: frozenset[str] = frozenset()
-        """Workers that are asked for what they kept for a checkpoint."""
+        self.collecting_from: frozenset[str] = frozenset()
+        """Workers whose kept states are being collected for a checkpoint."""
         self._evaluating = self._evaluated = first_round
         self._scored: set[int] = set()
         self._num_scored = 0
-        self.heard_at = clock()
-        """When a score, a part of one, or states last came."""
+        self.progress_at = clock()
+        """When a score, a part of one, or states last arrived."""
         self.num_lost_scores = 0
-        """Scores that were given up since one came."""
+        """Scores that were given up since the last one arrived."""
         self._lost_round = -1
         self._last_collected = self._collected_before = -1
         self.writing: frozenset[str] = frozenset()
@@ -69,7 +71,7 @@ class CenterManager:
     # snapshots
 
     def note_published(self, published: Published) -> None:
-        """Note what the center holds, unless that was before the newest generation began there."""
+        """Record what the center holds, unless the report is from before the newest generation."""
         self._was_up = True
         if 0 < published.generation < self._generation:
             return
@@ -79,24 +81,24 @@ class CenterManager:
 
     @property
     def newest(self) -> int:
-        """The newest round that the center holds; -1: it is on its way."""
+        """The newest round that the center holds; -1: it is starting."""
         return max(self.published, default=-1)
 
     def holds(self, copy: Copy) -> bool:
-        """Whether the center has all that a copy knows: its round, and what is claimed in it.
+        """Whether the center has the round of a copy, with all the claims that the copy has.
 
-        A snapshot of a later generation than the copy's is none that the copy could replace.
+        A copy does not replace a snapshot of a later generation.
         """
-        is_of_before = copy.generation < self.newest_generation
-        knows_more = copy.num_changes > self._num_changes and not is_of_before
-        is_older = copy.round == self.newest and knows_more
-        return copy.round in self.published and not is_older
+        if copy.round not in self.published:
+            return False
+        has_more_claims = copy.num_changes > self._num_changes and copy.round == self.newest
+        return not has_more_claims or copy.generation < self.newest_generation
 
     def note_presence(self, is_here: bool) -> bool:
-        """Note whether the center holds what all go on from, and return it.
+        """Note whether the center holds the round that training continues from, and return it.
 
         Raises:
-            StalledError: for too long it has not.
+            StalledError: if the center has lacked that round for too long.
         """
         if is_here:
             self._lacking_since = None
@@ -105,7 +107,7 @@ class CenterManager:
         if self._lacking_since is None:
             self._lacking_since = now
         if now - self._lacking_since > _CENTER_S:
-            what = "get the newest copy of itself" if self._was_up else "start"
+            what = "receive its newest copy" if self._was_up else "start"
             raise StalledError(
                 f"the center did not {what} within {_CENTER_S:.0f} s; the same command with "
                 f"--resume goes on from the newest checkpoint"
@@ -113,51 +115,51 @@ class CenterManager:
         return False
 
     def publish(self, copy: Copy) -> None:
-        """Let the center take in the copy of a worker that has left its loop, once.
+        """Have the center adopt the copy of a worker that has left its loop, once.
 
-        A copy that knows more may come while another is on its way, from who was late: it is
-        asked for as well.
+        A late worker may have a copy with more claims while another copy is being sent: that one is
+        requested as well.
         """
         if copy != self._publishing:
             self._publishing = copy
             self._worker_group.publish(copy.worker_id)
 
     def formed(self, generation: int, round: int) -> None:
-        """Note that a generation has formed: it meets where the center is now.
+        """Note that a generation has formed at the current center.
 
         Args:
             generation: its number.
-            round: what it starts from; the center drops what lies beyond.
+            round: the round that it starts from; the center drops later ones.
         """
         self._generation = generation
         self.published = tuple(r for r in self.published if r <= round)
         self.is_new = False
-        self.times.voted = False  # votes end with their generation
+        self.checkpoint_times.voted = False  # a vote ends with its generation
 
     def rebuild(self, copy: Copy | None) -> str:
-        """Start the center again; return a sentence that says from what.
+        """Restart the center; return a sentence about its source.
 
         Args:
-            copy: what it should start from; None: nobody has any, or one will come.
+            copy: the copy that it should start from; None: there is none, or it will adopt one.
         """
         self._lost_round = max(self.newest, self._evaluating)
         self.is_lost, self.is_new, self.published = False, True, ()
         if copy is not None and copy.round < self._last_collected:
-            copy = None  # the newest checkpoint knows more
+            copy = None  # the newest checkpoint is newer
         optimizer = self._worker_group.rebuild_center(copy.worker_id if copy else None)
         for task in ("publication", "checkpoint", "evaluation"):
             self.gave_up(task)
         if copy is None:
-            return "the center is started again, from the newest checkpoint or where this run began"
+            return "the center restarts from the newest checkpoint, or from where this run began"
         sentence = (
-            f"the center is rebuilt from what {copy.worker_id} saw last, of round {copy.round}"
+            f"the center is rebuilt from the last copy of {copy.worker_id}, of round {copy.round}"
         )
         return f"{sentence}; {optimizer}" if optimizer else sentence
 
-    def go_on(self) -> None:
-        """Note that all go on from what the center holds now.
+    def restart_from_newest(self) -> None:
+        """Note that training continues from the newest round that the center holds.
 
-        Later rounds are lost: new ones will have the same numbers.
+        Later rounds are lost; new ones will have the same numbers.
         """
         self._publishing = None
         if self._evaluated > self.newest:
@@ -167,19 +169,19 @@ class CenterManager:
         if self._last_collected > self.newest:
             self._last_collected = self.newest - 1
 
-    def lost(self, name: str) -> None:
-        """Note that a process has gone: what it was to give will not come."""
+    def note_lost(self, name: str) -> None:
+        """Note that a process was lost, and with it the results requested from it."""
         if self._publishing is not None and name == self._publishing.worker_id:
             self.gave_up("publication")
-        if name in self.giving:
+        if name in self.collecting_from:
             self.gave_up("checkpoint")
 
     def gave_up(self, task: str) -> None:
-        """Note that something which was asked for will not come."""
+        """Note that a requested result will not arrive."""
         match task:
             case "checkpoint":
-                self.times.give_up()
-                self.giving = frozenset()
+                self.checkpoint_times.give_up()
+                self.collecting_from = frozenset()
             case "evaluation":
                 self._evaluating = self._evaluated
             case "publication":
@@ -188,108 +190,101 @@ class CenterManager:
     # scores
 
     def evaluate_newest(self) -> None:
-        """Keep the evaluator busy with the newest snapshot it has not seen."""
+        """Have the newest snapshot scored, unless a score is under way or exists."""
         is_idle = self._evaluating == self._evaluated
         if is_idle and self.newest > self._evaluated:
             self._evaluating = self.newest
             self._worker_group.evaluate(self.newest)
 
     def note_score(self, evaluated: Evaluated) -> bool:
-        """Note that a round was scored: that which was asked for, or a newer one.
+        """Record the score of a round: the requested one, or a newer one.
 
         Returns:
-            Whether it counts: not if the round was scored before, or went with a center that
-            was lost.
+            Whether it counts. It does not if the round was scored before, or was lost with the
+            center.
         """
         round = evaluated.progress.round
         is_of_lost = self.newest < round <= self._lost_round
         if is_of_lost or round in self._scored:
             self.gave_up("evaluation")
             return False
-        self.heard_at, self.num_lost_scores = self._clock(), 0
+        self.progress_at, self.num_lost_scores = self._clock(), 0
         self._scored.add(round)
-        if len(self._scored) > _NUM_SCORED:  # one of so long ago is scored again at worst
+        if len(self._scored) > _NUM_SCORED:  # at worst an old round is scored again
             self._scored.remove(min(self._scored))
         self._evaluated = self._evaluating = round
         return True
 
     def note_scoring(self, num_samples: int) -> None:
-        """Note how much of the test set the evaluator has scored."""
+        """Record how many test samples the evaluator has scored."""
         if num_samples != self._num_scored:
-            self._num_scored, self.heard_at = num_samples, self._clock()
+            self._num_scored, self.progress_at = num_samples, self._clock()
 
     def is_scored(self, round: int) -> bool:
-        """Whether a round, or a newer one, was scored."""
+        """Whether a round or a newer one was scored."""
         return self._evaluated >= round
 
     # checkpoints
 
     def keep_checkpoints(self, run: Generation, *, is_writing: bool) -> None:
-        """Vote for a checkpoint when one is due, and collect it when all have kept theirs.
+        """Vote for a checkpoint when one is due, and collect it once all members keep their states.
 
-        Rounds before the generation began do not count: somebody may have kept one for a vote
-        that came to nothing.
+        Rounds before the generation began do not count: a member may keep one from an earlier vote
+        that led to no checkpoint.
         """
-        if self.times.due(self._clock()) and not is_writing:
-            self.times.voted = True
+        if self.checkpoint_times.due(self._clock()) and not is_writing:
+            self.checkpoint_times.voted = True
             run.note_vote()
             self._worker_group.vote(run.membership.generation, checkpoint=1.0)
-        if self.times.voted and not self.times.collecting:
+        if self.checkpoint_times.voted and not self.checkpoint_times.collecting:
             before = max(self._last_collected, run.began_at_round)
-            newer = {r for r in run.kept_everywhere() if r > before}
-            ready = newer & set(self.published)
+            ready = {r for r in run.kept_everywhere() & set(self.published) if r > before}
             if ready:
                 self._collect(max(ready), run.present)
 
     def collect(self, run: Generation, round: int) -> None:
-        """Gather the states of all who have left their loops at a round, once."""
-        if not self.times.collecting and not self.is_collected(round):
-            # By rank, which is the order that a resumed run takes.
+        """Collect the states of all members that have left their loops at a round, once."""
+        if not self.checkpoint_times.collecting and not self.is_collected(round):
+            # By rank: a resumed run assigns ranks in this order.
             self._collect(round, tuple(w for w in run.present if w in run.ended))
 
     def _collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
-        self.times.collecting = True
-        self.giving = frozenset(worker_ids)
+        self.checkpoint_times.collecting = True
+        self.collecting_from = frozenset(worker_ids)
         self._worker_group.collect(round, worker_ids)
 
     def note_collected(self, collected: Collected) -> None:
-        """Note that all states of a round are here."""
-        self.heard_at = self._clock()
+        """Note that the states of a round were collected."""
+        self.progress_at = self._clock()
         self._collected_before = self._last_collected
         self._last_collected = collected.snapshot.progress.round
-        self.writing |= self.giving
-        self.giving = frozenset()
-        self.times.done(self._clock(), int(collected.snapshot.progress.epoch))
+        self.writing |= self.collecting_from
+        self.collecting_from = frozenset()
+        self.checkpoint_times.done(self._clock(), int(collected.snapshot.progress.epoch))
 
-    def wrote(self) -> None:
-        """Note that nothing is being written: nobody's state is needed any more."""
-        self.writing = frozenset()
-
-    def lost_states(self, round: int) -> None:
-        """Note that a round which was collected will not be written: a worker has gone."""
+    def note_states_lost(self, round: int) -> None:
+        """Note that a collected round can not be written, since a worker was lost."""
         if round == self._last_collected:
             self._last_collected = self._collected_before
-            self.times.take_back()
+            self.checkpoint_times.take_back()
 
     def is_collected(self, round: int) -> bool:
-        """Whether the states of a round, or of a newer one, are here."""
+        """Whether the states of a round or a newer one were collected."""
         return self._last_collected >= round
 
 
 class CheckpointTimes:
-    """When a checkpoint is due; one at a time."""
+    """Decides when a checkpoint is due; one at a time."""
 
     def __init__(self, config: TrainConfig, now: float) -> None:
         self._config = config.checkpoint
         self._last_s = now
-        self._last_epoch = self._epoch = 0
+        self._last_epoch = 0
+        self.epoch = 0
+        """Completed epochs."""
         self._before = now, 0
         self.voted = False
         self.collecting = False
-
-    def saw_epoch(self, epoch: int) -> None:
-        """Note how many epochs are complete."""
-        self._epoch = epoch
 
     def due(self, now: float) -> bool:
         """Whether to vote for a checkpoint now."""
@@ -297,11 +292,11 @@ class CheckpointTimes:
             return False
         every_s, every_epochs = self._config.every_s, self._config.every_epochs
         by_time = every_s is not None and now - self._last_s >= every_s
-        by_epoch = every_epochs is not None and self._epoch - self._last_epoch >= every_epochs
+        by_epoch = every_epochs is not None and self.epoch - self._last_epoch >= every_epochs
         return by_time or by_epoch
 
     def give_up(self) -> None:
-        """Note that a checkpoint will not come; the next vote begins anew."""
+        """Note that a checkpoint was given up; another vote may follow."""
         self.voted = self.collecting = False
 
     def done(self, now: float, epoch: int) -> None:
@@ -311,5 +306,5 @@ class CheckpointTimes:
         self.voted = self.collecting = False
 
     def take_back(self) -> None:
-        """Note that the checkpoint which was collected last will not be written."""
+        """Note that the checkpoint collected last will not be written."""
         self._last_s, self._last_epoch = self._before

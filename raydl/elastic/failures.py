@@ -1,22 +1,21 @@
-"""Decides what follows from an error in a worker: it is replaced or rolled back, or the run stops.
+"""Decides the response to an error in a worker: replace it, roll it back, or stop the run.
 
-Failures of a machine (memory, a disk, a device) are told apart from errors of the code that ran
-on it. ``WorkerErrors`` holds the budget of replacements, ``RunFailure`` the error that a
-run stops with and the replicas that were rolled back instead.
+A failure of a machine (memory, a disk, a device) is distinguished from an error of the code that
+ran on it. ``WorkerErrors`` has the budget of replacements. ``RunFailure`` has the error that stops
+the run, and the budget of rollbacks.
 """
 
 from __future__ import annotations
 
 import errno
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from raydl.config import ElasticConfig
 from raydl.errors import InfrastructureError, NonFiniteCenterError, NonFiniteError, RaydlError
 
 _KINDS = {"MemoryError", "OutOfMemoryError", "AcceleratorError", "DistBackendError"}
-"""Names of types: torch's are not imported, since they differ between its versions."""
+"""Names of exception types. torch's are not imported: they differ between its versions."""
 _ERRNOS = frozenset(
     getattr(errno, name)
     for name in (
@@ -26,36 +25,38 @@ _ERRNOS = frozenset(
     )
     if hasattr(errno, name)
 )  # fmt: skip
-"""Errors of a disk, a file server or a network that fails. A file that is missing, or may not
-be read, is a mistake instead: a replacement would meet it again."""
+"""Errors of a failing disk, file server or network. A missing or unreadable file is an error of the
+user: a replacement would meet it again."""
 _TEXTS = re.compile(
     r"can't allocate memory|not enough memory|CUDA error|CUDNN_STATUS|cuDNN error|CUBLAS_STATUS"
     r"|NCCL error|uncorrectable ECC|hipError"
     r"|AWS Error (NETWORK_CONNECTION|REQUEST_TIMEOUT|SLOW_DOWN|SERVICE_UNAVAILABLE|THROTTLING"
     r"|INTERNAL_FAILURE)|curlCode|Input/output error|Stale file handle|No space left on device",
 )
-"""In texts of errors that have no type or number of their own: torch's RuntimeError, PyArrow's."""
+"""Matches errors without a type or number of their own, such as torch's RuntimeError."""
 
 
 def failure_of_machine(error: BaseException) -> str:
-    """Return in one line how a machine failed; empty: the code that ran there did.
+    """Return one line about the machine's failure, or "" if the error is one of the code.
 
-    Args:
-        error: with what it was raised from, in the process that raised it: between processes the
-            causes are lost.
+    Call it in the process that raised the error: between processes its causes are lost.
     """
-    for cause in _causes(error):
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
         if _is_of_machine(cause):
             return str(error) if isinstance(error, RaydlError) else in_one_line(cause)
+        seen.add(id(cause))
+        cause = cause.__cause__
     return ""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the type of an exception, and the first line of what it says.
+    """Return the type and the first line of an exception; of raydl's own errors, the message.
 
     Args:
-        error: one of raydl's own is a sentence already; one that Ray brings has the original as
-            its ``cause``, and a traceback in its text.
+        error: the exception. One from Ray has the original as its ``cause``, and a traceback in its
+            text.
     """
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, RaydlError):
@@ -64,25 +65,14 @@ def in_one_line(error: BaseException) -> str:
 
 
 def raise_if_of_machine(name: str, error: BaseException) -> None:
-    """Raise an InfrastructureError in place of an exception that is a failure of the machine.
+    """Raise an InfrastructureError from an exception that is a failure of the machine.
 
     Args:
         name: the process, as in ``raydl.errors.InfrastructureError``.
-        error: what was raised there.
+        error: the exception that it raised.
     """
-    problem = failure_of_machine(error)
-    if problem:
+    if problem := failure_of_machine(error):
         raise InfrastructureError(name, problem) from error
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, what it was raised from, and so on; each once."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
 
 
 def _is_of_machine(error: BaseException) -> bool:
@@ -101,8 +91,8 @@ _WITHIN_S = 3600.0
 class WorkerErrors:
     """The errors of the last hour, by worker and by node.
 
-    A replacement inherits the errors of the worker that it replaces: one that runs out of memory
-    would otherwise be replaced for ever.
+    A replacement inherits the errors of the worker that it replaces. Otherwise a worker that runs
+    out of memory would be replaced forever.
 
     Args:
         config: the policy and the budget.
@@ -112,11 +102,13 @@ class WorkerErrors:
     def __init__(self, config: ElasticConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
-        self._noted: list[tuple[float, str, str]] = []
+        self._errors: list[tuple[float, str, str]] = []
+        """(Time in seconds, origin, node)."""
         self._origins: dict[str, str] = {}
+        """By worker, the first worker in its chain of replacements."""
 
     def why_stop(self, worker_id: str, error: Exception) -> str:
-        """Return why a run stops that a worker raised an exception in; empty: it is replaced."""
+        """Return why an error in a worker stops the run, or "" if the worker is to be replaced."""
         policy, budget = self._config.on_worker_error, self._config.max_worker_errors
         if policy == "stop":
             return f"{worker_id} failed, and elastic.on_worker_error is stop"
@@ -124,7 +116,7 @@ class WorkerErrors:
             return f"{worker_id} raised {in_one_line(error)}"
         self._forget_old()
         origin = self._origins.get(worker_id, worker_id)
-        number = 1 + Counter(origin for _, origin, _ in self._noted)[origin]
+        number = 1 + sum(other == origin for _, other, _ in self._errors)
         if number <= budget:
             return ""
         place = "" if origin == worker_id else f", which replaces {origin},"
@@ -134,35 +126,35 @@ class WorkerErrors:
         )
 
     def note(self, worker_id: str, node: str) -> bool:
-        """Note an error; return whether its node has had more than it may."""
-        self._noted.append((self._clock(), self._origins.get(worker_id, worker_id), node))
-        on_node = Counter(node for _, _, node in self._noted)[node]
-        return bool(node) and on_node > self._config.max_worker_errors
+        """Record an error; return whether its node has exceeded the budget of errors."""
+        self._errors.append((self._clock(), self._origins.get(worker_id, worker_id), node))
+        num_on_node = sum(other == node for _, _, other in self._errors)
+        return bool(node) and num_on_node > self._config.max_worker_errors
 
     def replace(self, worker_id: str, replacement: str) -> None:
-        """Note by which worker one is replaced."""
+        """Let a replacement inherit the errors of a worker."""
         self._origins[replacement] = self._origins.pop(worker_id, worker_id)
 
     def _forget_old(self) -> None:
         since = self._clock() - _WITHIN_S
-        self._noted = [noted for noted in self._noted if noted[0] > since]
-        known = {origin for _, origin, _ in self._noted}
+        self._errors = [error for error in self._errors if error[0] > since]
+        known = {origin for _, origin, _ in self._errors}
         self._origins = {w: origin for w, origin in self._origins.items() if origin in known}
 
 
 class RunFailure:
-    """The error that a run stops with after a checkpoint, and the rollbacks that avoid one.
+    """The error that stops the run after a last checkpoint, and the rollbacks after divergence.
 
     Args:
-        config: how often a diverged replica or center may go back.
-        log: takes one line on what happened.
+        config: the limit of rollbacks.
+        log: logs one line.
     """
 
     def __init__(self, config: ElasticConfig, log: Callable[[str], None]) -> None:
         self.error: Exception | None = None
-        """The exception of a worker or of the evaluator; None: the run goes on."""
+        """The exception that stops the run, or None while it continues."""
         self.why = ""
-        """Why the run stops with it."""
+        """The reason that is logged for the stop."""
         self._raised: set[str] = set()
         self._config = config
         self._log = log
@@ -171,11 +163,11 @@ class RunFailure:
         self._bad_center_in = 0
 
     def stop_with(self, name: str, error: Exception, why: str) -> None:
-        """Note the error that the run stops with, and the process that raised it."""
+        """Record the error that stops the run, and the process that raised it."""
         self.error, self.why, self._raised = error, why, {name}
 
     def note_further(self, name: str) -> bool:
-        """Note that a process raised while the run stops; return whether it is its first error."""
+        """Record an error during the stop; return whether it is the first one of its process."""
         is_first = name not in self._raised
         self._raised.add(name)
         return is_first
@@ -183,18 +175,19 @@ class RunFailure:
     def note_divergence(
         self, name: str, error: NonFiniteError, *, generation: int, epoch: int
     ) -> None:
-        """Let a diverged replica go on from the center, a bounded number of times in an epoch.
+        """Count a rollback after divergence, or stop the run with the error at the limit.
 
-        Where the center diverged itself, all go on from the newest one that was kept.
+        A diverged replica restarts from the center. If the center itself has diverged, all workers
+        restart from its newest good snapshot.
 
         Args:
             name: the worker, or ``center``.
-            error: what it found.
-            generation: the one that trains.
-            epoch: epochs that are complete.
+            error: what the process found.
+            generation: the number of the current generation.
+            epoch: completed epochs.
         """
         is_of_center = isinstance(error, NonFiniteCenterError)
-        if is_of_center and generation == self._bad_center_in:  # in rounds each worker sees it
+        if is_of_center and generation == self._bad_center_in:  # in rounds each worker reports it
             return
         self._bad_center_in = generation if is_of_center else self._bad_center_in
         if epoch != self._rollback_epoch:
@@ -202,11 +195,11 @@ class RunFailure:
         self._num_rollbacks += 1
         limit, never = self._config.max_rollbacks, self._config.on_worker_error == "stop"
         if self._num_rollbacks <= limit and not never:
-            who, where = ("all", "newest good center") if is_of_center else (name, "center")
-            self._log(
-                f"{error}; {who} {'go' if is_of_center else 'is rolled'} back to the {where} "
-                f"({self._num_rollbacks} of {limit} times in this epoch)"
-            )
+            rollback = f"{name} is rolled back to the center"
+            if is_of_center:
+                rollback = "all workers are rolled back to the newest good center"
+            count = f"{self._num_rollbacks} of {limit} times in this epoch"
+            self._log(f"{error}; {rollback} ({count})")
         elif self.error is None:
             self.error = error
             self.why = f"{'the center' if is_of_center else name} diverged"

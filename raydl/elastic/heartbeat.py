@@ -6,23 +6,24 @@ import time
 from collections.abc import Callable
 
 _AWAY_S = 1.0
-"""Between two looks; after a longer time away nobody is blamed for it."""
+"""Longest usual time between two checks, in seconds. Time beyond it extends no process's silence:
+the checking process itself was suspended or starved."""
 
 _LEAST_SHARE = 0.05
-"""Of one core, that a busy process uses even on a crowded machine; threads of Ray's use about a
-hundredth."""
+"""Share of one core that a busy process uses even on a crowded machine. Ray's own threads use about
+a hundredth."""
 
 
 def has_computed(cpu_s: float, span_s: float) -> bool:
-    """Whether a process that has used so much CPU time in a span of time was busy in it."""
+    """Whether a process that used ``cpu_s`` seconds of CPU time in ``span_s`` seconds was busy."""
     return cpu_s > _LEAST_SHARE * span_s
 
 
 class Heartbeats:
-    """Processes that were asked for news, and since when they owe an answer.
+    """The processes that owe an answer, and since when.
 
-    A process renews its lease by answering. If the one who asks was away itself, stopped or
-    starved, answers may lie unread: such time does not count.
+    An answer renews the lease of a process. While the polling process itself is suspended or
+    starved, answers may lie unread: that time does not count.
 
     Args:
         lease_s: the longest wait for an answer, in seconds.
@@ -32,30 +33,30 @@ class Heartbeats:
     def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease_s = lease_s
         self._clock = clock
-        self._asked: dict[str, float] = {}
-        self._looked_at = clock()
+        self._owed_since: dict[str, float] = {}
+        self._checked_at = clock()
 
     def expect_answer(self, who: str) -> None:
-        """Note that an answer is owed from now on, if none is yet."""
-        self._asked.setdefault(who, self._clock())
+        """Note that a process owes an answer from now on, unless it owes one already."""
+        self._owed_since.setdefault(who, self._clock())
 
     def answer(self, who: str) -> None:
-        """Note that the process answered, or is gone."""
-        self._asked.pop(who, None)
+        """Note that a process answered, or has ended."""
+        self._owed_since.pop(who, None)
 
     def owed_s(self, who: str) -> float:
-        """Return for how many seconds a process has owed an answer; 0: it owes none."""
-        asked_at = self._asked.get(who)
-        return 0.0 if asked_at is None else self._clock() - asked_at
+        """Return for how many seconds a process has owed an answer, or 0 if it owes none."""
+        now = self._clock()
+        return now - self._owed_since.get(who, now)
 
     def silent(self, for_s: float) -> list[str]:
-        """Return the processes that have owed an answer for so many seconds."""
-        return [who for who in self._asked if self.owed_s(who) > for_s]
+        """Return the processes that have owed an answer for more than ``for_s`` seconds."""
+        return [who for who in self._owed_since if self.owed_s(who) > for_s]
 
     def expired(self) -> list[str]:
-        """Return those whose lease is over. To be asked again and again."""
+        """Return the processes whose lease has expired. Call it at least once a second."""
         now = self._clock()
-        away_s, self._looked_at = now - self._looked_at, now
+        away_s, self._checked_at = now - self._checked_at, now
         if away_s > _AWAY_S:
-            self._asked = {who: min(now, at + away_s) for who, at in self._asked.items()}
-        return [who for who, at in self._asked.items() if now - at > self._lease_s]
+            self._owed_since = {w: min(now, at + away_s) for w, at in self._owed_since.items()}
+        return [who for who, at in self._owed_since.items() if now - at > self._lease_s]

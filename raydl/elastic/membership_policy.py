@@ -1,8 +1,8 @@
 """Decides when the membership of a run changes: between rounds, or while the others train.
 
-In synchronous methods all leave at the same round and a new generation forms; by messages the
-center alone learns of a change. The policies look at a generation and return what follows; the
-controller does it.
+In synchronous methods all members leave after the same round, and a new generation forms. In
+methods with messages only the center changes its members. A policy inspects a generation and
+returns a decision, which the controller carries out.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from raydl.elastic.worker_pool import WorkerPool
 from raydl.elastic.worker_registry import Copy, Phase, WorkerRegistry
 
 _ANSWER_S = 0.75
-"""The least time that a survivor has to come out of an abandoned exchange, in seconds."""
+"""The shortest time-out for survivors to leave an abandoned exchange, in seconds."""
 CAUSE_S = 2.0
-"""Seconds that a broken exchange waits for news of its cause: a worker, or the center, was lost."""
+"""Seconds after a failed exchange in which its cause may be reported: a lost worker or center."""
 
 
 class Next(enum.Enum):
     """The next step of the generation that trains."""
 
-    TRAIN = "it trains on"
-    REGROUP = "all leave after an exchange"
-    ABANDON = "an exchange will not complete: free those who wait in it"
-    END = "all have left: the next generation goes on from the furthest copy"
+    TRAIN = "it continues to train"
+    REGROUP = "all members leave after an exchange"
+    ABANDON = "an exchange can not complete: its members are released"
+    END = "all members have left: the next generation continues from the furthest copy"
 
 
 @dataclass(frozen=True)
 class Change:
-    """Workers come and go while the others train."""
+    """A new membership, adopted while the members that stay train on."""
 
     membership: Membership
     reason: str
 
 
 class MembershipPolicy(Protocol):
-    """Says when members come and go, for one kind of method."""
+    """Decides when members join and leave, for one kind of method."""
 
     @property
     def answer_s(self) -> float:
-        """Seconds that survivors have to come out of an exchange that was abandoned."""
+        """Time-out for survivors to leave an abandoned exchange, in seconds."""
         ...
 
     def watch(self, run: Generation) -> Next | Change:
-        """Return the next state of a generation that trains, and that the center knows."""
+        """Return the decision for a generation that trains."""
         ...
 
     def watch_regroup(self, run: Generation) -> Next | Change:
-        """Return the next state of a generation that is leaving by vote."""
+        """Return the decision for a generation that leaves by vote."""
         ...
 
     def round_to_go_on_from(
         self, run: Generation | None, copy: Copy | None, known: int
     ) -> int | None:
-        """Return the furthest round, of a copy or of the center itself; None: wait for it.
+        """Return the round that training continues from, or None to wait for it.
 
         Args:
             run: the generation that has ended; None: there was none.
-            copy: the furthest that a worker has.
+            copy: the furthest copy of the center that a worker has.
             known: the round that the newest generation began with.
         """
         ...
@@ -77,11 +77,11 @@ class MembershipPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncMembership:
-    """Lets all leave at the same round when someone joins or leaves.
+    """Lets all members leave after the same round when a worker joins or leaves.
 
-    A vote rides on the exchange, so nobody waits for it. When a worker is lost in an exchange
-    the others can not vote: they are told to abandon it, and go on from the round that the
-    furthest of them has completed.
+    The vote is part of the exchange, so no worker waits for it. When a worker is lost in an
+    exchange, the others can not vote. They abandon it, and the next generation continues from the
+    furthest round that a member has completed.
     """
 
     config: TrainConfig
@@ -94,23 +94,23 @@ class SyncMembership:
 
     @property
     def answer_s(self) -> float:
-        """Seconds that survivors have to come out of an exchange that was abandoned."""
+        """Time-out for survivors to leave an abandoned exchange, in seconds."""
         return max(_ANSWER_S, min(self.stragglers.grace_s(), self.config.exchange.timeout_s))
 
     def watch(self, run: Generation) -> Next:
-        """Return the next state of a generation that trains."""
+        """Return the decision for a generation that trains."""
         if run.lost or run.is_broken:
             return Next.ABANDON
         if not run.at_work:
             return Next.END
-        if run.ended:  # the others are on their way out, at the same round
+        if run.ended:  # the others leave after the same round
             return Next.TRAIN
         if self._leaves_out_late(run):
             return Next.ABANDON
         return Next.REGROUP if self._wants_regroup(run) else Next.TRAIN
 
     def watch_regroup(self, run: Generation) -> Next:
-        """Return the next state of a generation that is leaving by vote."""
+        """Return the decision for a generation that leaves by vote."""
         if run.lost or run.is_broken:
             return Next.ABANDON
         if not run.at_work:
@@ -120,30 +120,27 @@ class SyncMembership:
     def _wants_regroup(self, run: Generation) -> bool:
         center = self.center_manager
         if center.is_lost:
-            # Training goes on: workers hold the center, and meet where it was when they formed.
+            # Training continues: each worker holds the center, and the group has formed already.
             center.rebuild(None)
-            self.log("the center is started again, and takes in the workers' copy")
-        if not center.published:  # a new center is on its way: nobody could meet now
+            self.log("the center restarts and will adopt the workers' copy")
+        if not center.published:  # no generation could form before the new center has started
             return False
         membership, reason = self.worker_pool.decide(run.membership)
         if membership == run.membership:
             if not center.is_new:
                 return False
             reason = "the center is back"
-        elif not center.is_new and self._waits_for_newcomer(run, membership):
-            return False
+        elif not center.is_new and membership is not None:
+            # No member leaves, and the replica of a newcomer is being handed over.
+            is_growing = set(run.membership.worker_ids) < set(membership.worker_ids)
+            if is_growing and self.worker_pool.awaits_handover(membership.worker_ids):
+                return False
         self.log(f"{reason}: regrouping after this round")
         self.worker_group.vote(run.membership.generation, regroup=1.0)
         return True
 
-    def _waits_for_newcomer(self, run: Generation, membership: Membership | None) -> bool:
-        """Whether nobody leaves, somebody joins, and its replica is on its way."""
-        if membership is None or not set(run.membership.worker_ids) < set(membership.worker_ids):
-            return False
-        return self.worker_pool.awaits_handover(membership.worker_ids)
-
     def _leaves_out_late(self, run: Generation) -> bool:
-        """Go on without workers that the others wait for beyond all that is usual."""
+        """Leave out stragglers; return whether there were any."""
         elastic, p = self.config.elastic, len(run.at_work)
         if not elastic.leave_out_slow or p == 1:
             return False
@@ -158,9 +155,9 @@ class SyncMembership:
     def round_to_go_on_from(
         self, run: Generation | None, copy: Copy | None, known: int
     ) -> int | None:
-        """Return the furthest round, of a copy or of the center itself; None: wait for it."""
-        # Workers that are there may be behind, if others have gone that the center knew; and one
-        # that was left out may have a round that the others trained anew, without it.
+        """Return the round that training continues from: the furthest of a copy or the center."""
+        # The survivors may be behind the center, if members ahead of them were lost. And a worker
+        # that was left out may have a round that the others trained again without it.
         is_of_now = copy is not None and copy.generation >= self.center_manager.newest_generation
         at = copy.round if copy and is_of_now else -1
         return at if at >= known else max(at, self.center_manager.newest)
@@ -168,9 +165,9 @@ class SyncMembership:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncMembership:
-    """Changes the membership at the center alone; workers that stay do not notice.
+    """Changes the membership only at the center; the members that stay train on.
 
-    One change at a time: until the center knows it, nothing else is decided.
+    One change at a time: until the center has confirmed it, the policy decides nothing else.
     """
 
     config: TrainConfig
@@ -184,17 +181,20 @@ class AsyncMembership:
 
     @property
     def answer_s(self) -> float:
-        """Seconds that survivors have to come out of an exchange that was abandoned."""
-        return self.config.elastic.lease_s  # nobody waits but for the center
+        """Time-out for survivors to leave an abandoned exchange, in seconds."""
+        return self.config.elastic.lease_s  # a worker waits only for the center
 
     def watch(self, run: Generation) -> Next | Change:
-        """Return the next state of a generation that trains."""
+        """Return the decision for a generation that trains."""
         if self.center_manager.is_lost:
             return Next.ABANDON
-        self._drop_those_out(run)
+        self._drop_ended(run)
         if self.failure.error is not None:
-            return self._stop_on_error(run)
-        if not run.at_work and run.is_broken:  # news of the center may follow
+            if run.lost:
+                return self._without_the_lost(run)
+            # Until the others have left by vote, and the center has a snapshot taken later.
+            return Next.END if not run.at_work and run.num_snapshots > 1 else Next.TRAIN
+        if not run.at_work and run.is_broken:  # the loss of the center may be reported next
             return Next.TRAIN
         if not run.at_work and not run.lost:
             return Next.END
@@ -205,66 +205,53 @@ class AsyncMembership:
             self.log(f"{reason}: all leave after their next exchange")
             return Next.REGROUP
         self._dismiss_leavers(run)
-        is_new = membership.worker_ids != run.membership.worker_ids
-        if is_new and not self._waits_for_leaver(run, membership):
-            return Change(membership, reason)
-        return Next.TRAIN
+        if membership.worker_ids == run.membership.worker_ids:
+            return Next.TRAIN
+        # A leaver may be before its last exchange, or its replica on the way to a newcomer.
+        is_leaving = any(self.worker_registry[w].phase is Phase.LEAVING for w in run.at_work)
+        if is_leaving or self.worker_pool.awaits_handover(membership.worker_ids):
+            return Next.TRAIN
+        return Change(membership, reason)
 
-    def _stop_on_error(self, run: Generation) -> Next | Change:
-        """Wait until the others have left by vote, and the center has kept where they were."""
-        if run.lost:
-            return self._without_the_lost(run)
-        return Next.END if not run.at_work and run.num_snapshots > 1 else Next.TRAIN
-
-    def _drop_those_out(self, run: Generation) -> None:
-        """Count out those whose loop has ended while the run goes on."""
-        # Else it may be the center that went away.
+    def _drop_ended(self, run: Generation) -> None:
+        """Drop members whose loops have ended while the others train."""
+        # Within CAUSE_S of a failed exchange the loss of the center may still be reported.
         has_failed = self.failure.error is not None
         is_explained = has_failed or self.clock() - run.broken_at > CAUSE_S
-        out = [
-            end
-            for end in run.ended.values()
-            if end.outcome is Outcome.LEFT
-            or (end.outcome is Outcome.BROKEN and (is_explained or end.error is not None))
-        ]
-        for end in out:
-            worker_id = end.worker_id
-            if end.outcome is Outcome.BROKEN:
+        for worker_id, end in list(run.ended.items()):
+            if end.outcome is Outcome.BROKEN and (is_explained or end.error is not None):
                 if end.error is None and not has_failed:
                     self.log(f"{worker_id} left its exchange: {end.problem}")
                     self.worker_pool.count_loss(worker_id, end.problem)
                 self.worker_registry.stand_by(worker_id, "diverged" if end.error else "")
-            run.lose(worker_id)
+                run.lose(worker_id)
+            elif end.outcome is Outcome.LEFT:
+                run.lose(worker_id)
 
     def _without_the_lost(self, run: Generation) -> Change:
-        """Let the center wait for nobody who is gone; who comes, comes with the next change."""
-        gone = [w for w in run.membership.worker_ids if w in run.lost]
-        reason = ", ".join(f"{w} {self.worker_registry.cause_of(w)}" for w in gone)
+        """Return the change that drops lost members; newcomers join with the next change."""
+        lost = [w for w in run.membership.worker_ids if w in run.lost]
+        reason = ", ".join(f"{w} {self.worker_registry.cause_of(w)}" for w in lost)
         return Change(Membership(0, run.present), reason)
 
     def _dismiss_leavers(self, run: Generation) -> None:
-        for worker_id in self.worker_registry.named(Phase.LEAVING):
+        for worker_id in self.worker_registry.in_phase(Phase.LEAVING):
             entry = self.worker_registry[worker_id]
             if worker_id in run.at_work and not entry.is_dismissed:
                 entry.is_dismissed = True
                 self.worker_group.dismiss(worker_id)
 
-    def _waits_for_leaver(self, run: Generation, membership: Membership) -> bool:
-        """Whether somebody is on the way to the exchange after which it leaves, or its state."""
-        is_leaving = any(self.worker_registry[w].phase is Phase.LEAVING for w in run.at_work)
-        return is_leaving or self.worker_pool.awaits_handover(membership.worker_ids)
-
     def watch_regroup(self, run: Generation) -> Next | Change:
-        """Return the next state of a generation that is leaving by vote."""
+        """Return the decision for a generation that leaves by vote."""
         if self.center_manager.is_lost:
             return Next.ABANDON
         if run.is_changing:
             return Next.REGROUP
-        self._drop_those_out(run)
+        self._drop_ended(run)
         if run.lost:
             return self._without_the_lost(run)
         if not run.at_work and run.is_broken:
-            return Next.REGROUP  # news of the center may follow
+            return Next.REGROUP  # the loss of the center may be reported next
         if not run.is_regroup_voted:
             run.is_regroup_voted = True
             self.worker_group.vote(run.membership.generation, regroup=1.0)
@@ -274,8 +261,8 @@ class AsyncMembership:
     def round_to_go_on_from(
         self, run: Generation | None, copy: Copy | None, known: int
     ) -> int | None:
-        """Return the furthest round, of a copy or of the center itself; None: wait for it."""
-        # The center makes the last snapshot by itself; a new one has what it has.
+        """Return the round that training continues from: the center's newest."""
+        # The center makes the last snapshot by itself; a restarted one has no later round.
         end, newest = run.freshest() if run else None, self.center_manager.newest
-        is_there = end is None or self.center_manager.is_new or newest >= end.round
-        return newest if is_there else None
+        is_complete = end is None or self.center_manager.is_new or newest >= end.round
+        return newest if is_complete else None

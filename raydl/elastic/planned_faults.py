@@ -1,4 +1,4 @@
-"""The faults of a plan, as the controller sees them."""
+"""The faults of a fault plan, on the controller's side."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from raydl.faults import Fault, FaultPlan
 
 
 class PlannedFaults:
-    """Inflicts the faults of the center, and keeps count of all that fired.
+    """Inflicts the faults planned for the center, and records every fault that fired.
 
-    Those of workers come from the workers themselves, at the very step.
+    A worker inflicts its own faults, at their exact steps.
 
     Args:
         worker_group: the processes.
@@ -32,7 +32,7 @@ class PlannedFaults:
         self._left = list(plan.for_center)
 
     def note(self, number: int, worker_id: str) -> str:
-        """Note that a worker inflicts a fault on itself; return a sentence."""
+        """Record that a worker inflicts a fault on itself, and return a sentence."""
         return self._fire(self._plan.faults[number], worker_id)
 
     def _fire(self, fault: Fault, who: str) -> str:
@@ -40,7 +40,7 @@ class PlannedFaults:
         return self.fired[-1]
 
     def inflict(self, record: Record | None) -> list[str]:
-        """Inflict what is due on the center by the newest record; return a sentence for each."""
+        """Inflict the center's faults that are due at the newest record; return their sentences."""
         if record is None:
             return []
         now = {"round": float(record.progress.round), "second": self._clock() - self._began_at}

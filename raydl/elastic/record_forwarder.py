@@ -1,4 +1,4 @@
-"""The points of the curves, on their way to the recorder."""
+"""Forwards the points of the curves to the recorder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from raydl.core.reports import Record, WorkerReport
 from raydl.elastic.state import Recorder
 
 _NUM_DELAYS = 32
-"""So many of the newest messages of a process tell how its clock stands to ours."""
+"""The newest messages of a process from which its clock offset is estimated."""
 _NUM_SENDERS = 4
-"""Processes whose messages are remembered: the center, or rank 0, which is another one at times."""
+"""Processes whose delays are kept: the center, or the workers that were rank 0 last."""
 
 
 class RecordForwarder:
-    """Hands on records, and tells whether the training goes on.
+    """Forwards records, and reports whether the training makes progress.
 
-    Records come several at once, whenever their process was asked. When each happened is known by
-    the clock of that process; how that stands to ours, by the message that came through fastest.
+    Records arrive several at a time, when their process is polled. Their times are by the clock of
+    that process; its fastest recent message gives the offset to the driver's clock.
 
     Args:
-        recorder: where they go.
+        recorder: the destination.
         clock: seconds, rising; the driver's.
     """
 
@@ -34,7 +34,7 @@ class RecordForwarder:
 
     @property
     def epoch(self) -> int:
-        """Epochs that are complete."""
+        """Completed epochs."""
         return int(self.last.progress.epoch) if self.last else 0
 
     def add_records(
@@ -45,16 +45,16 @@ class RecordForwarder:
         sender: str,
         told_s: float,
     ) -> bool:
-        """Hand on records with the newest reports; return whether more samples were seen.
+        """Forward records with the newest reports; return whether the number of samples rose.
 
         Args:
-            records: new ones, oldest first; there may be none.
-            reports: the newest of each worker.
-            sender: the process that told of them.
-            told_s: when it did, by its clock.
+            records: new records, oldest first; may be empty.
+            reports: the newest report of each worker.
+            sender: the process that sent the records.
+            told_s: when it sent them, by its own clock, in seconds.
         """
         now = self._clock()
-        # The newest sender is the last one of the dict.
+        # Reinserted, so that the dict is in the order of the newest messages.
         delays = self._delays.pop(sender, None) or deque(maxlen=_NUM_DELAYS)
         delays.append(now - told_s)
         self._delays[sender] = delays
@@ -64,12 +64,9 @@ class RecordForwarder:
         for record in records:
             before = self.last.progress.num_samples if self.last else -1
             has_progress |= record.progress.num_samples > before
-            self.last = self._placed(record, min(delays), now)
+            # By the driver's clock, neither before the last record nor in the future.
+            at_s = record.at_s + min(delays)
+            at_s = min(now, max(self.last.at_s if self.last else at_s, at_s))
+            self.last = dataclasses.replace(record, at_s=at_s)
             self._recorder.record(self.last, reports)
         return has_progress
-
-    def _placed(self, record: Record, delay_s: float, now: float) -> Record:
-        """Return a record with its moment on our clock: neither before others nor to come."""
-        earliest = self.last.at_s if self.last else record.at_s + delay_s
-        at_s = min(now, max(earliest, record.at_s + delay_s))
-        return dataclasses.replace(record, at_s=at_s)

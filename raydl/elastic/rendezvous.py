@@ -1,10 +1,10 @@
-"""The rendezvous: decides who trains together, where workers come and go by themselves.
+"""The rendezvous: forms generations of workers that join and leave by themselves.
 
-A run of raydl has a controller that starts workers and watches them. Users who keep their own loop
-start their workers, too; so these come to a rendezvous and say which they are. It forms a
-generation of the workers that are there, and tells the members when it is over.
-``Rendezvous`` knows no Ray and no thread; ``RendezvousServer`` holds the lock, and the
-center to start from. An actor inherits from it; a test uses it as it is.
+In a run of raydl, a controller starts and watches the workers. Under ``raydl.attach`` users start
+their own, which register at a rendezvous. It forms a generation of the workers that are waiting,
+and signals its members when the generation is over. ``Rendezvous`` uses neither Ray nor threads;
+``RendezvousServer`` adds a lock, and the center to start from. An actor inherits from the server;
+tests use it directly.
 """
 
 from __future__ import annotations
@@ -25,63 +25,63 @@ from raydl.errors import AttachError, ConfigError
 from raydl.parameter_server.server import CenterServer
 
 Age = tuple[int, int]
-"""(Rounds, changes of the ledger) that a copy of the center has seen; (0, 0): a new model."""
+"""(Round, changes of the ledger) of a copy of the center; (0, 0): a new model."""
 NO_COPY: Age = (-1, -1)
-"""Of a worker that has no copy that others could go on with."""
+"""Age reported by a worker without a copy that others could start from."""
 _GRACE_S = 1.0
-"""Time that members have to leave a round that others have completed, in seconds."""
+"""Time for members to complete a round that others have completed, in seconds."""
 
 
 class Signal(enum.Enum):
-    """The rendezvous' signal to a member."""
+    """The answer of the rendezvous to a member's heartbeat."""
 
     GO_ON = "go on"
     REGROUP = "regroup"
-    """Somebody waits to join: leave the generation together, after the next exchange."""
+    """A worker waits to join: all members leave the generation after the next exchange."""
     OVER = "over"
-    """The generation is over, or goes on without this worker: come again."""
+    """The generation is over or continues without this worker: wait for another invitation."""
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """A generation that a worker is called into."""
+    """An invitation of a worker into a generation."""
 
     membership: Membership
     source: str | None
-    """Whose copy of the center all start from; None: the one that is at the meeting."""
+    """The worker whose copy of the center all start from; None: the server has the center."""
     age: Age
-    """Of that copy."""
+    """Age of that copy."""
 
     @property
     def generation(self) -> int:
-        """The one that this worker enters with."""
+        """Number of the generation."""
         return self.membership.generation
 
 
 @dataclass
-class _Comer:
-    """A worker waiting to join."""
+class _WaitingWorker:
+    """A worker that waits for an invitation."""
 
     generation: int
-    """The one that it comes from; 0: it is new."""
+    """The generation that it left; 0: it is new."""
     age: Age
-    came_at: float
+    since: float
 
 
 class Rendezvous:
-    """Forms generations of the workers that are waiting, and ends them.
+    """Forms generations of the waiting workers, and ends them.
 
-    In rounds all members leave a generation together and form the next one. By messages
-    everybody comes and goes alone, and the others stay as they are; all the same the first
-    generation forms together, to agree on a center.
+    In synchronous methods, all members leave a generation together and form the next one. In
+    methods with messages, each worker joins and leaves alone while the others train on. The first
+    generation always forms together, to agree on a center.
 
     Args:
-        name: of the run, for messages.
-        num_workers: the fewest that start, and the most that train.
-        in_rounds: whether all members exchange at once.
-        lease_s: who is not heard of for so long is lost, in seconds; so long members that have
-            left a generation wait for the others.
-        timeout_s: the longest wait of a worker for its generation, in seconds.
+        name: name of the run, for messages.
+        num_workers: (fewest workers to start, most workers that train).
+        in_rounds: whether the method is synchronous.
+        lease_s: seconds without a heartbeat after which a worker is lost. It also limits how long
+            members that have left a generation wait for the others.
+        timeout_s: the longest wait of a worker for an invitation, in seconds.
         clock: seconds, rising.
     """
 
@@ -102,103 +102,116 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._clock = clock
         self.membership = Membership(0, ())
-        """The workers that train; in generation 0 none."""
+        """The workers that train; generation 0 has none."""
         self._names: set[str] = set()
         self._entered: dict[str, int] = {}
+        """By member, the generation of its invitation."""
         self._heard_at: dict[str, float] = {}
-        self._rendezvous: dict[str, _Comer] = {}
-        self._calls: dict[str, Invitation] = {}
+        self._waiting: dict[str, _WaitingWorker] = {}
+        self._invitations: dict[str, Invitation] = {}
         self._changes: list[Membership] = []
         self._has_center = False
         self._over_since: float | None = None
-        self._num_done = 0
+        self._num_left = 0
         self._quiet_since = clock()
 
-    # what workers say
+    # calls of workers
 
-    def new_worker_id(self, wish: str | None = None) -> str:
-        """Return an id that no worker had before, the wished one if it is none of those."""
+    def new_worker_id(self, preferred_id: str | None = None) -> str:
+        """Return a new worker id: the preferred one, if no worker has had it."""
         number = len(self._names)
-        worker_id = wish or f"w{number}"
+        worker_id = preferred_id or f"w{number}"
         while worker_id in self._names:
             number += 1
-            worker_id = f"{wish}-{number}" if wish else f"w{number}"
+            worker_id = f"{preferred_id}-{number}" if preferred_id else f"w{number}"
         self._names.add(worker_id)
         return worker_id
 
     def poll_invitation(self, worker_id: str, *, generation: int, age: Age) -> Invitation | None:
-        """Wait to join; return what a worker is called into, or None: ask again.
+        """Let a worker wait for the next generation.
 
         Args:
-            worker_id: who comes.
-            generation: the one that it was called into last; 0: none.
-            age: of its copy of the center.
+            worker_id: its id.
+            generation: the generation that it was last invited into; 0: none.
+            age: age of its copy of the center.
+
+        Returns:
+            Its invitation, or None if it is to poll again.
 
         Raises:
-            AttachError: it waited for too long.
+            AttachError: if it has waited for too long.
         """
         now = self._clock()
         self._heard_at[worker_id] = now
-        self._look_around(now)
-        if self._call_of(worker_id, generation) is None and worker_id not in self._rendezvous:
-            self._come(worker_id, _Comer(generation, age, now))
+        self._drop_silent(now)
+        if self._invitation_for(worker_id, generation) is None and worker_id not in self._waiting:
+            self._waiting[worker_id] = _WaitingWorker(generation, age, now)
+            if self._entered.get(worker_id) == generation:
+                if not self._is_together:  # its claims are returned, and it joins as a newcomer
+                    self._remove(worker_id, now)
+                elif self._over_since is None:
+                    self._over_since = now
         self._form(now)
-        call = self._call_of(worker_id, generation)
-        if call is None and now - self._rendezvous[worker_id].came_at >= self._timeout_s:
+        invitation = self._invitation_for(worker_id, generation)
+        if invitation is None and now - self._waiting[worker_id].since >= self._timeout_s:
             problem = self._why_not(worker_id)
-            del self._rendezvous[worker_id]
+            del self._waiting[worker_id]
             raise AttachError(self._name, problem)
-        return call
+        return invitation
 
-    def hear(self, worker_id: str, generation: int) -> Signal:
-        """Note that a worker is there; return what it should do.
+    def heartbeat(self, worker_id: str, generation: int) -> Signal:
+        """Record a heartbeat of a member, and return the signal for it.
 
         Args:
-            generation: the one that it was called into.
+            worker_id: its id.
+            generation: the generation that it was last invited into.
         """
         now = self._clock()
         if self._entered.get(worker_id) == generation:
             self._heard_at[worker_id] = now
-        self._look_around(now)
+        self._drop_silent(now)
         if self._entered.get(worker_id) != generation:
             return Signal.OVER
         if self._over_since is None:
             is_wanted = self._is_together and len(self._entered) < self._max and self._newcomers()
             return Signal.REGROUP if is_wanted else Signal.GO_ON
-        return Signal.OVER if now - self._over_since >= self._grace_s() else Signal.REGROUP
+        # Unless a member was lost, this one may still complete the round of the others.
+        is_whole = len(self._entered) == self.membership.num_workers
+        grace_s = _GRACE_S if is_whole else 0.0
+        return Signal.OVER if now - self._over_since >= grace_s else Signal.REGROUP
 
     def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
-        """Let a worker go for good; return whether nobody is left."""
+        """Remove a worker that leaves for good; return whether no worker remains."""
         now = self._clock()
-        self._rendezvous.pop(worker_id, None)
+        self._waiting.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
         if self._entered.get(worker_id) == generation:
-            self._num_done += 1
+            self._num_left += 1
             self._remove(worker_id, now)
-        self._look_around(now)
-        return not self._entered and not self._rendezvous
+        self._drop_silent(now)
+        return not self._entered and not self._waiting
 
-    # what the room asks for
+    # calls of the server
 
     def note_center(self) -> None:
-        """Note that the center is at the meeting: by messages everybody moves alone from now on."""
+        """Note that the server has the center: with messages, each worker now moves alone."""
         if self._has_center:
             return
         self._has_center, self._over_since = True, None
-        staying = tuple(w for w in self._entered if w not in self._rendezvous)
+        staying = tuple(w for w in self._entered if w not in self._waiting)
         if not self._in_rounds and staying != self.membership.worker_ids:
             self._entered = {w: g for w, g in self._entered.items() if w in staying}
             self._number(staying)
 
     def pop_changes(self) -> list[Membership]:
-        """Return the memberships that nobody has taken yet, in their order."""
+        """Return the memberships since the last call, oldest first."""
         changes, self._changes = self._changes, []
         return changes
 
     def quiet_s(self) -> float:
-        """Return for how many seconds nobody has been here: no member, nobody waiting to join."""
+        """Return the seconds without any member or waiting worker."""
         now = self._clock()
-        self._look_around(now)
+        self._drop_silent(now)
         return now - self._quiet_since
 
     # decisions
@@ -208,107 +221,88 @@ class Rendezvous:
         """Whether all members enter and leave together."""
         return self._in_rounds or not self._has_center
 
-    def _call_of(self, worker_id: str, generation: int) -> Invitation | None:
-        """Return a worker's invitation, if it does not come from that generation."""
-        call = self._calls.get(worker_id)
-        return call if call is not None and call.generation > generation else None
+    def _invitation_for(self, worker_id: str, generation: int) -> Invitation | None:
+        """Return the invitation of a worker into a later generation, if it has one."""
+        invitation = self._invitations.get(worker_id)
+        is_later = invitation is not None and invitation.generation > generation
+        return invitation if is_later else None
 
-    def _grace_s(self) -> float:
-        """Return how long members may need for a round that others have completed."""
-        is_whole = len(self._entered) == self.membership.num_workers
-        return _GRACE_S if is_whole else 0.0
-
-    def _come(self, worker_id: str, comer: _Comer) -> None:
-        self._rendezvous[worker_id] = comer
-        if self._entered.get(worker_id) != comer.generation:
-            return
-        if not self._is_together:  # what it had claimed goes back; it enters anew
-            self._remove(worker_id, comer.came_at)
-        elif self._over_since is None:
-            self._over_since = comer.came_at
-
-    def _look_around(self, now: float) -> None:
-        """Let those go who were not heard of for the time of a lease."""
+    def _drop_silent(self, now: float) -> None:
+        """Remove the workers whose lease has expired."""
         for worker_id in [w for w, at in self._heard_at.items() if now - at >= self._lease_s]:
             del self._heard_at[worker_id]
-            self._rendezvous.pop(worker_id, None)
+            self._waiting.pop(worker_id, None)
             if worker_id in self._entered:
                 self._remove(worker_id, now)
-        if self._entered or self._rendezvous:
+        if self._entered or self._waiting:
             self._quiet_since = now
 
     def _remove(self, worker_id: str, now: float) -> None:
-        """Take out a member."""
+        """Remove a member."""
         del self._entered[worker_id]
-        self._calls.pop(worker_id, None)
+        self._invitations.pop(worker_id, None)
         if not self._is_together:
             self._number(tuple(w for w in self.membership.worker_ids if w != worker_id))
         elif self._over_since is None:
             self._over_since = now
-        if not self._entered and not self._rendezvous:  # the next ones begin as the first ones did
-            self._num_done = 0
+        if not self._entered and not self._waiting:  # the next workers start like the first ones
+            self._num_left = 0
 
     def _newcomers(self) -> list[str]:
-        """Return those waiting to join that were no members, in the order of their ids."""
-        return sorted((w for w in self._rendezvous if w not in self._entered), key=_natural)
+        """Return the waiting workers that are not members, in the order of their ids."""
+        new = (w for w in self._waiting if w not in self._entered)
+        return sorted(new, key=lambda worker_id: (len(worker_id), worker_id))  # w2 before w10
 
-    def _back(self) -> list[str]:
-        """Return the members that have come back to join, by rank."""
-        return [
-            w for w in self.membership.worker_ids if w in self._entered and w in self._rendezvous
-        ]
+    def _returned(self) -> list[str]:
+        """Return the members that wait for the next generation, by rank."""
+        return [w for w in self.membership.worker_ids if w in self._entered and w in self._waiting]
 
-    def _needed(self) -> int:
-        """Return how many must be there: who has left for good need not be replaced."""
-        return max(1, self._min - self._num_done)
+    def _num_needed(self) -> int:
+        """Return the fewest members: workers that left for good need no replacement."""
+        return max(1, self._min - self._num_left)
 
     def _form(self, now: float) -> None:
-        """Form the next generation, if it can be formed now."""
+        """Form the next generation, if it can form now."""
         if self._entered and not self._is_together:
             new = self._newcomers()[: max(0, self._max - len(self._entered))]
             if new:
                 self._number((*self.membership.worker_ids, *new))
-                self._call_in(new, None, NO_COPY)
+                self._invite(new, None, NO_COPY)
             return
-        back = self._back()
-        if self._entered and not self._is_time(back, now):
-            return
-        chosen = (*back, *self._newcomers()[: max(0, self._max - len(back))])
-        if len(chosen) >= self._needed():
+        returned = self._returned()
+        if self._entered:
+            if self._over_since is None or not returned:
+                return
+            if len(returned) < len(self._entered) and now - self._over_since < self._lease_s:
+                return
+        chosen = (*returned, *self._newcomers()[: max(0, self._max - len(returned))])
+        if len(chosen) >= self._num_needed():
             source, age = self._furthest(chosen)
             self._number(chosen)
-            self._entered, self._calls, self._over_since = {}, {}, None
-            self._call_in(chosen, source, age)
-
-    def _is_time(self, back: list[str], now: float) -> bool:
-        """Whether those who came back wait no longer for the others."""
-        if self._over_since is None or not back:
-            return False
-        return len(back) == len(self._entered) or now - self._over_since >= self._lease_s
+            self._entered, self._invitations, self._over_since = {}, {}, None
+            self._invite(chosen, source, age)
 
     def _number(self, worker_ids: tuple[str, ...]) -> None:
-        """Make these the members, under the next number."""
+        """Make workers the members of the next generation."""
         self.membership = Membership(self.membership.generation + 1, worker_ids)
         self._changes.append(self.membership)
 
-    def _call_in(self, worker_ids: Sequence[str], source: str | None, age: Age) -> None:
+    def _invite(self, worker_ids: Sequence[str], source: str | None, age: Age) -> None:
         for worker_id in worker_ids:
-            del self._rendezvous[worker_id]
+            del self._waiting[worker_id]
             self._entered[worker_id] = self.membership.generation
-            self._calls[worker_id] = Invitation(self.membership, source, age)
+            self._invitations[worker_id] = Invitation(self.membership, source, age)
 
     def _furthest(self, chosen: tuple[str, ...]) -> tuple[str | None, Age]:
-        """Return (who has the newest copy of the center, its age).
+        """Return (the worker with the furthest copy of the center, the age of that copy).
 
-        Only who comes from the generation before can have one: what somebody else did, who was
-        left out of it, is not in the others' center. Before the first generation all are new.
+        Only members of the previous generation have one: the rounds of a worker that was left out
+        are not in the others' center. In the first generation, all workers are new.
         """
         if not self._is_together:
             return None, NO_COPY
         before = self.membership.generation
-        ages = {
-            w: self._rendezvous[w].age for w in chosen if self._rendezvous[w].generation == before
-        }
+        ages = {w: self._waiting[w].age for w in chosen if self._waiting[w].generation == before}
         known = [w for w, age in ages.items() if age > NO_COPY]
         if not known:
             return None, NO_COPY
@@ -316,39 +310,34 @@ class Rendezvous:
         return source, ages[source]
 
     def _why_not(self, worker_id: str) -> str:
-        """Return in words what a worker waiting to join has waited for in vain."""
+        """Return why a worker received no invitation in time."""
         waited = f"worker {worker_id} waited for {self._timeout_s:g} s"
         if len(self._entered) >= self._max and worker_id not in self._entered:
             return f"{waited} for a place: {self._max} workers are attached; raise num_workers"
-        back = self._back()
-        if self._entered and not back:
+        returned = self._returned()
+        if self._entered and not returned:
             return (
                 f"{waited} for an exchange of the {len(self._entered)} workers that train; raise "
                 f"start_timeout_s or lower method.period"
             )
-        num_here = len(back) + len(self._newcomers())
+        num_waiting = len(returned) + len(self._newcomers())
         return (
-            f"{waited}: {num_here} of {self._needed()} workers came; start the others, lower "
-            f"num_workers or raise start_timeout_s"
+            f"{waited}: {num_waiting} of {self._num_needed()} workers arrived; start the others, "
+            f"lower num_workers or raise start_timeout_s"
         )
-
-
-def _natural(worker_id: str) -> tuple[int, str]:
-    """Return a key that sorts w2 before w10."""
-    return len(worker_id), worker_id
 
 
 class RendezvousServer(CenterEndpoint):
     """The rendezvous of one run, and its center.
 
-    In rounds every worker holds the center; here lies a copy for those who come later. By
-    messages the center itself is here.
+    In synchronous methods each worker holds the center, and the server keeps a copy for newcomers.
+    In methods with messages the server holds the center itself.
 
     Args:
-        name: of the run.
-        job: what all workers do.
-        terms: what all workers must agree on, by setting.
-        node: of this process, where workers are other processes; see ``make_shard``.
+        name: name of the run.
+        job: the job of all workers.
+        terms: values that all workers must share, by setting.
+        node: this process's node, if the workers are other processes; see ``make_shard``.
         clock: seconds, rising.
     """
 
@@ -377,16 +366,16 @@ class RendezvousServer(CenterEndpoint):
             clock=clock,
         )
         self._copy: Snapshot | None = None
-        self._copied_in = 0
+        self._copy_generation = 0
         self._non_trainable: NonTrainable | None = None
         self._starts: dict[str, Snapshot] = {}
         self._members: frozenset[str] = frozenset()
 
-    def register(self, wish: str | None, terms: Mapping[str, Any]) -> str:
-        """Return the id of a worker that comes for the first time, the wished one if it is free.
+    def register(self, preferred_id: str | None, terms: Mapping[str, Any]) -> str:
+        """Register a new worker; return its id: the preferred one, if it is free.
 
         Raises:
-            ConfigError: its settings are others than those of the run.
+            ConfigError: if its settings differ from those of the run.
         """
         for setting, value in terms.items():
             if value != self._terms.get(setting):
@@ -396,111 +385,112 @@ class RendezvousServer(CenterEndpoint):
                     f"{self._terms.get(setting)}, got {value}",
                 )
         with self._lock:
-            return self._rendezvous.new_worker_id(wish)
+            return self._rendezvous.new_worker_id(preferred_id)
 
     def poll_invitation(self, worker_id: str, generation: int, age: Age) -> Invitation | None:
-        """Return the generation that a worker waiting to join is called into; None: ask again.
+        """Return the invitation of a waiting worker, or None if it is to poll again.
 
         Raises:
-            AttachError: it waited for too long.
+            AttachError: if it has waited for too long.
         """
         with self._lock:
             try:
                 return self._rendezvous.poll_invitation(worker_id, generation=generation, age=age)
             finally:
-                self._follow()
+                self._apply_changes()
 
-    def hear(self, worker_id: str, generation: int) -> Signal:
-        """Note that a worker is there; return what it should do."""
+    def heartbeat(self, worker_id: str, generation: int) -> Signal:
+        """Record a heartbeat of a member, and return the signal for it."""
         with self._lock:
-            signal = self._rendezvous.hear(worker_id, generation)
-            self._follow()
+            signal = self._rendezvous.heartbeat(worker_id, generation)
+            self._apply_changes()
             return signal
 
     def leave_rendezvous(self, worker_id: str, generation: int) -> bool:
-        """Let a worker go; return whether its copy of the center should stay here."""
+        """Remove a worker that leaves for good; return whether it is to ``put`` its copy."""
         with self._lock:
             is_last = self._rendezvous.leave_rendezvous(worker_id, generation)
-            self._follow()
+            self._apply_changes()
             return is_last and self._job.method.is_sync
 
     def put(
         self, generation: int, snapshot: Snapshot, non_trainable: NonTrainable | None = None
     ) -> None:
-        """Take in the center that a generation starts from, or ends with.
+        """Store the center that a generation starts from or ends with.
 
         Args:
-            generation: which.
+            generation: number of the generation. The center of an earlier one is ignored.
             snapshot: the center.
-            non_trainable: all of the non-trainable state, from a worker that enters for the first
-                time; the first that comes is everybody's.
+            non_trainable: the non-trainable state of a new worker. The first one to arrive is used
+                by all workers.
         """
         with self._lock:
             if self._non_trainable is None:
                 self._non_trainable = non_trainable
             is_late = generation != self._rendezvous.membership.generation
             if is_late or self._center_server is not None:
-                return  # others went on meanwhile
+                return
             if self._job.method.is_sync:
-                self._copy, self._copied_in = snapshot, generation
+                self._copy, self._copy_generation = snapshot, generation
             else:
                 self._center_server = CenterServer(self._job, snapshot, node=self._node)
-                self._rendezvous.pop_changes()  # the center was there for none of them
+                self._rendezvous.pop_changes()  # they were before this center
                 self._change(self._rendezvous.membership)
             self._rendezvous.note_center()
-            self._follow()
+            self._apply_changes()
 
-    def fetch(self, worker_id: str, call: Invitation) -> Snapshot | None:
-        """Return the center that an invited worker starts from; None: it is not here yet.
+    def fetch(self, worker_id: str, invitation: Invitation) -> Snapshot | None:
+        """Return the center that an invited worker starts from, or None before it has arrived.
 
         Raises:
-            AttachError: nobody has it.
+            AttachError: if the center was lost.
         """
         with self._lock:
             if not self._job.method.is_sync:
                 return self._starts.pop(worker_id, None)
-            if call.source is None and self._copy is None:
+            if invitation.source is None and self._copy is None:
                 raise AttachError(
                     self._name,
-                    "the center was lost with the worker that had it; take another name, and a "
-                    "state that you kept",
+                    "the center was lost with the worker that had it; attach under another name, "
+                    "from a state that you saved",
                 )
-            return self._copy if call.source is None or self._copied_in == call.generation else None
+            is_newest = self._copy_generation == invitation.generation
+            return self._copy if invitation.source is None or is_newest else None
 
     def first_non_trainable(self) -> NonTrainable:
-        """Return the non-trainable state that all workers begin with; after the center has come."""
+        """Return the non-trainable state that all workers begin with; call it after ``fetch``."""
         with self._lock:
-            assert self._non_trainable is not None, "it comes with the first center"
+            assert self._non_trainable is not None, "it arrives with the first center"
             return self._non_trainable
 
     def center(self) -> Snapshot | None:
-        """Return the center as it is now; None: the workers have it."""
+        """Return the current center, or None if the workers hold it."""
         return None if self._center_server is None else self._center_server.snapshot()
 
     def quiet_s(self) -> float:
-        """Return for how many seconds nobody has been here."""
+        """Return the seconds without any member or waiting worker."""
         with self._lock:
             quiet_s = self._rendezvous.quiet_s()
-            self._follow()
+            self._apply_changes()
             return quiet_s
 
-    def _follow(self) -> None:
-        """Let the center follow who came and went."""
+    def _apply_changes(self) -> None:
+        """Apply new memberships to the center of a method with messages."""
         if self._job.method.is_sync:
             self._rendezvous.pop_changes()
         elif self._center_server is not None:
             for membership in self._rendezvous.pop_changes():
                 self._change(membership)
             coordinator = self._center_server.coordinator
-            coordinator.pop_records()  # nobody reads them; they would pile up
+            coordinator.pop_records()  # they are not used, and would accumulate
             coordinator.pop_due()
 
     def _change(self, membership: Membership) -> None:
-        """Let workers come and go at the center; keep what the new ones start from."""
+        """Change the members at the center, and keep the snapshots that new members start from."""
         before, self._members = self._members, frozenset(membership.worker_ids)
         if before:
             snapshot = self.center_server.change(membership, [])
-        else:  # in rank order, where the method keeps to it
+        else:  # turns are taken in rank order
             self.center_server.begin_generation(membership)
             snapshot = self.center_server.snapshot()
         self._starts = {w: s for w, s in self._starts.items() if w in self._members}

@@ -1,4 +1,4 @@
-"""One worker's way into generations and out of them, and the news that it hears meanwhile."""
+"""The rendezvous as a worker uses it: enters and leaves generations, and sends heartbeats."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from raydl.elastic.rendezvous import NO_COPY, Age, Invitation, RendezvousServer,
 from raydl.errors import AttachError, ExchangeError
 from raydl.parameter_server.protocol import CenterClient
 
-_ASK_EVERY_S = 0.05
-_HEAR_EVERY_S = 0.5
+_POLL_EVERY_S = 0.05
+_HEARTBEAT_EVERY_S = 0.5
 
 
 class Transport(Protocol):
-    """A group or a post that can be left."""
+    """The connection of a worker with its group, or with the center."""
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         ...
 
 
 MakeTransport = Callable[[str, Membership, threading.Event], Any]
-"""Connects a worker with a membership, until the event is set. Raises ExchangeError."""
+"""Connects a worker with a membership, until the event is set. Raises ExchangeError on failure."""
 
 
 @dataclass(frozen=True)
@@ -40,36 +40,37 @@ class Entry:
     membership: Membership
     transport: Group | CenterClient
     snapshot: Snapshot | None
-    """The snapshot that all start from; None: this worker's own copy of the center."""
+    """The snapshot to start from; None: this worker's own copy of the center."""
     non_trainable: NonTrainable | None = None
-    """The non-trainable state that all begin with; None: this worker has it."""
+    """The non-trainable state that all workers begin with; None: this worker has it already."""
 
 
 @dataclass
-class _Stay:
-    """A worker's time in a generation, as far as news go."""
+class _Participation:
+    """A worker's participation in a generation."""
 
     generation: int = 0
     signal: Signal = Signal.GO_ON
+    """Answer to the last heartbeat."""
     abandoned: threading.Event = field(default_factory=threading.Event)
 
 
 class RendezvousClient:
-    """One worker's way into generations and out of them.
+    """Enters and leaves generations for one worker.
 
-    A thread tells the meeting that this worker is there, whatever its loop does, and hears
-    what the meeting says. It ends a wait in a generation that is over.
+    A thread sends heartbeats, whatever the worker's loop does, and receives the signals of the
+    rendezvous. When the generation is over, it interrupts the worker's waits.
 
     Args:
-        name: of the run, for messages.
-        find: finds the rendezvous server, or starts it; called once this worker comes. Where it is
-            a proxy of one in another process, all calls may raise an AttachError: the server was
-            lost, or does not answer.
-        make_transport: connects it with the others, or with the center.
-        terms: what all workers must agree on, by setting.
-        lease_s: who is not heard of for so long is lost, in seconds.
-        in_rounds: every worker has the center, rather than the meeting point.
-        wish: the id that it would like to have.
+        name: name of the run, for messages.
+        find: returns the rendezvous server, or starts it; called when this worker first enters.
+            If the server is a proxy of another process, each of its calls may raise an AttachError:
+            the server was lost, or does not answer.
+        make_transport: connects this worker with the others, or with the center.
+        terms: values that all workers must share, by setting.
+        lease_s: seconds without a heartbeat after which a worker is lost.
+        in_rounds: whether each worker holds the center, instead of the server.
+        preferred_id: the worker's id, if no other worker has it.
     """
 
     def __init__(
@@ -81,129 +82,131 @@ class RendezvousClient:
         terms: Mapping[str, Any],
         lease_s: float,
         in_rounds: bool,
-        wish: str | None = None,
+        preferred_id: str | None = None,
     ) -> None:
         self.name = name
-        self.worker_id = wish or ""
+        self.worker_id = preferred_id or ""
         self._find = find
         self._make_transport = make_transport
         self._terms = dict(terms)
-        self._every_s = min(_HEAR_EVERY_S, lease_s / 4)
+        self._every_s = min(_HEARTBEAT_EVERY_S, lease_s / 4)
         self._in_rounds = in_rounds
-        self._wish = wish
-        self._void: Age | None = None
+        self._preferred_id = preferred_id
+        self._stale_age: Age | None = None
         self._has_entered = False
-        self._point: RendezvousServer | None = None
+        self._server: RendezvousServer | None = None
         self._transport: Transport | None = None
-        self._stay = _Stay()
+        self._current = _Participation()
         self._ended = threading.Event()
 
     @property
     def signal(self) -> Signal:
-        """The newest that was heard."""
-        return self._stay.signal
+        """The newest signal of the rendezvous."""
+        return self._current.signal
 
     def enter(
         self, age: Age, own: Callable[[], Snapshot], own_non_trainable: Callable[[], NonTrainable]
     ) -> Entry:
-        """Leave the generation, if any, and wait for the next one.
+        """Leave the current generation, if any, and enter the next one.
 
         Args:
-            age: of this worker's copy of the center.
-            own: returns it.
-            own_non_trainable: returns the non-trainable state of this worker's model, which all may
-                begin with.
+            age: age of this worker's copy of the center.
+            own: returns this worker's copy of the center.
+            own_non_trainable: returns the non-trainable state of this worker's model. If this
+                worker is the source of the first center, all workers begin with it.
 
         Raises:
-            ExchangeError: somebody who was called as well went away; to be tried again.
-            AttachError: not enough workers came in time, or the meeting point was lost.
-            ConfigError: this worker's settings are others than those of the run.
+            ExchangeError: if another invited worker was lost; call again.
+            AttachError: if too few workers arrived in time, or the server was lost.
+            ConfigError: if this worker's settings differ from those of the run.
         """
-        point = self._come()
+        server = self._registered()
         self._close_transport()
-        age = NO_COPY if age == self._void else age
-        call = self._wait_for_call(point, age)
-        self._stay = stay = _Stay(call.generation)
-        # Of one age are equal copies, but for those that newcomers bring.
-        is_equal = self._has_entered and call.source is not None and age == call.age
-        has_newest = is_equal or call.source == self.worker_id
-        # Unless it enters, what it has leads nowhere: the others go on from something else.
-        self._void = None if has_newest or age == call.age else age
-        if call.source == self.worker_id:
+        age = NO_COPY if age == self._stale_age else age
+        # The server bounds this wait.
+        last = self._current.generation
+        while (invitation := server.poll_invitation(self.worker_id, last, age)) is None:
+            time.sleep(_POLL_EVERY_S)
+        self._current = current = _Participation(invitation.generation)
+        # Copies of equal age are equal, except those of new workers.
+        is_equal = self._has_entered and invitation.source is not None and age == invitation.age
+        has_newest = is_equal or invitation.source == self.worker_id
+        # Until it enters, its own copy is stale: the others continue from another one.
+        self._stale_age = None if has_newest or age == invitation.age else age
+        if invitation.source == self.worker_id:
             non_trainable = None if self._has_entered else own_non_trainable()
-            point.put(call.generation, own(), non_trainable)
+            server.put(invitation.generation, own(), non_trainable)
         is_here = has_newest and self._in_rounds
-        snapshot = None if is_here else self._wait_for_center(point, call, stay)
-        is_new = not self._has_entered and call.source != self.worker_id
-        first = point.first_non_trainable() if is_new else None
+        snapshot = None if is_here else self._wait_for_center(server, invitation, current)
+        is_new = not self._has_entered and invitation.source != self.worker_id
+        first = server.first_non_trainable() if is_new else None
         self._transport = transport = self._make_transport(
-            self.worker_id, call.membership, stay.abandoned
+            self.worker_id, invitation.membership, current.abandoned
         )
-        self._void, self._has_entered = None, True
-        return Entry(call.membership, transport, snapshot, first)
+        self._stale_age, self._has_entered = None, True
+        return Entry(invitation.membership, transport, snapshot, first)
 
     def check(self) -> None:
-        """Raise an AttachError if this worker has left for good."""
+        """Raise an AttachError if this worker is detached."""
         if self._ended.is_set():
-            raise AttachError(self.name, f"worker {self.worker_id} is detached; attach anew")
+            raise AttachError(self.name, f"worker {self.worker_id} is detached; attach again")
 
-    def _come(self) -> RendezvousServer:
+    def _registered(self) -> RendezvousServer:
+        """Return the server; register this worker there first, if it is new."""
         self.check()
-        if self._point is None:
-            self._point = self._find()
-            self.worker_id = self._point.register(self._wish, self._terms)
-            # No process end waits for it, and it knows nothing of the loop.
-            threading.Thread(target=self._listen, args=(self._point,), daemon=True).start()
-        return self._point
+        if self._server is None:
+            self._server = self._find()
+            self.worker_id = self._server.register(self._preferred_id, self._terms)
+            # A daemon: the end of the process does not wait for it.
+            threading.Thread(
+                target=self._send_heartbeats, args=(self._server,), daemon=True
+            ).start()
+        return self._server
 
-    def _wait_for_call(self, point: RendezvousServer, age: Age) -> Invitation:
-        """Wait to be called; the meeting itself bounds the wait."""
-        while (call := point.poll_invitation(self.worker_id, self._stay.generation, age)) is None:
-            time.sleep(_ASK_EVERY_S)
-        return call
-
-    def _wait_for_center(self, point: RendezvousServer, call: Invitation, stay: _Stay) -> Snapshot:
+    def _wait_for_center(
+        self, server: RendezvousServer, invitation: Invitation, current: _Participation
+    ) -> Snapshot:
         """Return the center to start from; the wait ends with the generation."""
-        while (snapshot := point.fetch(self.worker_id, call)) is None:
-            if stay.signal is Signal.OVER:
-                raise ExchangeError(0, call.generation, "the center did not come")
-            time.sleep(_ASK_EVERY_S)
+        while (snapshot := server.fetch(self.worker_id, invitation)) is None:
+            if current.signal is Signal.OVER:
+                raise ExchangeError(0, invitation.generation, "the center did not arrive")
+            time.sleep(_POLL_EVERY_S)
         return snapshot
 
-    def _listen(self, point: RendezvousServer) -> None:
+    def _send_heartbeats(self, server: RendezvousServer) -> None:
         while not self._ended.wait(self._every_s):
-            stay = self._stay
+            current = self._current
             try:
-                stay.signal = point.hear(self.worker_id, stay.generation)
+                current.signal = server.heartbeat(self.worker_id, current.generation)
             except AttachError:
-                continue  # a generation goes on without it; who needs it is told
-            if stay.signal is Signal.OVER:
-                stay.abandoned.set()
+                continue  # the generation continues; a call that needs the server will raise
+            if current.signal is Signal.OVER:
+                current.abandoned.set()
 
     def center(self) -> Snapshot | None:
-        """Return the center as it is now, where it is at the meeting point; None: it is not."""
-        return self._point.center() if self._point and not self._ended.is_set() else None
+        """Return the current center, or None if the workers hold it."""
+        return self._server.center() if self._server and not self._ended.is_set() else None
 
     def leave_rendezvous(self, own: Callable[[], Snapshot]) -> None:
-        """Leave for good; the others go on.
+        """Leave for good, while the others train on.
 
         Args:
-            own: returns this worker's copy of the center, for those who may come later.
+            own: returns this worker's copy of the center, kept for later workers.
         """
-        point, was_ended = self._point, self._ended.is_set()
+        server, was_ended = self._server, self._ended.is_set()
         self._ended.set()
-        if point is not None and not was_ended:
-            with contextlib.suppress(AttachError):  # it was lost, and nobody comes any more
-                if point.leave_rendezvous(self.worker_id, self._stay.generation):
-                    point.put(self._stay.generation, own())
+        if server is not None and not was_ended:
+            with contextlib.suppress(AttachError):  # the server was lost
+                if server.leave_rendezvous(self.worker_id, self._current.generation):
+                    server.put(self._current.generation, own())
         self._close_transport()
 
     def fall_silent(self) -> None:
-        """Say nothing any more: the meeting takes this worker for lost before long."""
+        """Send no more heartbeats: within a lease this worker counts as lost."""
         self._ended.set()
 
     def _close_transport(self) -> None:
-        """Leave the generation: peers notice by it, and come as well."""
+        """Leave the generation: the exchange of the peers fails, and they return as well."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()

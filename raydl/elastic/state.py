@@ -12,7 +12,7 @@ from raydl.core.worker_group import Collected, Evaluated
 
 
 class State(enum.Enum):
-    """Progress and state of a run."""
+    """The state of a run."""
 
     WAITING = "waiting for workers"
     TRAINING = "training"
@@ -23,22 +23,22 @@ class State(enum.Enum):
 
 
 class Recorder(Protocol):
-    """Takes what the controller learns to people and files."""
+    """Shows and stores the results of the controller."""
 
     def event(self, sentence: str) -> None:
-        """Take one line on what the cluster did."""
+        """Log one line about an event of the run."""
         ...
 
     def formed(self, membership: Membership, reason: str) -> None:
-        """Take a new membership, and why it is."""
+        """Record a new membership, and the reason for it."""
         ...
 
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
-        """Take a point of the curves, and the newest report of each worker."""
+        """Record a point of the curves, with the newest report of each worker."""
         ...
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        """Take a score of the center."""
+        """Record a score of the center."""
         ...
 
     def checkpoint(self, collected: Collected) -> None:
@@ -52,9 +52,9 @@ class Recorder(Protocol):
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the storage has not answered for so long that nothing should wait for it."""
+        """Whether the storage has been silent for too long, so that nothing should wait for it."""
         ...
 
     def show(self, state: State, workers: Mapping[str, int]) -> None:
-        """Refresh what a person sees; ``workers``: how many stand where, by word."""
+        """Refresh the display; ``workers`` is the number of workers by the name of their phase."""
         ...

@@ -1,7 +1,7 @@
-"""Detects stragglers: workers that the others wait for longer than is usual, in rounds.
+"""Detects stragglers in rounds: workers that the others wait for longer than usual.
 
-No constant says it: what recent rounds took, how much they differ, and what it costs to go on
-without somebody.
+The limit is no constant. It follows from the durations of recent rounds, their spread, and the cost
+of continuing without a worker.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from statistics import median
 
 _FEWEST_ROUNDS = 5
 _SPREADS = 6.0
-"""Spreads above the median at which a round is no usual one: with normally distributed rounds
-one in a billion."""
+"""Standard deviations above the median at which a round counts as unusual: one in a billion rounds,
+if their durations are normally distributed."""
 _FIRST_PAUSE_S = 0.5
 """Assumed cost of a pause until one was measured, in seconds."""
 _MAD_TO_SIGMA = 1.4826
 """Median absolute deviation to standard deviation, of a normal distribution."""
 _ROUNDING = 1e-9
-"""Rounding error of a share of the workers: 7/25 of 25 is a little more than 7."""
+"""Rounding error of a share of the workers: in floating point, 7/25 of 25 exceeds 7."""
 
 
 class StragglerDetector:
-    """Durations of rounds, and the cost of going on without a worker."""
+    """The durations of rounds, and the cost of continuing without a worker."""
 
     def __init__(self) -> None:
         self._rounds: deque[float] = deque(maxlen=101)
@@ -34,31 +34,31 @@ class StragglerDetector:
         self._paused_generation = 0
         self._lacks_workers = False
         self.longest_pause_s = 0.0
-        """The longest time in which nobody trained, for whatever reason."""
+        """The longest time without any training, for whatever reason."""
 
     def note_round(self, round: int, seconds: float) -> None:
-        """Note what a round took; several workers tell of the same one."""
+        """Record the duration of a round. Several workers report the same round."""
         if round > self._newest_round and seconds > 0:
             self._newest_round = round
             self._rounds.append(seconds)
 
     def pause(self, now: float, generation: int) -> None:
-        """Note that nobody of a generation trains any more, unless it was noted.
+        """Begin a pause, unless one is under way: no member of a generation trains any more.
 
-        One that breaks before it has trained ends no pause: the pause goes on beyond it.
+        A generation that breaks before it has trained does not end the pause.
         """
         self._paused_generation = max(self._paused_generation, generation)
         if self._paused_at is None:
             self._paused_at, self._lacks_workers = now, False
 
     def wait_for_workers(self) -> None:
-        """Note that there are too few to go on: the pause says nothing of what forming costs."""
+        """Note that too few workers are left: this pause is no measure of a regrouping."""
         self._lacks_workers = True
 
     def resume(self, now: float, generation: int) -> None:
-        """Note that somebody is in a generation; it ends a pause if it is a newer one.
+        """End the pause, if a worker reports from a generation newer than the paused one.
 
-        Between two generations workers go on reporting from the one before.
+        Between two generations workers still report the older one.
         """
         if self._paused_at is None or generation <= self._paused_generation:
             return
@@ -68,10 +68,10 @@ class StragglerDetector:
             self._pauses.append(seconds)
 
     def grace_s(self) -> float:
-        """Return the seconds to wait for a late worker; infinite while rounds are few.
+        """Return the seconds to wait for a straggler; infinite during the first rounds.
 
-        Leaving it out costs two pauses, one now and one when it comes back: a shorter wait
-        is cheaper, however unusual it is.
+        Leaving a worker out costs two pauses: one now and one when it rejoins. A shorter wait is
+        cheaper, however unusual it is.
         """
         if len(self._rounds) < _FEWEST_ROUNDS:
             return math.inf
@@ -84,12 +84,12 @@ class StragglerDetector:
 def late_workers(
     waiting_s: Mapping[str, float], *, grace_s: float, quorum: float
 ) -> tuple[str, ...]:
-    """Return the workers to go on without.
+    """Return the workers to leave out.
 
     Args:
-        waiting_s: by worker, how long it has waited for the others; 0: it is still at work.
-        grace_s: the longest wait.
-        quorum: least share of the workers, in (0, 1], that must be there.
+        waiting_s: by worker, how long it has waited for the others, or 0 while it still computes.
+        grace_s: the longest wait, in seconds.
+        quorum: the share of workers, in (0, 1], that must have waited longer than ``grace_s``.
     """
     needed = max(1, math.ceil(quorum * len(waiting_s) - _ROUNDING))
     waits = sorted(waiting_s.values(), reverse=True)

@@ -1,4 +1,4 @@
-"""The registry of workers: each one's phase, node and last report, from its request on."""
+"""The registry of workers: the phase, node and last report of each, from its request on."""
 
 from __future__ import annotations
 
@@ -13,84 +13,84 @@ from raydl.core.reports import WorkerReport
 from raydl.elastic.heartbeat import has_computed
 
 _STUCK_STEPS = 20
-"""A worker that has not finished a step in the time of so many usual ones is stuck."""
+"""A worker whose step takes longer than this many of its usual steps is stuck."""
 _SILENT_S = 1.0
-"""A worker that has not answered for so long may not wait any more, whatever it said."""
+"""Age in seconds from which a report no longer counts: the worker may have stopped waiting."""
 _LONGEST_STAY_S = 60.0
-"""The longest that a worker which is late again and again stays out, in seconds."""
+"""The longest time that a worker stays left out, in seconds."""
 
 
 class Phase(enum.Enum):
-    """State of one worker, as the controller knows it."""
+    """The phase of a worker, as the controller knows it."""
 
     STARTING = "starting"
     READY = "ready"
     TRAINING = "training"
     LEFT_OUT = "left out"
-    """Late: it finishes what it has claimed, by itself."""
+    """A straggler, which finishes the samples that it has claimed by itself."""
     LEAVING = "leaving"
-    """It goes after its next exchange, or has gone out of its loop."""
+    """It leaves after its next exchange, or has left its loop."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A worker's copy of the center, as it was when the worker left its loop."""
+    """A worker's copy of the center when the worker left its loop."""
 
     worker_id: str
     round: int
     num_changes: int = 0
-    """Of the ledger: of two copies of a round the one with more knows more claims."""
+    """Changes of its ledger: of two copies of a round, one with more changes has more claims."""
     generation: int = 0
-    """The one that made it; 0: the center itself did."""
+    """The generation that made the copy; 0: the center itself did."""
     ledger_round: int | None = None
-    """Up to which it knows the ledger; None: its own."""
+    """The round up to which its ledger is known; None: ``round``."""
 
     @property
     def age(self) -> tuple[int, int, int, int]:
-        """Of two copies the one of greater age makes fewer samples be trained again."""
+        """The order of copies: from the greatest one, the fewest samples are trained again."""
         known = self.round if self.ledger_round is None else self.ledger_round
         return known, self.round, self.generation, self.num_changes
 
 
 @dataclass
 class WorkerEntry:
-    """One worker."""
+    """One worker; times are seconds of the registry's clock."""
 
     worker_id: str
     phase: Phase
     since: float
-    """When it came into this phase."""
+    """When the phase began."""
     node: str = ""
     cause: str = ""
-    """Why it leaves, or was left out: the rest of a sentence that begins with its id."""
+    """Why it leaves or was left out: the rest of a sentence that begins with its id."""
     report: WorkerReport | None = None
     moved_at: float = 0.0
-    """When it was last seen to have gone on."""
+    """When it last made progress, or waited for others."""
     busy_at: float = 0.0
-    """When its process was last seen to compute."""
+    """When its process was last seen to use CPU time."""
     heard_at: float = 0.0
-    """When it last answered."""
+    """When its last report arrived."""
     in_loop: bool = False
     has_trained: bool = False
     copy: Copy | None = None
-    """Its copy of the center, as it was when it last left its loop; None: it has none."""
+    """Its copy of the center when it last left its loop; None: it has none."""
     is_dismissed: bool = False
-    """It was told to leave after its next exchange."""
-    asked_at: float | None = None
-    """When it was asked for its state, since it leaves; None: it was not."""
+    """Whether it was ordered to leave after its next exchange."""
+    hand_in_since: float | None = None
+    """When it was asked to hand in its replica; None: it was not."""
     has_handed_in: bool = False
-    """Its state is kept, or will not come."""
+    """Whether its replica is in the storage, or will not arrive."""
     num_late: int = 0
-    """How often it was left out."""
+    """The number of times that it was left out."""
 
 
 class WorkerRegistry:
-    """All workers of a run that have not gone.
+    """The workers of a run, from their requests until they have left or were lost.
 
     Args:
-        lease_s: the shortest time without a step after which a worker may be stuck.
-        first_step_s: how long the first step of a worker may take.
-        max_busy_s: how long any step may take in which it computes.
+        lease_s: the shortest time without progress after which a worker is stuck, in seconds.
+        first_step_s: the longest first step of a worker, in seconds.
+        max_busy_s: the longest step in which a worker uses CPU time, in seconds.
         clock: seconds, rising.
     """
 
@@ -117,15 +117,15 @@ class WorkerRegistry:
         return self._entries[worker_id]
 
     def entries(self) -> list[WorkerEntry]:
-        """Return all, in the order in which they were asked for."""
+        """Return all workers, in the order of their requests."""
         return list(self._entries.values())
 
-    def named(self, phase: Phase) -> list[str]:
+    def in_phase(self, phase: Phase) -> list[str]:
         """Return the workers in a phase."""
         return [e.worker_id for e in self._entries.values() if e.phase is phase]
 
     def counts(self) -> dict[str, int]:
-        """Return how many workers train, are ready, start, were left out and leave, by word."""
+        """Return the number of workers in each phase, by its name; empty phases are absent."""
         phases = [
             Phase.READY if e.phase is Phase.TRAINING and not e.in_loop else e.phase
             for e in self._entries.values()
@@ -135,7 +135,7 @@ class WorkerRegistry:
 
     @property
     def num_coming(self) -> int:
-        """Workers that train or could, now or later: all but those that leave."""
+        """Workers that train or may train later: all except leaving ones."""
         return sum(e.phase is not Phase.LEAVING for e in self._entries.values())
 
     def new_id(self) -> str:
@@ -143,12 +143,12 @@ class WorkerRegistry:
         return f"w{self._next_number}"
 
     def add(self, worker_id: str) -> None:
-        """Note that a worker was asked for."""
+        """Add a worker that was requested."""
         self._next_number = max(self._next_number, int(worker_id.lstrip("w")) + 1)
         self._entries[worker_id] = WorkerEntry(worker_id, Phase.STARTING, self._clock())
 
-    def came_up(self, worker_id: str, node: str) -> None:
-        """Note that a worker is up."""
+    def note_ready(self, worker_id: str, node: str) -> None:
+        """Note that a worker has started, and its node."""
         self._entries[worker_id].node = node
         self._enter(worker_id, Phase.READY)
 
@@ -157,38 +157,38 @@ class WorkerRegistry:
         entry.phase, entry.since, entry.cause = phase, self._clock(), cause
 
     def remove(self, worker_id: str, cause: str) -> None:
-        """Forget a worker that has gone; the cause is told with the next membership."""
+        """Remove a worker that has ended; the log of the next membership gives the cause."""
         entry = self._entries.pop(worker_id, None)
-        if entry is not None and entry.has_trained:  # no membership lacks any other
+        if entry is not None and entry.has_trained:  # no membership had the others
             self._causes[worker_id] = cause
 
-    def send_away(self, worker_id: str, cause: str) -> None:
+    def note_leaving(self, worker_id: str, cause: str) -> None:
         """Note that a worker is to leave."""
         self._enter(worker_id, Phase.LEAVING, cause)
 
     def leave_out(self, worker_ids: tuple[str, ...]) -> None:
-        """Go on without some; each time one stays away for longer."""
+        """Note that workers are left out, each time for longer."""
         for worker_id in worker_ids:
             if self._entries[worker_id].phase is not Phase.LEAVING:
                 self._enter(worker_id, Phase.LEFT_OUT, "is late and left out")
                 self._entries[worker_id].num_late += 1
 
     def stand_by(self, worker_id: str, cause: str = "") -> None:
-        """Note that a worker is out of its loop, and could join again; the cause is told."""
+        """Note that a worker has left its loop and may rejoin; the log gives the cause."""
         if self._entries[worker_id].phase is Phase.TRAINING:
             self._enter(worker_id, Phase.READY, cause)
 
     def left_loop(self, worker_id: str, copy: Copy | None = None) -> None:
-        """Note that a worker does not train any more; None: it did not begin."""
+        """Note that a worker has left its loop, with its copy of the center if it has a new one."""
         entry = self._entries[worker_id]
         entry.in_loop = entry.is_dismissed = False
         entry.copy = copy or entry.copy
 
     def freshest_copy(self, *, since: int) -> Copy | None:
-        """Return the furthest copy of the center; None: nobody has one of round ``since`` or later.
+        """Return the furthest copy of the center from round ``since`` on, or None if there is none.
 
-        Of two copies of a round rather that of the newer generation, which was recorded last; of
-        equal ones rather that of a worker that stays.
+        Of two copies of a round, the newer generation's is preferred; of equal copies, that of a
+        worker that stays.
         """
         ages = [
             ((*c.age, e.phase is not Phase.LEAVING), c)
@@ -198,7 +198,7 @@ class WorkerRegistry:
         return max(ages, key=lambda age: age[0])[1] if ages else None
 
     def formed(self, membership: Membership) -> None:
-        """Note who trains now."""
+        """Note that the members of a new membership train."""
         now = self._clock()
         for worker_id in membership.worker_ids:
             entry = self._entries[worker_id]
@@ -210,7 +210,7 @@ class WorkerRegistry:
         self._causes.clear()
 
     def cause_of(self, worker_id: str) -> str:
-        """Return why a member does not train any more: the rest of a sentence."""
+        """Return why a member no longer trains: the rest of a sentence that begins with its id."""
         entry = self._entries.get(worker_id)
         cause = entry.cause if entry else self._causes.get(worker_id)
         return cause or "left its exchange"
@@ -222,7 +222,7 @@ class WorkerRegistry:
 
         Args:
             waited_s: seconds since the wait for workers began.
-            sort_key: puts those that are ready in an order; None: as they were asked for.
+            sort_key: the order of the ready workers; None: the order of their requests.
         """
         entries = self._entries.values()
         ready = [e.worker_id for e in entries if self._could_train(e)]
@@ -232,7 +232,7 @@ class WorkerRegistry:
         return Candidates(
             ready=tuple(ready),
             waited_s=waited_s,
-            absent=tuple(w for w in self.named(Phase.LEFT_OUT) if w not in ready),
+            absent=tuple(w for w in self.in_phase(Phase.LEFT_OUT) if w not in ready),
             causes={**self._causes, **causes},
         )
 
@@ -242,59 +242,51 @@ class WorkerRegistry:
         stay_s = min(_LONGEST_STAY_S, 2.0 ** (entry.num_late - 1))
         return not entry.in_loop and self._clock() - entry.since >= stay_s
 
-    # how they get on
+    # progress
 
     def note_report(self, report: WorkerReport) -> None:
-        """Take a worker's answer."""
+        """Record a worker's report."""
         entry = self._entries.get(report.worker_id)
         if entry is None:
             return
         before, entry.report = entry.report, report
+        now = entry.heard_at = self._clock()
+        place = report.local_step, report.round
+        if before is None or report.waiting_s > 0 or place != (before.local_step, before.round):
+            entry.moved_at = now
         if before is not None:
             used_s, span_s = report.cpu_s - before.cpu_s, report.told_s - before.told_s
             if has_computed(used_s, span_s):
-                entry.busy_at = self._clock()
-        entry.heard_at = self._clock()
-        has_moved = before is None or (before.local_step, before.round) != (
-            report.local_step,
-            report.round,
-        )
-        if has_moved or report.waiting_s > 0:
-            entry.moved_at = self._clock()
+                entry.busy_at = now
 
     def stuck(self) -> list[tuple[str, float]]:
-        """Return the workers that are in a step for too long, with the seconds.
+        """Return the workers that are stuck in a step, with the seconds that they are.
 
-        One that computes has longer: a step may be a long one for once.
+        While a worker uses CPU time only ``max_busy_s`` limits its step: a single step may be long.
         """
         now = self._clock()
-        found = []
+        stuck = []
         for entry in self._entries.values():
             is_heard = now - entry.heard_at <= _SILENT_S  # otherwise its lease decides
             step_s = now - entry.moved_at
             idle_s = min(step_s, now - entry.busy_at)
-            is_stuck = idle_s > self._patience_s(entry) or step_s > self._max_busy_s
+            usual_s = entry.report.step_s if entry.report else 0.0
+            limit_s = _STUCK_STEPS * usual_s if usual_s else self._first_step_s
+            is_stuck = idle_s > max(self._lease_s, limit_s) or step_s > self._max_busy_s
             if entry.in_loop and is_heard and is_stuck:
-                found.append((entry.worker_id, step_s))
-        return found
-
-    def _patience_s(self, entry: WorkerEntry) -> float:
-        step_s = entry.report.step_s if entry.report else 0.0
-        if step_s == 0.0:
-            return max(self._lease_s, self._first_step_s)
-        return max(self._lease_s, _STUCK_STEPS * step_s)
+                stuck.append((entry.worker_id, step_s))
+        return stuck
 
     def waiting_s(self, worker_ids: tuple[str, ...], *, generation: int) -> dict[str, float]:
-        """Return for how long each member of a generation has waited for others; 0: it is at work.
+        """Return how many seconds each member has waited for others; 0: it computes or is silent.
 
-        What one last told of the generation before is no wait in this one, which those who have
-        told of this one would seem late by.
+        A report of an earlier generation counts as 0. Its wait would make the members that have
+        reported this generation look late.
         """
-        waits = {}
+        waits = dict.fromkeys(worker_ids, 0.0)
         for worker_id in worker_ids:
             entry = self._entries[worker_id]
             is_silent = self._clock() - entry.heard_at > _SILENT_S
-            report = entry.report
-            is_told = report is not None and report.generation == generation and not is_silent
-            waits[worker_id] = report.waiting_s if report and is_told else 0.0
+            if entry.report and entry.report.generation == generation and not is_silent:
+                waits[worker_id] = entry.report.waiting_s
         return waits

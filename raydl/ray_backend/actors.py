@@ -47,42 +47,41 @@ from raydl.worker.loop import LAST, Worker
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's ``mallopt``."""
 _MIB = 1 << 20
-_GIVES_WAY = 15
-"""The niceness of a thread that can wait."""
+_BACKGROUND_NICENESS = 15
 
 
 def keep_freed_memory() -> None:
-    """Let memory that a step frees stay with this process, for the next step.
+    """Keep the memory that a step frees in this process, for the next step.
 
-    glibc gives what lies free at the end of a heap back to the system, and the heap of a thread
-    as soon as it is empty; each step then takes the same pages anew, of which the system clears
-    every one. Without glibc nothing is done.
+    glibc returns free memory at the end of a heap to the system, and the heap of a thread once it
+    is empty. Each step would then request the same pages again, and the system clears each of them.
+    Without glibc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    mallopt(_MMAP_THRESHOLD, 32 * _MIB)  # the most there is
+    mallopt(_MMAP_THRESHOLD, 32 * _MIB)  # the maximum
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(_TOP_PAD, 128 * _MIB)  # two heaps of a thread: none is given back
+    mallopt(_TOP_PAD, 128 * _MIB)  # two heaps of a thread, so that none is returned
 
 
 def give_way() -> None:
-    """Let this thread compute only when others of the machine have nothing to do.
+    """Lower the priority of this thread below that of other threads on the machine.
 
-    Where the system can not do that for one thread of a process, nothing is done.
+    Only Linux can do so for one thread of a process; elsewhere this does nothing.
     """
-    if sys.platform == "linux":  # elsewhere it would be the whole process
+    if sys.platform == "linux":
         with contextlib.suppress(OSError):
             thread = threading.get_native_id()
             now = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, max(now, _GIVES_WAY))
+            os.setpriority(os.PRIO_PROCESS, thread, max(now, _BACKGROUND_NICENESS))
 
 
 def freeze_objects() -> None:
-    """Let the garbage collector pass over what there is now: libraries, model, samples.
+    """Exclude all present objects from garbage collection: libraries, model, samples.
 
-    They live as long as the process. To look through them all takes a tenth of a second each time,
-    and the exchanges of a run give occasion for it every few seconds.
+    They live as long as the process. A collection of them takes a tenth of a second, and the
+    exchanges of a run cause one every few seconds.
     """
     gc.collect()
     gc.freeze()
@@ -90,15 +89,15 @@ def freeze_objects() -> None:
 
 _ANNOUNCE_S = 5.0
 _A_BYTE = 1
-"""Ray puts an actor that reserves nothing on any node, whatever node or spreading was asked for."""
+"""A reservation of one byte: without any, Ray ignores the requested node or spreading."""
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"rendezvous": 16})
 class CenterActor(CenterEndpoint):
-    """Holds the committed snapshots, and the keys by which each generation meets.
+    """Holds the committed snapshots, and the keys by which each generation forms.
 
-    For methods that exchange by messages it is the home shard of the center, too: it then
-    runs in as many threads as may call at once.
+    In methods with messages it is also the home shard of the center. It then has a thread for each
+    simultaneous caller.
     """
 
     def __init__(self) -> None:
@@ -115,14 +114,14 @@ class CenterActor(CenterEndpoint):
         others: list[ActorHandle],
         optimizer: dict[str, Any] | None = None,
     ) -> Place:
-        """Take in a snapshot; return the node and the process id.
+        """Start the center from a snapshot; return the node and the process id.
 
         Args:
-            job: what the workers do.
-            snapshot: what the run starts from.
+            job: the job of the workers.
+            snapshot: the snapshot to start from.
             others: the actors of the other shards.
-            optimizer: what the optimizer of the center before remembered, for a snapshot of a
-                worker's, which has no such thing.
+            optimizer: the state of the previous center's optimizer, for a worker's snapshot, which
+                has none; None: the snapshot has it.
         """
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
@@ -130,32 +129,32 @@ class CenterActor(CenterEndpoint):
         self._others = others
         if not job.method.is_sync:
             self._center_server = CenterServer(job, snapshot, node=node_here())
-        # Not always the node that was asked for: of one that it can not use Ray makes another.
+        # This may not be the requested node: Ray uses another one if that is unusable.
         return node_here(), os.getpid()
 
-    # In threads of its own: in rounds all other calls share one, ``set_key`` too, which writes what
-    # these wait for. More waiters than threads wait for their turn.
+    # In its own threads; further waiters queue. In rounds all other calls share one thread, as does
+    # ``set_key``, which they wait for.
     @ray.method(concurrency_group="rendezvous")
     def wait_for_keys(
         self, run_id: str, generation: int, keys: list[str], timeout_s: float
     ) -> dict[str, bytes] | None:
-        """Return the keys of a generation, once it has some of them or the time is up."""
+        """Return the keys of a generation, once some are present or the time is up."""
         return super().wait_for_keys(run_id, generation, keys, timeout_s)
 
     def begin(self, generation: int, round: int) -> Snapshot | None:
-        """Begin a generation of a synchronous method; return the snapshot that it starts from."""
+        """Begin a generation of a synchronous method; return its first snapshot, if it is here."""
         return self._shelf.begin(generation, round)
 
     def put(self, snapshot: Snapshot) -> None:
-        """Take in a worker's snapshot, unless it comes too late."""
+        """Store a worker's snapshot, unless it is late."""
         self._shelf.put(snapshot)
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Take in the copy that all go on from."""
+        """Store the copy that the next generation continues from."""
         self._shelf.adopt(snapshot)
 
     def poll(self) -> Published:
-        """Make the snapshots that are wanted; return the rounds held, and new records."""
+        """Take the snapshots that are due; return the rounds held, and new records."""
         faults, self._faults = tuple(self._faults), []
         if self._center_server is None:
             return Published(
@@ -169,7 +168,7 @@ class CenterActor(CenterEndpoint):
             )
         coordinator = self._center_server.coordinator
         for due in coordinator.pop_due():
-            # No put: the center's own snapshot is never late, whoever joins while it is made.
+            # Not ``put``: the center's own snapshot is never late, even if a worker joins.
             self._shelf.adopt(self._center_server.snapshot(self._states_of_others, due))
         return Published(
             self._shelf.rounds(),
@@ -182,20 +181,18 @@ class CenterActor(CenterEndpoint):
         )
 
     def _states_of_others(self) -> list[ShardState]:
-        states: list[ShardState] = ray.get(
-            [shard.state.remote() for shard in self._others], timeout=START_S
-        )
-        return states
+        states = [shard.state.remote() for shard in self._others]
+        return list(ray.get(states, timeout=START_S))
 
     def optimizer_state(self) -> tuple[tuple[int, float], dict[str, Any]]:
-        """Return ((exchanges settled, CPU seconds of the copy), what the optimizer remembers)."""
+        """Return ((completed exchanges, CPU seconds of the copy), state of the optimizer)."""
         began, version = time.thread_time(), self.center_server.coordinator.version
         others = ray.get([s.optimizer_states.remote() for s in self._others], timeout=START_S)
         state = self.center_server.optimizer_state(others)
         return (version, time.thread_time() - began), state
 
     def note_fault(self, number: int, worker_id: str) -> None:
-        """Note that a worker is about to inflict a fault on itself."""
+        """Record that a worker is about to inflict a fault on itself."""
         self._faults.append((number, worker_id))
 
     def inflict(self, fault: Fault) -> None:
@@ -207,7 +204,7 @@ class CenterActor(CenterEndpoint):
         return self._shelf.get(round)
 
     def get_to_write(self, round: int) -> Snapshot | None:
-        """Return the snapshot of a round so that it lies in shared memory, its optimizer too."""
+        """Return the snapshot of a round with its optimizer as arrays, for Ray's shared memory."""
         snapshot = self._shelf.get(round)
         if snapshot is None:
             return None
@@ -220,17 +217,17 @@ class CenterActor(CenterEndpoint):
     # the home shard
 
     def form(self, membership: Membership) -> tuple[int, Snapshot]:
-        """Begin a generation; return its number, and what all start from."""
-        opened = [shard.form.remote(membership) for shard in self._others]
-        states = ray.get(opened, timeout=START_S)
+        """Begin a generation; return (its number, the snapshot that all members start from)."""
+        formed = [shard.form.remote(membership) for shard in self._others]
+        states = ray.get(formed, timeout=START_S)
         self.center_server.begin_generation(membership)
         return membership.generation, self.center_server.snapshot(lambda: states)
 
     def change(self, membership: Membership) -> tuple[int, Snapshot]:
-        """Let workers join and leave while the others train on.
+        """Change the members while the others train on.
 
         Returns:
-            The generation, and what those who join start from.
+            (The generation, the snapshot that new members start from).
         """
         changed = [shard.change.remote(membership) for shard in self._others]
         states = ray.get(changed, timeout=START_S)
@@ -246,20 +243,16 @@ class CenterActor(CenterEndpoint):
 
 
 def _with_optimizer(snapshot: Snapshot, optimizer: dict[str, Any] | None) -> Snapshot:
-    known = snapshot.optimizer if optimizer is None else optimizer
-    return dataclasses.replace(snapshot, optimizer=as_tensors(known))
+    state = snapshot.optimizer if optimizer is None else optimizer
+    return dataclasses.replace(snapshot, optimizer=as_tensors(state))
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE)
 class ShardActor:
-    """Holds one shard of the center, away from home."""
+    """Holds one shard of the center, other than the home shard."""
 
     def __init__(
-        self,
-        job: Job,
-        snapshot: Snapshot,
-        index: int,
-        optimizer: dict[str, Any] | None = None,
+        self, job: Job, snapshot: Snapshot, index: int, optimizer: dict[str, Any] | None = None
     ) -> None:
         torch.set_num_threads(1)
         snapshot = _with_optimizer(snapshot, optimizer)
@@ -268,12 +261,12 @@ class ShardActor:
         self._shard = make_shard(job, snapshot, index, None, node=node_here())
 
     def form(self, membership: Membership) -> ShardState:
-        """Begin a generation; return what all start from."""
+        """Begin a generation; return the state that all members start from."""
         self._shard.begin_generation(membership)
         return self._shard.state()
 
     def change(self, membership: Membership) -> ShardState:
-        """Let workers join and leave; return what those who join start from."""
+        """Change the members; return the state that new members start from."""
         return self._shard.change(membership)
 
     def inflict(self, fault: Fault) -> None:
@@ -285,33 +278,33 @@ class ShardActor:
         return self._shard.optimizer_states()
 
     def ping(self) -> tuple[int, Place, Refused]:
-        """Return which shard this is, where it runs, and what was refused here."""
+        """Return (index of the shard, its place, the messages it has refused)."""
         refused = Refused(self._process, self._shard.num_refused)
         return self._index, (node_here(), os.getpid()), refused
 
     def shared_cells(self, worker_id: str, node: str) -> dict[Span, CellAddress]:
-        """Return the memory that a worker of a node may map."""
+        """Return the memory that a worker on a node may map."""
         return self._shard.shared_cells(worker_id, node)
 
     def exchange(self, request: Request) -> Response:
-        """Take a message."""
+        """Apply a message, and answer it."""
         return self._shard.exchange(request)
 
     def state(self) -> ShardState:
-        """Return a copy of what is here."""
+        """Return a copy of the state of this shard."""
         return self._shard.state()
 
 
 @ray.remote(concurrency_groups={"loop": 1, "control": 1, "files": 1})
 class WorkerActor:
-    """Hosts one ``Worker``: the loop in one thread, questions to it in another.
+    """Hosts one ``Worker``: one thread runs its loop, another answers calls.
 
-    A third one writes what the worker holds for a checkpoint, beside the training.
+    A third thread writes the states that the worker holds for checkpoints during the training.
     """
 
     @ray.method(concurrency_group="control")
     def ping(self) -> None:
-        """Answer, which shows that this process came to run."""
+        """Answer: this process runs."""
 
     def setup(
         self,
@@ -322,59 +315,47 @@ class WorkerActor:
         non_trainable: dict[str, np.ndarray],
         saved: SavedPlace | None = None,
     ) -> tuple[Place, bool]:
-        """Build the worker; return its node and process id, and whether it has read ``saved``.
+        """Build the worker; return its place, and whether it has read ``saved``.
 
-        Not in ``__init__``: errors arrive as they are.
+        Not in ``__init__``, from which Ray would wrap an error.
 
         Args:
-            job: what all workers do.
+            job: the job of all workers.
             worker_id: its id.
             train: the training set.
-            prepare: makes its samples ready for the model.
+            prepare: prepares samples for the model.
             non_trainable: the non-trainable state of the run's first model.
-            saved: where its own state in a checkpoint may be read; None: there is none, or the
-                driver sends it.
+            saved: the file of its own state in a checkpoint; None: there is none, or the driver
+                sends the state.
         """
-        try:
-            return self._set_up(job, worker_id, Batches(train, prepare), non_trainable, saved)
-        except Exception as error:
-            raise_if_of_machine(worker_id, error)
-            raise
-
-    def _set_up(
-        self,
-        job: Job,
-        worker_id: str,
-        batches: Batches,
-        non_trainable: dict[str, np.ndarray],
-        saved: SavedPlace | None,
-    ) -> tuple[Place, bool]:
-        keep_freed_memory()
-        torch.set_num_threads(job.config.scaling.num_threads)
-        node = node_here()
+        self._job, node = job, node_here()
         self._partition = Partition()
         self._injector = Injector(
             job.faults.for_workers,
             ProcessInflicts(self._partition, lambda s: drain_node(node, deadline_s=s)),
             self._announce,
         )
-        self._worker = Worker(
-            job,
-            worker_id,
-            batches=batches,
-            publish=self._publish,
-            before_step=self._injector.before_step if job.faults.faults else None,
-            non_trainable=non_trainable,
-        )
-        self._num_threads = job.config.scaling.num_threads
-        self._job = job
         self._lock = threading.Lock()
         self._generation = self._abandoned_up_to = 0
         self._abandoned = threading.Event()
         self._num_written, self._may_write = 0, threading.Event()
         self._fed = bytearray()
         self._num_prepared = 0
-        self._own_state = None if saved is None else _load_saved(saved)
+        keep_freed_memory()
+        torch.set_num_threads(job.config.scaling.num_threads)
+        try:
+            self._worker = Worker(
+                job,
+                worker_id,
+                batches=Batches(train, prepare),
+                publish=self._publish,
+                before_step=self._injector.before_step if job.faults.faults else None,
+                non_trainable=non_trainable,
+            )
+            self._own_state = None if saved is None else _load_saved(saved)
+        except Exception as error:
+            raise_if_of_machine(worker_id, error)
+            raise
         freeze_objects()
         return (node, os.getpid()), self._own_state is not None
 
@@ -383,12 +364,12 @@ class WorkerActor:
         self._shards[HOME].put.remote(snapshot)
 
     def _announce(self, fault: Fault) -> bool:
-        """Tell of a fault before it comes; return whether that may have been heard."""
+        """Announce a fault before it fires; return whether the center may have received that."""
         self._partition.hold()
         noted = self._shards[HOME].note_fault.remote(fault.number, self._worker.worker_id)
         try:
             ray.get(noted, timeout=_ANNOUNCE_S)
-        except RayActorError:  # the next generation knows the new center
+        except RayActorError:  # the center was lost
             return False
         except RayError:
             return True
@@ -405,56 +386,39 @@ class WorkerActor:
         *,
         goes_on: bool,
     ) -> RunEnded:
-        """Train in one generation until this worker leaves it; return why, and where.
+        """Train in one generation until this worker leaves it; return how and where it ended.
 
         Args:
-            membership: who trains.
-            address: where the members meet.
-            snapshot: what they start from.
-            shards: of the center, the home shard first.
-            fired: faults of the plan that have fired.
-            goes_on: it starts from a state that is here already: its own of a checkpoint, or that
-                of a worker that left.
+            membership: the members of the generation.
+            address: address of their group.
+            snapshot: the snapshot that they start from.
+            shards: the shards of the center, the home shard first.
+            fired: numbers of the planned faults that have fired.
+            goes_on: whether this worker starts from the state that it has: its own from a
+                checkpoint, or a leaver's replica.
         """
         if not goes_on:
-            self._own_state = None  # one that came too late
+            self._own_state = None  # it arrived too late
         with self._partition.both_ways():
-            return self._run(membership, address, snapshot, shards, fired)
+            # OpenMP counts threads per calling thread.
+            torch.set_num_threads(self._job.config.scaling.num_threads)
+            self._shards = shards
+            self._injector.skip(fired)
+            generation = membership.generation
+            with self._lock:
+                self._generation, self._abandoned = generation, threading.Event()
+                if generation <= self._abandoned_up_to:  # ``abandon`` was called before
+                    self._abandoned.set()
+            try:
+                outcome = self._train(membership, address, snapshot)
+            except (ExchangeError, NonFiniteError) as error:
+                return self._ended(Outcome.BROKEN, generation, error)
+            except Exception as error:
+                raise_if_of_machine(self._worker.worker_id, error)
+                raise
+            return self._ended(outcome, generation)
 
-    def _run(
-        self,
-        membership: Membership,
-        address: GroupAddress,
-        snapshot: Snapshot,
-        shards: list[ActorHandle],
-        fired: tuple[int, ...],
-    ) -> RunEnded:
-        torch.set_num_threads(self._num_threads)  # OpenMP counts threads per calling thread
-        self._shards = shards
-        self._injector.skip(fired)
-        generation = membership.generation
-        with self._lock:
-            self._generation, self._abandoned = generation, threading.Event()
-            if generation <= self._abandoned_up_to:  # the order came before us
-                self._abandoned.set()
-        try:
-            outcome, problem = self._train(membership, address, snapshot), ""
-        except ExchangeError as error:
-            outcome, problem = Outcome.BROKEN, str(error)
-        except NonFiniteError as error:
-            return self._ended(Outcome.BROKEN, generation, str(error), error)
-        except Exception as error:
-            raise_if_of_machine(self._worker.worker_id, error)
-            raise
-        return self._ended(outcome, generation, problem)
-
-    def _ended(
-        self,
-        outcome: Outcome,
-        generation: int,
-        problem: str = "",
-        error: NonFiniteError | None = None,
-    ) -> RunEnded:
+    def _ended(self, outcome: Outcome, generation: int, error: Exception | None = None) -> RunEnded:
         worker = self._worker
         round, num_changes = worker.copy_age
         return RunEnded(
@@ -462,16 +426,16 @@ class WorkerActor:
             outcome,
             round,
             generation,
-            problem,
-            num_changes,
-            worker.copy_generation,
-            worker.ledger_round,
-            error,
+            problem=str(error) if error else "",
+            num_changes=num_changes,
+            copy_generation=worker.copy_generation,
+            ledger_round=worker.ledger_round,
+            error=error if isinstance(error, NonFiniteError) else None,
         )
 
     @ray.method(concurrency_group="control")
     def raised(self, generation: int) -> RunEnded:
-        """Return how the loop ended that raised: as one whose exchange did not complete."""
+        """Return the end of a loop that raised an error: that of a failed exchange."""
         return self._ended(Outcome.BROKEN, generation)
 
     def _train(self, membership: Membership, address: GroupAddress, snapshot: Snapshot) -> Outcome:
@@ -482,7 +446,7 @@ class WorkerActor:
             transports += [partners] if partners else []
             own_state, self._own_state = self._own_state, None
             self._worker.join(
-                membership, self._held(transports[0]), snapshot, own_state, self._held(partners)
+                membership, self._gated(transports[0]), snapshot, own_state, self._gated(partners)
             )
             del own_state  # it may be as large as the replica
             self._prepare_copy()
@@ -492,32 +456,32 @@ class WorkerActor:
                 outcome = self._worker.run_round()
             return outcome
         finally:
-            # At once: peers notice by it that a member has left a broken exchange.
+            # At once: the exchange of the peers fails when a member closes its connections.
             self._partition.hold()
             for transport in transports:
                 transport.close()
 
     def _prepare_copy(self) -> None:
-        """Make memory ready for the first checkpoint, beside the training.
+        """Allocate memory for the first checkpoint, in a thread.
 
-        Before the first round, and after it: without a step an optimizer remembers nothing.
+        Once before the first round, and once after it: an optimizer has no state before a step.
         """
         checkpoint = self._job.config.checkpoint
         if self._num_prepared > 1 or not (checkpoint.every_s or checkpoint.every_epochs):
             return
         self._num_prepared += 1
-        # It does not give way: on a busy machine it would not be done in time.
+        # At full priority: on a busy machine it would otherwise end too late.
         prepare = self._worker.prepare_copy()
         threading.Thread(target=prepare, name="copy-of-state", daemon=True).start()
 
-    def _held(self, transport: Any) -> Any:
-        """Return a road that this process's partitions hold back; without faults as it is."""
+    def _gated(self, transport: Any) -> Any:
+        """Return the transport; with planned faults, one whose messages a partition delays."""
         has_faults = self._job.faults.faults and transport is not None
         return Held(transport, self._partition.hold) if has_faults else transport
 
     @ray.method(concurrency_group="control")
     def abandon(self, generation: int) -> None:
-        """Leave a generation at once, out of any exchange; it may not have begun yet."""
+        """Leave a generation at once, even during an exchange; it may not have begun yet."""
         with self._partition.both_ways(), self._lock:
             self._abandoned_up_to = max(self._abandoned_up_to, generation)
             if self._generation <= generation:
@@ -556,7 +520,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def report(self) -> WorkerReport:
-        """Return all that is new since the last report."""
+        """Return the news since the last report."""
         with self._partition.both_ways():
             return self._worker.report()
 
@@ -572,53 +536,53 @@ class WorkerActor:
         with self._partition.both_ways():
             self._worker.vote(generation, **votes)
 
-    # its own state, to a file and from one
+    # its state, to a file and from one
 
     @ray.method(concurrency_group="control")
     def hold_last(self) -> int:
-        """Hold the state of this worker, which has left its loop for good; return its bytes."""
+        """Hold the state of this worker, which has left for good; return its size in bytes."""
         with self._partition.both_ways():
             self._worker.hold_last()
             return self._worker.held(LAST).num_bytes
 
     @ray.method(concurrency_group="files")
     def load_state(self, saved: SavedPlace | None) -> bool:
-        """Read what another worker has handed in; return whether that can be done here."""
+        """Read the replica that a leaver has handed in; return whether this process can read it."""
         self._own_state = None if saved is None else _load_saved(saved)
         return self._own_state is not None
 
     @ray.method(concurrency_group="control")
     def hold_kept(self, round: int) -> int:
-        """Hold the state kept at a round, to be written; return its bytes."""
+        """Hold the state kept at a round, to be written; return its size in bytes."""
         self._worker.hold_kept(round)
         return self._worker.held(round).num_bytes
 
     @ray.method(concurrency_group="control")
     def release(self, round: int) -> None:
-        """Hold the state of a round no more."""
+        """Release the held state of a round."""
         self._worker.release(round)
 
     @ray.method(concurrency_group="files")
     def write_held(self, round: int, address: str, name: str, token: str) -> Sum | None:
-        """Write what is held of a round; None: this process does not see the storage.
+        """Write the held state of a round; return None if this process does not see the storage.
 
         Args:
-            round: one that is held.
-            address: of the run's folder; it may not be known here.
-            name: of the file.
-            token: a file that is there if this process sees that same folder.
+            round: a round that is held.
+            address: address of the run's folder, which may be unknown in this process.
+            name: name of the file.
+            token: a file that exists if this process sees the same folder.
 
         Raises:
-            OSError: the storage refused, or the checkpoint was given up.
+            OSError: if the write failed, or the checkpoint was given up.
         """
-        give_way()  # the training goes first
+        give_way()  # the training has priority
         held = self._worker.held(round)
         self._num_written, self._may_write = 0, threading.Event()
         self._may_write.set()
         try:
             here = Storage(address)
             is_seen = here.exists(token)
-        except Exception:  # credentials, packages, a network: what is lacking here the driver has
+        except Exception:  # without credentials, packages or a network here: the driver has them
             return None
         return here.write_pieces(name, self._counted(held)) if is_seen else None
 
@@ -631,27 +595,27 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def stop_writing(self) -> None:
-        """Write no more of what is held."""
+        """Stop the write under way."""
         self._may_write.clear()
 
     @ray.method(concurrency_group="control")
     def num_written(self) -> int:
-        """Return how many bytes are written of what is being written."""
+        """Return the bytes written by the write under way."""
         return self._num_written
 
     @ray.method(concurrency_group="control")
     def num_held(self, round: int) -> int:
-        """Return the bytes of what is held of a round."""
+        """Return the size of the held state of a round, in bytes."""
         return self._worker.held(round).num_bytes
 
     @ray.method(concurrency_group="control")
     def read_held(self, round: int, start: int, num_bytes: int) -> np.ndarray:
-        """Return a stretch of what is held of a round: uint8, [num_bytes] or fewer at the end."""
+        """Return a part of the held state of a round: uint8, [num_bytes] or fewer at the end."""
         return np.frombuffer(self._worker.held(round).read(start, num_bytes), np.uint8)
 
     @ray.method(concurrency_group="control")
     def feed_state(self, piece: np.ndarray, written: Sum) -> None:
-        """Take the next piece of this worker's state in a checkpoint, and all of it at its end."""
+        """Receive the next piece of this worker's state; with the last one, unpack all of them."""
         self._fed += piece.tobytes()
         if len(self._fed) >= written.num_bytes:
             data, self._fed = self._fed, bytearray()
@@ -659,22 +623,22 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def has_own_state(self) -> bool:
-        """Return whether the state of a checkpoint is here."""
+        """Return whether this worker has a state to start from."""
         return self._own_state is not None
 
 
 def _load_saved(saved: SavedPlace) -> dict[str, Any] | None:
-    """Return a worker's state from a checkpoint; None: it can not be read here."""
+    """Return a worker's state from its file, or None if this process can not read it."""
     try:
         address, name, written = saved
         return SavedState(Storage(address), name, written).load()
-    except Exception:  # as in write_held, or it is a disk of another machine
+    except Exception:  # as in ``write_held``, or the storage is a disk of another machine
         return None
 
 
 @ray.remote(num_cpus=0, memory=_A_BYTE, concurrency_groups={"control": 1})
 class EvaluatorActor:
-    """Scores snapshots of the center, beside the workers."""
+    """Scores snapshots of the center while the workers train."""
 
     def __init__(
         self, job: Job, test: Samples, prepare: Prepare, non_trainable: dict[str, np.ndarray]
@@ -685,7 +649,7 @@ class EvaluatorActor:
 
     def evaluate(self, snapshot: Snapshot) -> Evaluated:
         """Return the metrics of a snapshot."""
-        torch.set_num_threads(1)  # another thread than the constructor's
+        torch.set_num_threads(1)  # again: this is not the thread of the constructor
         try:
             return self._evaluator.evaluate(snapshot)
         except Exception as error:
@@ -694,5 +658,5 @@ class EvaluatorActor:
 
     @ray.method(concurrency_group="control")
     def num_scored(self) -> int:
-        """Return how many samples of the center under way are scored."""
+        """Return how many samples the evaluation under way has scored."""
         return self._evaluator.num_scored

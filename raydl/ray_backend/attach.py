@@ -1,11 +1,12 @@
-"""``raydl.attach`` inside a Ray actor, or in the training function of Ray Train.
+"""``raydl.attach`` for Ray actors and for the training functions of Ray Train.
 
-The workers of a run meet in one named actor, made by the first of them. It outlives that
-worker, and ends by itself once nobody has been there for a minute.
+The workers of a run meet in one named actor, which the first of them starts. It outlives that
+worker, and ends once it has been without members for a minute.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -37,12 +38,9 @@ from raydl.ray_backend.cluster import START_S, end_when_quiet, node_here, send_b
 from raydl.worker.user_loop import Attached, endless_training, job_of, terms_of
 
 _ANSWER_S = 60.0
-"""The longest wait for an answer of the meeting point, in seconds."""
-_AGAIN_S = 0.2
-_LOST = (
-    "the actor in which the workers meet was lost ({}); attach under another name, from a "
-    "state that you kept"
-)
+"""The longest wait for an answer of the rendezvous actor, in seconds."""
+_RETRY_S = 0.2
+_LOST = "the rendezvous actor was lost ({}); attach under another name, from a state that you saved"
 
 
 def attach(
@@ -57,40 +55,43 @@ def attach(
     elastic: ElasticConfig | None = None,
     start_timeout_s: float = 600.0,
 ) -> Attached:
-    """Let a loop of your own train together with those of other workers.
+    """Train your own loop together with the loops of other workers.
 
-    Call ``step()`` of what is returned in place of ``optimizer.step()``. Workers of one job and
-    one name train together. Inside Ray Train name, number and rank are those of its run.
+    Call ``step()`` of the result instead of ``optimizer.step()``. Workers of one Ray job with the
+    same name train together. Inside Ray Train, its run provides the name, the number of workers and
+    the worker id.
 
     Args:
-        model: on its device. Its parameters become views of one tensor: move or convert it before.
-        optimizer: over its parameters; it is stepped as it is, learning rate and all.
-        method: a named method, or its settings, or a rule of your own.
-        name: of the run.
-        num_workers: how many train, or (the fewest that start, the most that train).
-        worker_id: has this worker a name already; numbers go by the order of these. A second
-            worker of that id gets another.
-        exchange: how replicas and center exchange.
-        elastic: how workers come and go: ``lease_s`` and ``max_restarts``.
+        model: the model, on its device. Its parameters become views of one tensor, so move or
+            convert the model before.
+        optimizer: over the model's parameters; raydl calls its ``step()`` and changes no setting.
+        method: name of a method, or its settings, or your own rule.
+        name: name of the run.
+        num_workers: number of workers, or (fewest to start, most that train).
+        worker_id: id of this worker; ranks follow the order of the ids. A second worker with the
+            same id gets another one.
+        exchange: settings of the exchange of replicas and center.
+        elastic: settings of joins and losses: ``lease_s`` and ``max_restarts``.
         start_timeout_s: the longest wait for enough workers, in seconds.
 
     Raises:
-        ConfigError: a setting is wrong, or this process is no Ray actor.
-        ShapeError: the model has nothing to train.
+        ConfigError: if a setting is wrong, or this process is not a Ray actor.
+        ShapeError: if the model has no trainable parameters.
     """
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         raise ConfigError(
             "raydl.attach",
-            "works inside a Ray actor, or the train_loop_per_worker of Ray Train; this process "
-            "is neither",
+            "must be called inside a Ray actor, or the train_loop_per_worker of Ray Train; this "
+            "process is neither",
         )
     name, num_workers, worker_id = _from_ray_train(name, num_workers, worker_id)
     method_config, rule = as_method(method)
+    is_on_gpu = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
     config = TrainConfig(
         training=endless_training(),
         method=method_config,
         scaling=ScalingConfig(
-            num_workers=num_workers, start_timeout_s=start_timeout_s, use_gpu=_is_on_gpu(model)
+            num_workers=num_workers, start_timeout_s=start_timeout_s, use_gpu=is_on_gpu
         ),
         exchange=exchange or ExchangeConfig(),
         elastic=elastic or ElasticConfig(),
@@ -107,20 +108,19 @@ def attach(
         terms=transports.terms,
         lease_s=config.elastic.lease_s,
         in_rounds=job.method.is_sync,
-        wish=worker_id,
+        preferred_id=worker_id,
     )
     return Attached(model, optimizer, job=job, rendezvous=rendezvous)
-
-
-def _is_on_gpu(model: Any) -> bool:
-    return isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
 
 
 def _from_ray_train(
     name: str | None, num_workers: int | tuple[int, int] | None, worker_id: str | None
 ) -> tuple[str, int | tuple[int, int], str | None]:
-    """Return the three, as Ray Train has them where they are not given."""
-    context = _train_context()
+    """Return the three values; missing ones are those of Ray Train, inside its functions."""
+    context, train = None, sys.modules.get("ray.train")  # which its processes have imported
+    if train is not None:
+        with contextlib.suppress(RuntimeError):  # raised outside a training function
+            context = train.get_context()
     if context is not None:
         name = name or context.get_experiment_name()
         num_workers = context.get_world_size() if num_workers is None else num_workers
@@ -132,24 +132,13 @@ def _from_ray_train(
     return name, num_workers, worker_id
 
 
-def _train_context() -> Any:
-    """Return Ray Train's context; None: this is none of its training functions."""
-    train = sys.modules.get("ray.train")  # who is inside it has imported it
-    if train is None:
-        return None
-    try:
-        return train.get_context()
-    except RuntimeError:
-        return None
-
-
 class Transports:
-    """How a worker reaches the meeting point, and from there the others.
+    """Connects a worker with the rendezvous actor, and with the other workers or the center.
 
     Args:
-        name: of the run.
-        job: what all workers do.
-        terms: what all workers must agree on.
+        name: name of the run.
+        job: the job of all workers.
+        terms: values that all workers must share, by setting.
     """
 
     def __init__(self, name: str, job: Job, terms: Mapping[str, Any]) -> None:
@@ -160,30 +149,30 @@ class Transports:
         self._run_id = ""
 
     def find(self) -> RendezvousServer:
-        """Return the rendezvous server in its actor; start that, if this worker is the first.
+        """Return a proxy of the rendezvous server; start its actor if this worker is the first.
 
         Raises:
-            AttachError: it did not start.
+            AttachError: if it did not start.
         """
         most = self._job.config.scaling.max_workers
         self._actor = RendezvousActor.options(  # type: ignore[attr-defined]
             name=f"raydl.attach {ray.get_runtime_context().get_job_id()} {self._name}",
             namespace="raydl",
             get_if_exists=True,
-            # Else it would go with the worker that made it, which any worker may.
+            # Otherwise it would end with the worker that started it.
             lifetime="detached",
             max_concurrency=3 * most + 8,
             resources={"node:__internal_head__": 0.001},
         ).remote(self._name, self._job, self.terms)
         proxy = RendezvousProxy(self._name, self._actor)
         self._run_id = proxy.call("run_id", timeout_s=START_S)
-        return cast(RendezvousServer, proxy)  # it has the methods of its actor, which is one
+        return cast(RendezvousServer, proxy)  # it has the same methods
 
     def make(self, worker_id: str, membership: Membership, abandoned: threading.Event) -> Any:
         """Connect a worker with a membership, until the event is set.
 
         Raises:
-            ExchangeError: somebody went away, or did not come in time.
+            ExchangeError: if another worker was lost, or did not arrive in time.
         """
         config = self._job.config
         timeout_s = config.exchange.timeout_s
@@ -203,13 +192,13 @@ class Transports:
 
 
 class RendezvousProxy:
-    """A run's ``RendezvousServer`` in its actor: each method is a call of the actor's.
+    """A proxy of a run's ``RendezvousServer``: each method calls the actor's.
 
-    It takes positional arguments alone.
+    Methods take only positional arguments.
 
     Args:
-        name: of the run.
-        actor: where the workers meet.
+        name: name of the run.
+        actor: the rendezvous actor.
     """
 
     def __init__(self, name: str, actor: ActorHandle) -> None:
@@ -220,26 +209,25 @@ class RendezvousProxy:
         return functools.partial(self.call, method)
 
     def call(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
-        """Return the result of one of the actor's methods, once it can be reached.
+        """Call a method of the actor, and retry while the actor is unreachable.
 
         Raises:
-            AttachError: it was lost, or does not answer.
-            RaydlError: what the method raised.
+            AttachError: if the actor was lost, or does not answer within ``timeout_s``.
+            RaydlError: if the method raises it.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 sent = getattr(self._actor, method).remote(*arguments)
-                return ray.get(sent, timeout=max(_AGAIN_S, deadline - time.monotonic()))
+                return ray.get(sent, timeout=max(_RETRY_S, deadline - time.monotonic()))
             except GetTimeoutError as error:
                 raise AttachError(
-                    self._name,
-                    f"the actor in which the workers meet did not answer for {timeout_s:g} s",
+                    self._name, f"the rendezvous actor did not answer for {timeout_s:g} s"
                 ) from error
             except ActorUnavailableError as error:
                 if time.monotonic() >= deadline:
                     raise AttachError(self._name, _LOST.format("it can not be reached")) from error
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_S)
             except RayTaskError as error:
                 if isinstance(error.cause, RaydlError):
                     raise error.cause from None
@@ -250,7 +238,7 @@ class RendezvousProxy:
 
 @ray.remote(num_cpus=0)
 class RendezvousActor(RendezvousServer):
-    """The rendezvous of one run; it ends once nobody has been there for a minute."""
+    """The rendezvous actor of one run; it ends after a minute without members."""
 
     def __init__(self, name: str, job: Job, terms: Mapping[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -259,5 +247,5 @@ class RendezvousActor(RendezvousServer):
         end_when_quiet(self.quiet_s)
 
     def run_id(self) -> str:
-        """Return the prefix of this run's keys."""
+        """Return the id of the run, a prefix of its keys."""
         return self._run_id

@@ -1,4 +1,4 @@
-"""A run's view of the Ray cluster: what fits, where processes are, how to end one."""
+"""The Ray cluster as a run sees it: its resources, where processes are, and how to end one."""
 
 from __future__ import annotations
 
@@ -23,36 +23,40 @@ from raydl.errors import ResourceError
 from raydl.ray_backend.liveness import Times, times_of
 from raydl.ray_backend.session import draining_nodes, nodes_to_add
 
-_LOOK_EVERY_S = 1.0
-_RAY_FAILS = (RayError, RuntimeError, OSError, ValueError, AttributeError)
+_CHECK_EVERY_S = 1.0
+_RAY_ERRORS = (RayError, RuntimeError, OSError, ValueError, AttributeError)
 _OPTIONS = {"CPU": "scaling.cpus_per_worker", "GPU": "scaling.gpus_per_worker"}
 _LINGER_S = 60.0
-"""How long an actor stays in which nobody meets, in seconds."""
+"""How long a rendezvous actor remains without members, in seconds."""
 _known_to_add: list[tuple[str, dict[str, float], int]] = []
 
 START_S = 120.0
-"""The longest start of a process: importing torch on a busy machine takes tens of seconds."""
+"""The longest start of a process, in seconds: to import torch on a busy machine takes tens."""
 Place = tuple[str, int]
-"""Location of a process: (node by hex id, process id), or (host, port)."""
+"""Location of a process: (node by hex id, process id)."""
 
 
 class Notices:
-    """The notices that nodes have got; Ray is asked once a second at most."""
+    """Drain notices of nodes, requested from Ray once a second at most."""
 
     def __init__(self) -> None:
         self.nodes: set[str] = set()
-        """Nodes that will go soon, by hex id."""
-        self._told: set[str] = set()
-        self._looked_at = -math.inf
+        """Nodes that drain, by hex id."""
+        self._reported: set[str] = set()
+        self._checked_at = -math.inf
 
     def new(self, homes: Mapping[str, str]) -> list[str]:
-        """Return the workers, of those with their nodes, whose node got notice; each once."""
+        """Return the workers whose nodes drain, each once.
+
+        Args:
+            homes: the node of each worker, by hex id.
+        """
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_EVERY_S:
+        if now - self._checked_at < _CHECK_EVERY_S:
             return []
-        self._looked_at, self.nodes = now, set(draining_nodes())
-        new = [w for w, node in homes.items() if node in self.nodes and w not in self._told]
-        self._told = {w for w in self._told if w in homes} | set(new)
+        self._checked_at, self.nodes = now, set(draining_nodes())
+        new = [w for w, node in homes.items() if node in self.nodes and w not in self._reported]
+        self._reported = {w for w in self._reported if w in homes} | set(new)
         return new
 
 
@@ -63,7 +67,7 @@ def node_here() -> str:
 
 
 def kill_process(place: Place, *, home: str) -> None:
-    """End a process that hears no call, on any node."""
+    """Kill a process by its id, on any node: a stopped process receives no call."""
     node, pid = place
     if node == home:
         with suppress(ProcessLookupError):
@@ -73,8 +77,8 @@ def kill_process(place: Place, *, home: str) -> None:
     _kill_here.options(scheduling_strategy=where).remote(pid)
 
 
-def ask_times(place: Place) -> Any:
-    """Ask a node for the times of a process; return the reference of the answer."""
+def request_times(place: Place) -> Any:
+    """Request the times of a process from its node; return the reference of the answer."""
     node, pid = place
     where = NodeAffinitySchedulingStrategy(node, soft=False)
     return _times_here.options(scheduling_strategy=where).remote(pid)
@@ -95,9 +99,9 @@ def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dic
     """Return the options of a worker's actor.
 
     Args:
-        scaling: what it reserves.
-        not_on: nodes to stay away from, by hex id. If there is no other node, Ray would
-            otherwise try a draining one again and again.
+        scaling: the resources that it reserves.
+        not_on: nodes to avoid, by hex id. Without it, Ray would try a draining node again and
+            again if it is the only one.
     """
     resources = scaling.resources()
     return {
@@ -110,51 +114,58 @@ def worker_options(scaling: ScalingConfig, *, not_on: Iterable[str] = ()) -> dic
 
 
 def listed(resources: dict[str, float]) -> str:
-    """Return resources as a person reads them."""
+    """Return resources as text."""
     return "{" + ", ".join(f"{k}: {v:g}" for k, v in resources.items()) + "}"
 
 
-def awaited(workers: Sequence[ActorHandle], scaling: ScalingConfig) -> str:
-    """Return the reason why workers of this cluster are not up yet, in one sentence."""
-    num_starting = sum(place_held(worker) is not None for worker in workers)
+def describe_pending(workers: Sequence[ActorHandle], scaling: ScalingConfig) -> str:
+    """Return what the pending workers wait for, as the rest of a sentence."""
+    num_starting = sum(place_of(worker) is not None for worker in workers)
     num_missing = len(workers) - num_starting
-    parts = [f"{num_starting} that {_are(num_starting)} starting"] if num_starting else []
+    plural = "s" if num_starting > 1 else ""
+    parts = [f"{num_starting} starting worker{plural}"] if num_starting else []
     if num_missing or not workers:
-        parts.append(_room_for(num_missing, scaling.resources()))
-    is_elastic = scaling.min_workers < scaling.max_workers
-    enough = f"; {scaling.min_workers} {_are(scaling.min_workers)} enough" if is_elastic else ""
+        need = scaling.resources()
+        try:
+            have, free = ray.cluster_resources(), ray.available_resources()
+        except _RAY_ERRORS:  # no reason to fail the run
+            parts.append(
+                f"{num_missing} more workers, {listed(need)} each; Ray does not report the "
+                f"cluster's resources"
+            )
+        else:
+            parts.append(what_is_missing(num_missing, need, have, _nodes_to_add(), free=free))
+    fewest = scaling.min_workers
+    is_elastic = fewest < scaling.max_workers
+    enough = f"; {fewest} {'is' if fewest == 1 else 'are'} enough" if is_elastic else ""
     return f"{' and '.join(parts)}{enough}"
 
 
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
+def place_of(worker: ActorHandle) -> Place | None:
+    """Return the place where Ray started a worker's process, which may still import libraries.
 
-
-def place_held(worker: ActorHandle) -> Place | None:
-    """Return where Ray has given a worker its room: its process is there, and imports torch, say.
-
-    None: it waits for room, or Ray does not answer.
+    None: the worker waits for resources, or Ray does not answer.
     """
-    with suppress(*_RAY_FAILS):
-        told = state.actor_table(worker._ray_actor_id.hex())
-        if told.get("Pid"):
-            return told["Address"]["NodeID"], told["Pid"]
+    with suppress(*_RAY_ERRORS):
+        actor = state.actor_table(worker._ray_actor_id.hex())
+        if actor.get("Pid"):
+            return actor["Address"]["NodeID"], actor["Pid"]
     return None
 
 
 def has_ended(actor_id: str, pid: int) -> bool:
-    """Return whether a process of an actor has ended, as far as Ray knows; it may have another."""
-    with suppress(*_RAY_FAILS):
-        told = state.actor_table(actor_id)
-        return told.get("State") in ("DEAD", "RESTARTING") or told.get("Pid", pid) != pid
+    """Whether a process of an actor has ended, as far as Ray knows. Ray may have restarted it."""
+    with suppress(*_RAY_ERRORS):
+        actor = state.actor_table(actor_id)
+        return actor.get("State") in ("DEAD", "RESTARTING") or actor.get("Pid", pid) != pid
     return False
 
 
 def end_when_quiet(quiet_s: Callable[[], float]) -> None:
-    """Let this actor end by itself once it has been quiet for a minute.
+    """Let this actor end itself once it has been without members for a minute.
 
     Args:
-        quiet_s: returns for how many seconds nobody has been there.
+        quiet_s: returns the seconds without members.
     """
     actor = ray.get_runtime_context().current_actor
 
@@ -166,19 +177,10 @@ def end_when_quiet(quiet_s: Callable[[], float]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _room_for(num_missing: int, need: Mapping[str, float]) -> str:
-    """Return the resources that pending workers need, and those that this cluster has."""
-    try:
-        have, free = ray.cluster_resources(), ray.available_resources()
-    except _RAY_FAILS:  # a sentence is not worth a run
-        return f"{num_missing} more, {listed(dict(need))} each; Ray does not say what there is"
-    return what_is_missing(num_missing, need, have, _nodes_to_add(), free=free)
-
-
 def _nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
-    """Return the nodes that an autoscaler may start; cached, since this is asked often."""
+    """Return the nodes that an autoscaler may start; cached, since it is called often."""
     if not _known_to_add:
-        with suppress(*_RAY_FAILS):
+        with suppress(*_RAY_ERRORS):
             _known_to_add.extend(nodes_to_add())
     return _known_to_add
 
@@ -191,24 +193,24 @@ def what_is_missing(
     *,
     free: Mapping[str, float] | None = None,
 ) -> str:
-    """Return the resources pending workers need, those present, and those still to come.
+    """Return the resources that pending workers need, and those that exist or may be added.
 
     Args:
-        num_missing: workers that wait for room.
-        need: what each of them reserves.
-        have: what all nodes of the cluster hold together, used or not.
-        to_add: the nodes that an autoscaler may start: (name, resources, how many there
-            may be, below 0: any number).
-        free: what of ``have`` nobody uses now; None: not known.
+        num_missing: workers that wait for resources.
+        need: resources that each of them reserves.
+        have: resources of all nodes of the cluster, used or not.
+        to_add: nodes that an autoscaler may start: (name, resources, maximum number; below 0:
+            unlimited).
+        free: the unused part of ``have``; None: unknown.
     """
     names = sorted({*need, "CPU", "GPU"})
-    there = {n: have.get(n, 0.0) for n in names if n in need or n in have}
+    present = {n: have.get(n, 0.0) for n in names if n in need or n in have}
     sentence = (
         f"{num_missing} more worker{'s' if num_missing > 1 else ''}: needs {listed(dict(need))} "
-        f"each; the cluster has {listed(there)}"
+        f"each; the cluster has {listed(present)}"
     )
     if free is not None:
-        sentence += f", free {listed({n: free.get(n, 0.0) for n in there})}"
+        sentence += f", free {listed({n: free.get(n, 0.0) for n in present})}"
     to_add = list(to_add)
     fitting = [t for t in to_add if all(t[1].get(n, 0) >= v for n, v in need.items())]
     nodes = [
@@ -222,10 +224,10 @@ def what_is_missing(
 
 
 def check_room(scaling: ScalingConfig) -> None:
-    """Refuse more workers than the nodes hold, for a cluster to which nothing is added.
+    """Check that the nodes of a cluster without an autoscaler can hold the fewest workers.
 
     Raises:
-        ResourceError: it says how many they hold, and what to lower.
+        ResourceError: if they can not; it says how many fit, and which setting to lower.
     """
     need, fewest = scaling.resources(), scaling.min_workers
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -243,26 +245,26 @@ def check_room(scaling: ScalingConfig) -> None:
     )
 
 
-def has_room_elsewhere(scaling: ScalingConfig, not_on: Iterable[str]) -> bool:
-    """Whether a node besides some, by hex id, holds a worker, or an autoscaler may add one."""
-    there = [
+def fits_elsewhere(scaling: ScalingConfig, not_on: Iterable[str]) -> bool:
+    """Whether a worker fits on a node not in ``not_on``, or on one that an autoscaler may add."""
+    nodes = [
         node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in not_on
     ]
-    need = scaling.resources()
-    return _num_that_fit(need, [*there, *(t[1] for t in _nodes_to_add())], 1) > 0
+    nodes += [resources for _, resources, _ in _nodes_to_add()]
+    return _num_that_fit(scaling.resources(), nodes, 1) > 0
 
 
 def _num_that_fit(
     need: Mapping[str, float], nodes: Iterable[Mapping[str, float]], unlimited: int
 ) -> int:
-    """Return how many workers empty nodes hold; ``unlimited`` per node if one needs nothing."""
-    # A sum of shares may be a little less than the whole: 0.3 is in 0.9 three times.
+    """Return how many workers fit on empty nodes: ``unlimited`` per node if they need nothing."""
+    # Rounded up a little, so that 0.3 fits in 0.9 three times in spite of floating point.
     fits = [[int(node.get(k, 0) / v + 1e-9) for k, v in need.items()] for node in nodes]
     return sum(min(of_node, default=unlimited) for of_node in fits)
 
 
 def send_by_value(rule: type) -> None:
-    """Let a rule of the user's own travel with its code: no node needs its module."""
+    """Let Ray send a user's rule with its code, so that no node needs its module."""
     module = sys.modules[rule.__module__]
     if rule.__module__.split(".")[0] not in ("raydl", "__main__"):
         ray.cloudpickle.register_pickle_by_value(module)

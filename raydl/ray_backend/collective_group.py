@@ -1,6 +1,6 @@
-"""A collective group of the user's own actors, formed anew when members are lost or come.
+"""A collective group of the user's own actors, which can form again when members are lost or join.
 
-The members meet in one named actor per job, made by the first of them (``group_keys.py``).
+The members meet in one named actor per job, which the first of them starts (``group_keys.py``).
 """
 
 from __future__ import annotations
@@ -36,31 +36,36 @@ def init_collective_group(
 ) -> None:
     """Form a group with other actors, for the operations of ``ray.util.collective``.
 
-    Every member calls it in its own actor, with the same members and generation, and waits for the
-    others. A process leaves the group's earlier generation first, in whatever state that is. Groups
-    of one name in two Ray jobs are two groups.
+    Each member calls it in its own actor, with the same members and generation, and waits for the
+    others. The process first leaves the group's earlier generation, whatever its state. The same
+    name in two Ray jobs names two groups.
 
     Args:
-        members: the ids of all, by rank: names of your choice, each once.
+        members: the ids of all members, by rank: unique names of your choice.
         member: the id of this actor.
-        group_name: as ``ray.util.collective`` takes it.
-        generation: a number that rises whenever the members change or the group has failed.
-        timeout_s: the longest wait of an operation, in seconds.
-        start_timeout_s: the longest wait for the other members to come, in seconds.
-        device: ``cpu`` for tensors of torch in host memory and arrays of NumPy, by gloo; ``cuda``
-            for tensors of torch on one GPU per member, by NCCL.
+        group_name: the name of the group in ``ray.util.collective``.
+        generation: a number to increase whenever the members change or the group has failed.
+        timeout_s: the time-out of an operation, in seconds.
+        start_timeout_s: the longest wait for the other members, in seconds.
+        device: ``cpu`` for torch tensors in host memory and NumPy arrays, by gloo; ``cuda`` for
+            torch tensors on one GPU per member, by NCCL.
 
     Raises:
-        ConfigError: an argument is wrong, or this process is no Ray actor.
-        ExchangeTimeoutError: not all members came in time; ``missing`` names them.
-        ExchangeError: a member was lost, or a later generation has begun.
+        ConfigError: if an argument is wrong, or this process is not a Ray actor.
+        ExchangeTimeoutError: if not all members arrived in time; ``missing`` names them.
+        ExchangeError: if a member was lost, or a later generation has begun.
     """
     members = tuple(members)
     _check(members, member, group_name, generation)
-    _check_times(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
-    _check_device(device)
+    for name, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise ConfigError(name, f"must be above 0 and finite, in seconds, got {seconds!r}")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError("device", f"must be 'cpu' or 'cuda', got {device!r}")
+    if device == "cuda" and tls_files(os.environ) is not None:
+        raise ConfigError("device", "must be 'cpu' with RAY_USE_TLS=1: NCCL has no TLS")
     process, rank = _own_process(), members.index(member)
-    _leave(group_name)  # a member that waits in it for this one is free to come, too
+    _leave(group_name)  # this also releases members that wait there for this one
     actor = _enter(group_name, generation, members, rank, process)
     address = GroupAddress(group_name, generation, device, timeout_s)
     store = CenterStore(actor, address, len(members))
@@ -88,44 +93,33 @@ def _check(members: tuple[str, ...], member: str, group_name: str, generation: i
         raise ConfigError("generation", f"must be a whole number from 0 on, got {generation!r}")
 
 
-def _check_times(**times: float) -> None:
-    for name, seconds in times.items():
-        if not (seconds > 0 and math.isfinite(seconds)):
-            raise ConfigError(name, f"must be above 0 and finite, in seconds, got {seconds!r}")
-
-
-def _check_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise ConfigError("device", f"must be 'cpu' or 'cuda', got {device!r}")
-    if device == "cuda" and tls_files(os.environ) is not None:
-        raise ConfigError("device", "must be 'cpu' with RAY_USE_TLS=1: NCCL has no TLS")
-
-
 def _own_process() -> Process:
-    """Return this process, as Ray knows it.
+    """Return the actor id and the id of this process.
 
     Raises:
-        ConfigError: it is no Ray actor.
+        ConfigError: if this process is not a Ray actor.
     """
     actor_id = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
     if actor_id is None:
         raise ConfigError(
-            "raydl.init_collective_group", "works inside a Ray actor; this process is none"
+            "raydl.init_collective_group",
+            "must be called inside a Ray actor; this process is not one",
         )
     return actor_id, os.getpid()
 
 
 def _leave(group_name: str) -> None:
-    """Leave the group of a name that this process is in, if any.
+    """Leave the group with this name, if this process is in it.
 
     Raises:
-        ConfigError: it is a group of another back end.
+        ConfigError: if the group has another back end.
     """
     if not collective.is_group_initialized(group_name):
         return
     if not isinstance(collective.get_group_handle(group_name), RayGroup):
         raise ConfigError(
-            "group_name", f"{group_name!r} is a group of another back end here; take another name"
+            "group_name",
+            f"{group_name!r} is a group of another back end in this process; use another name",
         )
     collective.destroy_collective_group(group_name)
 
@@ -133,11 +127,11 @@ def _leave(group_name: str) -> None:
 def _enter(
     group_name: str, generation: int, members: tuple[str, ...], rank: int, process: Process
 ) -> ActorHandle:
-    """Come to the actor in which the members meet; return it.
+    """Enter the generation at the rendezvous actor; return the actor.
 
     Raises:
-        ConfigError: another member of that generation was given other arguments.
-        ExchangeError: a later generation has begun, or the actor does not answer.
+        ConfigError: if another member of the generation has other arguments.
+        ExchangeError: if a later generation has begun, or the actor does not answer.
     """
     deadline, problem = time.monotonic() + START_S, f"it did not answer for {START_S:g} s"
     while (left_s := deadline - time.monotonic()) > 0:
@@ -145,14 +139,14 @@ def _enter(
             name=f"raydl.collective {ray.get_runtime_context().get_job_id()}",
             namespace="raydl",
             get_if_exists=True,
-            # Else it would go with the member that made it, which any member may.
+            # Otherwise it would end with the member that started it.
             lifetime="detached",
             resources={"node:__internal_head__": 0.001},
         ).remote()
         try:
             entered = actor.enter.remote(group_name, generation, members, rank, process)
             refusal = ray.get(entered, timeout=left_s)
-        except ActorDiedError:  # it has ended a moment ago: the next one is made
+        except ActorDiedError:  # it has just ended: start the next one
             continue
         except GetTimeoutError:
             break
@@ -163,18 +157,21 @@ def _enter(
             raise refusal
         return actor
     raise ExchangeError(
-        0, generation, f"the actor in which its members meet: {problem}; {AGAIN}", group=group_name
+        0,
+        generation,
+        f"the rendezvous actor of the group failed: {problem}; {AGAIN}",
+        group=group_name,
     )
 
 
 def _wait_for_all(
     store: CenterStore, address: GroupAddress, members: tuple[str, ...], timeout_s: float
 ) -> list[Process]:
-    """Return the processes of all members by rank, once they have come.
+    """Return the processes of all members by rank, once they have entered.
 
     Raises:
-        ExchangeTimeoutError: not all came in time.
-        ExchangeError: a later generation has begun, or the actor that keeps the keys was lost.
+        ExchangeTimeoutError: if not all members entered in time.
+        ExchangeError: if a later generation has begun, or the rendezvous actor was lost.
     """
     name, generation = address.run_id, address.generation
     keys, began = [process_key(rank) for rank in range(len(members))], time.monotonic()
@@ -183,17 +180,17 @@ def _wait_for_all(
     except RuntimeError as error:
         if time.monotonic() - began < timeout_s:
             raise ExchangeError(0, generation, f"{error}; {AGAIN}", group=name) from error
-        missing = _not_there(store, keys, members)
+        missing = _absent(store, keys, members)
         setting = "start_timeout_s of raydl.init_collective_group"
         raise ExchangeTimeoutError(0, generation, timeout_s, missing, name, setting) from error
     places = [value.decode().split() for value in store.multi_get(keys)]
     return [(actor_id, int(pid)) for actor_id, pid in places]
 
 
-def _not_there(store: CenterStore, keys: list[str], members: tuple[str, ...]) -> list[str]:
-    """Return the members whose keys are not there; none, if nobody can say."""
+def _absent(store: CenterStore, keys: list[str], members: tuple[str, ...]) -> list[str]:
+    """Return the members whose keys are absent; empty if the store does not answer."""
     try:
-        there = store.keys_present(keys, timedelta(0))
+        present = store.keys_present(keys, timedelta(0))
     except RuntimeError:
         return []
-    return [member for member, key in zip(members, keys, strict=True) if key not in there]
+    return [member for member, key in zip(members, keys, strict=True) if key not in present]

@@ -1,7 +1,7 @@
-"""The keys by which the groups of a job's own actors meet, in an actor of their own.
+"""The rendezvous actor of a job's collective groups: it stores the keys by which groups form.
 
-It outlives the member that made it, and ends by itself once the processes of all members have been
-gone for a minute. It imports no torch, so that it starts soon.
+It outlives the member that started it, and ends once the processes of all members have been ended
+for a minute. It does not import torch, and so starts fast.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from raydl.errors import ConfigError, ExchangeError, RaydlError
 from raydl.ray_backend.cluster import end_when_quiet, has_ended
 
 Process = tuple[str, int]
-"""An actor's id, and that of its process: Ray may start another process for the actor."""
+"""(Actor id, process id): Ray may restart an actor in another process."""
 
 
 def process_key(rank: int) -> str:
-    """Return the key of a member's process, ``ACTOR PID``; it is there once the member has come."""
+    """Return the key under which a member stores its process, ``ACTOR PID``, when it enters."""
     return f"process/{rank}"
 
 
 @dataclass
 class _Generation:
-    """The newest of a group."""
+    """The newest generation of a group."""
 
     number: int
     members: tuple[str, ...]
@@ -39,7 +39,7 @@ class GroupKeys(StoreServer):
     """The keys of each group's generations, and the members of its newest one.
 
     Args:
-        has_ended: whether a process has ended.
+        has_ended: returns whether a process has ended.
         clock: seconds, rising.
     """
 
@@ -51,66 +51,57 @@ class GroupKeys(StoreServer):
         super().__init__()
         self._has_ended = has_ended
         self._clock = clock
-        self._seen_at = clock()
+        self._alive_at = clock()
         self._newest: dict[str, _Generation] = {}
 
     def enter(
         self, group: str, generation: int, members: tuple[str, ...], rank: int, process: Process
     ) -> RaydlError | None:
-        """Let a member come to a generation; return why not, if it may not."""
+        """Enter a member into a generation; return the error if it is refused."""
         newest = self._newest.get(group)
         if newest is None or generation > newest.number:
             newest = self._newest[group] = _Generation(generation, members)
-        refusal = _refusal(group, newest, generation, members, rank)
-        if refusal is None:
-            newest.processes[rank] = process
-            actor_id, pid = process
-            self.set_key(group, generation, process_key(rank), f"{actor_id} {pid}".encode())
-        return refusal
+        if generation < newest.number:
+            problem = f"generation {newest.number} has begun; {AGAIN}"
+            return ExchangeError(0, generation, problem, group=group)
+        if members != newest.members:
+            return ConfigError(
+                "members",
+                f"must be the same for all in generation {generation} of group {group!r}: the "
+                f"first member gave {list(newest.members)}, got {list(members)}",
+            )
+        if rank in newest.processes:
+            return ConfigError(
+                "generation",
+                f"must be above {generation}: member {members[rank]!r} of group {group!r} has "
+                f"entered that one already",
+            )
+        newest.processes[rank] = process
+        actor_id, pid = process
+        self.set_key(group, generation, process_key(rank), f"{actor_id} {pid}".encode())
+        return None
 
     def quiet_s(self) -> float:
-        """Return for how many seconds the processes of all members have been gone."""
+        """Return for how many seconds the processes of all members have been ended."""
         now = self._clock()
         processes = [p for newest in [*self._newest.values()] for p in [*newest.processes.values()]]
         if not all(self._has_ended(*process) for process in processes):
-            self._seen_at = now
-        return now - self._seen_at
-
-
-def _refusal(
-    group: str, newest: _Generation, generation: int, members: tuple[str, ...], rank: int
-) -> RaydlError | None:
-    if generation < newest.number:
-        problem = f"generation {newest.number} has begun; {AGAIN}"
-        return ExchangeError(0, generation, problem, group=group)
-    if members != newest.members:
-        return ConfigError(
-            "members",
-            f"must be the same for all in generation {generation} of group {group!r}: it was "
-            f"begun with {list(newest.members)}, got {list(members)}",
-        )
-    if rank in newest.processes:
-        return ConfigError(
-            "generation",
-            f"must be above {generation}: member {members[rank]!r} of group {group!r} has come to "
-            f"that one already",
-        )
-    return None
+            self._alive_at = now
+        return now - self._alive_at
 
 
 @ray.remote(num_cpus=0, concurrency_groups={"rendezvous": 64})
 class GroupKeysActor(GroupKeys):
-    """Rendezvous of the groups of one job."""
+    """The rendezvous actor of the groups of one job."""
 
     def __init__(self) -> None:
         super().__init__()
         end_when_quiet(self.quiet_s)
 
-    # In threads of its own. More waiters than these wait for their turn; what they wait for is
-    # written elsewhere.
+    # In its own threads; further waiters queue. ``set_key``, which they wait for, runs elsewhere.
     @ray.method(concurrency_group="rendezvous")
     def wait_for_keys(
         self, group: str, generation: int, keys: list[str], timeout_s: float
     ) -> dict[str, bytes] | None:
-        """Return the keys of a generation, once it has some of them or the time is up."""
+        """Return the keys of a generation, once some are present or the time is up."""
         return super().wait_for_keys(group, generation, keys, timeout_s)

@@ -14,56 +14,49 @@ from raydl.errors import RaydlError
 from raydl.ray_backend.job_end import SILENT, UNKNOWN, JobState
 
 _TIMEOUT_S = (10.0, 120.0)
-"""To connect; and to answer, which takes long when a package was sent."""
+"""Time-outs to connect, and to answer, in seconds. An upload takes long to answer."""
 _NO_ANSWER = (requests.exceptions.RequestException, ConnectionError)
 _NO_TOKEN = (
-    "the cluster at {} asks for a token, and {}: copy ~/.ray/auth_token from its head to this "
+    "the cluster at {} requires a token, and {}: copy ~/.ray/auth_token from its head to this "
     "machine, or put the token into RAY_AUTH_TOKEN; for a cluster without tokens set "
     "RAY_AUTH_MODE=disabled"
 )
-
-
 _ADDRESS = "give --address http://HEAD:8265, the cluster's dashboard"
 _NOT_READY = ("502", "503", "504")
-"""Answers of a proxy in front of a dashboard that is not up yet."""
+"""Statuses of a proxy before the dashboard behind it has started."""
 _NO_AGENT = "No available agent to submit job"
-"""Answer of a dashboard while the head's agent, which starts the drivers, is not up."""
-_ABOUT_AGENT = (
-    f"{_NO_AGENT}; it may be starting still, or another Ray on the head's machine holds its port, "
-    "52365 unless ray start was given --dashboard-agent-listen-port"
-)
-_TOO_LARGE = "413"
+"""Answer of a dashboard before the head's agent, which starts drivers, has started."""
 
 
 class _Client(JobSubmissionClient):  # type: ignore[misc]  # Ray has no types here
-    """Ray's client, with a bound to every request: its own may wait for ever."""
+    """Ray's client with time-outs: without them, a request may wait forever."""
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
         return super()._do_request(method, endpoint, timeout=_TIMEOUT_S, **options)
 
 
 class RayJobs:
-    """The jobs of one cluster, all of the same runtime environment.
+    """The jobs of one cluster, with one runtime environment.
 
     Args:
-        address: the cluster's dashboard, or None for the one that Ray finds.
-        runtime_env: of the jobs that are submitted here.
+        address: the cluster's dashboard; None: the one that Ray finds.
+        runtime_env: the runtime environment of submitted jobs.
 
     Raises:
-        RaydlError: no cluster answers there, or it asks for another token.
+        RaydlError: if no cluster answers at the address, or it rejects the token.
     """
 
     def __init__(self, address: str | None, runtime_env: dict[str, Any] | None = None) -> None:
-        for talkative in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env"):
-            logging.getLogger(talkative).setLevel(logging.WARNING)
+        for verbose in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env"):
+            logging.getLogger(verbose).setLevel(logging.WARNING)
         self._runtime_env = runtime_env or {}
         where = address or "the address that Ray finds"
         try:
             self._client = _Client(address)
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(where, _first_line(error))) from error
-        except (KeyError, AttributeError, TypeError) as error:  # JSON, but of something else
-            raise RaydlError(f"what answers at {where} is no Ray dashboard; {_ADDRESS}") from error
+        except (KeyError, AttributeError, TypeError) as error:  # JSON of another service
+            raise RaydlError(f"the server at {where} is not a Ray dashboard; {_ADDRESS}") from error
         except (*_NO_ANSWER, ValueError, RuntimeError, RayError) as error:
             raise RaydlError(
                 f"no Ray cluster answers at {where}: {_first_line(error)}; {_ADDRESS}"
@@ -75,8 +68,12 @@ class RayJobs:
         return str(self._client.get_address())
 
     def submit(self, job_id: str, command: str) -> str | None:
-        """Submit a job, unless it is there; return None, or why the cluster has not taken it."""
-        state = self.look(job_id)  # an answer to an earlier try may have been lost
+        """Submit a job, unless the cluster has it; return None, or why the cluster is not ready.
+
+        Raises:
+            RaydlError: if the cluster refuses the job or the token.
+        """
+        state = self.look(job_id)  # the answer to an earlier request may have been lost
         if state.status != UNKNOWN:
             return state.message if state.status == SILENT else None
         try:
@@ -88,20 +85,24 @@ class RayJobs:
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
         except (RuntimeError, ValueError, OSError) as error:
-            if _is_not_ready(error):
+            if _code(error) in _NOT_READY or _NO_AGENT in str(error):
                 return _refusal(error)
             raise RaydlError(f"the cluster did not take the job: {_refusal(error)}") from error
         return None
 
     def look(self, job_id: str) -> JobState:
-        """Return how a job stands."""
+        """Return the state of a job.
+
+        Raises:
+            RaydlError: if the cluster rejects the token.
+        """
         try:
             job = self._client.get_job_info(job_id)
         except _NO_ANSWER:
             return JobState(SILENT)
         except AuthenticationError as error:
             raise RaydlError(_NO_TOKEN.format(self.address, _first_line(error))) from error
-        except (RuntimeError, ValueError, TypeError) as error:  # an answer that is no job
+        except (RuntimeError, ValueError, TypeError) as error:  # the answer is not a job
             if _code(error) == "404" and f"Job {job_id} does not exist" in str(error):
                 return JobState(UNKNOWN)
             return JobState(SILENT, message=_refusal(error))
@@ -110,7 +111,7 @@ class RayJobs:
         )
 
     def log(self, job_id: str) -> str | None:
-        """Return all that a job has printed; None: it can not be read now."""
+        """Return the output of a job, or None if it can not be read now."""
         try:
             return str(self._client.get_job_logs(job_id))
         except (*_NO_ANSWER, AuthenticationError, RuntimeError, ValueError, TypeError):
@@ -118,24 +119,23 @@ class RayJobs:
 
 
 def _code(error: Exception) -> str:
-    """Return the status of HTTP that Ray's client, which has no better way, puts into its text."""
+    """Return the HTTP status from the text of Ray's error, its only place, or ""."""
     match = re.match(r"Request failed with status code (\d+)", str(error))
     return match[1] if match else ""
 
 
-def _is_not_ready(error: Exception) -> bool:
-    return _code(error) in _NOT_READY or _NO_AGENT in str(error)
-
-
 def _refusal(error: Exception) -> str:
-    """Return in one line what the cluster says: of a traceback its last line, the error."""
-    if _code(error) == _TOO_LARGE:
+    """Return one line of the cluster's message: of a traceback the last, which is the error."""
+    if _code(error) == "413":
         return (
-            "what it would send is larger than the cluster takes at once (413); name what should "
-            "stay here in .rayignore, or keep data where all nodes see them"
+            "the upload is larger than the cluster accepts (413); list files to leave out in "
+            ".rayignore, or keep data on storage that all nodes see"
         )
     if _NO_AGENT in str(error):
-        return _ABOUT_AGENT
+        return (
+            f"{_NO_AGENT}; it may still be starting, or another Ray on the head's machine uses its "
+            "port, 52365 unless ray start has --dashboard-agent-listen-port"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" .")]
     return lines[-1].rstrip(".") if "Traceback (" in str(error) else _first_line(error)
 

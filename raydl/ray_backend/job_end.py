@@ -1,4 +1,4 @@
-"""The end of a Ray job, for its submitter: done, stopped, failed, or lost."""
+"""The meaning of a Ray job's end for its submitter: done, stopped, failed, or lost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ RUNNING = ("PENDING", "RUNNING")
 SILENT = "SILENT"
 """The cluster does not answer."""
 UNKNOWN = "UNKNOWN"
-"""The cluster answers, and knows no such job: it was started anew."""
+"""The cluster answers but does not know the job: it was restarted."""
 
 _STOPPED_EXITS = (130, 143, -signal.SIGINT, -signal.SIGTERM, signal.SIGTERM)
-"""How a driver ends that was asked to; Ray's own handler exits with the number of the signal."""
+"""Exit statuses of a stopped driver. Ray's own handler exits with the number of the signal."""
 _LOST_ERRORS = (
     "JOB_SUPERVISOR_ACTOR_DIED",
     "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE",
@@ -27,14 +27,14 @@ _LOST_ERRORS = (
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as its cluster tells of it."""
+    """The state of a job, as its cluster reports it."""
 
     status: str
-    """PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED, as Ray says; or SILENT, or UNKNOWN."""
+    """Ray's PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED, or else SILENT or UNKNOWN."""
     exit_code: int | None = None
-    """Of the driver; below 0: the signal that ended it."""
+    """Exit status of the driver; below 0: the signal that ended it."""
     error: str = ""
-    """Ray's name of what went wrong."""
+    """Ray's name of the error."""
     message: str = ""
 
 
@@ -44,20 +44,20 @@ class Fate(enum.Enum):
     DONE = "done"
     STOPPED = "stopped"
     FAILED = "failed"
-    """On its own account: it would fail again."""
+    """By its own error: it would fail again."""
     LOST = "lost"
-    """Its driver or its machines were taken away: the run can go on."""
+    """Its driver or its machines were lost: the run can be resumed."""
 
 
 def judge(state: JobState) -> tuple[Fate, int, str]:
-    """Return (what a job's end means, the exit status for it, why in a few words)."""
+    """Return (meaning of a job's end, exit status for the submitter, reason in a few words)."""
     code, message = state.exit_code, " ".join(state.message.split())[-600:]
     if state.status == "SUCCEEDED":
         return Fate.DONE, 0, "done"
     if state.status == "STOPPED":
         return Fate.STOPPED, 143, "it was stopped"
     if state.status == UNKNOWN:
-        return Fate.LOST, 1, "the cluster was started anew and does not know the job"
+        return Fate.LOST, 1, "the cluster was restarted and does not know the job"
     if code in _STOPPED_EXITS:
         return Fate.STOPPED, 130 if code in (130, -signal.SIGINT) else 143, "it was stopped"
     if code is not None and (code < 0 or code > 128):

@@ -1,4 +1,4 @@
-"""Calls of actors that are under way, and whom they belong to."""
+"""The pending calls of actors, and the handlers of their answers."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from raydl.errors import RaydlError
 Handler = Callable[[Any], "list[Event]"]
 
 _GATHER_S, _LONGEST_GATHER_S = 0.2e-3, 0.1
-"""How long answers that can wait are gathered, for each call under way and at most, in seconds."""
+"""How long answers that can wait are gathered, in seconds: for each pending call, and at most."""
 _DEATHS = {
     "its worker process has died": "its process was killed, or crashed",
     "its node has died": "its node was lost",
 }
-"""Ray's sentences on an actor that died, below lines of numbers, and ours for the user."""
+"""Ray's sentences about an actor that died, which follow lines of numbers, and ours."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call under way."""
+    """A pending call."""
 
     who: str
-    """Which process."""
+    """The called process."""
     handle: Handler
-    """Makes events of the answer."""
+    """Turns the answer into events."""
     task: str = ""
-    """Name of the work that is given up if the call fails; empty: the process counts as lost."""
+    """Name of the work to give up if the call fails; empty: the process counts as lost."""
     generation: int = 0
-    """Of a worker's loop; 0: it is no loop."""
+    """Generation of a worker's loop; 0: the call runs no loop."""
     can_wait: bool = False
-    """Whether its answer may come a little later, with those of others."""
+    """Whether its answer may be handled a little later, together with others."""
 
 
 class PendingCalls:
-    """All calls under way."""
+    """All pending calls."""
 
     def __init__(self) -> None:
         self._by_ref: dict[Any, Call] = {}
@@ -59,40 +59,37 @@ class PendingCalls:
         generation: int = 0,
         can_wait: bool = False,
     ) -> None:
-        """Note a call."""
+        """Add a call; for the arguments see ``Call``."""
         self._by_ref[ref] = Call(who, handle, task, generation, can_wait)
 
     def forget(self, is_meant: Callable[[Call], bool]) -> None:
-        """Wait no more for some."""
+        """Drop the calls for which ``is_meant`` is true: their answers are ignored."""
         self._by_ref = {ref: call for ref, call in self._by_ref.items() if not is_meant(call)}
 
     def wait(self, timeout_s: float) -> list[Any]:
-        """Return the references of answers that are there, after ``timeout_s`` at the latest.
+        """Return the references of the answers that have arrived, after at most ``timeout_s``.
 
-        One that can wait does so for a moment, and the longer the more there are: all answers of
-        hundreds of workers are looked at in few polls, each of which costs something per worker.
+        If the first answer can wait, others are gathered for a moment, which is longer the more
+        calls are pending. So the answers of hundreds of workers take few polls, and each poll costs
+        something per worker.
         """
         refs = list(self._by_ref)
         ready, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
         if not ready:
             return []
         if self._by_ref[ready[0]].can_wait:
+            gather_s = min(_GATHER_S * len(refs), _LONGEST_GATHER_S, timeout_s)
             urgent = [ref for ref, call in self._by_ref.items() if not call.can_wait]
-            _wait_for_one(urgent, min(_GATHER_S * len(refs), _LONGEST_GATHER_S, timeout_s))
+            if urgent:
+                ray.wait(urgent, num_returns=1, timeout=gather_s, fetch_local=False)
+            else:
+                time.sleep(gather_s)
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         return list(ready)
 
     def pop_call(self, ref: Any) -> Call | None:
-        """Return the call behind a reference; None: it was forgotten meanwhile."""
+        """Remove and return the call of a reference, or None if it was forgotten."""
         return self._by_ref.pop(ref, None)
-
-
-def _wait_for_one(refs: list[Any], timeout_s: float) -> None:
-    """Wait for the first of some answers, or for so long."""
-    if refs:
-        ray.wait(refs, num_returns=1, timeout=timeout_s, fetch_local=False)
-    else:
-        time.sleep(timeout_s)
 
 
 def original(error: RayTaskError) -> Exception:
@@ -102,7 +99,7 @@ def original(error: RayTaskError) -> Exception:
 
 
 def in_few_words(error: BaseException) -> str:
-    """Return why a call failed: how the actor died, or the first of the lines that Ray says."""
+    """Return why a call failed: how the actor died, or the first line of Ray's message."""
     text = str(error).strip()
-    known = [words for said, words in _DEATHS.items() if said in text]
+    known = [words for sentence, words in _DEATHS.items() if sentence in text]
     return (*known, *text.splitlines(), type(error).__name__)[0]

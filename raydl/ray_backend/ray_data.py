@@ -1,4 +1,4 @@
-"""A ``ray.data.Dataset`` as the samples of a run: its blocks are the row groups."""
+"""A ``ray.data.Dataset`` as the data set of a run: its blocks are the row groups."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raydl.errors import DataError
 
 _SOURCE = "ray.data.Dataset"
 _READ_S = 600.0
-"""The longest wait for a block: Ray may have to fetch it from a disk, or make it anew."""
+"""The longest wait for a block, in seconds: Ray may have to read it from disk or recompute it."""
 
 
 @dataclass(frozen=True)
 class RayBlocks:
-    """Blocks of a dataset in Ray's object store, which spills to disk what does not fit."""
+    """Blocks of a dataset in Ray's object store, which spills to disk."""
 
     refs: tuple[Any, ...]
     sizes: tuple[int, ...]
@@ -33,7 +33,7 @@ class RayBlocks:
         """Return the columns of a block.
 
         Raises:
-            DataError: Ray has lost it and could not make it anew.
+            DataError: if Ray has lost it and could not recompute it.
         """
         try:
             table: pa.Table = ray.get(self.refs[number], timeout=_READ_S)
@@ -42,7 +42,7 @@ class RayBlocks:
         return table.select(list(self.columns))
 
     def name(self, number: int) -> str:
-        """Return the block, for messages."""
+        """Return the name of a block, for messages."""
         return f"{_SOURCE}, block {number}"
 
     def some(self, numbers: Sequence[int]) -> RayBlocks:
@@ -52,16 +52,16 @@ class RayBlocks:
 
 
 def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
-    """Return the samples of Ray datasets, streamed.
+    """Return Ray datasets as a streamed data set.
 
     Args:
-        data: a ``ray.data.Dataset``, of which a tenth of the blocks becomes the test set, or
+        data: a ``ray.data.Dataset``, a tenth of whose blocks becomes the test set, or
             ``{"train": ..., "test": ...}``.
-        seed: of that split.
+        seed: seed of that split.
         input: how samples are read.
 
     Raises:
-        DataError: there is nothing in it, or not enough blocks to split.
+        DataError: if it holds no rows, or too few blocks to split.
     """
     if isinstance(data, Mapping):
         if set(data) != {"train", "test"}:
@@ -69,15 +69,19 @@ def from_ray(data: Any, *, seed: int, input: InputConfig) -> Dataset:
         train, test = (_blocks_of(data[part], input) for part in ("train", "test"))
     else:
         train, test = split_groups(_blocks_of(data, input), seed=seed, source=_SOURCE)
-    names = _class_names(train, test)
+    names: tuple[str, ...] = ()
+    if has_pictures(train.columns):
+        largest = ray.remote(num_cpus=0)(_largest)
+        labels = [largest.remote(r, part.columns[1]) for part in (train, test) for r in part.refs]
+        names = numbered(max(ray.get(labels, timeout=_READ_S)), _SOURCE)
     return streamed(train, test, names=names, source=_SOURCE, input=input)
 
 
 def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
     refs = data.materialize().to_arrow_refs()
-    look = ray.remote(num_cpus=0)(_look)
-    looks = ray.get([look.remote(ref) for ref in refs], timeout=_READ_S)
-    full = [(ref, *seen) for ref, seen in zip(refs, looks, strict=True) if seen[0]]
+    shape_of = ray.remote(num_cpus=0)(_shape_of)
+    shapes = ray.get([shape_of.remote(ref) for ref in refs], timeout=_READ_S)
+    full = [(ref, *shape) for ref, shape in zip(refs, shapes, strict=True) if shape[0]]
     if not full:
         raise DataError(_SOURCE, "holds no rows")
     columns = chosen_columns(full[0][2], input.columns_named, _SOURCE)
@@ -86,21 +90,12 @@ def _blocks_of(data: Any, input: InputConfig) -> RayBlocks:
     return RayBlocks(tuple(ref for ref, *_ in full), tuple(size for _, size, _ in full), columns)
 
 
-def _look(table: pa.Table) -> tuple[int, pa.Schema]:
-    """Return the rows of a block, and its columns."""
+def _shape_of(table: pa.Table) -> tuple[int, pa.Schema]:
+    """Return (number of rows, columns) of a block."""
     return table.num_rows, table.schema
 
 
-def _class_names(*parts: RayBlocks) -> tuple[str, ...]:
-    """Return a number for each class; none for a table."""
-    if not has_pictures(parts[0].columns):
-        return ()
-    largest = ray.remote(num_cpus=0)(_largest)
-    asked = [largest.remote(ref, part.columns[1]) for part in parts for ref in part.refs]
-    return numbered(max(ray.get(asked, timeout=_READ_S)), _SOURCE)
-
-
 def _largest(table: pa.Table, label: str) -> int:
-    """Return the largest label of a block; -1: it has none."""
+    """Return the largest label of a block, or -1 if it has none."""
     largest = pc.max(table[label]).as_py()
     return -1 if largest is None else int(largest)

@@ -1,6 +1,6 @@
-"""Reaching a Ray cluster: the one a job runs in, or one started for this run.
+"""Connects to a Ray cluster: the cluster of the job, or a local one started for this run.
 
-Ray reads its environment when it is imported, so ``prepare`` comes before that.
+Ray reads its environment when it is imported, so call ``prepare`` before that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from raydl.config.tls import check_tls, tls_files
@@ -25,42 +24,43 @@ from raydl.errors import ClusterError, ConfigError
 from raydl.redaction import redact
 
 _BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
-"""Path of the cluster's configuration on the head, as `ray up` writes it."""
+"""The cluster's configuration, which `ray up` writes on the head."""
 _ANSWER_S = 5.0
-"""The longest wait for a cluster's first answer, in seconds. Ray by itself waits for minutes."""
+"""The longest wait for a cluster's first answer, in seconds. Ray itself waits for minutes."""
 _START_S = 60.0
-"""The longest that the end of this process waits for a cluster that has just begun to start."""
+"""How long this process waits at its end for a cluster that is starting, in seconds."""
 _beginning: Future[None] | None = None
 """The start of a local cluster that is under way."""
-_TOKEN = "put it into RAY_AUTH_TOKEN or ~/.ray/auth_token (on its head: ray get-auth-token)"
+_HINT = "put it into RAY_AUTH_TOKEN or ~/.ray/auth_token (on its head: ray get-auth-token)"
 
 
 def prepare() -> None:
-    """Decide what Ray reads from the environment at import, where the user did not.
+    """Set the environment variables that Ray reads at import, unless the user has set them.
 
-    Does nothing in a process that has imported Ray already, or has a cluster to go to.
+    Does nothing if this process has imported Ray already, or if RAY_ADDRESS names a cluster.
     """
     if "ray" in sys.modules or os.environ.get("RAY_ADDRESS"):
         return
-    # A cluster and its clients must agree on authentication; say it aloud to both.
+    # A cluster and its clients must agree on authentication, so set it explicitly for both.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # What Ray will do by default: actors without a GPU do not see any.
+    # The default of newer versions of Ray: actors that reserve no GPU see the GPUs of their node.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def prepare_client(address: str | None) -> str | None:
-    """Decide what Ray's job client reads from the environment, where the user did not.
+    """Set the environment variables of Ray's job client, unless the user has set them.
 
     Args:
-        address: what the user named; to Ray a name in the environment goes before it.
+        address: the address from the user. It is also written to the environment, which Ray
+            prefers.
 
     Returns:
-        The address as Ray's client takes it.
+        The address for Ray's client.
 
     Raises:
-        ConfigError: it is none of a dashboard.
+        ConfigError: if it is not the address of a dashboard.
     """
-    # Clusters ask for a token unless they were told not to, clients bring one only if told to.
+    # By default a cluster requires a token, and a client sends none.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
     if address:
@@ -69,12 +69,12 @@ def prepare_client(address: str | None) -> str | None:
 
 
 def dashboard_url(address: str) -> str:
-    """Return the URL of a cluster's dashboard, from what a user wrote.
+    """Return the URL of a cluster's dashboard from an address of the user.
 
     Raises:
-        ConfigError: it is an address of Ray Client or of the head's own port, or no URL.
+        ConfigError: if it is an address for Ray Client, that of the head's own port, or no URL.
     """
-    if address == "auto":  # Ray looks for the cluster of this machine
+    if address == "auto":  # Ray finds the cluster of this machine
         return address
     scheme, mark, rest = address.rpartition("://")
     port = re.search(r":(\d+)/?$", rest)
@@ -87,7 +87,7 @@ def dashboard_url(address: str) -> str:
     url = address if mark else f"http://{address}"
     try:
         urlsplit(url).port  # noqa: B018
-    except ValueError:  # which quotes a part of it: of a password, where its / was not encoded
+    except ValueError:  # it may quote a part of a password with an unencoded /
         problem = f"must be a URL, http://HEAD:8265, got {url}"
         raise ConfigError("submit.address", problem) from None
     return url
@@ -96,9 +96,9 @@ def dashboard_url(address: str) -> str:
 def begin() -> None:
     """Start the local cluster in a thread, if ``connect`` would start one, and return at once.
 
-    Ray's start is seconds of waiting for one process after the other; the caller's imports and
-    data come meanwhile. ``connect`` waits for it, and raises what it raised. If nobody
-    connects, the end of this process ends the cluster.
+    Ray takes seconds to start one process after the other; meanwhile the caller imports modules and
+    reads data. ``connect`` waits for the cluster, and raises its error. The cluster ends with this
+    process.
     """
     global _beginning
     if _beginning is not None or _address():
@@ -109,21 +109,21 @@ def begin() -> None:
     if ray.is_initialized():
         return
     _beginning = Future()
-    atexit.register(_end, _beginning)  # before what Ray has registered: the last come first
+    atexit.register(_end, _beginning)  # runs before Ray's handlers, which are registered earlier
     threading.Thread(
         target=_start_and_stay, args=(_beginning,), name="start-of-ray", daemon=True
     ).start()
 
 
 def connect() -> bool:
-    """Connect to Ray; return whether a cluster was started on this machine for this process.
+    """Connect to Ray; return whether a local cluster was started for this process.
 
-    A process that is connected stays as it is. Else ``RAY_ADDRESS`` (which ``ray job
-    submit`` sets) names the cluster; without it a local one starts, and ends with us.
+    An existing connection is kept. Otherwise ``RAY_ADDRESS``, which ``ray job submit`` sets, names
+    the cluster. Without it a local cluster starts, which ends with this process.
 
     Raises:
-        ClusterError: none answers there, it wants another token, or is of another version.
-        ConfigError: it should use TLS, and its certificates can not be used.
+        ClusterError: if no cluster answers, it rejects the token, or has another version.
+        ConfigError: if it is to use TLS, and its certificates are unusable.
     """
     global _beginning
     import ray
@@ -144,13 +144,13 @@ def connect() -> bool:
 
 
 def _address() -> str:
-    """Return the address of the cluster that the environment names; empty: none."""
+    """Return the address of the cluster in the environment, or "" if there is none."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address
 
 
 def _check_certificates() -> None:
-    """Refuse certificates that Ray would fail with, in words of its own and after a long wait."""
+    """Check the TLS certificates: with bad ones, Ray would fail after a long wait."""
     files = tls_files(os.environ)
     if files is not None:
         check_tls(files)
@@ -164,10 +164,9 @@ def _start_here() -> None:
         ray.init(
             address="local",
             include_dashboard=False,
-            # Not yet what is less than an error: in a thread Ray warns that it leaves SIGTERM
-            # alone.
+            # No warnings yet: in a thread Ray warns that it sets no handler for SIGTERM.
             logging_level=logging.ERROR,
-            # Ray starts a process per core ahead; so these have torch before an actor comes.
+            # The processes that Ray starts in advance, one per core, import torch before an actor.
             _system_config={"preload_python_modules": ["torch"]},
         )
     logging.getLogger("ray").setLevel(logging.WARNING)
@@ -176,30 +175,30 @@ def _start_here() -> None:
 
 @contextmanager
 def _redacted_command() -> Iterator[None]:
-    """Have Ray keep the command of this driver without the credentials of URIs.
+    """Remove the credentials of URIs from the command that Ray records for this driver.
 
-    A driver tells its cluster how it was called, and the dashboard and ``ray list jobs`` show it.
-    Ray has no setting for it; this is the one place that touches its private function.
+    The dashboard and ``ray list jobs`` show that command. Ray has no setting for it, so this
+    replaces its private function.
     """
     from ray._private import utils
 
-    of_ray = getattr(utils, "get_entrypoint_name", None)
-    if of_ray is None:  # another version: a test on a cluster tells
+    original = getattr(utils, "get_entrypoint_name", None)
+    if original is None:  # another version of Ray: a cluster test would fail
         yield
         return
-    utils.get_entrypoint_name = lambda: redact(of_ray())
+    utils.get_entrypoint_name = lambda: redact(original())
     try:
         yield
     finally:
-        utils.get_entrypoint_name = of_ray
+        utils.get_entrypoint_name = original
 
 
 @contextmanager
 def _on_the_loopback() -> Iterator[None]:
-    """Let a cluster that starts meanwhile listen on 127.0.0.1 alone, where no other host comes.
+    """Let a cluster that starts inside this context listen only on 127.0.0.1.
 
-    Ray does so on macOS and Windows. On Linux it takes the address that other nodes reach, for
-    127.0.0.1 too, and its processes listen on all interfaces. There is no public setting.
+    Ray does so on macOS and Windows. On Linux it replaces 127.0.0.1 by the address that other nodes
+    reach, and its processes listen on all interfaces. There is no public setting.
     """
     from ray._private import ray_constants
 
@@ -212,7 +211,7 @@ def _on_the_loopback() -> Iterator[None]:
 
 
 def _start_and_stay(beginning: Future[None]) -> None:
-    """Start the local cluster. Linux kills its processes with the thread that started them."""
+    """Start the local cluster, then wait forever: Linux kills its processes with this thread."""
     try:
         _start_here()
         beginning.set_result(None)
@@ -222,7 +221,7 @@ def _start_and_stay(beginning: Future[None]) -> None:
 
 
 def _end(beginning: Future[None]) -> None:
-    """End a cluster that may have begun just now, and that nobody came to use."""
+    """End a local cluster, which may still be starting."""
     import ray
 
     wait([beginning], timeout=_START_S)
@@ -230,23 +229,25 @@ def _end(beginning: Future[None]) -> None:
 
 
 def _join(address: str) -> None:
-    """Connect to a cluster, once it is known that this can succeed."""
+    """Connect to a cluster, after a check that it answers."""
     import ray
     from ray._private.authentication import authentication_token_setup
     from ray._private.services import canonicalize_bootstrap_address
     from ray.exceptions import AuthenticationError
 
     if address.startswith("ray://"):
-        problem = "is one for Ray Client, which a run can not use; give HOST:6379 from a machine "
+        problem = (
+            "is an address for Ray Client, which a run can not use; give HOST:6379 on a machine "
+        )
         raise ClusterError(address, f"{problem}of the cluster, or submit the run as a job")
     _check_certificates()
-    if address == "auto":  # as ray.init does for a cluster that it finds by itself
+    if address == "auto":  # as ray.init does for a cluster that it finds
         authentication_token_setup.maybe_enable_token_auth_if_token_available(
             warn_if_disabled=False
         )
     try:
         if tls_files(os.environ) is None:
-            _knock(address, canonicalize_bootstrap_address(address))
+            _check_answer(address, canonicalize_bootstrap_address(address))
         with _redacted_command():
             ray.init(logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
@@ -254,45 +255,45 @@ def _join(address: str) -> None:
         raise ClusterError(address, _refusal(error)) from error
 
 
-def _knock(address: str, host_and_port: str) -> None:
-    """Ask the cluster that an address stands for its id, without a token and with it.
+def _check_answer(address: str, host_and_port: str) -> None:
+    """Request a cluster's id, first without a token and then with one.
 
-    Ray itself tries to connect for minutes where nobody is, hides that a token is wrong, and
-    joins a cluster without tokens with one in hand, where no actor will ever start.
+    Ray itself retries an unused address for minutes, and hides that a token is wrong. A process
+    with a token may join a cluster without tokens, where its actors never start.
 
     Raises:
-        ClusterError: nobody answers, or the two do not agree about tokens.
+        ClusterError: if no cluster answers, or it does not accept this process's token.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "disabled").lower()
-    answer, said = _ask_for_id(host_and_port, {})
+    answer, details = _request_id(host_and_port, {})
     if answer == "OK" and mode == "token":
         raise ClusterError(
             address,
-            "asks for no token and this process brings one (RAY_AUTH_MODE=token), so that its "
-            "actors could not start; set RAY_AUTH_MODE=disabled here, or token on all its nodes",
+            "requires no token but this process sends one (RAY_AUTH_MODE=token), so its actors "
+            "could not start; set RAY_AUTH_MODE=disabled here, or token on all its nodes",
         )
     if answer == "UNAUTHENTICATED":
         if mode != "token":
-            problem = f"asks for a token and this process brings none (RAY_AUTH_MODE is {mode}); "
-            raise ClusterError(address, f"{problem}set RAY_AUTH_MODE=token; the token: {_TOKEN}")
+            problem = f"requires a token but this process sends none (RAY_AUTH_MODE is {mode}); "
+            raise ClusterError(address, f"{problem}set RAY_AUTH_MODE=token; the token: {_HINT}")
         token = _token()
         if not token:
-            raise ClusterError(address, f"asks for a token and none is found; {_TOKEN}")
-        answer, said = _ask_for_id(host_and_port, token)
+            raise ClusterError(address, f"requires a token, and none was found; {_HINT}")
+        answer, details = _request_id(host_and_port, token)
         if answer == "UNAUTHENTICATED":
-            raise ClusterError(address, f"asks for another token than the one found; {_TOKEN}")
+            raise ClusterError(address, f"rejects the token that was found; {_HINT}")
     if answer == "DEADLINE_EXCEEDED":
-        said = f"it said nothing for {_ANSWER_S:g} s"
+        details = f"no answer within {_ANSWER_S:g} s"
     if answer != "OK":
         raise ClusterError(
             address,
-            f"does not answer ({said}); start one with ray start --head, correct RAY_ADDRESS, or "
-            f"unset it to run on this machine alone",
+            f"does not answer ({details}); start one with ray start --head, correct RAY_ADDRESS, "
+            f"or unset it to run only on this machine",
         )
 
 
 def _token() -> dict[str, str]:
-    """Return the header with this process's token, found as Ray finds it; empty: there is none."""
+    """Return the header with this process's token from Ray's own search, or {} if there is none."""
     import ray
 
     loader = ray._raylet.AuthenticationTokenLoader.instance()
@@ -302,12 +303,12 @@ def _token() -> dict[str, str]:
     return headers
 
 
-def _ask_for_id(host_and_port: str, headers: dict[str, str]) -> tuple[str, str]:
-    """Return (gRPC's word for how it went, why it failed) of a cheap call to a cluster."""
+def _request_id(host_and_port: str, headers: dict[str, str]) -> tuple[str, str]:
+    """Request a cluster's id; return (name of the gRPC status, why the call failed)."""
     import grpc
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-    # As Ray's own channels: a proxy for the web is none for a cluster.
+    # Like Ray's own channels: do not use a web proxy.
     with grpc.insecure_channel(host_and_port, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         request = gcs_service_pb2.GetClusterIdRequest()
@@ -321,10 +322,10 @@ def _ask_for_id(host_and_port: str, headers: dict[str, str]) -> tuple[str, str]:
 
 
 def _refusal(error: Exception) -> str:
-    """Return in words why ``ray.init`` did not join a cluster."""
-    said = str(error)
-    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", said)
-    if "Version mismatch" in said and len(versions) == 2:
+    """Return why ``ray.init`` did not connect to a cluster."""
+    text = str(error)
+    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
+    if "Version mismatch" in text and len(versions) == 2:
         (its_ray, its_python), (our_ray, our_python) = versions
         return (
             f"runs Ray {its_ray} on Python {its_python}, this process Ray {our_ray} on Python "
@@ -332,16 +333,16 @@ def _refusal(error: Exception) -> str:
             f"which uses the cluster's own"
         )
     if isinstance(error, ValueError):
-        return f"is no address ({said}); give HOST:PORT of its head: the port is mostly 6379"
-    # The first line of what Ray says, and of what it says was the reason.
+        return f"is not an address ({text}); give HOST:PORT of its head: the port is usually 6379"
+    # The first lines of Ray's error and of its cause.
     lines = [str(e).strip().partition("\n")[0] for e in (error, error.__cause__) if e]
     return f"can not be joined: {': '.join(filter(None, lines))}; start the run on one of its nodes"
 
 
 def draining_nodes() -> dict[str, int]:
-    """Return the nodes that got notice, by hex id: when they end, in ms of Unix time; 0: unknown.
+    """Return the draining nodes by hex id: their deadlines in ms of Unix time; 0: unknown.
 
-    Ray has no public call for it; this is the one place that uses its private one.
+    Ray has no public call for it.
     """
     from ray._private.state import state
 
@@ -350,11 +351,11 @@ def draining_nodes() -> dict[str, int]:
 
 
 def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
-    """Return the nodes that the cluster's autoscaler may start: (name, resources, how many in all).
+    """Return the nodes that the cluster's autoscaler may start: (name, resources, maximum number).
 
-    Ray has no public call for it. Where Kubernetes starts the nodes, Ray keeps the groups of
-    nodes; where `ray up` does, the head's home has the cluster's configuration. A number
-    below 0 is no limit. Empty if there is no autoscaler, or it can not be read.
+    Ray has no public call for it. With Kubernetes, Ray has the groups of nodes; with `ray up`, the
+    head's home folder has the cluster's configuration. A number below 0 means no limit. Empty if
+    there is no autoscaler, or its configuration can not be read.
     """
     import yaml
     from ray._private.state import state
@@ -364,26 +365,22 @@ def nodes_to_add() -> list[tuple[str, dict[str, float], int]]:
         groups = config.node_group_configs
         return [(g.name, dict(g.resources), g.max_count) for g in groups if g.max_count]
     try:
-        return _node_types(yaml.safe_load(_BOOTSTRAP.expanduser().read_text()))
+        config = yaml.safe_load(_BOOTSTRAP.expanduser().read_text())
+        limit = int(config.get("max_workers", 2))
+        return [
+            (name, dict(node["resources"]), min(limit, int(node.get("max_workers", limit))))
+            for name, node in config["available_node_types"].items()
+            if name != config["head_node_type"] and node.get("max_workers", limit)
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
         return []
 
 
-def _node_types(config: dict[str, Any]) -> list[tuple[str, dict[str, float], int]]:
-    """Return the worker nodes of a configuration that `ray up` has taken."""
-    limit = int(config.get("max_workers", 2))
-    return [
-        (name, dict(node["resources"]), min(limit, int(node.get("max_workers", limit))))
-        for name, node in config["available_node_types"].items()
-        if name != config["head_node_type"] and node.get("max_workers", limit)
-    ]
-
-
 def folder_sizes(folder: str, excludes: list[str]) -> tuple[dict[str, int], int]:
-    """Return the bytes that Ray would send of a folder, by its entries, and Ray's limit.
+    """Return the bytes that Ray would upload of a folder, by its entries, and Ray's limit.
 
-    Counted by Ray's own walk, with .gitignore and .rayignore; Ray packs without compressing.
-    The limit is the smaller of two: what the dashboard takes at once, and what Ray keeps.
+    Ray's own walk counts them, with .gitignore and .rayignore; Ray does not compress. The limit is
+    the smaller of two: the dashboard's largest request, and Ray's largest stored package.
     """
     from ray._private import ray_constants
     from ray._private.runtime_env import packaging
@@ -396,16 +393,16 @@ def folder_sizes(folder: str, excludes: list[str]) -> tuple[dict[str, int], int]
             entry = path.relative_to(root).parts[0]
             sizes[entry] = sizes.get(entry, 0) + path.stat().st_size
 
-    leave_out = packaging._get_excludes(root, excludes)
-    packaging._dir_travel(root, [leave_out], count, include_gitignore=True)
+    excluded = packaging._get_excludes(root, excludes)
+    packaging._dir_travel(root, [excluded], count, include_gitignore=True)
     return sizes, min(ray_constants.DASHBOARD_CLIENT_MAX_SIZE, packaging.GCS_STORAGE_MAX_SIZE)
 
 
 def drain_node(node_id: str, *, deadline_s: float) -> None:
-    """Give a node notice, as `ray drain-node` does. Nothing is killed by it.
+    """Drain a node, as `ray drain-node` does. It kills nothing.
 
     Raises:
-        RuntimeError: Ray refused.
+        RuntimeError: if Ray refuses.
     """
     import ray
     from ray.core.generated import autoscaler_pb2

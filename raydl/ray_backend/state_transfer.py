@@ -1,9 +1,8 @@
-"""States of workers on their way to files, and from them: a checkpoint's, or for a replacement.
+"""Transfers of worker states to files and from them, for checkpoints and for handovers.
 
-A worker that sees the run's storage writes and reads its own file. One that does not, since the
-storage is a disk of another machine, say, or it has no credentials, hands its state to the driver
-piece by piece, and gets it so; then one worker after the other, so that the driver never holds
-more than two pieces.
+A worker that sees the run's storage writes and reads its own file. A worker may not see it: the
+storage may be a disk of another machine, or the worker may lack credentials. Then the driver passes
+the state on piece by piece, one worker at a time, so that it never holds more than two pieces.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,119 +28,95 @@ from raydl.storage import Storage, Sum
 PIECE_BYTES = 16 << 20
 """Size of a piece that passes through the driver, in bytes."""
 SILENCE_S = 20.0
-"""A worker that has written nothing for so long is asked for its state instead, in seconds."""
+"""Seconds without progress of a worker's write after which the driver fetches the state instead."""
 ANSWER_S = 60.0
 """The longest wait for a piece of a state, in seconds."""
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _HANDOVERS = "handovers"
 
 
+@dataclass(eq=False)
 class RayState:
-    """A state that a worker holds for a checkpoint; see ``raydl.checkpoint.store.DistantState``.
+    """A state that a worker holds for a checkpoint; see ``raydl.core.saved_state.DistantState``."""
 
-    Args:
-        worker: its actor.
-        worker_id: its id.
-        round: the round that it holds.
-        blind: workers that do not see the storage, which it adds itself to.
-        on_loss: is told, in whichever thread, why the state will not come; None: nobody is.
-    """
-
-    def __init__(
-        self,
-        worker: ActorHandle,
-        worker_id: str,
-        round: int,
-        *,
-        blind: set[str],
-        on_loss: Callable[[str], None] | None = None,
-    ) -> None:
-        self.worker = worker
-        self.worker_id = worker_id
-        self.round = round
-        self._blind = blind
-        self._on_loss = on_loss
+    worker: ActorHandle
+    worker_id: str
+    round: int
+    """The round of the state."""
+    blind: set[str]
+    """Workers that do not see the storage; ``RayStateWrite`` adds to it."""
+    on_loss: Callable[[str], None] | None = None
+    """Called with the reason, in any thread, if the state is lost."""
 
     def begin_write(self, storage: Storage, name: str, token: str) -> RayStateWrite:
-        """Let the worker write, if it sees the storage."""
+        """Begin the write, by the worker itself if it may see the storage."""
         ref, address = None, storage.address
-        if address is not None and self.worker_id not in self._blind:
+        if address is not None and self.worker_id not in self.blind:
             ref = self.worker.write_held.remote(self.round, address, name, token)
         return RayStateWrite(self, storage, name, ref)
 
     def release(self) -> None:
-        """Let the worker hold the state no more."""
+        """Let the worker release the state."""
         self.worker.release.remote(self.round)
 
-    def note_blind(self) -> None:
-        """Note that the worker can not write by itself."""
-        self._blind.add(self.worker_id)
 
-    def lost(self, error: RayError) -> StateLostError:
-        """Tell that the state will not come; return the error that says so."""
-        lost = StateLostError(self.worker_id, in_few_words(error))
-        if self._on_loss is not None:
-            self._on_loss(str(lost))
-        return lost
-
-
+@dataclass(eq=False)
 class RayStateWrite:
-    """A worker's state on its way to its file.
+    """The write of a worker's state to its file."""
 
-    Args:
-        state: what is written.
-        storage: the run's folder.
-        name: of the file in it.
-        ref: the call with which the worker writes; None: it can not.
-    """
-
-    def __init__(self, state: RayState, storage: Storage, name: str, ref: Any) -> None:
-        self._state = state
-        self._storage = storage
-        self._name = name
-        self._ref = ref
+    state: RayState
+    storage: Storage
+    """The run's folder."""
+    name: str
+    """Name of the file in it."""
+    ref: Any
+    """The call in which the worker writes; None: it does not see the storage."""
 
     def wait(self) -> Sum:
-        """Return the file that was written, by the worker or through this process."""
+        """Wait for the write by the worker, or write through this process; return the file's sum.
+
+        Raises:
+            StateLostError: if the worker was lost.
+        """
         try:
-            written = self._written_there()
+            written = self._written_by_worker()
             if written is not None:
                 return written
-            return self._storage.write_pieces(self._name, self._pieces())
+            return self.storage.write_pieces(self.name, self._pieces())
         except RayError as error:
-            raise self._state.lost(error) from error
+            lost = StateLostError(self.state.worker_id, in_few_words(error))
+            if self.state.on_loss is not None:
+                self.state.on_loss(str(lost))
+            raise lost from error
 
-    def _written_there(self) -> Sum | None:
-        """Wait for the worker as long as it gets on; None: it can not write, or not now."""
-        if self._ref is None:
+    def _written_by_worker(self) -> Sum | None:
+        """Wait while the worker makes progress; return None if it can not write, or not now."""
+        if self.ref is None:
             return None
-        worker, num_before, heard_at = self._state.worker, -1, time.monotonic()
-        what = f"to write {self._name}, by {self._state.worker_id} itself"
-        with self._storage.waiting(what) as hear:
-            while not ray.wait([self._ref], timeout=_LOOK_EVERY_S)[0]:
+        worker, num_before, heard_at = self.state.worker, -1, time.monotonic()
+        what = f"to write {self.name}, by {self.state.worker_id} itself"
+        with self.storage.waiting(what) as note_answer:
+            while not ray.wait([self.ref], timeout=_CHECK_EVERY_S)[0]:
                 num_bytes = ray.get(worker.num_written.remote(), timeout=ANSWER_S)
                 if num_bytes != num_before:
                     num_before, heard_at = num_bytes, time.monotonic()
-                    hear()
+                    note_answer()
                 elif time.monotonic() - heard_at > SILENCE_S:
                     worker.stop_writing.remote()
                     return None
-            return self._answer()
-
-    def _answer(self) -> Sum | None:
-        try:
-            written: Sum | None = ray.get(self._ref)
-        except RayTaskError as error:
-            if isinstance(error.cause, OSError):  # this process is refused as well, or is not
-                return None
-            raise
+            try:
+                written: Sum | None = ray.get(self.ref)
+            except RayTaskError as error:
+                if isinstance(error.cause, OSError):  # this process may succeed, or fails as well
+                    return None
+                raise
         if written is None:
-            self._state.note_blind()
+            self.state.blind.add(self.state.worker_id)
         return written
 
     def _pieces(self) -> Iterator[np.ndarray]:
-        """Yield the worker's state in pieces; the next piece is on its way while one is written."""
-        worker, round = self._state.worker, self._state.round
+        """Yield the worker's state in pieces; the next one is fetched while one is written."""
+        worker, round = self.state.worker, self.state.round
         num_bytes = ray.get(worker.num_held.remote(round), timeout=ANSWER_S)
         coming = worker.read_held.remote(round, 0, PIECE_BYTES)
         for start in range(PIECE_BYTES, num_bytes + PIECE_BYTES, PIECE_BYTES):
@@ -150,54 +126,52 @@ class RayStateWrite:
             yield piece
 
     def cancel(self, until: float) -> None:
-        """Let the worker write no more."""
-        if self._ref is not None:
-            self._state.worker.stop_writing.remote()
-            ray.wait([self._ref], timeout=max(0.0, until - time.monotonic()))
+        """Stop the worker's write, and wait for its end until then (monotonic seconds)."""
+        if self.ref is not None:
+            self.state.worker.stop_writing.remote()
+            ray.wait([self.ref], timeout=max(0.0, until - time.monotonic()))
 
 
 _one_at_a_time = threading.Lock()
 
 
+@dataclass(frozen=True)
 class Handovers:
-    """States handed from leaving workers to their replacements: files in the run's storage.
+    """Replicas handed from leavers to their replacements, as files in the run's storage.
 
-    Where leaver and newcomer see the storage, as with checkpoints, nothing passes through the
-    driver. A file is there until it is forgotten; those of an earlier start go when a run begins.
-
-    Args:
-        storage: the run's folder.
-        run_id: begins the names of this start's files.
+    If both see the storage, as for checkpoints, nothing passes through the driver. A file remains
+    until it is forgotten. Files of earlier starts are deleted when the run starts.
     """
 
-    def __init__(self, storage: Storage, run_id: str) -> None:
-        self._storage = storage
-        self._run_id = run_id
+    storage: Storage
+    """The run's folder."""
+    run_id: str
+    """Prefix of the file names of this start."""
 
     def keep(self, state: RayState, then: Callable[[SavedState | Exception], None]) -> None:
-        """Write what a worker holds, in a thread.
+        """Write a state that a worker holds, in a thread.
 
         Args:
-            state: what it holds.
-            then: is told in that thread where it is, or why it is not.
+            state: the held state.
+            then: called in that thread with the written file, or with the error.
         """
-        # A name of its own: a file that was given up may be written yet.
-        name = f"{_HANDOVERS}/{self._run_id}-{state.worker_id}-{uuid.uuid4().hex[:8]}.safetensors"
+        # A unique name: a write that was given up may still be under way.
+        name = f"{_HANDOVERS}/{self.run_id}-{state.worker_id}-{uuid.uuid4().hex[:8]}.safetensors"
 
         def work() -> None:
             try:
-                then(SavedState(self._storage, name, self._keep(state, name)))
+                then(SavedState(self.storage, name, self._write(state, name)))
             except (OSError, RaydlError, RayError) as error:
                 self._delete(name)
                 then(error)
 
         _begin(work)
 
-    def _keep(self, state: RayState, name: str) -> Sum:
+    def _write(self, state: RayState, name: str) -> Sum:
         token = f"{name}.token"
-        self._storage.write_bytes(token, b"")
+        self.storage.write_bytes(token, b"")
         try:
-            return state.begin_write(self._storage, name, token).wait()
+            return state.begin_write(self.storage, name, token).wait()
         finally:
             self._delete(token)
 
@@ -206,37 +180,37 @@ class Handovers:
         _begin(lambda: self._delete(saved.name))
 
     def clear(self, *, all: bool = False) -> threading.Thread:
-        """Delete what earlier starts have left, in a thread; with ``all`` that of this one, too."""
+        """Delete the files of earlier starts, in a thread; with ``all`` those of this one, too."""
 
         def work() -> None:
             with suppress(OSError, RaydlError):
-                for name in self._storage.list_dir(_HANDOVERS):
-                    if all or not name.startswith(self._run_id):
+                for name in self.storage.list_dir(_HANDOVERS):
+                    if all or not name.startswith(self.run_id):
                         self._delete(f"{_HANDOVERS}/{name}")
                 if all:
-                    self._storage.delete_dir(_HANDOVERS)
+                    self.storage.delete_dir(_HANDOVERS)
 
         return _begin(work)
 
     def _delete(self, name: str) -> None:
-        with suppress(OSError, RaydlError):  # it was not there, or a later driver has the run
-            self._storage.delete_file(name)
+        with suppress(OSError, RaydlError):  # no such file, or a later driver owns the run
+            self.storage.delete_file(name)
 
 
 def _begin(work: Callable[[], None]) -> threading.Thread:
-    """Start a thread that may be left behind."""
+    """Start a daemon thread: the end of the process does not wait for it."""
     thread = threading.Thread(target=work, name="state-of-worker", daemon=True)
     thread.start()
     return thread
 
 
 def feed(worker: ActorHandle, saved: SavedState, then: Callable[[Exception | None], None]) -> None:
-    """Hand a worker that can not read it its state from a file, in a thread.
+    """Send a state from a file to a worker that can not read the file, in a thread.
 
     Args:
         worker: its actor.
-        saved: where the state is.
-        then: is told in that thread that the worker has it, or why it has not.
+        saved: the file.
+        then: called in that thread with None once the worker has the state, or with the error.
     """
 
     def work() -> None:
@@ -255,14 +229,14 @@ def feed(worker: ActorHandle, saved: SavedState, then: Callable[[Exception | Non
 
 def _feed(worker: ActorHandle, saved: SavedState) -> None:
     for piece in _joined(saved.storage.read_pieces(saved.name), PIECE_BYTES):
-        array = np.frombuffer(piece, np.uint8)  # which Ray hands over without another copy
+        array = np.frombuffer(piece, np.uint8)  # Ray sends arrays without another copy
         ray.get(worker.feed_state.remote(array, saved.written), timeout=ANSWER_S)
     if not ray.get(worker.has_own_state.remote(), timeout=ANSWER_S):
-        raise CheckpointError(saved.path, "is damaged: its checksum is another")
+        raise CheckpointError(saved.path, "is damaged: its checksum differs")
 
 
 def _joined(pieces: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
-    """Yield the same contents in pieces of ``num_bytes`` or a little more."""
+    """Yield the same bytes in pieces of ``num_bytes`` or a little more."""
     gathered: list[bytes] = []
     for piece in pieces:
         gathered.append(piece)

@@ -105,7 +105,7 @@ def test_no_cut_is_logged_after_the_training_has_ended():
     stage.step(scored(1))
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     stage.step(scored(9))
-    assert "stands still" not in str(stage.said)
+    assert "stopped improving" not in str(stage.said)
 
 
 def plateau_of(method):
@@ -146,7 +146,7 @@ def test_cuts_are_sent_to_workers_and_sent_again_to_a_new_generation():
     stage.controller._plateau = Plateau(OptimizerConfig(lr_schedule="plateau", patience=0))
     assert stage.step(scored(1)) == []
     assert ("vote", "num_cuts") in stage.step(scored(2))
-    assert "the center stands still at accuracy 0.5000" in stage.said[-1]
+    assert "the center stopped improving at accuracy 0.5000" in stage.said[-1]
     assert ("vote", "num_cuts") not in stage.step()
     stage.step(Lost("w1", "the actor died"))
     stage.step(*stage.end("broken", 0, "w0"))

@@ -27,7 +27,7 @@ def center_of(method, num_workers, *, is_mapped):
     ("method", "num_workers", "is_mapped"),
     [("original-easgd", 2, False), ("async-msgd", 1, False), ("async-easgd", 1, True)],
 )
-def test_workers_that_call_the_endpoint_come_to_the_same_bits(
+def test_workers_that_call_the_endpoint_get_the_same_bits(
     monkeypatch, method, num_workers, is_mapped
 ):
     expected = center_of(method, num_workers, is_mapped=is_mapped)

@@ -136,7 +136,7 @@ def test_of_copies_of_one_round_the_one_that_knows_more_claims_is_gone_on_from()
     history.assert_every_sample_once_an_epoch()
 
 
-def test_what_was_left_of_a_round_that_broke_early_is_trained_by_others():
+def test_samples_of_a_round_that_broke_early_are_trained_by_other_workers():
     """With fragments a round may break before its last step."""
     history = counting(AllProgress(), num_samples=100, period=4, exchange={"fragments": 2})
     history.train("w0", "w1", "w2", late={"w0": (1, 1)})  # the others come to step 1 of 4
@@ -220,7 +220,7 @@ def test_whatever_happens_every_sample_is_done_once_an_epoch(
 
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
-def test_who_missed_a_sum_goes_on_from_the_freshest_and_is_not_counted_twice(rule):
+def test_a_worker_that_missed_a_sum_continues_from_the_freshest_copy_and_counts_once(rule):
     history = counting(rule)
     end = history.train("w0", "w1", "w2", missed={"w1": (1, 0)})
     assert set(end.outcomes.values()) == {Outcome.BROKEN}
@@ -232,7 +232,7 @@ def test_who_missed_a_sum_goes_on_from_the_freshest_and_is_not_counted_twice(rul
 
 
 @pytest.mark.parametrize("survivors", [("w0", "w1"), ("w1", "w0"), ("w1",)])
-def test_who_missed_a_sum_may_be_rank_0_or_alone_afterwards(survivors):
+def test_a_worker_that_missed_a_sum_may_be_rank_0_or_alone_afterwards(survivors):
     history = counting(AllProgress())
     history.train("w0", "w1", "w2", missed={"w1": (0, 0)})
     for gone in {"w0", "w1", "w2"} - set(survivors):
@@ -249,7 +249,7 @@ def test_a_replica_that_sends_weights_stays_as_it_is_when_it_missed_a_sum():
     assert_same(history.workers["w1"].replica.state_dict(), before)
 
 
-def test_progress_by_hand_when_one_is_left_out_and_comes_back():
+def test_progress_by_hand_when_a_worker_is_left_out_and_rejoins():
     """Two of three go on; c <- c_new + (x - c_old) takes the absent one's progress along."""
     history = counting(AllProgress())
     history.train("w0", "w1", "w2", late={"w1": (0, 0)})
@@ -317,7 +317,7 @@ def test_seconds_end_the_run_for_all_after_the_same_round():
 
 
 @pytest.mark.parametrize("is_back", [True, False])
-def test_what_only_an_absent_worker_can_finish_ends_the_generation(is_back):
+def test_samples_that_only_an_absent_worker_can_finish_end_the_generation(is_back):
     history = counting(AllProgress(), num_samples=24)
     history.train("w0", "w1", "w2", rounds=5)
     history.train("w0", "w1", "w2", late={"w1": (0, 0)})  # the last round of the run
@@ -335,7 +335,7 @@ def test_what_only_an_absent_worker_can_finish_ends_the_generation(is_back):
     assert (history.snapshot.weights == 3).all()
 
 
-def test_what_is_left_open_by_the_last_break_is_completed_by_an_exchange_alone():
+def test_progress_left_open_by_the_last_break_is_completed_by_an_exchange_alone():
     history = counting(AllProgress(), num_samples=24)
     history.train("w0", "w1", "w2", rounds=5)
     history.train("w0", "w1", "w2", missed={"w1": (0, 0), "w0": (0, 0), "w2": (0, 0)})
@@ -348,7 +348,7 @@ def test_what_is_left_open_by_the_last_break_is_completed_by_an_exchange_alone()
 
 @pytest.mark.parametrize("rule", COUNTING.values(), ids=COUNTING)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 5, 6])
-def test_one_worker_and_many_survive_a_sum_that_nobody_received(rule, num_workers):
+def test_one_worker_and_many_survive_a_sum_that_no_member_received(rule, num_workers):
     history = counting(rule, num_samples=60)
     members = [f"w{i}" for i in range(num_workers)]
     history.train(*members, missed=dict.fromkeys(members, (1, 0)))
@@ -357,7 +357,7 @@ def test_one_worker_and_many_survive_a_sum_that_nobody_received(rule, num_worker
     assert (history.snapshot.weights == 3).all()
 
 
-def test_a_group_that_somebody_left_fails_for_those_who_wait_and_at_once():
+def test_when_a_member_leaves_a_group_the_waiting_members_fail_at_once():
     group = LocalGroup(2, timeout_s=30.0)
     first, second = group.member(0), group.member(1)
     whole = first.start_allreduce(torch.ones(1), round=0)

@@ -47,7 +47,7 @@ def with_buffer(image_shape, num_classes):
 
 
 @pytest.mark.parametrize("rule", [AllProgress(), Elastic(0.9)], ids=["progress", "weights"])
-def test_what_a_fragment_did_to_the_replica_is_undone_with_the_round(rule):
+def test_the_update_of_a_fragment_is_undone_with_its_round(rule):
     """Two workers that train alone, but for a first fragment that comes to nothing."""
     history = counting(rule, num_samples=100, period=4, exchange={"fragments": 2})
     history.train("w0", "w1", late={"w0": (0, 3)})
@@ -89,7 +89,7 @@ def test_survivors_of_groups_share_one_replica_again(method, lost, members):
     assert history.snapshot.progress.num_samples == 75
 
 
-def test_who_takes_over_a_partners_replica_gives_back_what_it_did_alone():
+def test_a_worker_that_adopts_a_partners_replica_returns_its_own_claims():
     history = pairs("w0", "w3")
     history.train("w1", "w2", rounds=0)
     kept = {w: len(history.workers[w].runner.trained) for w in ("w1", "w2")}
@@ -97,7 +97,7 @@ def test_who_takes_over_a_partners_replica_gives_back_what_it_did_alone():
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_survivors_of_groups_share_what_their_optimizer_remembers(name):
+def test_survivors_of_groups_share_the_state_of_their_optimizer(name):
     history = History(config("sync-easgd", group_size=2, optimizer={"name": name}))
     history.train("w0", "w1", "w2", "w3", rounds=2)
     history.train("w0", "w1", "w2", "w3", lost={"w0": (1, 0)})
@@ -114,7 +114,7 @@ def test_survivors_of_groups_share_what_their_optimizer_remembers(name):
 
 @pytest.mark.parametrize("num_after", [2, 6])
 @pytest.mark.parametrize("method", ["sync-easgd", "sync-msgd", "diloco"])
-def test_a_checkpoint_of_four_goes_on_with_two_and_with_six(method, num_after, tmp_path):
+def test_a_checkpoint_of_four_workers_resumes_with_two_and_with_six(method, num_after, tmp_path):
     case = config(method)
     before = History(case, images=tiny_images(60))
     before.train("w0", "w1", "w2", "w3", rounds=2)

@@ -30,7 +30,7 @@ def test_workers_are_asked_for_and_train_when_all_are_ready_in_the_order_of_thei
     assert stage.said == ["1 of 2 workers are ready", "generation 1: w0, w1 start"]
 
 
-def test_what_is_to_be_done_in_a_new_state_is_done_without_a_wait():
+def test_a_new_state_acts_without_a_wait():
     stage = Stage().start()
     stage.steps(2)
     assert [timeout == 0 for timeout in stage.worker_group.timeouts[-2:]] == [True, False]
@@ -76,7 +76,7 @@ def test_resumed_groups_are_the_groups_of_the_checkpoint_and_get_their_states():
     assert stage.worker_group.own_states == states
 
 
-def test_waiting_is_bounded_and_says_what_for():
+def test_waiting_is_bounded_and_the_log_gives_its_reason():
     stage = Stage().after(WorkerReady("w0"))
     stage.now = 6.0
     stage.step()
@@ -125,13 +125,13 @@ def test_a_worker_that_drains_before_it_trains_is_ended_and_replaced():
 # scores and curves
 
 
-def test_points_of_the_curves_may_come_from_the_center():
+def test_points_of_the_curves_may_be_sent_by_the_center():
     stage = Stage(is_sync=False).start()
     stage.step(Published((0,), (record(3), record(5))))
     assert [r.progress.round for r in stage.recorder.records] == [3, 5]
 
 
-def test_in_rounds_the_points_are_those_of_the_first_rank():
+def test_in_rounds_only_the_first_rank_sends_points():
     stage = Stage().start().after(report("w1", 3), report("w0", 4))
     assert [r.progress.round for r in stage.recorder.records] == [4]
 
@@ -162,7 +162,7 @@ def test_a_fault_of_the_center_fires_once(is_sync):
     assert stage.controller.planned_faults.fired == ["fault 1: kill center at round 3"]
 
 
-def test_a_fault_of_a_worker_is_told_with_its_name_where_the_plan_left_it_open():
+def test_a_fault_of_any_worker_is_logged_with_the_id_of_that_worker():
     plan = FaultPlan((Fault(0, "kill", "rank 0", "round", 3.0), Fault(1, "stop", "w1", "step", 9)))
     stage = Stage(faults=plan).start()
     stage.step(Published((0,), faults=((0, "w0"), (1, "w1"))))

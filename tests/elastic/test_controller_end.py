@@ -64,10 +64,10 @@ def test_scores_that_stand_still_cut_the_learning_rate_but_not_after_the_last_ro
     stage = Stage(optimizer=plateau).start()
     stage.step(Published((0, 2)), scored(2))
     assert stage.step(Published((0, 2, 4)), scored(4)) == [("vote", "num_cuts")]
-    assert "the center stands still at accuracy 0.5000" in stage.said[-1]
+    assert "the center stopped improving at accuracy 0.5000" in stage.said[-1]
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     stage.step(scored(9))
-    assert sum("stands still" in said for said in stage.said) == 1
+    assert sum("stopped improving" in said for said in stage.said) == 1
 
 
 def test_a_stop_before_anything_was_trained_ends_at_once():
@@ -84,7 +84,7 @@ def test_silence_of_the_last_states_ends_the_run_with_a_sentence(is_sync):
     stage.now += 299.0
     stage.step()
     stage.now += 2.0
-    with pytest.raises(RaydlError, match="nothing was heard of them for 300 s"):
+    with pytest.raises(RaydlError, match="there was no progress for 300 s"):
         stage.step()
 
 
@@ -131,7 +131,7 @@ def test_a_score_that_does_not_move_is_a_missing_score_and_no_failure(unscored):
 
 
 @UNSCORED
-def test_an_evaluator_that_is_lost_again_and_again_is_told_and_given_up(unscored):
+def test_an_evaluator_that_is_lost_repeatedly_is_logged_and_given_up(unscored):
     for _ in range(5):
         assert unscored.state is State.FINISHING
         unscored.step()  # asks for the score again
@@ -143,7 +143,7 @@ def test_an_evaluator_that_is_lost_again_and_again_is_told_and_given_up(unscored
 
 @BOTH
 @pytest.mark.parametrize(("end", "is_last"), [("finished", True), ("stopped", False)])
-def test_the_last_checkpoint_of_a_finished_run_has_what_was_trained(is_sync, end, is_last):
+def test_the_last_checkpoint_of_a_finished_run_has_the_trained_center(is_sync, end, is_last):
     stage = Stage(is_sync=is_sync).start()
     if end == "stopped":
         stage.controller.request_stop("SIGTERM")
@@ -165,7 +165,7 @@ def test_a_center_that_is_lost_before_its_score_costs_the_score_alone(unscored):
 
 
 @UNSCORED
-def test_a_score_that_comes_while_the_last_files_are_written_is_none_to_do_without(unscored):
+def test_a_score_that_arrives_while_the_last_files_are_written_counts(unscored):
     unscored.recorder.is_writing = True
     unscored.controller.request_stop("SIGTERM")
     unscored.step()
@@ -220,7 +220,7 @@ def test_all_workers_may_be_lost_while_the_last_states_are_collected(finishing):
 @AT_THE_END
 def test_the_center_lost_while_the_last_states_are_collected_is_rebuilt(finishing):
     assert finishing.step(Lost("center", "the actor died")) == [("rebuild_center", "w0")]
-    assert "the center is rebuilt from what w0 saw last, of round 9" in finishing.said
+    assert "the center is rebuilt from the last copy of w0, of round 9" in finishing.said
     assert finishing.step(report("w1", 9)) == []
     assert finishing.step(Published((9,))) == [("collect", 9, ("w0", "w1"))]
     finishing.step(collected(9))
@@ -228,7 +228,7 @@ def test_the_center_lost_while_the_last_states_are_collected_is_rebuilt(finishin
 
 
 @AT_THE_END
-def test_what_comes_late_does_not_move_the_end(finishing):
+def test_late_events_do_not_delay_the_end(finishing):
     finishing.controller.worker_registry.left_loop("w1", 11)  # a copy that nobody waits for
     assert finishing.step(Published((0, 9)), report("w1", 9)) == []
     finishing.step(collected(9))
@@ -249,7 +249,7 @@ def test_a_worker_that_drains_at_the_very_end_stays_until_its_state_is_here(fini
 
 
 @AT_THE_END
-def test_with_the_center_and_its_furthest_copies_gone_the_run_ends_with_what_is_left(finishing):
+def test_with_the_center_and_its_furthest_copies_lost_the_run_ends_with_an_earlier_round(finishing):
     gone = [Lost(name, "the node died") for name in ("w0", "w1", "center")]
     assert finishing.step(*gone) == [("rebuild_center", None)]
     assert finishing.step(Published((0,)))[-1:] == [("collect", 0, ())]
@@ -261,7 +261,7 @@ def test_with_the_center_and_its_furthest_copies_gone_the_run_ends_with_what_is_
 # whole runs, simulated
 
 
-def test_scores_that_are_lost_are_told_first_one_by_one_then_every_tenth():
+def test_lost_scores_are_logged_one_by_one_and_then_every_tenth():
     stage = Stage(1).start("w0")
     told = []
     for number in range(1, 45):
@@ -280,10 +280,10 @@ def test_scores_that_are_lost_are_told_first_one_by_one_then_every_tenth():
     ("task", "sentence"),
     [
         ("checkpoint", "a checkpoint was given up: it was killed"),
-        ("saved state of w0", "w0 starts at the center: it was killed"),
+        ("saved state of w0", "w0 starts from the center: it was killed"),
     ],
 )
-def test_what_will_not_come_is_told_with_its_cause(task, sentence):
+def test_a_result_that_will_not_arrive_is_logged_with_its_cause(task, sentence):
     stage = Stage(1).start("w0")
     stage.step(GaveUp(task, "it was killed"))
     assert stage.said[-1] == sentence

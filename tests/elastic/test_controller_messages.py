@@ -32,7 +32,7 @@ def stage_of(num_workers=2, *worker_ids, **more):
 # joining and leaving
 
 
-def test_a_worker_that_comes_later_joins_while_the_others_train():
+def test_a_newcomer_joins_while_the_others_train():
     stage = stage_of((2, 3))
     assert stage.step(WorkerReady("w2")) == [("change", 2, ("w0", "w1", "w2"))]
     assert stage.state is State.TRAINING
@@ -68,7 +68,7 @@ def test_several_may_be_lost_at_once_and_all_of_them():
     assert stage.worker_group.formed[-1].worker_ids == ("w2", "w3")
 
 
-def test_who_leaves_does_so_after_an_exchange_and_its_replacement_gets_its_state():
+def test_a_leaver_leaves_after_an_exchange_and_its_replacement_gets_its_state():
     stage = stage_of((1, 2))
     assert stage.step(Draining("w0")) == [("request_worker", "w2"), ("dismiss", "w0")]
     assert stage.step(WorkerReady("w2")) == [], "it is on its way to its next exchange"
@@ -83,7 +83,7 @@ def test_who_leaves_does_so_after_an_exchange_and_its_replacement_gets_its_state
 
 
 @pytest.mark.parametrize("outcome", ["regroup", "finished", "broken"])
-def test_who_was_to_leave_goes_however_its_loop_ended(outcome):
+def test_a_leaver_is_ended_however_its_loop_ended(outcome):
     stage = stage_of((1, 2)).after(Draining("w0"))
     told = stage.step(*stage.end(outcome, 5, "w0", "w1"), Published((0,), is_complete=False))
     for _ in range(12):
@@ -108,7 +108,7 @@ def test_with_too_few_left_all_leave_and_the_run_waits_with_a_checkpoint():
 
 
 @pytest.mark.parametrize("are_lost", [True, False])
-def test_without_anybody_who_trains_it_is_a_pause(are_lost):
+def test_time_without_any_training_worker_is_a_pause(are_lost):
     stage = stage_of(2).after(report("w0", 1, generation=1), report("w1", 1, generation=1))
     stage.now = 10.0
     if are_lost:
@@ -154,7 +154,7 @@ def test_workers_end_one_by_one_and_the_last_exchange_is_the_end():
     assert ("collect", 52, ("w0", "w1")) in stage.step()
 
 
-def test_what_a_lost_worker_had_claimed_is_trained_before_the_run_ends():
+def test_claims_of_a_lost_worker_are_trained_before_the_run_ends():
     stage = stage_of((1, 2))
     stage.step(*stage.end("finished", 40, "w0"))
     stage.step(Lost("w1", DIED))
@@ -177,12 +177,12 @@ def test_when_the_center_is_lost_all_leave_and_it_is_rebuilt_from_the_freshest(n
     assert stage.step(Lost(name, DIED)) == [("abandon", 1)]
     told = stage.step(*stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
     assert told == [("rebuild_center", "w1")]
-    assert stage.said[-1] == "the center is rebuilt from what w1 saw last, of round 9"
+    assert stage.said[-1] == "the center is rebuilt from the last copy of w1, of round 9"
     stage.step(Published((9,)))
     assert ("form", 2, ("w0", "w1"), 9) in stage.step()
 
 
-def test_a_lost_center_is_rebuilt_from_the_worker_that_was_told_the_ledger_last():
+def test_a_lost_center_is_rebuilt_from_the_worker_with_the_newest_ledger():
     stage = stage_of(3, "w0", "w1", "w2")
     first, second, third = stage.end("broken", 7, "w0", "w1", "w2")
     stage.step(
@@ -193,11 +193,11 @@ def test_a_lost_center_is_rebuilt_from_the_worker_that_was_told_the_ledger_last(
     assert ("rebuild_center", "w1") in told
 
 
-def test_a_checkpoint_that_is_fresher_than_every_copy_is_what_the_center_is_rebuilt_from():
+def test_the_center_is_rebuilt_from_a_checkpoint_that_is_newer_than_every_copy():
     stage = stage_of().after(Published((0, 12)), collected(12, "w0", "w1"), Lost("center", DIED))
     told = stage.step(*stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
     assert told == [("rebuild_center", None)]
-    assert stage.said[-1].endswith("from the newest checkpoint or where this run began")
+    assert stage.said[-1].endswith("from the newest checkpoint, or from where this run began")
     stage.step(Published((12,)))
     assert ("form", 2, ("w0", "w1"), 12) in stage.step()
 
@@ -224,7 +224,7 @@ def test_broken_ends_wait_for_news_of_the_center():
     assert ("rebuild_center", "w1") in stage.step()
 
 
-def test_copies_of_those_that_were_counted_out_are_not_forgotten():
+def test_copies_of_dropped_members_are_kept():
     stage = stage_of()
     stage.step(*stage.end("broken", 7, "w0"), *stage.end("broken", 9, "w1"))
     stage.now += 2.5
@@ -250,7 +250,7 @@ def test_a_broken_end_is_not_forgotten_when_another_worker_is_lost():
     assert stage.step(Changed()) == [("change", 4, ("w0", "w1"))]
 
 
-def test_a_rebuilt_center_may_be_behind_what_it_was():
+def test_a_rebuilt_center_may_be_behind_the_lost_one():
     stage = stage_of().after(Published((0, 20)), scored(20))
     stage.step(Lost("center", DIED))
     stage.step(*stage.end("broken", 18, "w0", "w1"))
@@ -293,7 +293,7 @@ def test_no_round_is_heard_of_twice_though_the_center_went_back_to_it():
 # checkpoints
 
 
-def test_a_checkpoint_is_collected_when_all_who_are_there_have_kept_theirs():
+def test_a_checkpoint_is_collected_once_all_present_members_have_kept_their_states():
     stage = stage_of(2, every_s=10.0)
     stage.now += 10.0
     assert stage.step() == [("vote", "checkpoint")]
@@ -314,7 +314,7 @@ def test_a_vote_that_a_newcomer_has_not_heard_is_cast_again():
 
 
 @pytest.mark.parametrize("news", [Lost("w1", DIED), GaveUp("checkpoint", "w1 died")])
-def test_a_checkpoint_of_somebody_who_is_gone_is_given_up_and_voted_for_again(news):
+def test_a_checkpoint_that_needs_a_lost_worker_is_given_up_and_voted_for_again(news):
     stage = stage_of((1, 2), every_s=10.0)
     stage.now += 10.0
     stage.step()
@@ -325,7 +325,7 @@ def test_a_checkpoint_of_somebody_who_is_gone_is_given_up_and_voted_for_again(ne
     assert all(what[0] != "collect" for what in told), "what they kept for the old vote is gone"
 
 
-def test_who_leaves_stays_while_its_state_is_collected():
+def test_a_leaver_stays_while_its_state_is_collected():
     stage = stage_of((1, 2), every_s=10.0)
     stage.now += 10.0
     stage.step()

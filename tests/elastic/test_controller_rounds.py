@@ -31,7 +31,7 @@ def regrouping():
 # joining and leaving
 
 
-def test_a_worker_that_comes_later_joins_at_a_round_boundary():
+def test_a_newcomer_joins_at_a_round_boundary():
     stage = regrouping()
     told = stage.step(*stage.end("regroup", 7, "w0", "w1"), scored(7))
     assert told == [("publish", "w0")], "one that is there hands over the center"
@@ -63,7 +63,7 @@ def test_a_run_that_ends_in_the_round_of_a_regroup_just_ends():
 
 
 @pytest.mark.parametrize("leaver", ["w0", "w1"])
-def test_who_leaves_hands_in_its_state_and_the_replacement_gets_it(leaver):
+def test_a_leaver_hands_in_its_state_and_its_replacement_gets_it(leaver):
     stage = Stage().start()
     assert stage.step(Draining(leaver)) == [("request_worker", "w2"), ("vote", "regroup")]
     stage.step(WorkerReady("w2"))
@@ -80,7 +80,7 @@ def test_who_leaves_hands_in_its_state_and_the_replacement_gets_it(leaver):
     assert leaver not in stage.controller.worker_registry
 
 
-def test_a_state_that_will_not_come_is_not_waited_for():
+def test_the_run_does_not_wait_for_a_state_that_will_not_arrive():
     stage = Stage().start().after(Draining("w1"), WorkerReady("w2"))
     stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
     told = stage.step(GaveUp("state of w1", "it died"))
@@ -102,10 +102,10 @@ def test_a_replica_that_can_not_be_taken_over_costs_no_more_than_itself():
     told = stage.step(GaveUp("handover to w2", "it is damaged"))
     assert told == [("forget", {"mine": 1}), ("form", 2, ("w0", "w2"), 7), ("end", "w1")]
     assert stage.worker_group.own_states == {}
-    assert "w2 starts at the center: it is damaged" in stage.said
+    assert "w2 starts from the center: it is damaged" in stage.said
 
 
-def test_who_is_lost_with_a_replica_that_it_took_over_does_not_leave_it_to_the_next_one():
+def test_a_replica_that_was_lost_with_its_newcomer_is_not_handed_over_again():
     stage = handing_over()
     assert stage.step(Lost("w2", DIED))[:2] == [("forget", {"mine": 1}), ("request_worker", "w3")]
     assert ("form", 2, ("w0", "w3"), 7) in stage.step(WorkerReady("w3"))
@@ -113,7 +113,7 @@ def test_who_is_lost_with_a_replica_that_it_took_over_does_not_leave_it_to_the_n
 
 
 @pytest.mark.parametrize("part", ["hand in", "take over"])
-def test_a_handover_that_takes_minutes_is_not_waited_for(part):
+def test_the_run_does_not_wait_for_a_handover_that_takes_minutes(part):
     stage = Stage().start().after(Draining("w1"), WorkerReady("w2"))
     stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
     if part == "take over":
@@ -128,7 +128,7 @@ def test_a_handover_that_takes_minutes_is_not_waited_for(part):
     assert stage.step(late) == ([] if part == "take over" else [("forget", {"mine": 1})])
 
 
-def test_a_replica_that_nobody_needs_is_not_handed_in():
+def test_a_replica_that_no_newcomer_needs_is_not_handed_in():
     stage = Stage((1, 2)).start()
     assert stage.controller.remove("w1")[0]
     assert stage.step() == [("vote", "regroup")]
@@ -137,7 +137,7 @@ def test_a_replica_that_nobody_needs_is_not_handed_in():
     assert stage.step() == [("form", 2, ("w0",), 7), ("end", "w1")]
 
 
-def test_the_others_train_on_while_a_late_newcomer_takes_a_replica_over():
+def test_the_others_train_on_while_a_late_newcomer_reads_a_replica():
     stage = Stage((1, 2)).start().after(Draining("w1"))
     stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)))
     stage.step(HandedIn("w1", {"mine": 1}))
@@ -157,7 +157,7 @@ def test_two_drains_may_overlap():
     assert stage.said[-1] == "generation 2: w0 drains, w1 drains"
 
 
-def test_when_all_nodes_drain_the_run_keeps_a_checkpoint_waits_and_goes_on():
+def test_when_all_nodes_drain_the_run_keeps_a_checkpoint_waits_and_continues():
     stage = Stage().start().after(Draining("w0"), Draining("w1"))
     told = stage.step(*stage.end("regroup", 7, "w0", "w1"), Published((0, 7)), scored(7))
     assert told == [("hand_in", "w0"), ("hand_in", "w1")]
@@ -206,7 +206,7 @@ def test_when_a_worker_is_lost_the_others_go_on_from_the_furthest_round(lost):
     assert stage.said[-1] == f"generation 2: {lost} was lost"
 
 
-def test_a_copy_that_knows_more_claims_takes_the_place_of_the_one_that_the_center_holds():
+def test_a_copy_with_more_claims_replaces_the_snapshot_of_the_center():
     stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
     behind, ahead = stage.end("broken", 7, "w0", "w1")
     told = stage.step(
@@ -229,7 +229,7 @@ def test_a_publisher_that_is_lost_is_replaced_by_the_next_one(news):
 
 
 @pytest.mark.parametrize("is_published", [False, True])
-def test_who_was_late_and_comes_with_a_copy_that_knows_more_is_asked_for_it_too(is_published):
+def test_a_late_workers_copy_with_more_claims_is_requested_as_well(is_published):
     stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
     stage.now += 120.0  # w0 does not come out of the exchange: it is left out
     assert stage.step(*stage.end("broken", 6, "w1")) == [("publish", "w1")]
@@ -240,7 +240,7 @@ def test_who_was_late_and_comes_with_a_copy_that_knows_more_is_asked_for_it_too(
     assert 7 in next(told for told in stage.step() if told[0] == "form")
 
 
-def test_who_answers_first_in_a_generation_is_not_late_for_the_wait_of_the_one_before():
+def test_a_wait_in_an_earlier_generation_does_not_make_a_worker_late():
     stage = Stage((1, 3)).start("w0", "w1", "w2")
     for round in range(1, 8):
         stage.step(*[report(w, round, generation=1, round_s=0.05) for w in ("w0", "w1", "w2")])
@@ -254,19 +254,19 @@ def test_who_answers_first_in_a_generation_is_not_late_for_the_wait_of_the_one_b
     assert ("abandon", 2) in late, "w0 keeps it waiting now"
 
 
-def test_a_center_that_never_comes_ends_the_run_with_a_sentence():
+def test_a_center_that_never_starts_ends_the_run_with_a_sentence():
     stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
     stage.step(*stage.end("broken", 7, "w0", "w1"))
     stage.now += 299.0
     stage.step()
     stage.now += 2.0
     with pytest.raises(
-        RaydlError, match="did not get the newest copy of itself within 300 s; the same command"
+        RaydlError, match="did not receive its newest copy within 300 s; the same command"
     ):
         stage.step()
 
 
-def test_when_nobody_is_left_it_goes_on_from_the_newest_that_the_center_holds():
+def test_when_all_workers_are_lost_the_run_continues_from_the_centers_newest_round():
     stage = Stage().start().after(Published((0, 4)), report("w0", 9))
     stage.step(Lost("w0", DIED), Lost("w1", DIED))
     stage.step()
@@ -283,7 +283,7 @@ def test_a_leaver_and_a_loss_at_once():
     assert stage.said[-1] == "generation 2: w0 drains, w1 was lost"
 
 
-def test_who_does_not_come_out_of_a_broken_exchange_is_left_out_and_comes_back():
+def test_a_worker_stuck_in_a_failed_exchange_is_left_out_and_rejoins():
     stage = Stage((1, 3)).start("w0", "w1", "w2").after(Lost("w2", DIED))
     stage.step(*stage.end("broken", 5, "w0"))
     stage.now += 61.0  # few rounds are known
@@ -300,7 +300,7 @@ def test_who_does_not_come_out_of_a_broken_exchange_is_left_out_and_comes_back()
     assert stage.said[-1] == "generation 3: w1 returns"
 
 
-def test_what_is_left_to_train_waits_for_the_one_that_has_it():
+def test_remaining_samples_wait_for_the_worker_that_has_claimed_them():
     stage = Stage((1, 2)).start()
     stage.controller.worker_registry.leave_out(("w1",))
     stage.controller.worker_registry["w1"].num_late = 3
@@ -310,7 +310,7 @@ def test_what_is_left_to_train_waits_for_the_one_that_has_it():
     stage.step(*stage.end("regroup", 6, "w0"), Published((6,)))  # nothing is left for it
     stage.step()
     assert stage.state is State.WAITING
-    assert stage.said[-1] == "what is left to train is with workers that were left out"
+    assert stage.said[-1] == "all remaining samples are claimed by workers that were left out"
     stage.now += 9.0
     assert ("form", 3, ("w0", "w1"), 6) in stage.step()
 
@@ -323,7 +323,7 @@ def test_exchanges_that_break_without_a_cause_are_tried_again_but_not_for_ever()
         stage.now += 2.5
         stage.step()
         stage.step()
-        assert stage.said[-1].endswith("the same go on")
+        assert stage.said[-1].endswith("the same workers continue")
     stage.step(*stage.end("broken", 0, "w0", "w1"))
     stage.now += 2.5
     with pytest.raises(ProcessLostError, match="a reset; it is loss 3 in a row"):
@@ -360,14 +360,14 @@ def test_between_generations_a_lost_center_is_rebuilt_from_the_furthest_copy(sta
         how = "regroup" if state is State.REGROUPING else "broken"
         told = stage.step(*stage.end(how, 7, *stage.controller._run.at_work))
     assert ("rebuild_center", "w0") in told
-    assert "the center is rebuilt from what w0 saw last, of round 7" in stage.said
+    assert "the center is rebuilt from the last copy of w0, of round 7" in stage.said
     stage.step(Published((7,)), WorkerReady("w2"), HandedIn("w1", {}))
     stage.step(TookOver("w2"))
     stage.step()
     assert stage.worker_group.formed[-1].worker_ids == ("w0", "w2")
 
 
-def test_ends_before_the_news_of_the_lost_center_do_not_lose_what_workers_have():
+def test_ends_before_the_loss_of_the_center_is_reported_lose_no_copies():
     stage = Stage().start().after(Draining("w1"), WorkerReady("w2"))
     stage.step(*stage.end("regroup", 40, "w0", "w1"), Published((40,)))
     stage.step(HandedIn("w1", {}))

@@ -44,7 +44,7 @@ def test_a_snapshot_of_an_older_generation_is_refused_whatever_its_round(round):
     assert cache.num_refused == 1
 
 
-def test_a_generation_begins_without_the_rounds_that_nobody_goes_on_from():
+def test_a_generation_begins_without_the_rounds_after_its_first():
     """Else a kept one of the last generation would be taken for this one's, by its number."""
     cache = SnapshotCache()
     cache.put(made(6, 1))
@@ -55,14 +55,14 @@ def test_a_generation_begins_without_the_rounds_that_nobody_goes_on_from():
     assert not cache.get(7).is_kept, "that it was kept was said of the other"
 
 
-def test_a_center_that_has_lost_the_round_of_a_generation_holds_what_it_has():
+def test_a_center_without_the_first_round_of_a_generation_keeps_its_snapshots():
     cache = SnapshotCache()
     cache.put(made(9, 1))
     assert cache.begin(2, 6) is None
     assert cache.newest().progress.round == 9
 
 
-def test_the_copy_that_the_controller_goes_on_from_counts_although_its_generation_is_over():
+def test_a_copy_that_the_controller_chooses_counts_although_its_generation_is_over():
     cache = SnapshotCache()
     cache.put(made(6, 1))
     cache.begin(2, 6)
@@ -79,7 +79,7 @@ def test_a_copy_of_an_older_generation_does_not_replace_a_newer_snapshot_of_its_
     assert (cache.get(7).weights[0], cache.get(7).is_kept) == (2.0, True)
 
 
-def test_a_new_center_takes_the_snapshots_of_those_who_train_on_meanwhile():
+def test_a_restarted_center_stores_snapshots_of_the_current_generation():
     cache = SnapshotCache()
     cache.adopt(made(0, 0))
     assert cache.put(made(9, 4))
@@ -92,7 +92,7 @@ def published(*rounds, generation, made_by=None):
     return Published(rounds, generation=generation, newest_generation=made_by or generation)
 
 
-def test_what_the_center_held_before_a_generation_began_is_no_news_of_it():
+def test_a_poll_from_before_a_generation_does_not_count():
     stage = Stage((2, 3)).start("w0", "w1", "w2").after(Lost("w2", "it died"))
     stage.step(*ended(stage, 1, w0=6, w1=6), published(0, 6, 7, generation=1))
     assert ("form", 2, ("w0", "w1"), 6) in stage.step()
@@ -128,23 +128,23 @@ def test_a_copy_from_before_is_not_gone_on_from_where_the_center_has_a_newer_gen
     assert stage.controller._round == goes_on_from
 
 
-def test_refusals_are_counted_by_kind_and_told_less_often_the_more_there_are():
+def test_refusals_are_counted_by_kind_and_logged_at_each_doubling():
     refusals = Refusals()
     assert refusals.note_refused("center a", {"snapshots": 0}) == []
     assert refusals.note_refused("center a", {"snapshots": 1}) == [
-        "refused a late snapshot that an earlier generation had made: nothing was changed by it"
+        "refused a late snapshot from an earlier generation: it changed nothing"
     ]
     told = [refusals.note_refused("center a", {"snapshots": n}) for n in range(1, 1000)]
     assert sum(map(len, told)) < 10
     (sentence,) = refusals.note_refused("shard 1", {"messages": 3})
-    assert sentence.startswith("refused 3 late messages that a worker ")
+    assert sentence.startswith("refused 3 late messages from outside ")
     refusals.note_refused(
         "center b", {"snapshots": 1}
     )  # the center was started again, and counts anew
     assert refusals.counts == {"snapshots": 1000, "messages": 3}
 
 
-def test_the_controller_tells_and_counts_what_center_and_shards_have_refused():
+def test_the_controller_logs_and_counts_refusals_of_center_and_shards():
     stage = Stage().start()
     stage.step(replace(Published((0,), process="a"), refused={"messages": 2}), Refused("b", 1))
     assert stage.controller.refused == {"messages": 3}

@@ -70,14 +70,14 @@ def test_it_is_broken_when_an_exchange_did_not_complete():
         ([("finished", 19), ("broken", 20)], Outcome.BROKEN),
     ],
 )
-def test_what_follows_when_all_have_ended(ends, outcome):
+def test_the_outcome_of_a_generation_when_all_members_have_ended(ends, outcome):
     run = generation_of()
     for worker_id, (what, round) in zip(THREE, ends, strict=False):
         end(run, worker_id, Outcome(what), round)
     assert run.outcome() is outcome
 
 
-def test_the_freshest_is_who_got_furthest_and_is_still_there():
+def test_the_freshest_end_is_that_of_the_furthest_present_member():
     run = generation_of()
     assert run.freshest() is None
     end(run, "w0", Outcome.BROKEN, 19)
@@ -101,7 +101,7 @@ def test_how_a_lost_member_ended_decides_nothing():
 # checkpoints
 
 
-def test_a_round_is_kept_everywhere_when_all_who_are_there_keep_it():
+def test_a_round_is_kept_everywhere_when_all_present_members_keep_it():
     run = generation_of()
     report(run, "w0", 15, 12, 14)
     report(run, "w1", 15, 14)
@@ -112,7 +112,7 @@ def test_a_round_is_kept_everywhere_when_all_who_are_there_keep_it():
     assert run.kept_everywhere() == {14}
 
 
-def test_a_lost_member_keeps_nothing_and_nobody_waits_for_it():
+def test_a_lost_member_does_not_hold_up_a_checkpoint():
     run = generation_of()
     report(run, "w0", 15, 14)
     report(run, "w1", 15, 14)
@@ -141,18 +141,18 @@ def test_a_vote_before_any_report_is_of_round_0():
     assert run.voted_at_round == 0
 
 
-def test_it_is_told_when_every_end_is_behind_a_report():
+def test_the_reports_are_final_once_each_reaches_its_members_end():
     run = generation_of("w0", "w1")
-    assert run.is_told()
+    assert run.has_final_reports()
     end(run, "w0", Outcome.FINISHED, 20)
-    assert not run.is_told()
+    assert not run.has_final_reports()
     report(run, "w0", 19)
-    assert not run.is_told()
+    assert not run.has_final_reports()
     report(run, "w0", 20)
-    assert run.is_told()
+    assert run.has_final_reports()
     end(run, "w1", Outcome.BROKEN, -1)
     run.lose("w1")
-    assert run.is_told(), "of who is lost nothing is to come"
+    assert run.has_final_reports(), "a lost member has no end to report"
 
 
 # where members come one by one
@@ -167,7 +167,7 @@ def test_members_keep_the_generation_that_they_entered_with():
     assert [run.entered_with(w) for w in ("w2", "w3", "w4")] == [3, 4, 5]
 
 
-def test_who_left_and_joins_again_enters_anew():
+def test_a_member_that_left_and_rejoins_enters_a_new_generation():
     run = generation_of(number=3)
     run.change(Membership(4, ("w0", "w1")))
     run.change(Membership(5, THREE))

@@ -22,7 +22,7 @@ class Watch:
         return found
 
 
-def test_who_does_not_answer_in_time_is_found():
+def test_a_process_that_does_not_answer_in_time_is_found():
     watch = Watch()
     watch.heartbeats.expect_answer("w0")
     assert watch.look_on(until=10.0) == {}
@@ -33,7 +33,7 @@ def test_who_does_not_answer_in_time_is_found():
     assert watch.heartbeats.expired() == []
 
 
-def test_who_was_not_asked_owes_nothing():
+def test_a_process_that_was_not_polled_owes_no_answer():
     watch = Watch()
     assert watch.look_on(until=60.0) == {}
     assert watch.heartbeats.owed_s("w0") == 0.0
@@ -72,7 +72,7 @@ def test_each_has_a_lease_of_its_own():
 
 
 @pytest.mark.parametrize("away_s", [1.5, 60.0, 86400.0])
-def test_while_the_one_who_asks_is_away_no_lease_runs(away_s):
+def test_while_the_polling_process_is_suspended_no_lease_runs(away_s):
     watch = Watch()
     watch.heartbeats.expect_answer("w0")
     watch.look_on(until=4.0)
@@ -83,7 +83,7 @@ def test_while_the_one_who_asks_is_away_no_lease_runs(away_s):
     assert watch.look_on(until=away_s + 12.0) == {"w0": away_s + 10.5}
 
 
-def test_who_was_asked_at_the_end_of_a_long_absence_owes_its_answer_from_then_on():
+def test_a_poll_at_the_end_of_a_long_suspension_starts_a_lease_then():
     """It is asked, and then looked for: the absence before is not its time."""
     watch = Watch()
     watch.now = 60.0

@@ -175,7 +175,7 @@ class Legacies:
         self.worker_pool = self.stage.controller._worker_pool
 
 
-def test_replicas_are_kept_for_those_who_come_and_for_no_others():
+def test_replicas_are_kept_only_for_newcomers():
     legacies = Legacies(4)
     worker_pool, stage = legacies.worker_pool, legacies.stage
     for worker_id in ("w0", "w1"):  # fewer are wanted: nobody takes their places
@@ -193,7 +193,7 @@ def test_replicas_are_kept_for_those_who_come_and_for_no_others():
     assert ("forget", {"replica": "w3"}) in stage.worker_group.told
 
 
-def test_who_was_told_of_a_notice_is_forgotten_when_it_is_gone(monkeypatch):
+def test_a_reported_drain_notice_is_forgotten_with_its_worker(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(cluster.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(cluster, "draining_nodes", lambda: ["node"])
@@ -201,4 +201,4 @@ def test_who_was_told_of_a_notice_is_forgotten_when_it_is_gone(monkeypatch):
     for number in range(1000):
         now[0] += 2.0
         assert notices.new({f"w{number}": "node"}) == [f"w{number}"]
-    assert len(notices._told) == 1
+    assert len(notices._reported) == 1

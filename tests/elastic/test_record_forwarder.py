@@ -48,7 +48,7 @@ def happened(at_s, num_samples):
     return dataclasses.replace(record_at(num_samples), at_s=at_s)
 
 
-def test_records_that_come_together_stand_where_they_happened():
+def test_records_of_one_message_keep_their_own_times():
     """The worker's clock is 1000 s ahead, a message takes 10 ms."""
     driver = Driver()
     driver.hear(1.01, 1001.0, happened(1000.2, 10), happened(1000.6, 20), happened(1001.0, 30))
@@ -108,7 +108,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_speed_and_moments_are_those_of_the_records(clock):
+def test_speed_and_times_are_those_of_the_records(clock):
     recorder, _ = make(Store())
     recorder._writer = memory = Timed()
     recorder.event("generation 1: w0 starts")

@@ -1,17 +1,17 @@
-"""A worker is removed by name: who takes its place, if anybody, and what the user is told."""
+"""A worker is removed by its id: whether it is replaced, and the message to the user."""
 
 from stages import BOTH, Stage
 
 from raydl.core.worker_group import WorkerReady
 
 
-def test_who_is_not_there_can_not_be_removed_and_it_is_said_who_is():
+def test_removing_an_unknown_worker_lists_the_known_ones():
     told = Stage().start().controller.remove("w7")
     assert told == (False, "there is no worker w7; there are w0, w1")
 
 
 @BOTH
-def test_who_trains_leaves_after_its_next_exchange_and_nobody_takes_its_place(is_sync):
+def test_a_training_worker_leaves_after_its_next_exchange_without_a_replacement(is_sync):
     stage = Stage((1, 3), is_sync=is_sync).start("w0", "w1", "w2")
     assert stage.controller.remove("w1") == (True, "w1 leaves after its next exchange")
     assert not [told for told in stage.steps(2) if told[0] == "request_worker"]
@@ -20,19 +20,19 @@ def test_who_trains_leaves_after_its_next_exchange_and_nobody_takes_its_place(is
     assert not [told for told in stage.steps(2) if told[0] == "request_worker"]
 
 
-def test_with_the_fewest_that_may_train_another_one_takes_its_place():
+def test_a_removed_worker_is_replaced_if_too_few_would_train():
     stage = Stage((2, 3)).start("w0", "w1", "w2")
     assert stage.controller.remove("w2")[1] == "w2 leaves after its next exchange"
     assert stage.controller.remove("w1")[1] == (
-        "w1 leaves after its next exchange; another one takes its place, for fewer may not train"
+        "w1 leaves after its next exchange; it is replaced, since at least 2 must train"
     )
     assert stage.worker_group.told[-1] == ("request_worker", "w3")
 
 
-def test_who_does_not_train_yet_is_ended_at_once():
+def test_a_worker_that_does_not_train_yet_is_ended_at_once():
     stage = Stage((1, 3)).start("w0")
     stage.worker_group.told.clear()
-    assert stage.controller.remove("w2") == (True, "w2 is ended; it did not train")
+    assert stage.controller.remove("w2") == (True, "w2 was ended; it was not training")
     assert stage.worker_group.told == [("end", "w2")]
     stage.step(WorkerReady("w1"))
     assert stage.controller.remove("w2") == (

@@ -45,51 +45,53 @@ class Gathering:
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker_id, generation in members.items():
-                self.rendezvous.hear(worker_id, generation)
+                self.rendezvous.heartbeat(worker_id, generation)
 
-    def hear(self, worker_id, generation):
-        return self.rendezvous.hear(worker_id, generation)
+    def heartbeat(self, worker_id, generation):
+        return self.rendezvous.heartbeat(worker_id, generation)
 
 
 def test_the_first_generation_forms_when_the_fewest_are_there():
     gathering = Gathering((2, 4))
     assert gathering.come("w0") == [None]
     assert gathering.come("w1", "w0") == [("w0", "w1")] * 2
-    assert gathering.hear("w0", 1) is Signal.GO_ON
+    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
 
 
-def test_ranks_go_by_the_ids_whoever_comes_first():
+def test_ranks_follow_the_ids_whichever_worker_arrives_first():
     gathering = Gathering((3, 3))
     assert gathering.come("w10", "w2", "w1") == [("w1", "w2", "w10")] * 3
 
 
-def test_a_time_out_says_how_many_came_and_what_to_change():
+def test_a_time_out_gives_the_number_of_workers_and_what_to_change():
     gathering = Gathering((4, 4))
     gathering.poll("w0")
     for second in range(1, 100):
         gathering.now = float(second)
         assert gathering.poll("w0") is gathering.poll("w1") is None
     gathering.now = TIMEOUT_S
-    with pytest.raises(AttachError, match=r"waited for 100 s: 2 of 4 workers came; start the oth"):
+    with pytest.raises(
+        AttachError, match=r"waited for 100 s: 2 of 4 workers arrived; start the oth"
+    ):
         gathering.poll("w0")
 
 
-def test_who_comes_later_is_a_vote_and_then_a_member():
+def test_a_late_worker_causes_a_vote_and_then_is_a_member():
     gathering = Gathering((1, 2))
     gathering.come("w0")
     assert gathering.poll("w1") is None
-    assert gathering.hear("w0", 1) is Signal.REGROUP
+    assert gathering.heartbeat("w0", 1) is Signal.REGROUP
     call = gathering.poll("w0", 1, (5, 9))
     assert call.membership.worker_ids == ("w0", "w1")
     assert (call.source, call.age) == ("w0", (5, 9))
     assert gathering.poll("w1") == call
 
 
-def test_nobody_is_asked_to_make_room_where_there_is_none():
+def test_no_member_regroups_for_a_newcomer_beyond_the_maximum():
     gathering = Gathering((1, 1))
     gathering.come("w0")
     assert gathering.poll("w1") is None
-    assert gathering.hear("w0", 1) is Signal.GO_ON
+    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
     for _ in range(19):
         gathering.pass_s(5, w0=1)
         assert gathering.poll("w1") is None
@@ -111,29 +113,29 @@ def three_of(min_workers):
 def test_a_lost_member_ends_the_generation_and_the_others_form_the_next_one():
     gathering = three_of(2)
     gathering.pass_s(LEASE_S - 1, w1=2, w2=2)
-    assert gathering.hear("w1", 2) is Signal.GO_ON
+    assert gathering.heartbeat("w1", 2) is Signal.GO_ON
     gathering.pass_s(1, w1=2, w2=2)
-    assert gathering.hear("w1", 2) is Signal.OVER
+    assert gathering.heartbeat("w1", 2) is Signal.OVER
     assert gathering.come("w1", "w2", generation=2) == [("w1", "w2")] * 2
 
 
 def test_survivors_wait_for_the_others_no_longer_than_a_lease():
     gathering = three_of(2)
     assert gathering.come("w0", "w1", generation=2) == [None, None]
-    assert gathering.hear("w2", 2) is Signal.REGROUP  # its round may be about to arrive
+    assert gathering.heartbeat("w2", 2) is Signal.REGROUP  # its round may be about to arrive
     gathering.pass_s(2, w2=2)
-    assert gathering.hear("w2", 2) is Signal.OVER
+    assert gathering.heartbeat("w2", 2) is Signal.OVER
     for _ in range(7):
         gathering.pass_s(1, w2=2)
         assert gathering.come("w0", "w1", generation=2) == [None, None]
     gathering.pass_s(1, w2=2)
     assert gathering.come("w0", "w1", generation=2) == [("w0", "w1")] * 2
-    assert gathering.hear("w2", 2) is Signal.OVER
+    assert gathering.heartbeat("w2", 2) is Signal.OVER
     assert gathering.come("w2", generation=2) == [None]
-    assert gathering.hear("w0", 3) is Signal.REGROUP  # it is a newcomer now
+    assert gathering.heartbeat("w0", 3) is Signal.REGROUP  # it is a newcomer now
 
 
-def test_the_copy_that_is_furthest_goes_on_unless_it_is_of_somebody_who_was_left_out():
+def test_the_furthest_copy_is_the_source_unless_its_worker_was_left_out():
     gathering = Gathering((2, 3))
     gathering.come("w0", "w1")
     gathering.poll("w0", 1, (4, 8))
@@ -154,18 +156,18 @@ def test_without_a_copy_all_start_from_the_one_at_the_rendezvous():
     assert (call.source, call.age) == (None, NO_COPY)
 
 
-def test_who_has_left_for_good_need_not_be_replaced():
+def test_a_worker_that_left_for_good_needs_no_replacement():
     gathering = Gathering((3, 3))
     gathering.come("w0", "w1", "w2")
     assert not gathering.rendezvous.leave_rendezvous("w0", 1)
-    assert gathering.hear("w1", 1) is Signal.OVER
+    assert gathering.heartbeat("w1", 1) is Signal.OVER
     assert gathering.come("w1", "w2", generation=1) == [("w1", "w2")] * 2
     assert not gathering.rendezvous.leave_rendezvous("w1", 2)
     assert gathering.rendezvous.leave_rendezvous("w2", 2)
     assert gathering.come("w3", "w4") == [None, None]  # it begins anew, with three
 
 
-def test_who_is_lost_must_be_replaced():
+def test_a_lost_worker_needs_a_replacement():
     gathering = Gathering((2, 2))
     gathering.come("w0", "w1")
     gathering.pass_s(LEASE_S, w0=1)
@@ -173,7 +175,7 @@ def test_who_is_lost_must_be_replaced():
     assert gathering.come("w2", "w0") == [("w0", "w2")] * 2
 
 
-def test_who_dies_at_the_door_is_not_waited_for():
+def test_the_rendezvous_does_not_wait_for_a_waiting_worker_that_dies():
     gathering = Gathering((2, 2))
     gathering.poll("w0")
     gathering.now = LEASE_S
@@ -202,13 +204,13 @@ def test_by_messages_the_others_stay_as_they_are():
     call = gathering.poll("w2")
     assert call.generation == 2
     assert call.membership.worker_ids == ("w0", "w1", "w2")
-    assert gathering.hear("w0", 1) is Signal.GO_ON
+    assert gathering.heartbeat("w0", 1) is Signal.GO_ON
     gathering.rendezvous.leave_rendezvous("w0", 1)
     assert gathering.rendezvous.membership.worker_ids == ("w1", "w2")
     assert [m.generation for m in gathering.rendezvous.pop_changes()] == [1, 2, 3]
 
 
-def test_by_messages_who_comes_again_leaves_and_enters():
+def test_by_messages_a_member_that_returns_leaves_and_enters():
     gathering = by_messages((2, 2))
     gathering.come("w0", "w1")
     gathering.rendezvous.note_center()
@@ -219,21 +221,21 @@ def test_by_messages_who_comes_again_leaves_and_enters():
     ]  # fmt: skip
 
 
-def test_by_messages_who_is_silent_is_out_and_hears_so_when_it_comes_back():
+def test_by_messages_a_silent_member_is_removed_and_its_next_heartbeat_returns_over():
     gathering = by_messages((1, 2))
     gathering.come("w0")
     gathering.rendezvous.note_center()
     gathering.come("w1")
     gathering.pass_s(LEASE_S, w1=2)
     assert gathering.rendezvous.membership.worker_ids == ("w1",)
-    assert gathering.hear("w0", 1) is Signal.OVER
+    assert gathering.heartbeat("w0", 1) is Signal.OVER
 
 
 def test_by_messages_a_start_whose_first_worker_dies_begins_again():
     gathering = by_messages((2, 3))
     gathering.come("w0", "w1")
     gathering.pass_s(LEASE_S, w1=1)
-    assert gathering.hear("w1", 1) is Signal.OVER
+    assert gathering.heartbeat("w1", 1) is Signal.OVER
     assert gathering.poll("w2") is None
     call = gathering.poll("w1", 1)
     assert call.membership.worker_ids == ("w1", "w2")
@@ -324,7 +326,7 @@ def die(elastic):
         ("original-easgd", {}),
     ],
 )
-def test_workers_come_and_go_and_die_and_the_others_go_on(name, exchange):
+def test_workers_join_leave_and_die_and_the_others_train_on(name, exchange):
     loops = Loops(name, (2, 3), lease_s=0.8, **exchange)
     loops.start("w0")
     loops.start("w1")
@@ -354,7 +356,7 @@ def test_a_newcomer_starts_at_the_center_and_at_its_step():
     loops.stop()
 
 
-def test_what_the_last_one_leaves_the_next_one_finds():
+def test_the_center_of_the_last_worker_is_there_for_the_next_one():
     loops = Loops("sync-easgd", 1, period=1)
     loops.start("w0")
     loops.until(["w0"], 1)
@@ -364,7 +366,7 @@ def test_what_the_last_one_leaves_the_next_one_finds():
         assert torch.equal(model.weight, center["weight"])
 
 
-def test_a_loop_that_forgot_to_detach_keeps_nobody_out():
+def test_a_loop_that_forgot_to_detach_does_not_block_others():
     threads = Threads(settings(MethodConfig(name="sync-easgd"), 1, lease_s=0.8))
     model = torch.nn.Linear(4, 1)
     forgotten = threads.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -30,7 +30,7 @@ def test_a_round_that_several_workers_tell_of_counts_once():
     assert stragglers.grace_s() == 1.0 + 2 * FIRST_PAUSE_S
 
 
-def test_a_pause_lasts_from_the_first_who_stops_to_the_first_who_goes_on():
+def test_a_pause_lasts_from_the_first_worker_that_stops_to_the_first_that_resumes():
     stragglers = StragglerDetector()
     for now in (5.0, 5.4):
         stragglers.pause(now, 3)
@@ -39,7 +39,7 @@ def test_a_pause_lasts_from_the_first_who_stops_to_the_first_who_goes_on():
     assert stragglers.longest_pause_s == 1.0
 
 
-def test_who_still_reports_from_the_generation_that_paused_ends_no_pause():
+def test_a_report_of_the_paused_generation_ends_no_pause():
     stragglers = StragglerDetector()
     stragglers.pause(5.0, 3)
     stragglers.resume(5.2, 3)
@@ -57,7 +57,7 @@ def test_a_generation_that_breaks_before_its_first_report_ends_no_pause():
     assert stragglers.longest_pause_s == 61.0
 
 
-def test_a_wait_for_workers_is_a_pause_but_no_measure_of_what_forming_costs():
+def test_a_wait_for_workers_is_a_pause_but_no_measure_of_a_regrouping():
     stragglers = stragglers_of(1.0, 1.0, 1.0, 1.0, 1.0)
     before = stragglers.grace_s()
     stragglers.pause(5.0, 1)
@@ -67,7 +67,7 @@ def test_a_wait_for_workers_is_a_pause_but_no_measure_of_what_forming_costs():
     assert stragglers.grace_s() == before
 
 
-def test_while_rounds_are_few_everybody_is_waited_for():
+def test_while_rounds_are_few_no_worker_is_left_out():
     assert stragglers_of().grace_s() == math.inf
     assert stragglers_of(1.0, 1.0, 1.0, 1.0, pauses=[2.0]).grace_s() == math.inf
     assert stragglers_of(1.0, 1.0, 1.0, 1.0, 1.0).grace_s() == 1.0 + 2 * FIRST_PAUSE_S
@@ -142,7 +142,7 @@ def test_no_round_however_long_brings_the_grace_out_of_the_usual(rounds, outlier
         ((9.0,), 5.0, 0.5, ()),
     ],
 )
-def test_who_is_late(waits, grace_s, quorum, late):
+def test_late_workers_are_those_that_do_not_wait(waits, grace_s, quorum, late):
     waiting_s = {f"w{i}": seconds for i, seconds in enumerate(waits)}
     assert late_workers(waiting_s, grace_s=grace_s, quorum=quorum) == late
 
@@ -162,7 +162,7 @@ def test_a_share_that_floating_point_rounds_up_asks_for_no_worker_more():
     numerator=st.integers(1, 8),
     grace_s=st.sampled_from([0.0, 1.0, 10.0, math.inf]),
 )
-def test_a_quorum_stays_and_only_those_who_do_not_wait_are_left_out(waits, numerator, grace_s):
+def test_a_quorum_stays_and_only_workers_that_do_not_wait_are_left_out(waits, numerator, grace_s):
     waiting_s = {f"w{i}": seconds for i, seconds in enumerate(waits)}
     late = late_workers(waiting_s, grace_s=grace_s, quorum=numerator / 8)
     assert all(waiting_s[w] == 0.0 for w in late)

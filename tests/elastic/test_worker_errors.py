@@ -217,7 +217,7 @@ def form_again(stage, *others):
 
 
 @BOTH
-def test_a_replica_that_diverges_goes_on_from_the_center_three_times_in_an_epoch(is_sync):
+def test_a_replica_that_diverges_is_rolled_back_three_times_in_an_epoch(is_sync):
     stage = Stage(is_sync=is_sync).start()
     for number in (1, 2, 3):
         stage.step(diverged(stage, "w1"))
@@ -291,7 +291,7 @@ METHODS = ["sync-easgd", "sync-sgd", "diloco", "async-easgd", "async-sgd"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_error_in_a_step_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path, method):
+def test_an_error_in_a_step_leaves_a_checkpoint_to_resume_from(tmp_path, method):
     folder = tmp_path / "run"
     with pytest.raises(ZeroDivisionError, match="my own mistake") as error:
         run(folder, raises, {100}, method=method).fit()
@@ -363,7 +363,9 @@ def train_with_leaps(folder, count):
 def test_a_center_that_diverges_goes_back_to_the_newest_good_one(tmp_path, capsys):
     result = train_with_leaps(tmp_path / "run", 1)
     said = capsys.readouterr().out
-    assert "all go back to the newest good center (1 of 3 times in this epoch)" in said
+    assert (
+        "all workers are rolled back to the newest good center (1 of 3 times in this epoch)" in said
+    )
     assert result.metrics["samples"] == 9 * 1438
     center = load_file(tmp_path / "run" / "center.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in center.values())
@@ -388,7 +390,10 @@ def test_in_rounds_a_center_that_diverges_is_one_rollback_for_all_workers_that_s
         error = NonFiniteCenterError(7)
         stage.step(RunEnded(worker_id, Outcome.BROKEN, -1, 1, str(error), error=error))
     assert stage.controller._failure.error is None
-    assert sum("all go back to the newest good center" in said for said in stage.said) == 1
+    assert (
+        sum("all workers are rolled back to the newest good center" in said for said in stage.said)
+        == 1
+    )
 
 
 def test_the_same_center_is_bad_news_once_but_the_next_one_again():
@@ -408,7 +413,7 @@ def test_a_replica_that_diverges_with_its_center_does_not_hide_that():
     told = [said for said in stage.said if "times in this epoch" in said]
     assert [said.split("; ")[-1] for said in told] == [
         "w1 is rolled back to the center (1 of 3 times in this epoch)",
-        "all go back to the newest good center (2 of 3 times in this epoch)",
+        "all workers are rolled back to the newest good center (2 of 3 times in this epoch)",
     ]
 
 
@@ -434,7 +439,7 @@ def test_an_evaluator_that_fails_while_the_run_stops_costs_no_checkpoint():
 
 
 @pytest.mark.parametrize("has_copy", [True, False])
-def test_by_messages_a_center_that_diverges_is_started_again_from_what_was_good(has_copy):
+def test_by_messages_a_center_that_diverges_restarts_from_a_good_snapshot(has_copy):
     stage = Stage(is_sync=False).start()
     stage.step(Failed("center", NonFiniteCenterError(40)))
     assert stage.state is State.RECOVERING

@@ -18,7 +18,7 @@ class Floor:
         self.generation = 0
         for worker_id in worker_ids:
             self.force.add(worker_id)
-            self.force.came_up(worker_id, "node")
+            self.force.note_ready(worker_id, "node")
         if training and worker_ids:
             self.form(*worker_ids)
 
@@ -85,7 +85,7 @@ def test_a_worker_starts_is_ready_trains_and_stands_by():
     floor.force.add("w0")
     assert floor.phase("w0") is Phase.STARTING
     assert floor.candidates().ready == ()
-    floor.force.came_up("w0", "node-a")
+    floor.force.note_ready("w0", "node-a")
     assert (floor.phase("w0"), floor.force["w0"].node) == (Phase.READY, "node-a")
     assert floor.candidates().ready == ("w0",)
     floor.form("w0")
@@ -97,7 +97,7 @@ def test_a_worker_starts_is_ready_trains_and_stands_by():
     assert floor.force["w0"].has_trained
 
 
-def test_a_phase_has_a_beginning_and_training_on_does_not_begin_it_anew():
+def test_a_phase_keeps_its_beginning_while_a_worker_trains_on():
     floor = Floor("w0", training=False)
     floor.now = 1003.0
     floor.form("w0")
@@ -106,36 +106,36 @@ def test_a_phase_has_a_beginning_and_training_on_does_not_begin_it_anew():
     assert floor.force["w0"].since == 1003.0
 
 
-def test_workers_are_told_in_the_order_in_which_they_were_asked_for():
+def test_workers_are_listed_in_the_order_of_their_requests():
     floor = Floor("w2", "w0", "w1")
     assert [entry.worker_id for entry in floor.force.entries()] == ["w2", "w0", "w1"]
     assert floor.candidates().ready == ("w2", "w0", "w1")
-    assert floor.force.named(Phase.TRAINING) == ["w2", "w0", "w1"]
+    assert floor.force.in_phase(Phase.TRAINING) == ["w2", "w0", "w1"]
     assert floor.candidates().waited_s == 0.0
 
 
-def test_all_are_coming_but_those_that_leave():
+def test_all_workers_but_the_leaving_ones_count_as_requested():
     floor = Floor("w0", "w1", "w2")
     floor.force.add("w3")
     floor.force.leave_out(("w1",))
     assert floor.force.num_coming == 4
-    floor.force.send_away("w0", "drains")
+    floor.force.note_leaving("w0", "drains")
     assert floor.force.num_coming == 3
     floor.force.remove("w2", "was lost")
     assert floor.force.num_coming == 2
 
 
-def test_who_leaves_could_train_no_more_and_the_cause_is_known():
+def test_a_leaving_worker_is_no_candidate_and_its_cause_is_known():
     floor = Floor("w0", "w1")
-    floor.force.send_away("w1", "drains")
+    floor.force.note_leaving("w1", "drains")
     assert floor.phase("w1") is Phase.LEAVING
     assert (floor.candidates().ready, floor.candidates().absent) == (("w0",), ())
     assert floor.candidates().causes == {"w1": "drains"}
 
 
-def test_training_state_by_is_only_for_those_who_train():
+def test_only_a_training_worker_can_stand_by():
     floor = Floor("w0", "w1")
-    floor.force.send_away("w0", "was removed")
+    floor.force.note_leaving("w0", "was removed")
     floor.force.leave_out(("w1",))
     for worker_id in ("w0", "w1"):
         floor.force.stand_by(worker_id)
@@ -166,7 +166,7 @@ def test_an_id_is_never_used_again():
     assert floor.force.new_id() == "w3"
 
 
-def test_new_ids_lie_above_those_of_a_checkpoint():
+def test_new_ids_are_above_the_ids_of_a_checkpoint():
     floor = Floor("w7", "w3")
     assert floor.force.new_id() == "w8"
 
@@ -182,7 +182,7 @@ def test_a_worker_left_out_is_absent_and_no_candidate():
     assert candidates.causes == {"w1": LATE}
 
 
-def test_it_does_not_come_back_before_it_has_left_its_loop():
+def test_a_worker_that_was_left_out_does_not_rejoin_before_it_has_left_its_loop():
     floor = Floor("w0", "w1")
     floor.force.leave_out(("w1",))
     floor.now += 300.0
@@ -256,7 +256,7 @@ def test_the_first_step_may_take_longer():
         {"local_step": 5, "waiting_s": 0.1},  # the others are late, or stuck
     ],
 )
-def test_who_goes_on_or_waits_is_not_stuck(news):
+def test_a_worker_that_makes_progress_or_waits_is_not_stuck(news):
     floor = Floor("w0")
     floor.report("w0", local_step=5)
     floor.stay_in_step("w0", 9.0, local_step=5)
@@ -293,7 +293,7 @@ def test_of_a_silent_worker_its_lease_decides():
     assert floor.force.stuck() == []
 
 
-def test_who_is_not_in_its_loop_is_not_stuck():
+def test_a_worker_outside_its_loop_is_not_stuck():
     floor = Floor("w0")
     floor.report("w0", local_step=5)
     floor.force.left_loop("w0")
@@ -315,7 +315,7 @@ def test_a_worker_left_out_may_be_stuck_too():
 # waiting
 
 
-def test_waiting_is_what_the_newest_answer_says():
+def test_waiting_times_are_those_of_the_newest_reports():
     floor = Floor("w0", "w1", "w2")
     floor.report("w0", waiting_s=2.0)
     floor.report("w1")

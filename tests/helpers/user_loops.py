@@ -66,7 +66,7 @@ class Threads:
             terms=terms,
             lease_s=self.config.elastic.lease_s,
             in_rounds=job.method.is_sync,
-            wish=worker_id,
+            preferred_id=worker_id,
         )
         return Attached(model, optimizer, job=job, rendezvous=rendezvous)
 

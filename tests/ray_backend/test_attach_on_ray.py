@@ -117,13 +117,13 @@ def test_one_of_three_is_killed_the_others_go_on_and_a_new_one_gets_the_center(c
         assert loss < 0.5 * non_trainable
 
 
-def test_the_loss_of_the_rendezvous_point_is_told_in_one_sentence(cluster):
+def test_a_lost_rendezvous_actor_raises_one_sentence(cluster):
     actor = Own.remote(0)
     loop = actor.train.remote("lost", MethodConfig(name="async-easgd"), 1)
     until([actor], lambda steps, *_: steps > 10)
     job_id = ray.get_runtime_context().get_job_id()
     ray.kill(ray.get_actor(f"raydl.attach {job_id} lost", namespace="raydl"))
-    with pytest.raises(AttachError, match="in which the workers meet was lost"):
+    with pytest.raises(AttachError, match="the rendezvous actor was lost"):
         ray.get(loop, timeout=BOUND_S)
 
 

@@ -83,25 +83,25 @@ def refused(monkeypatch, address, *, mode="token", token=None):
     return sentence
 
 
-def test_nobody_at_the_address_is_told_within_seconds(monkeypatch):
+def test_an_unused_address_is_reported_within_seconds(monkeypatch):
     sentence = refused(monkeypatch, "127.0.0.1:1")
     assert "127.0.0.1:1 (RAY_ADDRESS) does not answer (Connection refused)" in sentence
     assert "start one with ray start --head" in sentence
 
 
-def test_a_name_that_nobody_has_is_told(monkeypatch):
+def test_an_unknown_host_name_is_reported(monkeypatch):
     assert "does not answer (" in refused(monkeypatch, "cluster.invalid:6379")
 
 
-def test_somebody_who_listens_and_says_nothing_is_no_cluster(monkeypatch):
+def test_a_silent_listener_is_no_cluster(monkeypatch):
     monkeypatch.setattr(ray_session, "_ANSWER_S", 0.2)
     with socket.create_server(("0.0.0.0", 0)) as silent:
         sentence = refused(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")
-    assert "does not answer (it said nothing for 0.2 s)" in sentence
+    assert "does not answer (no answer within 0.2 s)" in sentence
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1"])
-def test_what_is_no_address_is_told_with_what_one_looks_like(monkeypatch, address):
+def test_a_malformed_address_is_reported_with_the_right_form(monkeypatch, address):
     assert "give HOST:PORT" in refused(monkeypatch, address)
 
 
@@ -112,32 +112,32 @@ def test_ray_clients_address_is_refused(monkeypatch):
 def test_a_client_that_brings_no_token_hears_how_to_bring_one(monkeypatch):
     with gcs(TOKEN) as address:
         sentence = refused(monkeypatch, address, mode="disabled", token=TOKEN)
-    assert "asks for a token and this process brings none (RAY_AUTH_MODE is disabled)" in sentence
+    assert "requires a token but this process sends none (RAY_AUTH_MODE is disabled)" in sentence
     assert "set RAY_AUTH_MODE=token" in sentence
 
 
 def test_a_client_that_finds_no_token_hears_where_it_is_looked_for(monkeypatch):
     with gcs(TOKEN) as address:
         sentence = refused(monkeypatch, address)
-    assert "asks for a token and none is found; put it into RAY_AUTH_TOKEN or" in sentence
+    assert "requires a token, and none was found; put it into RAY_AUTH_TOKEN or" in sentence
 
 
 def test_a_wrong_token_is_called_wrong_and_is_not_shown(monkeypatch):
     with gcs(TOKEN) as address:
         sentence = refused(monkeypatch, address, token="b" * 64)
-    assert "asks for another token than the one found" in sentence
+    assert "rejects the token that was found" in sentence
     assert "bbb" not in sentence
 
 
 def test_a_token_for_a_cluster_without_tokens_is_refused_before_its_actors_fail(monkeypatch):
     with gcs(None) as address:
         sentence = refused(monkeypatch, address, token=TOKEN)
-    assert "asks for no token and this process brings one (RAY_AUTH_MODE=token)" in sentence
+    assert "requires no token but this process sends one (RAY_AUTH_MODE=token)" in sentence
     assert "set RAY_AUTH_MODE=disabled" in sentence
 
 
 @pytest.mark.parametrize(("mode", "token"), [("token", TOKEN), ("disabled", None)])
-def test_who_agrees_about_tokens_comes_in(monkeypatch, mode, token):
+def test_a_process_that_agrees_about_tokens_connects(monkeypatch, mode, token):
     with gcs(token) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
@@ -155,7 +155,7 @@ def test_a_cluster_that_ray_finds_by_itself_gets_the_token_that_is_there(monkeyp
         assert ray_session.connect() is False
 
 
-def test_other_versions_are_told_side_by_side(monkeypatch):
+def test_both_versions_are_reported_side_by_side(monkeypatch):
     cluster = {"ray_version": "2.9.1", "python_version": "3.9.2"}
     monkeypatch.setattr(ray, "init", lambda **how: utils.check_version_info(cluster, "here"))
     with gcs(None) as address:
@@ -201,7 +201,7 @@ def init(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_ray_starts_beside_other_work_once_and_who_connects_waits_for_it(init):
+def test_ray_starts_once_in_a_thread_and_connect_waits_for_it(init):
     begin()
     begin()
     threading.Timer(0.05, init.may_end.set).start()
@@ -212,7 +212,7 @@ def test_ray_starts_beside_other_work_once_and_who_connects_waits_for_it(init):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_what_went_wrong_beside_other_work_is_told_to_who_connects_and_can_be_tried_again(init):
+def test_connect_raises_the_error_of_the_thread_and_can_be_called_again(init):
     init.problem = OSError("no space left")
     init.may_end.set()
     begin()
@@ -307,12 +307,12 @@ def train(folder, name, address, **environment):
 
 
 @pytest.mark.cluster
-def test_a_real_cluster_with_tokens_turns_away_who_has_none_or_another(short_path):
+def test_a_real_cluster_with_tokens_refuses_a_missing_or_wrong_token(short_path):
     folder = short_path
     cases = {
         "is disabled": {"RAY_AUTH_MODE": "disabled"},
-        "none is found": {"RAY_AUTH_MODE": "token"},
-        "another token": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64},
+        "none was found": {"RAY_AUTH_MODE": "token"},
+        "rejects the token": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64},
     }
     with head(folder, mode="token") as address, ThreadPoolExecutor(3) as pool:
         runs = {

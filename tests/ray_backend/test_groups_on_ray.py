@@ -222,7 +222,7 @@ def test_a_member_that_is_stopped_is_named_after_the_time_out(group):
     assert group.sums("abc") == [(9.0, 9.0)] * 3
 
 
-def test_a_member_that_does_not_come_to_form_a_group_is_named(group):
+def test_a_member_that_is_missing_when_a_group_forms_is_named(group):
     for ref in group.begin_to_form("ab", 0, among="abc", start_timeout_s=1.0):
         with pytest.raises(ExchangeTimeoutError) as caught:
             get(ref)
@@ -253,7 +253,7 @@ def test_a_group_outlives_the_actor_in_which_its_members_meet(group):
 def test_a_name_that_another_back_end_has_is_not_taken_from_it(group):
     group.actors.call("g")
     get(group.begin("g", "form_by_gloo", group.name))
-    with pytest.raises(ConfigError, match="is a group of another back end here"):
+    with pytest.raises(ConfigError, match="is a group of another back end in this"):
         get(group.begin_to_form("g", 0))
 
 

@@ -53,7 +53,7 @@ def files_in(folder):
     return sorted(os.listdir(folder / "handovers"))
 
 
-def test_what_a_leaver_writes_is_there_until_it_is_forgotten(tmp_path):
+def test_the_file_of_a_leaver_exists_until_it_is_forgotten(tmp_path):
     handovers = Handovers(Storage(str(tmp_path)), "a1")
     saved = kept(handovers, Leaver({"weights": torch.arange(5.0)}))
     assert isinstance(saved, SavedState)
@@ -68,12 +68,12 @@ LOSSES = [StateLostError("w1", "its process was killed"), OSError("no space left
 
 
 @pytest.mark.parametrize("problem", LOSSES, ids=["the leaver is lost", "the disk is full"])
-def test_what_can_not_be_written_is_told_and_leaves_nothing(tmp_path, problem):
+def test_a_failed_write_is_reported_and_leaves_no_file(tmp_path, problem):
     assert kept(Handovers(Storage(str(tmp_path)), "a1"), Leaver({}, problem=problem)) is problem
     assert files_in(tmp_path) == []
 
 
-def test_a_start_deletes_what_earlier_ones_have_left_and_nothing_of_its_own(tmp_path):
+def test_a_start_deletes_the_files_of_earlier_starts_and_none_of_its_own(tmp_path):
     storage = Storage(str(tmp_path))
     left = kept(Handovers(storage, "a1"), Leaver({}))
     now = Handovers(storage, "b2")
@@ -96,7 +96,7 @@ def workers_of(rounds):
     return ensemble.workers[0]
 
 
-def test_a_leaver_holds_what_it_would_hand_over_without_a_copy():
+def test_a_leaver_holds_its_replica_without_a_copy():
     worker = workers_of(rounds=3)
     worker.hold_last()
     held = b"".join(worker.held(LAST).pieces())
@@ -106,7 +106,7 @@ def test_a_leaver_holds_what_it_would_hand_over_without_a_copy():
     assert torch.equal(replica["weights"], worker.replica.flat.weights), "it lies there itself"
 
 
-def test_what_a_leaver_hands_in_outlives_later_checkpoints():
+def test_the_replica_of_a_leaver_outlives_later_checkpoints():
     worker = workers_of(rounds=1)
     worker.hold_last()
     for round in (5, 6, 7):
@@ -125,7 +125,7 @@ from raydl.storage import Storage
 from raydl.cli import main
 
 # For workers it is another folder, as a disk of another machine is: the driver passes it on.
-Storage.address, states.PIECE_BYTES = sys.argv.pop(1), 10_000
+Storage.address, state_transfer.PIECE_BYTES = sys.argv.pop(1), 10_000
 sys.exit(main())
 """
 
@@ -133,7 +133,7 @@ sys.exit(main())
 @pytest.mark.cluster
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
 @pytest.mark.parametrize("is_blind", [False, True], ids=["seen", "unseen"])
-def test_who_comes_for_one_that_leaves_goes_on_with_its_replica(
+def test_a_replacement_continues_with_the_replica_of_the_leaver(
     four_cpus, tmp_path, method, is_blind
 ):
     options = ["--model", "origins:model", "--epochs", "99999", "--period", "4", "--workers", "2"]
@@ -149,7 +149,7 @@ def test_who_comes_for_one_that_leaves_goes_on_with_its_replica(
         (leaver,) = before - set(actors(four_cpus, "WorkerActor"))
         run.process.terminate()
         assert run.process.wait(timeout=100) == 143, run.output
-    assert "starts at the center" not in run.output
+    assert "starts from the center" not in run.output
     assert "was lost" not in run.output
     assert not (run.path / "handovers").exists()
     assert not (tmp_path / "elsewhere").exists()

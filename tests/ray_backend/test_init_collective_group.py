@@ -33,7 +33,7 @@ def form(members=("a", "b"), member="a", *arguments, **more):
         ({"device": "gpu"}, "device must be 'cpu' or 'cuda', got 'gpu'"),
     ],
 )
-def test_an_argument_that_is_wrong_is_told_with_its_limit(arguments, problem):
+def test_a_wrong_argument_is_reported_with_its_limit(arguments, problem):
     with pytest.raises(ConfigError, match=f"^{problem}"):
         form(**arguments)
 
@@ -47,7 +47,9 @@ def test_sums_on_a_device_are_refused_where_all_is_encrypted(monkeypatch):
 
 
 def test_a_process_that_is_no_actor_is_refused():
-    with pytest.raises(ConfigError, match="works inside a Ray actor; this process is none"):
+    with pytest.raises(
+        ConfigError, match="must be called inside a Ray actor; this process is not one"
+    ):
         form()
 
 
@@ -77,7 +79,7 @@ def failure_of(store):
     return caught.value
 
 
-def test_members_that_do_not_come_are_named_with_the_time_out_to_raise():
+def test_missing_members_are_named_with_the_time_out_to_raise():
     error = failure_of(Store("not there", is_late=True, there=["process/1"]))
     assert isinstance(error, ExchangeTimeoutError)
     assert error.missing == ("a", "c")
@@ -146,16 +148,16 @@ def test_members_that_know_of_other_members_are_refused(keys):
     keys.enter("ring", 0, ("a", "b"), 0, A)
     refusal = keys.enter("ring", 0, ("b", "a"), 0, B)
     assert str(refusal) == (
-        "members must be the same for all in generation 0 of group 'ring': it was begun with "
+        "members must be the same for all in generation 0 of group 'ring': the first member gave "
         "['a', 'b'], got ['b', 'a']"
     )
 
 
-def test_a_member_comes_to_a_generation_once(keys):
+def test_a_member_enters_a_generation_once(keys):
     keys.enter("ring", 0, ("a", "b"), 0, A)
     refusal = keys.enter("ring", 0, ("a", "b"), 0, A)
     assert str(refusal) == (
-        "generation must be above 0: member 'a' of group 'ring' has come to that one already"
+        "generation must be above 0: member 'a' of group 'ring' has entered that one already"
     )
     assert keys.enter("ring", 1, ("a", "b"), 0, A) is None
 

@@ -58,7 +58,7 @@ def client(monkeypatch):
         (ConnectionError(), SILENT),
     ],
 )
-def test_only_rays_own_word_means_that_a_cluster_was_started_anew(client, error, status):
+def test_only_rays_own_answer_means_that_a_cluster_was_restarted(client, error, status):
     assert client(error).look("x").status == status
 
 
@@ -94,7 +94,7 @@ def test_an_answer_that_is_no_job_is_kept_as_the_reason(client):
             http_error(400, "Traceback (most recent call last):\n  File a\nValueError: bad pip\n"),
             "did not take the job: ValueError: bad pip",
         ),
-        (http_error(413, "<html>"), "or keep data where all nodes see them"),
+        (http_error(413, "<html>"), "or keep data on storage that all nodes see"),
         (PermissionError(13, "denied", "a.bin"), "denied: 'a.bin'"),
     ],
 )
@@ -109,11 +109,11 @@ def test_a_refusal_is_one_sentence_with_the_reason(client, error, end):
     ("error", "sentence"),
     [
         (RpcError("failed to connect"), "no Ray cluster answers at no: failed to connect; give"),
-        (KeyError("ray_version"), "what answers at no is no Ray dashboard; give --address"),
-        (TypeError("list"), "what answers at no is no Ray dashboard; give --address"),
+        (KeyError("ray_version"), "the server at no is not a Ray dashboard; give --address"),
+        (TypeError("list"), "the server at no is not a Ray dashboard; give --address"),
     ],
 )
-def test_whatever_else_answers_is_told_in_one_sentence(client, error, sentence):
+def test_another_server_at_the_address_is_reported_in_one_sentence(client, error, sentence):
     client(error)
     with pytest.raises(RaydlError) as caught:
         job_client.RayJobs("no")

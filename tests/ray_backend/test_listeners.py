@@ -120,7 +120,7 @@ def test_the_run_opens_no_port_of_its_own_on_all_interfaces(run):
     assert {host for host, _ in on_one} == {run.cluster.head_node.node_ip_address}
 
 
-def test_what_ray_opens_asks_for_the_token_or_shows_figures_alone(run):
+def test_rays_sockets_require_the_token_or_show_only_figures(run):
     opened = set()
     for node in run.cluster.list_all_nodes():
         for processes in node.all_processes.values():

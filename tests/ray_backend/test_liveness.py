@@ -38,7 +38,7 @@ def test_a_process_that_computes_is_busy():
         (Times(5.0, "R", 100.0), Times(5.0, "Z", 101.0), "; its process has ended"),
     ],
 )
-def test_one_that_does_not_compute_is_not_and_it_is_told_why(before, after, why):
+def test_a_process_that_does_not_compute_is_not_busy_and_the_reason_is_given(before, after, why):
     liveness = looked(before, after)
     assert not liveness.is_busy("w1", 2.0)
     assert liveness.why_silent("w1", 2.0).startswith(why)
@@ -51,7 +51,7 @@ def test_one_look_is_not_enough_and_an_old_one_tells_nothing():
     assert not liveness.is_busy("w1", 1.0)
     liveness = looked(Times(5.0, "R", 100.0), Times(5.9, "R", 101.0))
     assert not liveness.is_busy("w1", 8.0)
-    assert liveness.why_silent("w1", 8.0) == "; nor did its node, asked how the process is"
+    assert liveness.why_silent("w1", 8.0) == "; its node does not answer either"
 
 
 def test_a_process_is_looked_at_once_a_second_and_forgotten_once_it_answers():
@@ -63,7 +63,7 @@ def test_a_process_is_looked_at_once_a_second_and_forgotten_once_it_answers():
     assert liveness.why_silent("w2", 2.7) == ""
 
 
-def test_those_that_owe_an_answer_for_long_are_looked_at_before_their_lease_ends():
+def test_silent_processes_are_checked_before_their_lease_expires():
     now = 0.0
     heartbeats = Heartbeats(10.0, clock=lambda: now)
     heartbeats.expect_answer("w1")
@@ -102,12 +102,12 @@ def test_a_stopped_process_of_this_node_is_killed():
     kill_process(("this node", process.pid), home="this node")  # it has ended: that is well
 
 
-def test_a_busy_process_is_told_with_cause_and_setting():
+def test_a_busy_process_is_logged_with_cause_and_setting():
     stage = Stage().start()
     stage.step(Busy("w1", 10.2))
     assert stage.said[-1] == (
         "w1 has not answered for 10 s but is busy: a long call may hold the interpreter lock, or a "
-        "large state is on its way; it is waited for, 600 s at most (elastic.max_busy_s)"
+        "large state is being sent; it counts as lost after 600 s (elastic.max_busy_s)"
     )
 
 

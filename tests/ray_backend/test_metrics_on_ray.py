@@ -24,7 +24,7 @@ def exported():
     return [line for line in lines if line.startswith("ray_raydl_") and 'run="exported"' in line]
 
 
-def test_the_nodes_export_what_the_driver_measures(cluster):
+def test_the_nodes_export_the_drivers_metrics(cluster):
     metrics = RayMetrics("exported", first_sample=10)
     metrics.scalars({"center/accuracy": 0.5, "worker_step_s/w3": 0.25}, num_samples=10)
     metrics.scalars({"center/accuracy": 0.75}, num_samples=30)

@@ -31,7 +31,7 @@ def died(message):
     ("message", "words"),
     [(PROCESS, "its process was killed, or crashed"), (NODE, "its node was lost")],
 )
-def test_of_an_actor_that_died_it_is_told_what_is_known(message, words):
+def test_a_dead_actor_is_reported_with_its_known_cause(message, words):
     assert str(died(message)).startswith("The actor died unexpectedly before finishing this task")
     assert in_few_words(died(message)) == words
 
@@ -45,7 +45,7 @@ def test_of_an_actor_that_died_it_is_told_what_is_known(message, words):
         (ConnectionError(), "ConnectionError"),
     ],
 )
-def test_of_anything_else_the_first_line_is_told(error, words):
+def test_another_error_is_reported_by_its_first_line(error, words):
     assert in_few_words(error) == words
 
 
@@ -66,7 +66,7 @@ class Bare(RayWorkerGroup):
 
     def hand_over_checkpoint(self, snapshot):
         self._collected = {"center": None}
-        (collected,) = self._on_center(None)(snapshot)
+        (collected,) = self._on_center(None, snapshot)
         assert collected.snapshot is snapshot
 
 
@@ -99,7 +99,7 @@ def test_the_optimizer_of_a_newer_checkpoint_is_kept_and_that_of_an_older_one_is
     assert worker_group.started_with[-2:] == ["of 20", "of 30"]
 
 
-def test_a_center_that_goes_back_to_its_checkpoint_takes_no_later_optimizer_with_it(worker_group):
+def test_a_center_restarted_from_a_checkpoint_gets_no_later_optimizer_state(worker_group):
     worker_group.hand_over_checkpoint(center_of(20))
     worker_group._backup.keep("of 30", 30, 0.0, now=0.0)
     worker_group.rebuild_center(None)
@@ -148,7 +148,7 @@ def calls_of(*refs, loops=()):
     return calls
 
 
-def test_answers_of_many_workers_that_come_one_after_another_are_taken_in_few_polls(arrivals):
+def test_answers_that_arrive_one_after_another_are_handled_in_few_polls(arrivals):
     answers = [(0.001 * n, f"w{n}") for n in range(256)]
     calls, polls = calls_of(*answers, loops=[(1e6, f"w{n}") for n in range(256)]), []
     while len([ref for ready in polls for ref in ready]) < 256:
@@ -159,7 +159,7 @@ def test_answers_of_many_workers_that_come_one_after_another_are_taken_in_few_po
     assert arrivals.now < 0.5
 
 
-def test_a_loop_that_ends_is_told_at_once_though_other_answers_are_gathered(arrivals):
+def test_the_end_of_a_loop_is_reported_at_once_while_other_answers_are_gathered(arrivals):
     answers = [(0.001 * n, f"w{n}") for n in range(256)]
     calls = calls_of(*answers, loops=[(0.0425, "w7"), *((1e6, f"w{n}") for n in range(256))])
     assert (0.0425, "w7") in calls.wait(0.25)

@@ -14,7 +14,7 @@ from raydl.ray_backend import session as ray_session
 from raydl.ray_backend.cluster import what_is_missing
 
 
-def test_what_pending_workers_need_and_what_could_come_is_one_sentence():
+def test_the_needs_of_pending_workers_and_the_nodes_to_add_are_one_sentence():
     need, have = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 8.0, "memory": 1e9}
     start = "2 more workers: needs {CPU: 1, GPU: 1} each; the cluster has {CPU: 8, GPU: 0}"
     assert what_is_missing(2, need, have) == start
@@ -46,15 +46,15 @@ def workers(*process_ids):
 @pytest.mark.parametrize(
     ("process_ids", "num_workers", "sentence"),
     [
-        ((7, 8, 9), 3, "3 that are starting"),
-        ((7, 8, 9), (1, 3), "3 that are starting; 1 is enough"),
-        ((7, 0), 2, "1 that is starting and 1 more worker: needs {CPU: 0.5} each; the cluster "
+        ((7, 8, 9), 3, "3 starting workers"),
+        ((7, 8, 9), (1, 3), "3 starting workers; 1 is enough"),
+        ((7, 0), 2, "1 starting worker and 1 more worker: needs {CPU: 0.5} each; the cluster "
          "has {CPU: 2}, free {CPU: 0}"),
         ((0, 0), (2, 3), "2 more workers: needs {CPU: 0.5} each; the cluster has {CPU: 2}, "
          "free {CPU: 0}; 2 are enough"),
     ],
 )  # fmt: skip
-def test_who_has_room_is_starting_and_only_the_others_need_resources(
+def test_a_placed_worker_is_starting_and_only_the_others_need_resources(
     monkeypatch, process_ids, num_workers, sentence
 ):
     monkeypatch.setattr(cluster, "_known_to_add", [])
@@ -62,7 +62,7 @@ def test_who_has_room_is_starting_and_only_the_others_need_resources(
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(cluster.ray, "available_resources", dict)
     scaling = ScalingConfig(num_workers=num_workers, cpus_per_worker=0.5)
-    assert cluster.awaited(workers(*process_ids), scaling) == sentence
+    assert cluster.describe_pending(workers(*process_ids), scaling) == sentence
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,9 @@ def test_who_has_room_is_starting_and_only_the_others_need_resources(
         ({"num_workers": (2, 9)}, None),
     ],
 )  # fmt: skip
-def test_what_a_machine_can_not_hold_is_told_with_what_to_lower(monkeypatch, settings, sentence):
+def test_too_many_workers_for_a_machine_are_refused_with_the_setting_to_lower(
+    monkeypatch, settings, sentence
+):
     node = {"Alive": True, "Resources": {"CPU": 2.0, "memory": 1e9}}
     monkeypatch.setattr(cluster.ray, "nodes", lambda: [node, {**node, "Alive": False}])
     if sentence is None:
@@ -87,16 +89,16 @@ def test_what_a_machine_can_not_hold_is_told_with_what_to_lower(monkeypatch, set
     assert str(caught.value) == f"scaling.num_workers {sentence}"
 
 
-def test_a_cluster_that_does_not_say_what_there_is_ends_no_run(monkeypatch):
+def test_a_cluster_that_does_not_report_its_resources_ends_no_run(monkeypatch):
     def fail():
         raise RpcError("gone")
 
     monkeypatch.setattr(cluster.ray, "cluster_resources", fail)
-    sentence = "2 more, {CPU: 1} each; Ray does not say what there is"
-    assert cluster.awaited(workers(0, 0), ScalingConfig()) == sentence
+    sentence = "2 more workers, {CPU: 1} each; Ray does not report the cluster's resources"
+    assert cluster.describe_pending(workers(0, 0), ScalingConfig()) == sentence
 
 
-def test_what_an_autoscaler_may_start_is_asked_for_until_it_is_known(monkeypatch):
+def test_nodes_of_an_autoscaler_are_requested_until_they_are_known(monkeypatch):
     answers = iter([RpcError("gone"), [], [("spot", {"CPU": 4.0}, 8)]])
 
     def answer():
@@ -109,11 +111,11 @@ def test_what_an_autoscaler_may_start_is_asked_for_until_it_is_known(monkeypatch
     monkeypatch.setattr(cluster, "nodes_to_add", answer)
     monkeypatch.setattr(cluster.ray, "cluster_resources", dict)
     monkeypatch.setattr(cluster.ray, "available_resources", dict)
-    sentences = [cluster.awaited(workers(0), ScalingConfig()) for _ in range(4)]
+    sentences = [cluster.describe_pending(workers(0), ScalingConfig()) for _ in range(4)]
     assert ["spot" in sentence for sentence in sentences] == [False, False, True, True]
 
 
-def test_what_ray_up_may_start_is_read_on_its_head(tmp_path, monkeypatch):
+def test_nodes_that_ray_up_may_start_are_read_on_its_head(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "get_cluster_config", lambda: None)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ray_session.nodes_to_add() == []
@@ -130,7 +132,7 @@ def test_what_ray_up_may_start_is_read_on_its_head(tmp_path, monkeypatch):
     assert ray_session.nodes_to_add() == []
 
 
-def test_what_kubernetes_may_start_is_read_from_ray(monkeypatch):
+def test_nodes_that_kubernetes_may_start_are_read_from_ray(monkeypatch):
     config = ClusterConfig()
     config.node_group_configs.add(name="gpu", max_count=-1, resources={"CPU": 4, "GPU": 1})
     config.node_group_configs.add(name="off", max_count=0, resources={"CPU": 4})

@@ -57,7 +57,7 @@ def test_pictures_may_be_tensors(cluster):
     assert labels.tolist() == [n % 4 for n in range(20)]
 
 
-def test_an_empty_dataset_is_told_in_one_sentence(cluster):
+def test_an_empty_dataset_is_reported_in_one_sentence(cluster):
     empty = table(20).limit(0)
     with pytest.raises(DataError, match=r"ray.data.Dataset: holds no rows"):
         from_ray(empty, seed=0, input=InputConfig())

@@ -35,16 +35,16 @@ class Watch:
         found = {}
         while self.now < until:
             self.now += 1.0
-            for who, waited_s in self.starts.look(self.there.__contains__):
+            for who, waited_s in self.starts.expired(self.there.__contains__):
                 found.setdefault(who, (self.now, waited_s))
         return found
 
 
-def test_a_process_without_room_is_waited_for_as_long_as_it_takes():
+def test_a_process_without_resources_never_times_out():
     assert Watch("w0").look_on(until=10_000.0) == {}
 
 
-def test_a_process_that_is_there_and_does_not_answer_is_given_up_after_its_time():
+def test_a_placed_process_that_does_not_answer_times_out():
     watch = Watch("w0", "w1")
     watch.look_on(until=100.0)
     watch.there.add("w1")
@@ -60,11 +60,11 @@ def test_a_process_that_has_answered_or_ended_is_not_given_up():
     assert set(watch.look_on(until=300.0)) == {"w1"}
 
 
-def test_a_process_is_looked_at_every_five_seconds():
+def test_a_process_is_checked_every_five_seconds():
     watch, looks = Watch("w0"), []
     for _ in range(20):
         watch.now += 1.0
-        watch.starts.look(lambda who: looks.append((who, watch.now)))
+        watch.starts.expired(lambda who: looks.append((who, watch.now)))
     assert looks == [("w0", 5.0), ("w0", 10.0), ("w0", 15.0), ("w0", 20.0)]
 
 
@@ -89,11 +89,11 @@ class OneWorker(RayWorkerGroup):
         self._job = SimpleNamespace(config=SimpleNamespace(
             scaling=ScalingConfig(num_workers=1), elastic=ElasticConfig(max_busy_s=patience_s)
         ))  # fmt: skip
-        self._home, self._asked_at = node_here(), time.monotonic() + 1e6
+        self._home, self._polled_at = node_here(), time.monotonic() + 1e6
         self._calls, self._heartbeats, self._liveness = PendingCalls(), Heartbeats(10.0), Liveness()
         self._starts, self._notices = StartTimeouts(patience_s), Notices()
-        self._avoided, self._told_busy = set(), set()
-        self._workers, self._places, self._events, self._late = {}, {}, [], []
+        self._avoided, self._reported_busy = set(), set()
+        self._workers, self._places, self._events, self._from_threads = {}, {}, [], []
         self._train = self._prepare = self._non_trainable = None
 
 
@@ -108,7 +108,7 @@ def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster,
         events = worker_group.poll(0.25)
     (lost,) = events
     assert lost.name == "w0"
-    assert lost.reason.startswith("its process has not answered since it began, ")
+    assert lost.reason.startswith("its process has not answered since it started, ")
     assert lost.reason.endswith(" s ago (elastic.max_busy_s)")
     assert isinstance(lost, Lost)
     while stopped_processes() - before:
@@ -124,14 +124,14 @@ class StartingShards(RayWorkerGroup):
         self._starts, self._places, self._workers = StartTimeouts(600.0), {}, {}
         self._shards, self._events = [Mock(), Mock(), Mock()], []
         self._notices = SimpleNamespace(new=lambda homes: [])
-        self._is_open, self._evaluator = False, None
+        self._is_center_up, self._evaluator = False, None
         for index in (1, 2):
             self._starts.begin(f"shard {index}")
 
     def ask_again(self):
-        self._asked_at = -1e9
+        self._polled_at = -1e9
         self._calls.forget(lambda _: True)
-        self._ask_for_news()
+        self._poll_processes()
 
     @property
     def leased(self):
@@ -152,9 +152,9 @@ def test_a_shard_whose_process_never_answers_is_given_up(monkeypatch):
     group, now = StartingShards(), [0.0]
     group._starts = StartTimeouts(60.0, clock=lambda: now[0])
     group._starts.begin("shard 1")
-    monkeypatch.setattr("raydl.ray_backend.worker_group.place_held", lambda actor: ("node", 3))
+    monkeypatch.setattr("raydl.ray_backend.worker_group.place_of", lambda actor: ("node", 3))
     given_up = []
     while now[0] < 100.0:
         now[0] += 5.0
-        given_up += group._starts.look(group._is_there)
+        given_up += group._starts.expired(group._is_placed)
     assert given_up[0] == ("shard 1", 65.0)

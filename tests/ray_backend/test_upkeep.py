@@ -50,7 +50,7 @@ def faults(how):
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_what_a_step_frees_the_next_one_uses():
+def test_memory_that_a_step_frees_is_used_by_the_next_one():
     assert faults("kept") < 100 < 1000 < faults("as it comes")
 
 

@@ -245,7 +245,7 @@ class TestRealJobs:
     def test_a_client_without_the_token_and_without_a_cluster_is_told_so(self, head, tmp_path):
         bare = {**head.environment, "HOME": str(tmp_path)}
         nowhere = {**head.environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{free_port()}"}
-        for environment, words in ((bare, "asks for a token"), (nowhere, "no Ray cluster answers")):
+        for environment, words in ((bare, "requires a token"), (nowhere, "no Ray cluster answers")):
             done = subprocess.run(
                 ["raydl", "submit", "--", "--epochs", "1"],
                 env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=BOUND_S,

@@ -25,17 +25,17 @@ MB = 1 << 20
 # what is counted
 
 
-def test_what_a_killed_driver_refused_is_counted_as_far_as_it_told():
+def test_refusals_of_a_killed_driver_are_counted_as_far_as_it_logged_them():
     seen = Seen()
     seen.take_refused(
         [
-            "[0:38] refused a late message that a worker had sent that is no member any more",
-            "[1:02] refused 1,234 late messages that a worker had sent",
-            "[1:03] refused a late snapshot that an earlier generation had made",
+            "[0:38] refused a late message from outside the current membership: it changed nothing",
+            "[1:02] refused 1,234 late messages from outside the current membership",
+            "[1:03] refused a late snapshot from an earlier generation: it changed nothing",
             "[1:04] generation 7: w3 joins",
         ]
     )
-    seen.take_refused(["[0:10] refused 2 late snapshots that an earlier generation had made"])
+    seen.take_refused(["[0:10] refused 2 late snapshots from an earlier generation"])
     assert seen.refused == {"messages": 1234, "snapshots": 3}
 
 
@@ -46,7 +46,7 @@ def test_memory_is_judged_from_a_third_of_a_life_on():
     assert growth([]) is None
 
 
-def test_by_messages_each_loss_may_change_what_is_under_way_and_by_rounds_nothing():
+def test_by_messages_each_loss_may_change_samples_under_way_and_by_rounds_none():
     seen = Seen(num_rejoined=1, num_out=3 * MOST_OUT)
     seen.hits.update(["cut", "kill"])
     met = {
@@ -114,7 +114,7 @@ def test_a_strike_counts_if_it_hits_something():
     assert seen.hits == {"cut": 1}
 
 
-def test_what_lasts_ends_in_time_or_with_the_storm(clock):
+def test_lasting_faults_end_in_time_or_with_the_storm(clock):
     storm, hosts, _ = storm_on({host: {10 + host: "/x/raylet/raylet "} for host in range(4)})
     assert "Mbit/s" in storm.strike(kinds={"thin": 1})
     assert "cut off" in storm.strike(kinds={"cut": 1})

@@ -70,7 +70,7 @@ def test_a_worker_that_is_stopped_is_found_by_its_lease_and_leaves_no_process(fo
     assert stopped_processes() <= before
 
 
-def test_a_slow_worker_is_left_out_and_comes_back_with_its_replica(four_cpus, tmp_path):
+def test_a_slow_worker_is_left_out_and_rejoins_with_its_replica(four_cpus, tmp_path):
     # What is usual is known after five reports, two a second: by then some 125 rounds have passed.
     faults = [{"fault": "slow", "target": "rank 1", "at": "round 240", "by_s": 1.5, "for_s": 10}]
     options = ["--epochs", "600", "--period", "4", "--workers", "2:3"]
@@ -136,7 +136,7 @@ def stop(run):
 
 
 @pytest.mark.slow
-def test_below_the_minimum_the_run_waits_says_what_for_and_goes_on(tmp_path):
+def test_below_the_minimum_the_run_waits_logs_the_reason_and_continues(tmp_path):
     with nodes(0, 1, 1) as cluster:
         options = ["--epochs", "300", "--period", "4", "--workers", "2"]
         with ClusterRun(cluster, tmp_path / "run", *options) as run:
@@ -201,7 +201,7 @@ def test_the_same_losses_at_the_same_rounds_give_the_same_bits(four_cpus, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_worker_is_removed_by_name_while_the_run_goes_on(four_cpus, tmp_path):
+def test_a_worker_is_removed_by_its_id_while_the_run_continues(four_cpus, tmp_path):
     with ClusterRun(four_cpus, tmp_path / "run", "--epochs", "400", "--workers", "1:3") as run:
         run.until_training(3)
         command = [sys.executable, "-m", "raydl", "remove", str(run.path), "w1"]
@@ -223,7 +223,7 @@ def test_a_center_that_is_rebuilt_keeps_the_momentum_of_its_optimizer(four_cpus,
     with ClusterRun(four_cpus, tmp_path / "run", *options, faults=faults) as run:
         run.wait()
         told = re.search(
-            r"rebuilt from what w\d saw last, of round (\d+); its optimizer is as it was after "
+            r"rebuilt from the last copy of w\d, of round (\d+); its optimizer is as it was after "
             r"([\d,]+) exchanges",
             run.output,
         )

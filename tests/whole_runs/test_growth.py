@@ -39,7 +39,7 @@ def wait_for(path, words, process):
         time.sleep(0.1)
 
 
-def test_a_worker_joins_when_a_node_comes_and_the_run_goes_on(small_cluster, tmp_path):
+def test_a_worker_joins_when_a_node_is_added_and_the_run_continues(small_cluster, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     words = [
         sys.executable, "-m", "raydl", "train", "--workers", "1:2", "--epochs", "400",

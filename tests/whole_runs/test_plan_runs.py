@@ -98,7 +98,7 @@ def measured(path):
 
 @pytest.mark.parametrize("method", ["sync-sgd", "sync-easgd"])
 @pytest.mark.parametrize("num_workers", [2, 4])
-def test_a_run_takes_what_was_predicted_of_it(cluster, tmp_path, method, num_workers):
+def test_a_run_takes_the_predicted_time(cluster, tmp_path, method, num_workers):
     """Half a megabyte at 25 Mbit/s takes 175 ms among 2 and 263 ms among 4, and a step 5 to 20 ms.
 
     The step is the run's own, as a user would give it, since 4 workers share the cores here; the

@@ -163,7 +163,7 @@ def test_a_signal_stops_with_a_checkpoint_and_the_resumed_run_ends_with_the_same
     assert again.weights == whole.weights
 
 
-def test_the_job_script_takes_the_same_options(joined, tmp_path, root):
+def test_the_job_script_has_the_same_options(joined, tmp_path, root):
     run = joined(tmp_path / "run", "--epochs", "1", command=(str(root / "jobs/train.py"),))
     assert run.wait() == 0, run.output
     assert run.result["samples"] == 1438

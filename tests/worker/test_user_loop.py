@@ -250,7 +250,7 @@ def test_a_detached_worker_takes_no_step():
     with elastic:
         take_steps(model, optimizer, elastic, 3)
     assert elastic.center_state_dict().keys() == model.state_dict().keys()
-    with pytest.raises(AttachError, match="is detached; attach anew"):
+    with pytest.raises(AttachError, match="is detached; attach again"):
         elastic.step()
 
 
@@ -336,7 +336,7 @@ def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(change, se
 
 def test_outside_a_ray_actor_attach_says_that_it_needs_one():
     model = net()
-    with pytest.raises(ConfigError, match="works inside a Ray actor"):
+    with pytest.raises(ConfigError, match="must be called inside a Ray actor"):
         raydl.attach(model, sgd(model), name="run", num_workers=2)
 
 

@@ -1,4 +1,4 @@
-"""Machines on Google Cloud."""
+"""The node provider for Google Cloud."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from raydl.ray_backend.node_providers.settings import gcp_cluster
 
 
 class GcpNodeProvider(GCPNodeProvider):  # type: ignore[misc]
-    """Ray's provider for Google Cloud, without the account and the key that it makes."""
+    """Ray's provider for Google Cloud, without its creation of an account and a key."""
 
     @staticmethod
     def bootstrap_config(cluster_config: dict[str, Any]) -> dict[str, Any]:
-        """Return the cluster as it is started; see ``gcp_cluster``."""
+        """Return the configuration of the cluster; see ``gcp_cluster``."""
         return gcp_cluster(cluster_config)

@@ -1,4 +1,4 @@
-"""The settings that a cluster's file must give, since these providers make nothing."""
+"""The settings that a cluster's file must have, since these providers create nothing."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from raydl.errors import ConfigError
 
 Cluster = dict[str, Any]
-"""A cluster's file, as Ray's launcher hands it on."""
+"""The contents of a cluster's file, as Ray's launcher passes them."""
 
 AZURE_OWN = ("msi", "nsg", "subnet")
-"""Settings of Ray's Azure provider in ``provider``, one for all nodes there; here one per type."""
+"""Settings that Ray's Azure provider reads for all nodes; here each node type has its own."""
 
 
 def gcp_cluster(cluster: Cluster) -> Cluster:
-    """Return a cluster on Google Cloud with the public key on each of its own machines.
+    """Return a cluster on Google Cloud with the public key in each of its node types.
 
     Raises:
-        ConfigError: a node type names no service account or network, or there is no key.
+        ConfigError: if a node type has no service account or network, or there is no key.
     """
     cluster = copy.deepcopy(cluster)
     user, public_key = _ssh(cluster)
@@ -33,7 +33,7 @@ def azure_cluster(cluster: Cluster) -> Cluster:
     """Return a cluster on Azure with the public key in each of its node types.
 
     Raises:
-        ConfigError: the provider names no subscription, a node type no identity, security group
+        ConfigError: if the provider has no subscription, a node type no identity, security group
             or subnet, or there is no key.
     """
     cluster = copy.deepcopy(cluster)
@@ -55,9 +55,9 @@ def azure_provider(provider: dict[str, Any], node: dict[str, Any]) -> dict[str, 
 
 
 def _with_key(metadata: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the metadata of a machine with one more key for SSH, beside those that it has.
+    """Return a copy of a machine's metadata with one more SSH key, unless it has the key.
 
-    A new one: node types of a file may share theirs, and the key may be there already.
+    A copy, since node types of a file may share their metadata.
     """
     items = metadata.get("items", [])
     keys = [line for i in items if i["key"] == "ssh-keys" for line in i["value"].splitlines()]
@@ -67,7 +67,7 @@ def _with_key(metadata: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _prepared(cluster: Cluster) -> Cluster:
-    cluster["head_node"] = {}  # Ray's launcher reads it: what is added to the head alone
+    cluster["head_node"] = {}  # settings for the head only, which Ray's launcher reads
     return cluster
 
 
@@ -84,7 +84,7 @@ def _need(settings: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
 
 
 def _ssh(cluster: Cluster) -> tuple[str, str]:
-    """Return (user, public key), from beside the private key."""
+    """Return (user, public key), read from beside the private key."""
     private = cluster["auth"].get("ssh_private_key")
     if not private:
         raise ConfigError("auth.ssh_private_key", "must be given: this provider makes none")
@@ -93,6 +93,8 @@ def _ssh(cluster: Cluster) -> tuple[str, str]:
         with open(path) as file:
             public_key = file.read().strip()
     except OSError as error:
-        problem = f"has no public key beside it: {path}: {error.strerror}; make both: ssh-keygen"
+        problem = (
+            f"has no public key beside it: {path}: {error.strerror}; create both with ssh-keygen"
+        )
         raise ConfigError("auth.ssh_private_key", problem) from None
     return cluster["auth"]["ssh_user"], public_key
