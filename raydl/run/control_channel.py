@@ -26,7 +26,7 @@ from typing import Any
 from raydl.errors import ConfigError, DataError, RaydlError, SupersededError
 from raydl.run.folder import NO_RUN, open_run
 from raydl.run.status import RunStatus, WorkerStatus, from_json, to_json
-from raydl.storage import SilenceTeller, Storage, in_words
+from raydl.storage import SilenceMonitor, Storage, in_words
 
 __all__ = [
     "ControlChannel",
@@ -79,7 +79,7 @@ class ControlChannel:
         self.num_failures = 0
         self.driver = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
         self._storage, self._clock = storage, clock
-        self._silence = SilenceTeller(
+        self._silence = SilenceMonitor(
             storage,
             "training goes on; files of the run, raydl status and raydl remove wait until it does",
         )
@@ -136,7 +136,7 @@ class ControlChannel:
         """Return a sentence for the run's log, once: that the folder failed, or falls silent."""
         with self._changed:
             trouble, self._trouble = self._trouble, None
-        return trouble or self._silence.news()
+        return trouble or self._silence.pop_message()
 
     def close(self, status: RunStatus, *, timeout_s: float = 5.0) -> None:
         """Write the last status and turn down what was still asked for. Again: does nothing.

@@ -525,7 +525,7 @@ class RunRecorder:
         if self._storage is None:
             act()
         else:
-            within(self._storage, act, tell=self._progress.event)
+            within(self._storage, act, log=self._progress.event)
 
     def close(self) -> None:
         """Finish what is being written.

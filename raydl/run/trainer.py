@@ -435,7 +435,7 @@ class Trainer:
         )
         view.follow_recorder(recorder, log)
         try:
-            within(folder.storage, lambda: folder.write_config(config), tell=log.event)
+            within(folder.storage, lambda: folder.write_config(config), log=log.event)
             recorder.describe(config_as_markdown(redact_values(to_dict(config))))
             for sentence in start.sentences:
                 recorder.event(sentence)

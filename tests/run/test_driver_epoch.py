@@ -97,8 +97,8 @@ def test_a_driver_is_told_who_took_the_run_over(tmp_path):
     with pytest.raises(SupersededError) as caught:
         epoch.check()
     assert str(caught.value) == (
-        f"{tmp_path}: this driver's epoch 1 is over: process 8 on b since 2026-11-23 09:05:00 has "
-        f"taken the run over as driver epoch 2; this driver ends and changes nothing there"
+        f"{tmp_path}: process 8 on b since 2026-11-23 09:05:00 has taken over the run as driver "
+        f"epoch 2; this driver, of epoch 1, ends and changes nothing there"
     )
     assert epoch.is_over
 

@@ -29,7 +29,7 @@ from raydl.core.worker_group import GaveUp, Published
 from raydl.elastic.state import State
 from raydl.errors import WORTH_RETRYING, StorageSilentError
 from raydl.metrics import BackgroundWriter, background_writer
-from raydl.storage import SilenceTeller, Storage, is_answer, within
+from raydl.storage import SilenceMonitor, Storage, is_answer, within
 
 BOUND_S = 20
 
@@ -87,21 +87,23 @@ def test_a_storage_that_does_not_answer_is_told_once_and_once_that_it_answers(
     tmp_path, freezing, soon
 ):
     storage = Storage(str(tmp_path), filesystem=freezing)
-    teller = SilenceTeller(storage, "training goes on")
+    monitor = SilenceMonitor(storage, "training goes on")
     storage.write_bytes("a", b"1")
-    assert teller.news() is None
+    assert monitor.pop_message() is None
     freezing.thawed.clear()
     thread = threading.Thread(target=storage.write_bytes, args=("b", b"2"), daemon=True)
     thread.start()
-    said = until(teller.news)
+    said = until(monitor.pop_message)
     assert said == (
         f"the storage {tmp_path} has not answered for 0 s (to write b); training goes on"
     )
-    assert teller.news() is None
+    assert monitor.pop_message() is None
     freezing.thawed.set()
-    assert re.fullmatch(rf"the storage {tmp_path} answers again, after \d s", until(teller.news))
+    assert re.fullmatch(
+        rf"the storage {tmp_path} answers again, after \d s", until(monitor.pop_message)
+    )
     thread.join(BOUND_S)
-    assert (storage.unanswered()[0], teller.news()) == (0.0, None)
+    assert (storage.unanswered()[0], monitor.pop_message()) == (0.0, None)
 
 
 UNREACHED = OSError("AWS Error NETWORK_CONNECTION during PutObject operation: curlCode: 28")
@@ -112,7 +114,7 @@ class Failing(Storage):
 
     error = UNREACHED
 
-    def _put(self, name, fill):
+    def _write(self, path, pieces):
         raise self.error
 
 
@@ -148,23 +150,23 @@ def test_what_an_error_says_of_a_storage(error, says_something):
 
 
 def test_a_call_is_made_for_as_long_as_the_storage_answers(tmp_path, freezing, soon):
-    storage, told = Storage(str(tmp_path), filesystem=freezing), []
+    storage, logged = Storage(str(tmp_path), filesystem=freezing), []
     assert within(storage, lambda: 7) == 7
     with pytest.raises(KeyError):
         within(storage, lambda: {}["a"])
     freezing.thawed.clear()
-    problem = r"has not answered for 1 s \(to look for x\); see to its server"
+    problem = r"has not answered for 1 s \(to look for x\); check its server"
     with pytest.raises(StorageSilentError, match=problem):
-        within(storage, lambda: storage.exists("x"), tell=told.append, limit_s=1.0)
-    assert told == [
-        f"the storage {tmp_path} has not answered for 0 s (to look for x); it is given up after 1 s"
+        within(storage, lambda: storage.exists("x"), log=logged.append, limit_s=1.0)
+    assert logged == [
+        f"the storage {tmp_path} has not answered for 0 s (to look for x); giving up after 1 s"
     ]
     assert silence.is_anything_given_up()
     began = time.monotonic()
     with pytest.raises(StorageSilentError):  # it was given up: no minute is waited again
-        within(storage, lambda: storage.exists("y"), tell=told.append, limit_s=1.0)
+        within(storage, lambda: storage.exists("y"), log=logged.append, limit_s=1.0)
     assert time.monotonic() - began < 0.9
-    assert len(told) == 1
+    assert len(logged) == 1
 
 
 def test_a_call_that_takes_long_but_gets_on_is_not_given_up(tmp_path, soon):
@@ -359,10 +361,10 @@ def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
     thawed, write = threading.Event(), Storage._write
     thawed.set()
 
-    def freeze(storage, path, fill):
+    def freeze(storage, path, pieces):
         if "/kept/" in path:
             thawed.wait(60)
-        write(storage, path, fill)
+        return write(storage, path, pieces)
 
     monkeypatch.setattr(Storage, "_write", freeze)
     monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
@@ -405,7 +407,7 @@ def test_a_run_does_not_begin_on_a_storage_that_does_not_answer(tmp_path, monkey
     scaling = raydl.ScalingConfig(num_workers=2)
     began = time.monotonic()
     try:
-        with pytest.raises(StorageSilentError, match="see to its server, its mount and the net"):
+        with pytest.raises(StorageSilentError, match="check its server, its mount and the net"):
             raydl.Trainer("mlp", "digits", scaling=scaling, run=run).fit()
     finally:
         thawed.set()

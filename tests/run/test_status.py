@@ -406,8 +406,8 @@ def test_a_driver_whose_run_another_one_has_taken_over_ends_at_the_next_step():
         run_to_end(stage, told, FakeDesk(), view(), config=TrainConfig(), epoch=Epoch(2))
     assert stage.num_steps == 2
     assert str(caught.value) == (
-        "runs/x: this driver's epoch 1 is over: process 7 on b since 2026 has taken the run over "
-        "as driver epoch 2; this driver ends and changes nothing there"
+        "runs/x: process 7 on b since 2026 has taken over the run as driver epoch 2; "
+        "this driver, of epoch 1, ends and changes nothing there"
     )
 
 
