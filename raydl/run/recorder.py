@@ -11,7 +11,7 @@ from typing import Any
 
 from raydl.checkpoint.best import BestCenter
 from raydl.checkpoint.store import CheckpointStore
-from raydl.checkpoint.totals import Sum, Sums, Totals, speed_figures
+from raydl.checkpoint.totals import StartTotals, StartTotalsHistory, Totals, speed_figures
 from raydl.checkpoint.writer import CheckpointWriter
 from raydl.config import TrainConfig
 from raydl.core.autotune import Choice
@@ -149,8 +149,8 @@ class RunRecorder:
         self._ended_at = self._opened_at
         self._bad_samples = BadSamples()
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
-        self._sums = Sums(
-            Sum(
+        self._sums = StartTotalsHistory(
+            StartTotals(
                 round=start.progress.round,
                 seconds=seconds_before,
                 time_parts=self._parts,
@@ -260,10 +260,10 @@ class RunRecorder:
         self._writer.scalars(values, num_samples=record.progress.num_samples, unix_s=_unix_s(now))
 
     def _add_up(self, record: Record) -> None:
-        before = self._sums.before(record.progress.round)
+        before = self._sums.up_to(record.progress.round - 1)
         num_rounds = max(0, record.progress.round - before.round)
         self._sums.add(
-            Sum(
+            StartTotals(
                 round=record.progress.round,
                 seconds=self.seconds,
                 staleness_sum=before.staleness_sum + record.staleness * num_rounds,
@@ -394,7 +394,7 @@ class RunRecorder:
 
     def checkpoint(self, collected: Collected) -> None:
         """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
-        reached = self._sums.pop_sum(collected.snapshot.progress.round)
+        reached = self._sums.pop_up_to(collected.snapshot.progress.round)
         totals = self._totals(reached)
         run = self._controller
         ended = (run.ended_by, run.ended_because) if run and collected.is_last else ("", "")
@@ -471,7 +471,7 @@ class RunRecorder:
             communication_share=communication_share(self._parts) if last else None,
         )
 
-    def _totals(self, reached: Sum) -> Totals:
+    def _totals(self, reached: StartTotals) -> Totals:
         """Return the totals of all starts up to a round of this one."""
         run = self._controller
         return self._before.plus(

@@ -113,7 +113,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_read(tmp_pat
 
 def test_no_checkpoint_and_only_damaged_ones_are_said_in_one_sentence(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
-    with pytest.raises(CheckpointError, match="there is none to go on from"):
+    with pytest.raises(CheckpointError, match="there is none to resume from"):
         store.read()
     store.write(make(1))
     manifest = tmp_path / "checkpoints/round-00000001/manifest.json"
@@ -396,14 +396,14 @@ def test_a_folder_that_can_not_be_listed_after_the_write_is_told_too(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda m: [m], "a list stands where a table should"),
-        (lambda m: 7, "a int stands where a table should"),
+        (lambda m: [m], "expected a JSON object, got list"),
+        (lambda m: 7, "expected a JSON object, got int"),
         (lambda m: {k: v for k, v in m.items() if k != "format"}, "format is missing"),
         (lambda m: {**m, "format": "1"}, "format must be of type int, got str"),
         (lambda m: {k: v for k, v in m.items() if k != "workers"}, "workers is missing"),
         (lambda m: {k: v for k, v in m.items() if k != "files"}, "files is missing"),
         (lambda m: {**m, "files": [*m["files"]]}, "files must be of type dict, got list"),
-        (lambda m: {**m, "files": {"center.safetensors": 3}}, "a int stands where a table"),
+        (lambda m: {**m, "files": {"center.safetensors": 3}}, "expected a JSON object, got int"),
         (
             lambda m: {**m, "files": {"center.safetensors": {"bytes": "3"}}},
             "bytes must be of type int, got str",
@@ -414,7 +414,7 @@ def test_a_folder_that_can_not_be_listed_after_the_write_is_told_too(tmp_path):
         (lambda m: {**m, "generation": None}, "generation must be of type int, got NoneType"),
         (lambda m: {**m, "num_samples": True}, "num_samples must be of type int, got bool"),
         (lambda m: {**m, "seconds": "long"}, "seconds must be of type float, got str"),
-        (lambda m: {**m, "num_samples": m["num_samples"] + 1}, "its checksum is another"),
+        (lambda m: {**m, "num_samples": m["num_samples"] + 1}, "its checksum does not match"),
         (lambda m: {**m, "format": 0}, "there is no format 0"),
     ],
 )

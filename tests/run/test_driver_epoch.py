@@ -269,7 +269,7 @@ def test_what_an_earlier_driver_wrote_late_is_not_what_the_run_has_trained(stora
     assert not now.has_trained(140)
     assert not CheckpointStore(storage, driver_epoch=3).has_trained(140)
     (sentence,) = now.find_damage()
-    assert "center.safetensors: it is another center than that of the newest checkpoint" in sentence
+    assert "center.safetensors: it differs from the center of the newest checkpoint" in sentence
 
 
 def test_the_manifest_of_a_run_of_one_start_is_named_as_ever(storage):

@@ -67,7 +67,7 @@ class Trained(Store):
 def soon(monkeypatch):
     """Failed writes are retried often, and for half a second."""
     monkeypatch.setattr(checkpoint_writer, "_RETRY_S", 0.5)
-    monkeypatch.setattr(checkpoint_writer, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_EVERY_S", 0.01)
 
 
 def last(round):
@@ -92,7 +92,7 @@ def test_the_last_files_are_tried_until_there_is_room_and_that_is_told(soon):
     recorder.close()
     assert store.written == ["center", "checkpoint"]
     assert memory.sentences == [
-        f"checkpoint runs/x/{what}: could not be written: disk full; it is tried again for 0 s"
+        f"checkpoint runs/x/{what}: could not be written: disk full; retrying for 0 s"
         for what in ("center", "checkpoint")
     ]
 
@@ -129,7 +129,7 @@ def test_a_run_waits_for_room_at_its_end(small_disk):
     fills = Fills(small_disk, free_after_s=3.0)
     trainer(small_disk / "run", steps=90, callbacks=[fills]).fit()
     assert (small_disk / "run/center.safetensors").exists()
-    assert any("it is tried again for 60 s" in line for line in sentences(small_disk / "run"))
+    assert any("retrying for 60 s" in line for line in sentences(small_disk / "run"))
     assert CheckpointStore(Storage(str(small_disk / "run"))).names()
 
 
@@ -137,8 +137,8 @@ def test_a_run_that_found_no_room_is_finished_once_there_is_some(small_disk, soo
     folder = small_disk / "run"
     with pytest.raises(CheckpointError) as error:
         trainer(folder, steps=90, callbacks=[Fills(small_disk)]).fit()
-    advice = "no space left on device; once it can be, the same command with --resume ends the run"
-    assert f"{advice}; the newest center is in " in str(error.value)
+    advice = "once it can be written, the same command with --resume completes the run"
+    assert f"no space left on device; {advice}; the newest center is in " in str(error.value)
     elsewhere = Path(str(error.value).rpartition(" is in ")[2])
     assert load_file(elsewhere)
     shutil.rmtree(elsewhere.parent)

@@ -37,8 +37,8 @@ def test_a_checkpoint_that_fails_on_the_way_is_told_and_the_next_goes_through():
     recorder.close()
     assert store.written == [2]
     assert memory.sentences == [
-        "checkpoint runs/x: could not be written: disk full; training goes on, "
-        "the next one may go through"
+        "checkpoint runs/x: could not be written: disk full; training goes on; "
+        "the next one may succeed"
     ]
 
 
@@ -89,7 +89,7 @@ def test_curves_that_can_not_be_copied_are_told_and_end_no_run():
     recorder.close()
     reason = "the curves in runs/x could not be copied: the bucket does not exist"
     assert memory.sentences == [
-        f"{reason}; they come with the next checkpoint",
+        f"{reason}; retrying with the next checkpoint",
         f"{reason}; all else of the run is where it should be",
     ]
 

@@ -98,7 +98,7 @@ def test_resume_needs_a_config_of_raydl_and_a_run_that_has_not_ended(tmp_path, c
     begin(run, monkeypatch, "ours")
     (run / "result.json").write_text("{}")
     assert cli.main(["train", *options_of(run), "--resume"]) == 2
-    assert "there is none to go on from" in capsys.readouterr().err
+    assert "there is none to resume from" in capsys.readouterr().err
     (run / "config.json").write_text("[]")
     assert cli.main(["train", *options_of(run), "--resume"]) == 2
     assert "its config.json is not of raydl" in capsys.readouterr().err
