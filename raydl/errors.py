@@ -336,7 +336,7 @@ class ProcessLostError(RaydlError):
     def __str__(self) -> str:
         return (
             f"the process of {self.name} was lost: {self.reason}; the same command with "
-            f"--resume goes on from the last checkpoint, if one was written"
+            f"--resume resumes from the last checkpoint, if one was written"
         )
 
 

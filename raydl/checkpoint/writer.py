@@ -287,7 +287,7 @@ class CheckpointWriter:
                     self._store.root,
                     seconds,
                     what,
-                    "once it answers, the same command with --resume goes on from the newest "
+                    "once it answers, the same command with --resume resumes from the newest "
                     "checkpoint",
                 )
 

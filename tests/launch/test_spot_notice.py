@@ -213,7 +213,7 @@ def test_hiccups_of_the_metadata_service_are_told_once_and_survived(provider):
         come = [lambda: None] * 4 + [lambda: service.pages.update(NOTICE[provider])]
         run = Run(make_source(provider, service.url), come)
     assert run.status == 0
-    assert "answers with status 503; asking again every 1 s" in run.lines[0]
+    assert "answers with status 503; polling every 1 s" in run.lines[0]
     assert run.lines[1] == "the metadata service answers again"
     assert len(run.lines) == 4
 
@@ -289,7 +289,7 @@ def test_a_drain_that_can_not_be_started_or_takes_too_long_is_an_error_that_is_t
         (["--provider", "aws", "--poll-s", "0"], "--poll-s must be in [0.1, 10], got 0"),
         (
             ["--provider", "gcp", "--rebalance"],
-            "--rebalance is a word of aws alone, got --provider gcp",
+            "--rebalance is for --provider aws only, got gcp",
         ),
         (
             ["--provider", "gcp", "--metadata-url", "here"],

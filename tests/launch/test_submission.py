@@ -82,7 +82,7 @@ def test_what_lies_in_this_folder_only_is_missed_before_the_cluster_misses_it(tm
         ["--method", "mine:Rule"],
         ["--data", "pictures"],
     ):
-        with pytest.raises(ConfigError, match=r"lies in this folder.* add --working-dir \. "):
+        with pytest.raises(ConfigError, match=r"is in this folder.* add --working-dir \. "):
             check_what_travels(cli.parse_train(words), here=tmp_path)
     for words in (
         [],

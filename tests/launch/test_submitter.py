@@ -117,7 +117,7 @@ def test_a_lost_driver_is_sent_again_to_go_on_and_each_loss_is_one_line():
         "raydl.cli.resume_job",
         "raydl.cli.resume_job",
     ]
-    assert sum("sending it again" in line for line in told.said) == 2
+    assert sum("resubmitting it" in line for line in told.said) == 2
     assert "the driver was killed (SIGKILL)" in told.said[1]
     assert "retries left: 2" in told.said[1]
 
@@ -127,7 +127,7 @@ def test_retries_are_bounded_and_the_end_says_how_to_go_on():
     told = Told(jobs, retries=1)
     assert told.submitter.run() == 1
     assert len(jobs.commands) == 2
-    assert "to go on: the same command with --run-name digits and --resume" in told.said[-1]
+    assert "to resume: the same command with --run-name digits and --resume" in told.said[-1]
 
 
 @pytest.mark.parametrize("status", [2, 1, 143])
@@ -151,7 +151,7 @@ def test_a_cluster_that_is_silent_for_a_while_is_waited_for():
 )
 def test_a_cluster_that_stays_silent_is_given_up_in_bounded_time(jobs):
     told = Told(jobs, wait_s=30.0)
-    with pytest.raises(RaydlError, match=r"did not answer for 30 s; raise --wait-s, or go on"):
+    with pytest.raises(RaydlError, match=r"did not answer for 30 s; raise --wait-s, or continue"):
         told.submitter.run()
     assert 30 < told.now < 40
 
