@@ -410,7 +410,7 @@ def test_a_driver_that_waits_for_a_lock_says_where_without_them(tmp_path):
         wait_until_free(
             Storage(root),
             wait_s=2,
-            say=said.append,
+            log=said.append,
             clock=lambda: next(now),
             sleep=lambda seconds: None,
         )

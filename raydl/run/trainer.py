@@ -76,7 +76,7 @@ from raydl.worker.examples import Examples
 def open_control_channel(storage: Storage, view: RunView) -> Iterator[ControlChannel]:
     """Open a run's control channel, and close it with how the run ended, whichever way that was."""
     control_channel = ControlChannel(storage)
-    control_channel.tell(view.status(), at_once=True)
+    control_channel.report(view.status(), at_once=True)
     try:
         yield control_channel
     except BaseException as error:
@@ -105,14 +105,13 @@ def run_to_end(
         while not controller.step():
             epoch.raise_if_over()
             controller.note_refused("store", {"checkpoints": recorder.checkpoints.num_late})
-            control_channel.tell(view.status)
+            control_channel.report(view.status)
             for request in control_channel.pop_requests():
                 ok, sentence = remove(controller, request.worker_id, config=config)
                 control_channel.answer(request, sentence, ok=ok)
-            trouble = control_channel.take_trouble()
-            if trouble:
-                recorder.event(trouble)
-    control_channel.tell(view.status, at_once=True)
+            if problem := control_channel.pop_problem():
+                recorder.event(problem)
+    control_channel.report(view.status, at_once=True)
 
 
 def remove(controller: Controller, worker_id: str, *, config: TrainConfig) -> tuple[bool, str]:

@@ -167,7 +167,10 @@ def test_a_folder_that_ray_would_not_take_is_refused_with_what_is_large(
         (["--epochs", "2"], "submit has no option --epochs; options of raydl train come after"),
         (["--retries", "-1"], "submit.retries must be 0 or more, got -1"),
         (["--retries", "1", "--no-follow"], "submit.retries needs a job submitted here"),
-        (["--run-name", "a/b"], "submit.run_name must be a name of letters, digits, _ . and - that "),
+        (
+            ["--run-name", "a/b"],
+            "submit.run_name must be a name of letters, digits, _ . and - that ",
+        ),
         (["--run-name", ""], "submit.run_name must be a name"),
         (["--run-name", ".."], "submit.run_name must be a name"),
         (["--run-name", "a b"], "submit.run_name must be a name"),

@@ -97,9 +97,9 @@ def test_a_lock_that_is_given_back_late_is_waited_for_and_told_once(tmp_path, ot
 
     storage = Storage(str(tmp_path))
     hold.wait_until_free(
-        storage, wait_s=180.0, say=said.append, clock=lambda: sum(waits), sleep=sleep
+        storage, wait_s=180.0, log=said.append, clock=lambda: sum(waits), sleep=sleep
     )
-    assert said == [f"{tmp_path} is still in use; waiting up to 180 s for its driver to go"]
+    assert said == [f"{tmp_path} is still in use; waiting up to 180 s for its driver to end"]
     assert len(waits) == 2
     take(storage)
 
@@ -109,7 +109,7 @@ def test_a_lock_that_is_not_given_back_is_waited_for_within_bounds(tmp_path, oth
     hold.wait_until_free(
         Storage(str(tmp_path)),
         wait_s=10.0,
-        say=lambda sentence: None,
+        log=lambda sentence: None,
         clock=lambda: sum(waits),
         sleep=waits.append,
     )

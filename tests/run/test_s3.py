@@ -227,7 +227,7 @@ def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
 
     def drive():
         while not ended.wait(0.02):
-            control_channel.tell(status)
+            control_channel.report(status)
             for request in control_channel.pop_requests():
                 control_channel.answer(request, f"{request.worker_id} leaves", ok=True)
 

@@ -24,7 +24,7 @@ from raydl.run.control_channel import Request, read_status, request_removal
 from raydl.run.progress_reporter import Silent
 from raydl.run.status import WorkerStatus, to_json
 from raydl.run.trainer import Trainer, open_control_channel, remove, run_to_end
-from raydl.run.view import EventLog, RunView, how_it_ended, worker_status
+from raydl.run.view import EventLog, RunView, end_state, worker_status
 from raydl.storage import Storage
 from raydl.tasks import Classification
 
@@ -278,11 +278,11 @@ def test_a_run_that_was_stopped_names_the_signal():
     ],
 )
 def test_an_error_is_told_in_one_line(error, state):
-    assert how_it_ended(error) == state
+    assert end_state(error) == state
 
 
 def test_a_second_signal_is_told_by_the_name_of_the_first():
-    state = how_it_ended(KeyboardInterrupt(), stop_reason="SIGTERM")
+    state = end_state(KeyboardInterrupt(), stop_reason="SIGTERM")
     assert state == "stopped by SIGTERM at once, without a last checkpoint"
 
 
@@ -363,17 +363,17 @@ class FakeController:
         return True, f"{worker_id} leaves"
 
 
-class FakeDesk:
-    """Holds a request and a trouble for the first step."""
+class FakeChannel:
+    """Has a request and a problem for the first step."""
 
     storage = SimpleNamespace(root="runs/x", unanswered=lambda: (0.0, ""))
 
     def __init__(self):
-        self.requests, self.trouble = [Request("r1", "w1")], "the folder failed"
-        self.answers, self.told = [], []
+        self.requests, self.problem = [Request("r1", "w1")], "the folder failed"
+        self.answers, self.reported = [], []
 
-    def tell(self, status, *, at_once=False):
-        self.told.append(status().state)
+    def report(self, status, *, at_once=False):
+        self.reported.append(status().state)
 
     def pop_requests(self):
         taken, self.requests = self.requests, []
@@ -382,9 +382,9 @@ class FakeDesk:
     def answer(self, request, sentence, *, ok):
         self.answers.append((request.id, sentence, ok))
 
-    def take_trouble(self):
-        trouble, self.trouble = self.trouble, None
-        return trouble
+    def pop_problem(self):
+        problem, self.problem = self.problem, None
+        return problem
 
 
 class Epoch:
@@ -403,7 +403,7 @@ def test_a_driver_whose_run_another_one_has_taken_over_ends_at_the_next_step():
     stage, told = FakeController(), Shown()
     told.checkpoints = SimpleNamespace(num_late=0)
     with pytest.raises(SupersededError) as caught:
-        run_to_end(stage, told, FakeDesk(), view(), config=TrainConfig(), epoch=Epoch(2))
+        run_to_end(stage, told, FakeChannel(), view(), config=TrainConfig(), epoch=Epoch(2))
     assert stage.num_steps == 2
     assert str(caught.value) == (
         "runs/x: process 7 on b since 2026 has taken over the run as driver epoch 2; "
@@ -411,15 +411,15 @@ def test_a_driver_whose_run_another_one_has_taken_over_ends_at_the_next_step():
     )
 
 
-def test_between_two_steps_requests_are_answered_and_trouble_is_told():
-    stage, control_channel, told = FakeController(), FakeDesk(), Shown()
+def test_between_two_steps_requests_are_answered_and_problems_are_logged():
+    stage, control_channel, told = FakeController(), FakeChannel(), Shown()
     told.checkpoints = SimpleNamespace(num_late=2)
     run_to_end(stage, told, control_channel, view(), config=TrainConfig(), epoch=Epoch())
     assert stage.removed == ["w1"]
     assert stage.refused == {"checkpoints": 2}
     assert control_channel.answers == [("r1", "w1 leaves", True)]
     assert told.sentences == ["the folder failed"]
-    assert control_channel.told == ["training"] * 4
+    assert control_channel.reported == ["training"] * 4
 
 
 @pytest.mark.parametrize("state", [State.FINISHING, State.DONE])
