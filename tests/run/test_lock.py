@@ -66,8 +66,7 @@ def test_a_folder_is_held_by_one_and_given_back(tmp_path, kind):
     sentence = str(caught.value)
     assert sentence.startswith(f"run.run_dir {tmp_path} is in use by process ")
     assert " since 20" in sentence
-    assert sentence.endswith("name another folder, or stop that run first, which goes on where "
-                             "it was with --resume")  # fmt: skip
+    assert sentence.endswith("name another folder, or stop that run first: --resume continues it")
     take(kind(str(tmp_path)))
 
 
