@@ -240,15 +240,12 @@ class Jobs(Protocol):
         Raises:
             RaydlError: the cluster rejected the job.
         """
-        ...
 
     def look(self, job_id: str) -> JobState:
         """Return the state of a job; its message is the reason if the cluster is not ready."""
-        ...
 
     def log(self, job_id: str) -> str | None:
         """Return all output of a job, or None if it can not be read now."""
-        ...
 
 
 @dataclass
