@@ -57,6 +57,7 @@ _PARTIAL = ".partial-"
 _NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
 _CANCEL_S = 10.0
 """Time-out for distant workers to stop writing, in seconds."""
+_Read = Callable[[str], Iterable[Any]]
 _Types = dict[str, tuple[type, ...]]
 _MANIFEST: _Types = {
     "round": (int,),
@@ -401,11 +402,7 @@ class CheckpointStore:
         return data
 
     def _verified(
-        self,
-        name: str,
-        file_name: str,
-        manifest: dict[str, Any],
-        read: Callable[[str], Iterable[Any]] | None = None,
+        self, name: str, file_name: str, manifest: dict[str, Any], read: _Read | None = None
     ) -> SavedState:
         """Read a file of a checkpoint, compare it with the manifest, and return its place.
 

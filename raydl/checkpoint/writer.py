@@ -283,13 +283,8 @@ class CheckpointWriter:
             if self.is_given_up:
                 give_up(self._store.root)
                 seconds, what = self._unanswered(self._thread.ident)
-                raise StorageSilentError(
-                    self._store.root,
-                    seconds,
-                    what,
-                    "once it answers, the same command with --resume resumes from the newest "
-                    "checkpoint",
-                )
+                then = "once it answers, --resume continues from the newest checkpoint"
+                raise StorageSilentError(self._store.root, seconds, what, then)
 
     def close(self) -> None:
         """Complete all writes; if the storage fails, write the newest center to another disk.

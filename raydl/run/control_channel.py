@@ -29,13 +29,8 @@ from raydl.run.status import RunStatus, WorkerStatus, from_json, to_json
 from raydl.storage import SilenceMonitor, Storage, in_words
 
 __all__ = [
-    "ControlChannel",
-    "Request",
-    "RunStatus",
-    "WorkerStatus",
-    "read_status",
-    "request_removal",
-]
+    "ControlChannel", "Request", "RunStatus", "WorkerStatus", "read_status", "request_removal",
+]  # fmt: skip
 
 EVERY_S = 1.0
 """Seconds between two writes of the status, and between two polls for requests."""

@@ -62,7 +62,7 @@ def churn(request):
 
     def count():  # what fills up to a bound of its own in some hours is apart
         recorder = driver.recorder
-        return num_held(driver, driver.worker_group, writer, recorder._sums, recorder._stack)
+        return num_held(driver, driver.worker_group, writer, recorder._history, recorder._stack)
 
     with contextlib.redirect_stdout(io.StringIO()):
         driver = Driver(

@@ -199,7 +199,7 @@ def test_a_resumed_run_that_lacks_its_end_alone_gets_it(whole, tmp_path, lacks):
     assert (folder / "center.safetensors").read_bytes() == (
         whole / "center.safetensors"
     ).read_bytes()
-    told = f"the run in {folder} is trained to its end; its missing files are written"
+    told = f"the run in {folder} has finished training; its missing files are written"
     assert any(told in line for line in sentences(folder))
     with pytest.raises(ConfigError, match="the run is complete"):
         trainer(folder, resume=True).fit()

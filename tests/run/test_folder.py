@@ -95,7 +95,7 @@ def test_a_run_whose_curves_can_not_be_copied_is_whole_all_the_same(tmp_path, ca
     assert cli.main(["train", *what, *where, "--run.progress", "plain"]) == 0
     told = capsys.readouterr().out
     assert told.count("could not be copied") >= 1
-    assert "; all else of the run is where it should be" in told
+    assert "; all other files of the run are complete" in told
     kept = tmp_path / "kept/run"
     assert (kept / "center.safetensors").exists()
     assert (kept / "result.json").exists()

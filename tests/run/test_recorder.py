@@ -90,7 +90,7 @@ def test_curves_that_can_not_be_copied_are_told_and_end_no_run():
     reason = "the curves in runs/x could not be copied: the bucket does not exist"
     assert memory.sentences == [
         f"{reason}; retrying with the next checkpoint",
-        f"{reason}; all else of the run is where it should be",
+        f"{reason}; all other files of the run are complete",
     ]
 
 
@@ -124,8 +124,8 @@ def test_a_chosen_tuning_is_told_once():
         recorder.record(record_at(step), {"w0": report})
     recorder.close()
     assert told == [
-        "exchanges go by period 10, delay 9: the link is thin",
-        "exchanges go by period 20, 2 fragments, delay 9, int8: the link is thinner",
+        "exchanges use period 10, delay 9: the link is thin",
+        "exchanges use period 20, 2 fragments, delay 9, int8: the link is thinner",
     ]
     assert recorder.figures()["cadence"] == {
         "period": 20, "delay": 9, "compression": "int8", "fragments": 2
@@ -163,7 +163,7 @@ def test_a_record_becomes_one_point_of_every_curve():
     assert all(num_samples == 5 for num_samples, _ in memory.points)
     view = memory.views[-1]
     assert (view.share_done, view.communication_share) == (0.25, 0.25)
-    assert (view.num_workers, view.workers["starting"]) == (1, 1)
+    assert (view.workers["training"], view.workers["starting"]) == (1, 1)
     assert (view.train_loss, view.center_accuracy) == (0.7, 0.9)
     figures = recorder.figures()
     assert figures["seconds"] > 5.0

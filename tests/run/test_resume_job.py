@@ -50,7 +50,7 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_begins_anew(tmp_path, c
     begin(run, monkeypatch, "ours")
     (run / "notes.txt").write_text("mine")
     assert resume_job.resume([*options_of(run), "--run.progress", "plain"]) == 0
-    assert capsys.readouterr().out.count(f"no checkpoint yet: the run begins anew in {run}") == 1
+    assert capsys.readouterr().out.count(f"no checkpoint yet: the run starts again in {run}") == 1
     assert (run / "result.json").exists()
     assert (run / "notes.txt").read_text() == "mine"
     events = EventAccumulator(str(run)).Reload()
