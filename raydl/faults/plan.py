@@ -254,10 +254,10 @@ def _moment(number: int, value: object) -> tuple[str, float]:
 
 
 def _duration(number: int, kind: str, key: str, value: Any) -> float | None:
-    takes = KINDS[kind]
-    if value is None and not takes.get(key, False):
+    durations = KINDS[kind]
+    if value is None and not durations.get(key, False):
         return None
-    if key not in takes:
+    if key not in durations:
         kinds = _or(name for name, keys in KINDS.items() if key in keys)
         raise _wrong(number, f"{key} is only for {kinds}; {kind} has none, got {_got(value)}")
     if type(value) in (int, float) and 0 < value <= _LONGEST_S:  # a bool is no duration

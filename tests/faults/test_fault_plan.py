@@ -43,7 +43,7 @@ def test_a_plan_is_read_as_it_is_written(read):
     assert plan.for_center == plan.faults[3:]
 
 
-def test_a_fault_is_told_in_one_sentence():
+def test_a_fault_becomes_one_sentence():
     stop = Fault(1, "stop", "rank 0", "round", 90.0, for_s=8.0)
     assert stop.sentence == "fault 2: stop rank 0 at round 90 for 8 s"
     slow = Fault(2, "slow", "any", "second", 12.5, for_s=10.0, by_s=0.5)

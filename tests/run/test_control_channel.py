@@ -264,7 +264,7 @@ def test_a_killed_driver_leaves_a_status_that_is_stale(tmp_path, channel, monkey
 
 
 @pytest.mark.parametrize("seconds", [3600, -3600])
-def test_a_machine_whose_clock_is_wrong_does_not_take_a_live_driver_for_gone(
+def test_a_machine_with_a_wrong_clock_does_not_report_a_live_driver_as_lost(
     tmp_path, channel, seconds, monkeypatch
 ):
     monkeypatch.setattr(control_channel, "LOOK_AGAIN_S", 30.0)
@@ -292,7 +292,7 @@ def test_a_finished_run_never_becomes_stale(tmp_path, clock):
     assert (seen.state, seen.is_final, seen.is_stale) == ("finished", True, False)
 
 
-def test_a_resumed_run_takes_the_place_of_the_one_that_was_killed(tmp_path, channel):
+def test_a_resumed_run_replaces_the_status_of_the_killed_one(tmp_path, channel):
     channel.report(TRAINING)
     wait_for(lambda: status_in(tmp_path))
     age(tmp_path, 37)

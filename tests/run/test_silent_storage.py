@@ -83,7 +83,7 @@ def until(holds):
 # what is told
 
 
-def test_a_storage_that_does_not_answer_is_told_once_and_once_that_it_answers(
+def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
     tmp_path, freezing, soon
 ):
     storage = Storage(str(tmp_path), filesystem=freezing)
@@ -142,14 +142,14 @@ def test_a_server_that_can_not_be_reached_is_as_silent_as_one_that_hangs(tmp_pat
         (UNREACHED, False),
     ],
 )
-def test_what_an_error_says_of_a_storage(error, says_something):
+def test_an_error_is_an_answer_of_the_storage_or_not(error, says_something):
     assert is_answer(error) is says_something
 
 
 # what is waited for
 
 
-def test_a_call_is_made_for_as_long_as_the_storage_answers(tmp_path, freezing, soon):
+def test_a_call_goes_on_as_long_as_the_storage_answers(tmp_path, freezing, soon):
     storage, logged = Storage(str(tmp_path), filesystem=freezing), []
     assert within(storage, lambda: 7) == 7
     with pytest.raises(KeyError):
@@ -169,7 +169,7 @@ def test_a_call_is_made_for_as_long_as_the_storage_answers(tmp_path, freezing, s
     assert len(logged) == 1
 
 
-def test_a_call_that_takes_long_but_gets_on_is_not_given_up(tmp_path, soon):
+def test_a_long_call_that_makes_progress_is_not_given_up(tmp_path, soon):
     storage = Storage(str(tmp_path))
 
     def slow():
@@ -220,7 +220,7 @@ def test_without_another_folder_the_center_goes_to_a_temporary_one(tmp_path, fre
     place.parent.rmdir()
 
 
-def test_a_storage_that_takes_the_last_files_leaves_nothing_elsewhere(tmp_path, soon):
+def test_a_storage_that_accepts_the_last_files_leaves_nothing_elsewhere(tmp_path, soon):
     refuge = tmp_path / "refuge"
     refuge.mkdir()
     writer = writer_on(Storage(str(tmp_path / "run")), flat_model(), refuge=refuge)
@@ -268,7 +268,7 @@ def gated():
     writer.gate.set()
 
 
-def test_measurements_come_in_their_order_with_the_moment_they_were_made(gated):
+def test_measurements_are_written_in_order_with_their_times(gated):
     curves = queue_on(gated, [])
     for number in range(50):
         curves.scalars({"train/loss": float(number)}, num_samples=number)
@@ -276,7 +276,9 @@ def test_measurements_come_in_their_order_with_the_moment_they_were_made(gated):
     assert [point[0] for point in gated.points] == list(range(50))
 
 
-def test_a_disk_that_hangs_stops_nobody_and_is_told_with_what_it_cost(gated, soon, monkeypatch):
+def test_a_disk_that_hangs_stops_no_caller_and_is_logged_with_the_lost_points(
+    gated, soon, monkeypatch
+):
     monkeypatch.setattr(background_writer, "MAX_WAITING", 10)
     told = []
     curves = queue_on(gated, told)
@@ -310,7 +312,7 @@ def test_pictures_that_wait_are_few(gated):
     assert len(gated.images) <= background_writer.MAX_IMAGES + 1
 
 
-def test_the_end_of_the_curves_is_bounded_and_what_is_lost_is_told(gated, soon):
+def test_the_end_of_the_curves_is_bounded_and_lost_points_are_logged(gated, soon):
     told = []
     curves = queue_on(gated, told)
     gated.gate.clear()
@@ -325,7 +327,7 @@ def test_the_end_of_the_curves_is_bounded_and_what_is_lost_is_told(gated, soon):
     assert silence.is_anything_given_up()
 
 
-def test_a_mistake_of_the_writer_is_raised_where_the_next_point_comes_from(gated):
+def test_a_mistake_of_the_writer_is_raised_at_the_next_point(gated):
     class Wrong(Writer):
         def text(self, name, markdown, *, num_samples):
             raise LookupError("no such text")
@@ -339,7 +341,7 @@ def test_a_mistake_of_the_writer_is_raised_where_the_next_point_comes_from(gated
 # the evaluator
 
 
-def test_each_of_many_scores_that_are_given_up_in_a_row_is_told_with_its_number():
+def test_each_of_many_scores_that_are_given_up_in_a_row_is_logged_with_its_number():
     stage = Stage().start()
     for _ in range(12):
         stage.step(GaveUp("evaluation", "its process was killed, or crashed"))
@@ -443,7 +445,7 @@ def server():
 
 
 @pytest.mark.slow
-def test_a_driver_whose_s3_stops_says_so_and_ends_within_a_minute_of_its_training(server, tmp_path):
+def test_a_driver_whose_s3_stops_logs_it_and_ends_within_a_minute_of_its_training(server, tmp_path):
     process, url = server
     environment = {
         **os.environ, "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "OMP_NUM_THREADS": "1",
