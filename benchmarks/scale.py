@@ -354,14 +354,14 @@ class Driver:
         view = RunView(config, start, seconds_before=0.0, clock=clock)
         view.follow_recorder(self.recorder, log)
         view.follow(self.controller)
-        self._view, self._desk = view, ControlChannel(storage) if folder else None
+        self._view, self._channel = view, ControlChannel(storage) if folder else None
 
     def step(self) -> None:
         """Step as a run does."""
         self.controller.step()
-        if self._desk:
-            self._desk.tell(self._view.status)
-            self._desk.pop_requests()
+        if self._channel:
+            self._channel.report(self._view.status)
+            self._channel.pop_requests()
 
     def begin(self) -> None:
         """Step until all train."""

@@ -1,35 +1,36 @@
-"""Every error raydl raises on purpose, in one tree.
+"""Every error that raydl raises on purpose, in one tree.
 
     RaydlError
     ├── ConfigError                 a setting is wrong: found before any actor starts
-    │   └── UnknownNameError        a name that no table holds; lists the nearest
-    ├── DataError                   the input is missing, empty, truncated or mislabelled
+    │   └── UnknownNameError        an unknown name; the message lists the nearest ones
+    ├── DataError                   the input is missing, empty, truncated or mislabeled
     ├── ShapeError                  the model and the data do not fit each other
-    ├── UntrustedCodeError          a run's folder names code, and nobody said to run it
-    ├── ClusterError                no Ray cluster is there that would have us
-    ├── ResourceError               the cluster can not hold what was asked for
-    │   └── CapacityError           it did not come to have it in time
+    ├── UntrustedCodeError          a run's folder names code that the user has not trusted
+    ├── ClusterError                no Ray cluster can be joined
+    ├── ResourceError               the cluster can not hold what was requested
+    │   └── CapacityError           the cluster did not provide it in time
     ├── CheckpointError             a checkpoint is absent, damaged or of another model
-    │   └── StateLostError          a worker has gone before its state was written
+    │   └── StateLostError          a worker was lost before its state was written
     ├── StorageSilentError          a run's storage does not answer
-    ├── StepError                   a local step led to what must not reach the center
+    ├── StepError                   a local step gave values that must not reach the center
     │   └── NonFiniteError          weights, gradients or buffers are NaN, infinite or too large
-    │       ├── NonFiniteLossError  the loss became NaN or infinite
-    │       └── NonFiniteCenterError  the center became so
-    ├── InfrastructureError         a machine failed: its memory, its device, its disk, its network
-    ├── ProcessLostError            a process of the run went away
-    ├── StalledError                what the run waits for did not come in time
-    ├── SupersededError             another driver has taken the run over
-    ├── AttachError                 an own loop could not go on together with the others
-    └── ExchangeError               an exchange did not complete; nothing was changed by it
-        └── ExchangeTimeoutError    somebody did not come in time
+    │       ├── NonFiniteLossError  the loss is NaN or infinite
+    │       └── NonFiniteCenterError  the center has such values
+    ├── InfrastructureError         a machine failed: its memory, device, disk or network
+    ├── ProcessLostError            a process of the run was lost
+    ├── StalledError                the run waited too long for something that it needs
+    ├── SupersededError             another driver has taken over the run
+    ├── AttachError                 an attached training loop can not start or continue
+    └── ExchangeError               an exchange did not complete and changed nothing
+        └── ExchangeTimeoutError    a member of the exchange was late
 
-All of them travel between processes: ``args`` equals the signature, so that pickle calls
-the constructor again, and the wording lives in ``__str__``. None of them holds the credentials of
-a URI: texts are redacted when the error is made, so that no log, traceback or pickle has them. A
-command that ends with one of them has its exit status: 2 for a mistake in what was asked for, 1 for
-a training that failed, 3 where another driver has the run, 75 where the machines failed and the
-same command with ``--resume`` may succeed.
+All of them travel between processes: ``args`` equals the signature, so that pickle calls the
+constructor again, and the wording is in ``__str__``. No error holds the credentials of a URI: the
+constructor redacts its texts, so that logs, tracebacks and pickles are free of them.
+
+A command that ends with one of these errors exits with its status: 2 for a mistake of the user,
+1 if training failed, 3 if another driver has the run, 75 if machines failed and the same command
+with ``--resume`` may succeed.
 """
 
 from __future__ import annotations
@@ -41,24 +42,22 @@ from typing import ClassVar
 from raydl.redaction import redact
 
 WORTH_RETRYING = 75
-"""Exit status of a run that its machines ended: EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a run that failed because of its machines: EX_TEMPFAIL of sysexits.h."""
 SUPERSEDED = 3
-"""Exit status of a driver whose run another one has taken over."""
-_LISTED = 8
-"""The longest table that a message about a near miss lists in full."""
-_ALIKE = 0.5
-"""So alike, from 0 to 1, are two names of which one may be meant for the other."""
+"""Exit status of a driver if another driver has taken over its run."""
+_MOST_LISTED = 8
+"""Number of choices up to which a message with near misses lists all of them, too."""
 
 
 class RaydlError(Exception):
-    """Base of every error raised on purpose; its text is one sentence for the user.
+    """Base of all errors that are raised on purpose; the text is one sentence for the user.
 
     Args:
-        args: texts are redacted.
+        args: the values of the message; texts are redacted.
     """
 
     exit_status: ClassVar[int] = 2
-    """Of a command that ends with it."""
+    """Exit status of a command that ends with this error."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
@@ -81,19 +80,19 @@ class ConfigError(RaydlError):
 
 
 class UnknownNameError(ConfigError):
-    """A name that is in no table; the message lists the nearest ones.
+    """A name is unknown; the message lists the nearest known ones.
 
     Args:
         setting: the dotted name of the setting.
-        name: what the user wrote.
-        choices: every name that would have been accepted.
+        name: the name that the user wrote.
+        choices: all valid names.
     """
 
     def __init__(self, setting: str, name: str, choices: Iterable[str]) -> None:
         self.choices = tuple(choices)
-        near = difflib.get_close_matches(name, self.choices, n=3, cutoff=_ALIKE)
+        near = difflib.get_close_matches(name, self.choices, n=3, cutoff=0.5)
         hints = [f"did you mean {' or '.join(near)}?"] if near else []
-        if not near or len(self.choices) <= _LISTED:
+        if not near or len(self.choices) <= _MOST_LISTED:
             hints.append(f"known: {', '.join(self.choices)}")
         super().__init__(setting, f"has no {name!r}; {' '.join(hints)}")
         self.name = redact(name)
@@ -101,7 +100,7 @@ class UnknownNameError(ConfigError):
 
 
 class DataError(RaydlError):
-    """The input can not be read as it should.
+    """The input can not be read, or is not what it should be.
 
     Args:
         source: the path or URI of the file or folder.
@@ -117,11 +116,11 @@ class DataError(RaydlError):
 
 
 class UntrustedCodeError(RaydlError):
-    """A run's folder names code that is not raydl's, and nobody said that it may run here.
+    """A run's folder names code that is not raydl's, and the user has not trusted it.
 
     Args:
-        source: the file that names it, a path or URI.
-        names: for each setting the ``module:name`` that it has: ``(("model", "nets:small"),)``.
+        source: path or URI of the file that names the code.
+        names: pairs of a setting and its ``module:name``: ``(("model", "nets:small"),)``.
     """
 
     def __init__(self, source: str, names: Iterable[tuple[str, str]]) -> None:
@@ -136,7 +135,7 @@ class UntrustedCodeError(RaydlError):
         )
 
     def listed(self) -> str:
-        """Return the names for a person: ``model 'nets:small'``."""
+        """Return the names as text: ``model 'nets:small'``."""
         return ", ".join(f"{setting} {name!r}" for setting, name in self.names)
 
 
@@ -145,7 +144,7 @@ class ShapeError(RaydlError):
 
     Args:
         model: the name of the model.
-        problem: which shapes met and what would fit.
+        problem: the shapes that do not fit, and what would fit.
     """
 
     def __init__(self, model: str, problem: str) -> None:
@@ -160,8 +159,8 @@ class ClusterError(RaydlError):
     """The Ray cluster can not be joined.
 
     Args:
-        address: what ``RAY_ADDRESS`` says.
-        problem: what the cluster did, and what to do.
+        address: the value of ``RAY_ADDRESS``.
+        problem: what the cluster did, and what to change.
     """
 
     def __init__(self, address: str, problem: str) -> None:
@@ -173,11 +172,11 @@ class ClusterError(RaydlError):
 
 
 class ResourceError(RaydlError):
-    """The cluster can not hold what was asked for."""
+    """The cluster can not hold what was requested."""
 
 
 class CapacityError(ResourceError):
-    """The cluster did not come to hold what was asked for in the time that was given."""
+    """The cluster did not provide the requested resources within the time limit."""
 
     exit_status = WORTH_RETRYING
 
@@ -186,8 +185,8 @@ class CheckpointError(RaydlError):
     """A checkpoint is absent, damaged, or belongs to another model.
 
     Args:
-        path: where it was looked for.
-        problem: what is wrong, and what to do.
+        path: the path or URI of the checkpoint.
+        problem: what is wrong, and what to change.
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -199,11 +198,11 @@ class CheckpointError(RaydlError):
 
 
 class StateLostError(CheckpointError):
-    """A worker has gone, or fell silent, before its own state was written.
+    """A worker was lost, or did not answer, before its state was written.
 
     Args:
-        worker_id: which one.
-        problem: what became of it.
+        worker_id: the worker.
+        problem: what happened to it.
     """
 
     def __init__(self, worker_id: str, problem: str) -> None:
@@ -215,13 +214,13 @@ class StateLostError(CheckpointError):
 
 
 class StorageSilentError(RaydlError):
-    """A storage has not answered for so long that nothing waits for it any more.
+    """A storage has not answered within the time limit; nothing waits for it any longer.
 
     Args:
-        root: where it is.
-        seconds: for how long.
-        what: the call that has no answer.
-        then: what becomes of the run; empty: it has not begun.
+        root: the path or URI of the storage.
+        seconds: seconds without an answer.
+        what: the call that has no answer: ``to write status.json``.
+        then: what happens to the run; empty if the run has not begun.
     """
 
     exit_status = WORTH_RETRYING
@@ -232,18 +231,18 @@ class StorageSilentError(RaydlError):
 
     def __str__(self) -> str:
         return (
-            f"the storage {self.root} has not answered for {self.seconds:.0f} s ({self.what}); see "
-            f"to its server, its mount and the network{self.then and '; '}{self.then}"
+            f"the storage {self.root} has not answered for {self.seconds:.0f} s ({self.what}); "
+            f"check its server, its mount and the network{self.then and '; '}{self.then}"
         )
 
 
 class StepError(RaydlError):
-    """A local step led to something that must not reach the center, and has not reached it.
+    """A local step gave values that must not reach the center; they have not reached it.
 
     Args:
-        worker_id: whose step.
+        worker_id: the worker that took the step.
         local_step: the step of that worker, counted from 0.
-        problem: what it led to, and what to change.
+        problem: what is wrong, and what to change.
     """
 
     exit_status = 1
@@ -257,14 +256,14 @@ class StepError(RaydlError):
 
 
 class NonFiniteError(StepError):
-    """A replica has values that are NaN, infinite or beyond 1e19: it has diverged."""
+    """A replica has diverged: it has values that are NaN, infinite or beyond 1e19."""
 
 
 class NonFiniteLossError(NonFiniteError):
-    """The loss of a batch became NaN or infinite.
+    """The loss of a batch is NaN or infinite.
 
     Args:
-        worker_id: the worker that saw it.
+        worker_id: the worker that computed the loss.
         local_step: the step of that worker, counted from 0.
         loss: the value.
     """
@@ -282,12 +281,12 @@ class NonFiniteLossError(NonFiniteError):
 
 
 class NonFiniteCenterError(NonFiniteError):
-    """The center has values that are NaN, infinite or beyond 1e19: it is not kept.
+    """The center has values that are NaN, infinite or beyond 1e19; it is not kept.
 
-    Replicas send finite values alone, so a step of the center itself was too long.
+    Replicas send finite values only, so a step of the center itself was too large.
 
     Args:
-        round: of the center.
+        round: the round of the center.
     """
 
     def __init__(self, round: int) -> None:
@@ -306,8 +305,8 @@ class InfrastructureError(RaydlError):
     """A machine failed, not the code that ran on it: memory, an accelerator, a disk, the network.
 
     Args:
-        name: the process that it happened to: ``w3`` for a worker, ``evaluator``.
-        problem: what the machine, or the library that speaks to it, said.
+        name: the process on that machine: ``w3`` for a worker, or ``evaluator``.
+        problem: the message of the system or of the library.
     """
 
     exit_status = WORTH_RETRYING
@@ -321,11 +320,11 @@ class InfrastructureError(RaydlError):
 
 
 class ProcessLostError(RaydlError):
-    """A process of the run went away.
+    """A process of the run was lost.
 
     Args:
-        name: whose: ``w3`` for a worker, ``center``, ``evaluator``.
-        reason: what Ray said about it.
+        name: the process: ``w3`` for a worker, ``center``, or ``evaluator``.
+        reason: Ray's message.
     """
 
     exit_status = WORTH_RETRYING
@@ -337,7 +336,7 @@ class ProcessLostError(RaydlError):
     def __str__(self) -> str:
         return (
             f"the process of {self.name} was lost: {self.reason}; the same command with "
-            f"--resume goes on from the last checkpoint, if one was written"
+            f"--resume resumes from the last checkpoint, if one was written"
         )
 
 
@@ -348,13 +347,13 @@ class StalledError(RaydlError):
 
 
 class SupersededError(RaydlError):
-    """Another driver has taken the run over: this one may not change its files any more.
+    """Another driver has taken over the run: this one must not change its files any longer.
 
     Args:
-        place: where the run is kept.
-        driver_epoch: of this driver.
-        newer: the driver epoch of the other.
-        holder: which process that is, and since when; empty: not known.
+        place: the path or URI of the run.
+        driver_epoch: the driver epoch of this driver.
+        newer: the driver epoch of the other driver.
+        holder: the process of the other driver, and since when it runs; empty if unknown.
     """
 
     exit_status = SUPERSEDED
@@ -364,19 +363,19 @@ class SupersededError(RaydlError):
         self.place, self.driver_epoch, self.newer, self.holder = self.args
 
     def __str__(self) -> str:
-        who = f"{self.holder} has" if self.holder else "another driver has"
         return (
-            f"{self.place}: this driver's epoch {self.driver_epoch} is over: {who} taken the run "
-            f"over as driver epoch {self.newer}; this driver ends and changes nothing there"
+            f"{self.place}: {self.holder or 'another driver'} has taken over the run as driver "
+            f"epoch {self.newer}; this driver, of epoch {self.driver_epoch}, ends and changes "
+            f"nothing there"
         )
 
 
 class AttachError(RaydlError):
-    """A loop of one's own can not begin, or go on, together with the others.
+    """An attached training loop can not start or continue.
 
     Args:
-        name: of the run that it was attached to.
-        problem: what is missing, how long was waited, what to change.
+        name: the name of the run that the loop is attached to.
+        problem: what is missing, how long the loop has waited, what to change.
     """
 
     def __init__(self, name: str, problem: str) -> None:
@@ -388,15 +387,15 @@ class AttachError(RaydlError):
 
 
 class ExchangeError(RaydlError):
-    """An exchange did not complete. No tensor was changed by it.
+    """An exchange did not complete. It has changed no tensor.
 
     Args:
-        round: the number of the round; of a collective group that of the operation, and 0 while
-            the group forms.
-        generation: the membership it belonged to.
-        problem: what the transport said.
-        missing: the ids of the workers that were lost or did not come, where known.
-        group: the name of the collective group; empty: it was an exchange of a run.
+        round: the number of the round; in a collective group the number of the operation, or 0
+            while the group forms.
+        generation: the membership of the exchange.
+        problem: the message of the transport.
+        missing: the ids of the workers that were lost or late, if known.
+        group: the name of the collective group; empty for an exchange of a run.
     """
 
     exit_status = WORTH_RETRYING
@@ -414,23 +413,22 @@ class ExchangeError(RaydlError):
         self.round, self.generation, self.problem, _, self.group = self.args
 
     def __str__(self) -> str:
-        return f"{self._which()} (generation {self.generation}) failed: {self.problem}"
-
-    def _which(self) -> str:
-        if not self.group:
-            return f"exchange round {self.round}"
-        return f"{f'operation {self.round} of' if self.round else 'forming'} group {self.group!r}"
+        name = f"exchange round {self.round}"
+        if self.group:
+            operation = f"operation {self.round} of" if self.round else "forming"
+            name = f"{operation} group {self.group!r}"
+        return f"{name} (generation {self.generation}) failed: {self.problem}"
 
 
 class ExchangeTimeoutError(ExchangeError):
-    """Somebody did not come to an exchange in time.
+    """A member of an exchange did not take part in time.
 
     Args:
         round: the number of the round.
-        generation: the membership it belonged to.
-        timeout_s: how long was waited, in seconds.
-        missing: the ids of the workers that did not come, where known.
-        group: the name of the collective group; empty: it was an exchange of a run.
+        generation: the membership of the exchange.
+        timeout_s: the time-out, in seconds.
+        missing: the ids of the late workers, if known.
+        group: the name of the collective group; empty for an exchange of a run.
         setting: the dotted name of the time-out.
     """
 
@@ -444,8 +442,8 @@ class ExchangeTimeoutError(ExchangeError):
         setting: str = "exchange.timeout_s",
     ) -> None:
         missing = tuple(missing)
-        who = f"{'members' if group else 'workers'} {list(missing)}" if missing else "its peers"
-        problem = f"timed out after {timeout_s} s waiting for {who}"
+        late = f"{'members' if group else 'workers'} {list(missing)}" if missing else "its peers"
+        problem = f"timed out after {timeout_s} s waiting for {late}"
         super().__init__(round, generation, problem, missing, group)
         self.timeout_s, self.setting = timeout_s, setting
         self.args = (round, generation, timeout_s, self.missing, self.group, setting)

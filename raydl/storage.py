@@ -1,14 +1,13 @@
-"""A run's folder on any PyArrow file system (local, s3://, gs://, …), and one that does not answer.
+"""Files on any PyArrow file system (local, s3://, gs://, …), and calls that get no answer.
 
-A file on a local disk is written aside, flushed and moved into place, so that a reader
-sees all of it or nothing. An object store shows an object only when it is whole, so there
-it is written in place.
+A file on a local disk is written under a temporary name, flushed and moved into place, so that a
+reader sees all of it or nothing. An object store shows only whole objects, so a file is written
+there under its own name.
 
-A file system that hangs, a file server that went away or an S3 that takes connections and says
-nothing, blocks its caller, and nothing ends such a call. So all calls while a run trains are
-made in threads that can be left behind; see ``Storage.unanswered``. A store that does not
-answer is given up within half a minute, and what it said becomes the rest of one sentence: see
-``in_words``. Endpoints and credentials: docs/storage.md.
+A file server that is lost, or an S3 server that accepts connections and never replies, blocks the
+caller, and such a call can not be ended. So while a run trains, all calls are made in threads that
+the process can abandon; see ``Storage.unanswered``. ``in_words`` makes the rest of one sentence of
+a file system's error. Endpoints and credentials: docs/storage.md.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -35,22 +35,22 @@ from raydl.errors import ConfigError, StorageSilentError
 from raydl.redaction import redact
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
-_ATTEMPTS = 5
-"""How often S3 is asked before it is given up. PyArrow's own way can take over 100 s."""
-_S3_BOUNDS = {"connect_timeout": 3.0, "request_timeout": 4.0}
-"""How long S3 may take to connect, and to go on, in seconds, where the URI does not say."""
+_S3_ATTEMPTS = 5
+"""Attempts per S3 request. With PyArrow's own retry strategy one can take over 100 s."""
+_S3_TIMEOUTS = {"connect_timeout": 3.0, "request_timeout": 4.0}
+"""Time-outs of S3 in seconds, unless the URI has its own."""
 _CHUNK_BYTES = 4 << 20
-"""Files that may be large pass through memory in pieces of this size."""
+"""Size of the pieces in which large files are read and written."""
 _SYNC_BYTES = 64 << 20
-"""A file on a disk of this machine is flushed whenever so much of it was written."""
+"""A local file is flushed each time that this many bytes were written."""
 _NO_ANSWER = r"NETWORK_CONNECTION|REQUEST_TIMEOUT|[Tt]imed out|[Tt]imeout"
 _NO_ANSWER_NUMBERS = (
     errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED,
 )  # fmt: skip
 _ERRNO = re.compile(r"^\[Errno \d+\] ")
-"""The number of an error, which says nothing that its words do not."""
+"""Number of an error; its text says the same."""
 _DETAIL = re.compile(r"[.,;:]? Detail: \[errno \d+\] (\w)")
-"""How PyArrow says what the system said."""
+"""PyArrow's quotation of the system's error."""
 _ADVICE = (
     (
         r"NO_SUCH_BUCKET|Bucket '.*' not found",
@@ -60,7 +60,7 @@ _ADVICE = (
         r"INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|ACCESS_DENIED|INVALID_CLIENT_TOKEN_ID"
         r"|EXPIRED_TOKEN|TOKEN_REFRESH_REQUIRED",
         "the store refuses these credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-        "or AWS_PROFILE, to some that may read and write this bucket",
+        "or AWS_PROFILE, to ones that may read and write this bucket",
     ),
     (
         r"NETWORK_CONNECTION",
@@ -74,7 +74,7 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
     """Return the file system that serves a URI, and the path on it.
 
     Raises:
-        OSError, ValueError: none does, or its options are wrong.
+        OSError, ValueError: no file system serves the URI, or its options are wrong.
     """
     try:
         filesystem, path = fs.FileSystem.from_uri(uri)
@@ -82,52 +82,49 @@ def open_filesystem(uri: str) -> tuple[fs.FileSystem, str]:
         # PyArrow quotes the URI: its own error must not be the cause in a traceback either.
         raise type(error)(redact(str(error))) from None
     if filesystem.type_name == "s3":
-        # A URI can not say it: its options again, with fewer attempts.
+        # A URI has no parameter for the number of attempts: build the file system again.
         _, (options,) = filesystem.__reduce__()
-        retries = fs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS)
-        # In the background PyArrow writes from a copy of all that is not sent yet.
+        retries = fs.AwsStandardS3RetryStrategy(max_attempts=_S3_ATTEMPTS)
+        # Background writes would keep a copy of all bytes that are not sent yet.
         ours = {"retry_strategy": retries, "background_writes": False}
-        for name, seconds in _S3_BOUNDS.items():
-            if options.get(name, -1) <= 0:  # the URI does not say
-                ours[name] = seconds
-        filesystem = fs.S3FileSystem(**{**options, **ours})
+        unset = {name: s for name, s in _S3_TIMEOUTS.items() if options.get(name, -1) <= 0}
+        filesystem = fs.S3FileSystem(**{**options, **ours, **unset})
     return filesystem, path
 
 
 def in_words(error: Exception) -> str:
     """Return a file system's error as the rest of a sentence, with a remedy if one is known."""
-    said = _ERRNO.sub("", " ".join(redact(str(error)).split()))
-    said = _DETAIL.sub(lambda match: f": {match[1].lower()}", said)
+    text = _ERRNO.sub("", " ".join(redact(str(error)).split()))
+    text = _DETAIL.sub(lambda match: f": {match[1].lower()}", text)
     for pattern, advice in _ADVICE:
-        match = re.search(pattern, said)
-        if match:
-            details = said.rpartition("Details: ")[2] if "Details: " in said else match[0]
+        if match := re.search(pattern, text):
+            details = text.rpartition("Details: ")[2] if "Details: " in text else match[0]
             return f"{advice} ({details})"
-    return said
+    return text
 
 
 def is_answer(error: BaseException) -> bool:
-    """Whether an error is what a file system says, and not that nobody says anything."""
+    """Whether an error is an answer of the file system, rather than the lack of one."""
     if isinstance(error, OSError) and error.errno in _NO_ANSWER_NUMBERS:
         return False
     return re.search(_NO_ANSWER, str(error)) is None
 
 
 def below(place: str, name: str) -> str:
-    """Return the path or URI of what lies below another; the query of a URI stays last."""
+    """Return the path or URI of a name below a folder; the query of a URI stays last."""
     scheme, base, query = _split(place)
     return f"{scheme}{base.rstrip('/')}/{name}{query}" if base else f"{scheme}{name}{query}"
 
 
 def parent_and_name(place: str) -> tuple[str, str]:
-    """Return a path or URI taken apart again, as ``below`` would put it together."""
+    """Return (folder, name) of a path or URI: the inverse of ``below``."""
     scheme, base, query = _split(place)
     parent, slash, name = base.rstrip("/").rpartition("/")
     return f"{scheme}{parent or slash}{query}", name
 
 
 def _split(place: str) -> tuple[str, str, str]:
-    """Return (scheme with ``://``, path, query with ``?``); only a URI has the outer two."""
+    """Return (scheme with ``://``, path, query with ``?``); a path has only the second."""
     if "://" not in place:
         return "", place, ""
     scheme, colon, rest = place.partition("://")
@@ -136,14 +133,14 @@ def _split(place: str) -> tuple[str, str, str]:
 
 
 class Sum(NamedTuple):
-    """Size and checksum of a file, to compare it with what was written."""
+    """Size and checksum of a file."""
 
     num_bytes: int
     crc32: int
 
     @classmethod
     def of(cls, pieces: Iterable[Any]) -> Sum:
-        """Return that of contents that come in pieces."""
+        """Return size and checksum of contents in pieces."""
         sums = Summing(pieces)
         for _ in sums.pieces():
             pass
@@ -151,7 +148,7 @@ class Sum(NamedTuple):
 
 
 class Summing:
-    """Takes the sum of contents while somebody else reads them.
+    """Computes size and checksum of contents while a caller reads them.
 
     Args:
         pieces: the contents.
@@ -160,10 +157,10 @@ class Summing:
     def __init__(self, pieces: Iterable[Any]) -> None:
         self._pieces = iter(pieces)
         self.sum = Sum(0, 0)
-        """Of what has been read."""
+        """Size and checksum of the pieces that were read."""
 
     def pieces(self) -> Iterator[Any]:
-        """Yield the rest of the file."""
+        """Yield the rest of the contents."""
         for piece in self._pieces:
             num_bytes, crc32 = self.sum
             self.sum = Sum(num_bytes + len(piece), zlib.crc32(piece, crc32))
@@ -172,19 +169,19 @@ class Summing:
 
 @dataclass
 class _Call:
-    """A thread's call of a file system under way."""
+    """A thread's call of a file system that has not returned."""
 
     what: str
-    heard_at: float
-    """Time at which it began, or its last part was done."""
+    progress_at: float
+    """When the call began, or last made progress, by the monotonic clock."""
 
 
 class Storage:
     """Named files below one root.
 
     Args:
-        root: a local folder or a URI, which may carry credentials; need not exist yet.
-        filesystem: the file system that ``root`` is a path on; None: found from ``root``.
+        root: a local folder, or a URI that may hold credentials; need not exist yet.
+        filesystem: the file system of the path ``root``; None to derive it from ``root``.
 
     Raises:
         ConfigError: no file system serves that URI.
@@ -192,8 +189,9 @@ class Storage:
 
     def __init__(self, root: str, *, filesystem: fs.FileSystem | None = None) -> None:
         self.root = root
+        self._check: Callable[[], None] | None = None
         self._calls: dict[int, _Call] = {}
-        self._asked_since: float | None = None
+        self._unanswered_since: float | None = None
         self._last_what = ""
         self._is_given = filesystem is not None
         if filesystem is not None:
@@ -207,13 +205,12 @@ class Storage:
                 ) from error
         else:
             self._filesystem, self._path = fs.LocalFileSystem(), os.path.abspath(root)
-        self._check: Callable[[], None] | None = None
 
     def guarded(self, check: Callable[[], None]) -> Storage:
-        """Return this storage with a check just before everything that changes a file of it.
+        """Return this storage with a check just before each change of a file.
 
         Args:
-            check: raises if nothing may be changed any more; what it raises is passed on.
+            check: raises an error if files must not be changed any longer.
         """
         guarded = copy.copy(self)
         guarded._check = check
@@ -225,198 +222,181 @@ class Storage:
 
     @property
     def is_object_store(self) -> bool:
-        """Whether files appear whole, and folders can not be renamed."""
+        """Whether a file appears only when it is whole, and folders can not be renamed."""
         return self._filesystem.type_name in _OBJECT_STORES
 
     @property
     def local_path(self) -> str | None:
-        """The folder on this machine's disks, shared ones too; None: it is elsewhere."""
+        """The folder on a disk that this machine has mounted, or None on another file system."""
         return self._path if self._filesystem.type_name == "local" else None
 
     @property
     def address(self) -> str | None:
-        """URI by which another process, in any folder or on any machine, may try to open it.
+        """Path or URI by which a process in any folder, on any machine, may open the storage.
 
-        None: it was given a file system that no path or URI says.
+        None if the constructor was given a file system, which no path or URI names.
         """
-        if self._is_given:
-            return None
-        return self.root if self.local_path is None else self.local_path
+        return None if self._is_given else self.local_path or self.root
 
-    # how long it has been silent
+    # calls without an answer
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
-        """Note a call of this thread until the end of the ``with``, if it is not part of one."""
+        """Note a call of this thread until the end of the ``with``; ignore a nested call."""
         thread, now = threading.get_ident(), time.monotonic()
         if thread in self._calls:
             yield
             return
         self._calls[thread] = _Call(what, now)
-        if self._asked_since is None:
-            self._asked_since = now
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+        is_answered = True
         try:
             yield
         except BaseException as error:
-            self._end_call(thread, is_answer=is_answer(error))
+            is_answered = is_answer(error)
             raise
-        self._end_call(thread, is_answer=True)
-
-    def _end_call(self, thread: int, *, is_answer: bool) -> None:
-        self._last_what = self._calls.pop(thread).what
-        if is_answer:
-            self._note_answer()
+        finally:
+            self._last_what = self._calls.pop(thread).what
+            if is_answered:
+                self._note_answer()
 
     def _note_answer(self) -> None:
-        """Note that the file system has answered somebody; others may wait yet."""
-        self._asked_since = time.monotonic() if self._calls else None
+        """Note that the file system has answered a thread; others may still wait."""
+        self._unanswered_since = time.monotonic() if self._calls else None
 
-    def _hear(self) -> None:
-        """Note that the file system has done a part of what this thread calls for."""
+    def _note_progress(self) -> None:
+        """Note that this thread's call has made progress."""
         call = self._calls.get(threading.get_ident())
         if call is not None:
-            call.heard_at = time.monotonic()
+            call.progress_at = time.monotonic()
         self._note_answer()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[], None]]:
-        """Note that this thread waits for the file system by another way than through this object.
-
-        Yields a function to call when it gets on.
-        """
-        with self._calling(what):
-            yield self._hear
-
-    def silent_call(self, thread: int | None = None) -> tuple[float, str]:
-        """Return (seconds, what was called) of the call that has had no answer for longest.
+        """Note a call of this thread that does not use this object.
 
         Args:
-            thread: whose call; None: of all.
+            what: the call: ``to lock it``.
+
+        Yields a function to call whenever the call has made progress.
         """
-        calls = list(self._calls.items())
-        waiting = [call for of, call in calls if thread is None or of == thread]
-        oldest = min(waiting, key=lambda call: call.heard_at, default=None)
-        return (0.0, "") if oldest is None else (time.monotonic() - oldest.heard_at, oldest.what)
+        with self._calling(what):
+            yield self._note_progress
 
     def dead_s(self) -> float:
-        """Return how long no caller has had an answer; 0: one has, or nobody asks.
+        """Return the seconds for which no thread has had an answer; 0 if none waits.
 
-        That a server can not be reached, or took too long, is none.
+        An error because the server was unreachable, or took too long, is no answer.
         """
-        since = self._asked_since
+        since = self._unanswered_since
         return 0.0 if since is None else time.monotonic() - since
 
     def unanswered(self, thread: int | None = None) -> tuple[float, str]:
-        """Return for how long a thread's call, or all calls there were, have had no answer.
+        """Return for how long a thread's call, or the whole file system, has given no answer.
 
         Args:
-            thread: whose call; None: that which waits longest.
+            thread: the thread; None for the one that has waited longest.
 
         Returns:
-            Seconds, and what was called.
+            Seconds, and the call.
         """
-        silent_s, what = self.silent_call(thread)
-        return max(silent_s, self.dead_s()), what or self._last_what
+        calls = list(self._calls.items())  # other threads change the dict
+        waiting = [call for caller, call in calls if thread in (None, caller)]
+        oldest = min(waiting, key=lambda call: call.progress_at, default=None)
+        if oldest is None:
+            return self.dead_s(), self._last_what
+        return max(time.monotonic() - oldest.progress_at, self.dead_s()), oldest.what
 
     # files
 
-    def _at(self, name: str) -> str:
+    def _path_of(self, name: str) -> str:
         return posixpath.join(self._path, name)
 
     def probe(self, setting: str) -> None:
         """Write and delete a small file.
 
+        Args:
+            setting: the dotted name of the setting that names the storage, for the error.
+
         Raises:
-            ConfigError: the place can not be written; ``setting`` is named.
+            ConfigError: the storage can not be written.
         """
-        name = f".probe-{uuid.uuid4().hex[:8]}"  # another driver may look at the same time
+        name = f".probe-{uuid.uuid4().hex[:8]}"  # another driver may probe at the same time
         try:
             self.write_bytes(name, b"")
             self.delete_file(name)
         except OSError as error:
-            if self.local_path is not None:  # a full disk keeps what could not be filled
-                for left in (name, f"{name}.tmp"):
+            if self.local_path is not None:  # a full disk keeps the empty file
+                for path in (self._path_of(name), f"{self._path_of(name)}.tmp"):
                     with suppress(OSError):
-                        os.unlink(self._at(left))
+                        os.unlink(path)
             problem = f"{self.root} can not be written: {in_words(error)}"
             raise ConfigError(setting, problem) from error
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Write a file, replacing an older one at once and as a whole."""
+        """Write a file; readers see the older one until the new one is whole."""
         self.write_pieces(name, [data])
 
     def write_pieces(self, name: str, pieces: Iterable[Any]) -> Sum:
-        """Write a file as ``write_bytes`` does, from contents that come in pieces."""
+        """Write a file as ``write_bytes`` does, from contents in pieces."""
         with self._calling(f"to write {name}"):
-            sums = []
+            self._check_guard()
+            path = self._path_of(name)
+            if self._filesystem.type_name not in _OBJECT_STORES:  # they have no folders, only names
+                self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
+            if self.is_object_store:
+                return self._write(path, pieces)
+            temporary = f"{path}.tmp"
+            written = self._write(temporary, pieces)
+            self._flush_to_disk(temporary)
+            self._check_guard()  # writing may have taken long
+            self._filesystem.move(temporary, path)
+            self._flush_to_disk(posixpath.dirname(path))
+            return written
 
-            def fill(stream: Any) -> None:
-                sums.append(Sum.of(self._written(stream, pieces)))
+    def _write(self, path: str, pieces: Iterable[Any]) -> Sum:
+        if self._filesystem.type_name != "local":
+            with self._filesystem.open_output_stream(path) as stream:
+                return self._write_to(stream, pieces)
+        try:
+            with open(path, "wb", buffering=0) as file:
+                return self._write_to(_FlushedFile(file), pieces)
+        except OSError as error:
+            if error.errno is None or not error.strerror:
+                raise
+            problem = error.strerror[0].lower() + error.strerror[1:]  # the rest of a sentence
+            raise OSError(error.errno, problem) from error
 
-            self._put(name, fill)
-            return sums[0]
-
-    def _written(self, stream: Any, pieces: Iterable[Any]) -> Iterator[Any]:
-        """Write each piece, then hand it on."""
-        for piece in pieces:
+    def _write_to(self, stream: Any, pieces: Iterable[Any]) -> Sum:
+        sums = Summing(pieces)
+        for piece in sums.pieces():
             stream.write(piece)
-            self._hear()
-            yield piece
+            self._note_progress()
+        return sums.sum
 
     def copy_in(self, local: str, name: str) -> None:
-        """Write a file that lies on this machine, piece by piece; like ``write_bytes`` else."""
+        """Write a copy of a local file, piece by piece, as ``write_bytes`` does."""
         with open(local, "rb") as source:
             self.write_pieces(name, iter(lambda: source.read(_CHUNK_BYTES), b""))
 
     def copy_out(self, name: str, local: str) -> None:
-        """Copy a file to this machine, piece by piece; it appears there as a whole.
+        """Copy a file to a local path, piece by piece; it appears there only when it is whole.
 
         Raises:
-            OSError: it is not there or can not be read, or ``local`` can not be written.
+            OSError: the file is absent or can not be read, or ``local`` can not be written.
         """
         with self._calling(f"to read {name}"):
-            aside = os.path.join(os.path.dirname(local), f".{os.path.basename(local)}.tmp")
+            temporary = os.path.join(os.path.dirname(local), f".{os.path.basename(local)}.tmp")
             with (
-                self._filesystem.open_input_stream(self._at(name), compression=None) as stream,
-                open(aside, "wb") as target,
+                self._filesystem.open_input_stream(self._path_of(name), compression=None) as stream,
+                open(temporary, "wb") as target,
             ):
                 shutil.copyfileobj(stream, target, _CHUNK_BYTES)
-            os.replace(aside, local)
-
-    def _put(self, name: str, fill: Callable[[Any], object]) -> None:
-        self._check_guard()
-        path = self._at(name)
-        if self._filesystem.type_name not in _OBJECT_STORES:  # they have no folders, only names
-            self._filesystem.create_dir(posixpath.dirname(path), recursive=True)
-        if self.is_object_store:
-            self._write(path, fill)
-            return
-        aside = f"{path}.tmp"
-        self._write(aside, fill)
-        self._flush_to_disk(aside)
-        self._check_guard()  # to write it may have taken long
-        self._filesystem.move(aside, path)
-        self._flush_to_disk(posixpath.dirname(path))
-
-    def _write(self, path: str, fill: Callable[[Any], object]) -> None:
-        if self._filesystem.type_name == "local":
-            self._write_here(path, fill)
-            return
-        with self._filesystem.open_output_stream(path) as stream:
-            fill(stream)
-
-    def _write_here(self, path: str, fill: Callable[[Any], object]) -> None:
-        try:
-            with open(path, "wb", buffering=0) as file:
-                fill(_Synced(file))
-        except OSError as error:
-            if error.errno is None or not error.strerror:
-                raise
-            said = error.strerror[0].lower() + error.strerror[1:]  # the rest of a sentence
-            raise OSError(error.errno, said) from error
+            os.replace(temporary, local)
 
     def _flush_to_disk(self, path: str) -> None:
-        """Make a local file or folder survive a power failure; PyArrow does not."""
+        """Make a local file or folder survive a power failure, as PyArrow does not."""
         if self._filesystem.type_name != "local":
             return
         descriptor = os.open(path, os.O_RDONLY)
@@ -429,10 +409,11 @@ class Storage:
         """Return a whole file.
 
         Raises:
-            OSError: it is not there or can not be read.
+            OSError: the file is absent or can not be read.
         """
         with self._calling(f"to read {name}"):
-            with self._filesystem.open_input_stream(self._at(name), compression=None) as stream:
+            path = self._path_of(name)
+            with self._filesystem.open_input_stream(path, compression=None) as stream:
                 data: bytes = stream.read()
             return data
 
@@ -440,27 +421,27 @@ class Storage:
         """Yield the contents of a file in order, in pieces.
 
         Raises:
-            OSError: it is not there or can not be read.
+            OSError: the file is absent or can not be read.
         """
-        with self._calling(f"to read {name}"):
-            stream = self._filesystem.open_input_stream(self._at(name), compression=None)
+        what = f"to read {name}"
+        with self._calling(what):
+            stream = self._filesystem.open_input_stream(self._path_of(name), compression=None)
         with stream:
-            while piece := self._read_piece(stream, name):
+            while True:
+                with self._calling(what):
+                    piece = stream.read(_CHUNK_BYTES)
+                if not piece:
+                    return
                 yield piece
 
-    def _read_piece(self, stream: Any, name: str) -> bytes:
-        with self._calling(f"to read {name}"):
-            piece: bytes = stream.read(_CHUNK_BYTES)
-        return piece
-
     def read_whole(self, name: str) -> bytearray:
-        """Return a whole file as memory that may be changed, of which there is one copy.
+        """Return a whole file as writable memory, without a second copy.
 
         Raises:
-            OSError: it is not there or can not be read.
+            OSError: the file is absent or can not be read.
         """
         with self._calling(f"to read {name}"):
-            size = self._filesystem.get_file_info(self._at(name)).size
+            size = self._filesystem.get_file_info(self._path_of(name)).size
             data, filled = bytearray(size or 0), 0
             for piece in self.read_pieces(name):
                 data[filled : filled + len(piece)] = piece
@@ -472,43 +453,42 @@ class Storage:
         """Delete a file.
 
         Raises:
-            OSError: it is not there, or can not be deleted.
+            OSError: the file is absent, or can not be deleted.
         """
         self._check_guard()
         with self._calling(f"to delete {name}"):
-            self._filesystem.delete_file(self._at(name))
+            self._filesystem.delete_file(self._path_of(name))
 
     def exists(self, name: str) -> bool:
-        """Whether a file or folder is there."""
+        """Whether a file or folder exists."""
         with self._calling(f"to look for {name}"):
-            info = self._filesystem.get_file_info(self._at(name))
+            info = self._filesystem.get_file_info(self._path_of(name))
             return bool(info.type != fs.FileType.NotFound)
 
     def list_dir(self, name: str) -> list[str]:
-        """Return the names directly below a folder, sorted; none if it is not there."""
+        """Return the names directly below a folder, sorted; an absent folder has none."""
         with self._calling(f"to list {name or 'the folder'}"):
-            selector = fs.FileSelector(self._at(name), allow_not_found=True)
+            selector = fs.FileSelector(self._path_of(name), allow_not_found=True)
             try:
                 infos = self._filesystem.get_file_info(selector)
-            except FileNotFoundError:  # PyArrow's, if the folder is made while it looks
+            except FileNotFoundError:  # PyArrow's, if the folder appears meanwhile
                 return []
             return sorted(posixpath.basename(info.path) for info in infos)
 
     def copy_file(self, name: str, new_name: str) -> None:
-        """Copy a file of this storage, which no one writes over, to a name that is free.
+        """Copy a file that no process overwrites to a free name.
 
-        On a disk the copy is a second name of the same file, where the disk can do that. An object
-        store copies by itself.
+        On a disk with hard links the copy is a link. An object store copies by itself.
 
         Raises:
-            OSError: it is not there, or can not be copied.
+            OSError: the file is absent, or can not be copied.
         """
         self._check_guard()
         with self._calling(f"to copy {name}"):
-            source, target = self._at(name), self._at(new_name)
+            source, target = self._path_of(name), self._path_of(new_name)
             if self._filesystem.type_name == "local":
                 os.makedirs(os.path.dirname(target), exist_ok=True)
-                with suppress(OSError):  # no links here
+                with suppress(OSError):  # a disk without links
                     os.link(source, target)
                     return
             elif self.is_object_store:
@@ -518,22 +498,23 @@ class Storage:
             self.write_pieces(new_name, self.read_pieces(name))
 
     def delete_dir(self, name: str) -> None:
-        """Delete a folder with all in it, if it is there."""
+        """Delete a folder with its contents, if it exists."""
         self._check_guard()
         with self._calling(f"to delete {name}"):
             if self.exists(name):
-                self._filesystem.delete_dir(self._at(name))
+                self._filesystem.delete_dir(self._path_of(name))
 
     def move_dir(self, name: str, new_name: str) -> None:
-        """Rename a folder at once. Not on object stores."""
+        """Rename a folder atomically. An object store can not do this."""
         self._check_guard()
         with self._calling(f"to rename {name}"):
-            self._filesystem.move(self._at(name), self._at(new_name))
-            self._flush_to_disk(posixpath.dirname(self._at(new_name)))
+            target = self._path_of(new_name)
+            self._filesystem.move(self._path_of(name), target)
+            self._flush_to_disk(posixpath.dirname(target))
 
 
-class _Synced:
-    """A file that goes to disk while it is written: what is left for the end takes no minutes."""
+class _FlushedFile:
+    """A local file that is flushed while it is written, so that its last flush is short."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -542,7 +523,7 @@ class _Synced:
     def write(self, piece: Any) -> None:
         """Write a piece."""
         memory = memoryview(piece).cast("B")
-        while memory:  # a disk may take a part of it
+        while memory:  # a disk may accept only a part
             written = self._file.write(memory)
             memory = memory[written:]
             self._num_bytes += written
@@ -552,23 +533,24 @@ class _Synced:
 
 
 TELL_S = 8.0
-"""After so long without an answer a line says so, in seconds."""
+"""Seconds without an answer after which a message is logged."""
 GIVE_UP_S = 45.0
-"""After so long without an answer nothing waits for it any more, in seconds."""
+"""Seconds without an answer after which nothing waits for the storage any longer."""
 _GRACE_S = 1.0
-"""Time-out of a call to a storage that was given up before, in seconds."""
-_LOOK_EVERY_S = 0.05
+"""Shortest time-out of a call, in seconds: a storage may have been silent before the call."""
+_POLL_S = 0.05
 _RELEASE_S = 5.0
+"""Time-out for releasing a folder, in seconds."""
 _Result = TypeVar("_Result")
 _given_up: list[str] = []
 
 
-class SilenceTeller:
-    """Says once that a storage does not answer, and once that it does again.
+class SilenceMonitor:
+    """Reports once that a storage does not answer, and once that it answers again.
 
     Args:
-        storage: whose calls, of all threads, are looked at.
-        meanwhile: what happens until it does: the end of the sentence.
+        storage: the storage; calls of all threads count.
+        meanwhile: the end of the message: what happens until the storage answers.
     """
 
     def __init__(self, storage: Storage, meanwhile: str) -> None:
@@ -576,8 +558,8 @@ class SilenceTeller:
         self._meanwhile = meanwhile
         self._since: float | None = None
 
-    def news(self) -> str | None:
-        """Return the sentence to print now, if any."""
+    def pop_message(self) -> str | None:
+        """Return the message to log now, or None."""
         silent_s, what = self._storage.unanswered()
         if self._since is None and silent_s >= TELL_S:
             self._since = time.monotonic() - silent_s
@@ -591,8 +573,8 @@ class SilenceTeller:
         return None
 
 
-def tell_on_stderr(sentence: str) -> None:
-    """Say something where there is no log yet, or none any more."""
+def log_to_stderr(sentence: str) -> None:
+    """Print a sentence, without credentials, while there is no log."""
     print(redact(sentence), file=sys.stderr, flush=True)
 
 
@@ -600,75 +582,70 @@ def within(
     storage: Storage,
     act: Callable[[], _Result],
     *,
-    tell: Callable[[str], None] = tell_on_stderr,
+    log: Callable[[str], None] = log_to_stderr,
     limit_s: float = GIVE_UP_S,
 ) -> _Result:
-    """Do something that needs a storage, in a thread, for as long as the storage answers.
+    """Call a function that needs a storage, in a thread, as long as the storage answers.
 
     Args:
-        storage: which.
-        act: what is done; left behind if the storage falls silent.
-        tell: takes a sentence if it is silent for some seconds.
-        limit_s: the longest silence, in seconds; of one that was given up before, a second.
+        storage: the storage.
+        act: the function; its thread is abandoned if the storage does not answer.
+        log: receives a message if the storage has not answered for some seconds.
+        limit_s: seconds without an answer after which the call is given up. Silence before the
+            call counts, but the call has a second in any case.
 
     Raises:
-        StorageSilentError: it did not answer for so long.
-        Exception: what ``act`` raises.
+        StorageSilentError: the storage did not answer for ``limit_s``.
+        Exception: the error of ``act``.
     """
-    result: list[_Result] = []
-    problem: list[BaseException] = []
-    ended = threading.Event()
+    future: Future[_Result] = Future()
 
     def work() -> None:
         try:
-            result.append(act())
+            future.set_result(act())
         except BaseException as error:
-            problem.append(error)
-        finally:
-            ended.set()
+            future.set_exception(error)
 
     thread = threading.Thread(target=work, name="storage", daemon=True)
-    teller = SilenceTeller(storage, f"it is given up after {limit_s:.0f} s")
+    monitor = SilenceMonitor(storage, f"giving up after {limit_s:.0f} s")
     began_at = time.monotonic()
     thread.start()
     try:
-        while not ended.wait(_LOOK_EVERY_S):
-            sentence = teller.news()
-            if sentence and storage.root not in _given_up:
-                tell(sentence)
+        while not wait([future], _POLL_S).done:
+            message = monitor.pop_message()
+            if message and storage.root not in _given_up:
+                log(message)
             silent_s, what = storage.unanswered(thread.ident)
             if silent_s > limit_s and time.monotonic() - began_at > _GRACE_S:
                 raise StorageSilentError(storage.root, silent_s, what)
     except BaseException:  # Ctrl-C, too
         give_up(storage.root)
         raise
-    if problem:
-        raise problem[0]
-    return result[0]
+    return future.result()
 
 
 @contextmanager
 def entered_within(storage: Storage, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter and leave a context that needs a storage, each as ``within`` does."""
+    """Enter and leave a context that needs a storage, both by ``within``."""
     within(storage, context.__enter__)
     try:
         yield
     finally:
-        with suppress(StorageSilentError):  # then the end of this process gives the folder back
+        with suppress(StorageSilentError):  # the end of this process then releases the folder
             within(
                 storage,
                 lambda: context.__exit__(None, None, None),
                 limit_s=_RELEASE_S,
-                tell=lambda _: None,
+                log=lambda _: None,
             )
 
 
 def give_up(name: str) -> None:
-    """Note that a thread was left behind which may never come back."""
+    """Note that a thread which may never return was abandoned."""
     if name not in _given_up:
         _given_up.append(name)
 
 
 def is_anything_given_up() -> bool:
-    """Whether a thread of this process was left behind: an orderly exit may wait for it."""
+    """Whether a thread of this process was abandoned: an orderly exit may wait for it forever."""
     return bool(_given_up)

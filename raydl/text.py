@@ -1,4 +1,4 @@
-"""Times and tables as a person reads them."""
+"""Times, tables and control characters as readable text."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from raydl.config import dotted
 
-_OBEYED = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, which a terminal obeys, but for the end of a line."""
+_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys instead of showing them, except the line feed."""
 
 
 def escape_controls(text: str) -> str:
-    """Return a text with control characters as escapes, as Python writes them.
+    """Return a text with its control characters as Python escapes; line feeds stay.
 
-    Text from files (names of classes and columns) or from other machines is to be seen
-    on a terminal and not to move its cursor. Ends of lines stay.
+    Text from files (names of classes and columns) or from other machines must not control the
+    user's terminal.
     """
-    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def clock_text(seconds: float, *, is_short: bool = False) -> str:
-    """Return a time of a run as ``h:mm:ss``: ``0:01:05``; a day is ``24:00:00``.
+    """Return a duration as ``h:mm:ss``: ``0:01:05``; a day is ``24:00:00``.
 
     Args:
-        seconds: not negative.
-        is_short: leave the hours out where there are none: ``1:05``.
+        seconds: the duration, 0 or more.
+        is_short: omit the hours if they are 0: ``1:05``.
     """
     minutes, rest = divmod(round(seconds), 60)
     if is_short and minutes < 60:
@@ -35,8 +35,8 @@ def clock_text(seconds: float, *, is_short: bool = False) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a measured or predicted time with three figures, in us, ms or s: ``3.35 ms``."""
-    rounded = float(f"{seconds:.3g}")  # before the unit is chosen: 999.9 us are 1 ms
+    """Return a duration with three significant digits, in us, ms or s: ``3.35 ms``."""
+    rounded = float(f"{seconds:.3g}")  # before choosing the unit: 999.9 us are 1 ms
     if rounded >= 1000:
         return f"{seconds:,.0f} s"
     units = (("s", 1.0), ("ms", 1e-3))
@@ -45,7 +45,10 @@ def seconds_text(seconds: float) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table; bars in a cell are escaped, lines joined, short rows filled up."""
+    """Return a Markdown table.
+
+    Bars in a cell are escaped, its lines joined; short rows are padded with empty cells.
+    """
     lines = [_markdown_row(header), _markdown_row(["---"] * len(header))]
     lines += [_markdown_row([*row, *[""] * (len(header) - len(row))]) for row in rows]
     return "\n".join(lines)

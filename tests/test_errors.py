@@ -53,7 +53,7 @@ def test_an_error_survives_pickling_with_its_words_and_fields(error):
     }
 
 
-def test_a_time_out_names_who_was_missing_how_long_and_the_setting():
+def test_a_time_out_names_the_missing_workers_its_length_and_the_setting():
     text = str(errors.ExchangeTimeoutError(1200, 7, 30.0, ["w2", "w5"]))
     assert text == (
         "exchange round 1200 (generation 7) failed: timed out after 30.0 s waiting for workers "
@@ -66,6 +66,6 @@ def test_an_unknown_name_lists_the_nearest_first():
     assert text == "model has no 'lnet'; did you mean lenet? known: lenet, mlp"
 
 
-def test_a_name_that_is_like_no_other_is_told_once_with_all_there_are():
+def test_an_unknown_name_without_near_ones_lists_all():
     text = str(errors.UnknownNameError("method.name", "foo", ("diloco", "hogwild-sgd")))
     assert text == "method.name has no 'foo'; known: diloco, hogwild-sgd"

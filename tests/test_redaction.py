@@ -92,7 +92,7 @@ from raydl.tools.comparison.settings import plan
         ("https://h/x?client_secret=SECRET&client_id=1&API-Key=SECRET", "https://h/x?client_id=1"),
     ],
 )  # fmt: skip
-def test_what_proves_who_asks_is_left_out_and_the_place_stays(uri, left):
+def test_credentials_are_removed_and_the_place_stays(uri, left):
     assert "SECRET" not in redact(uri)
     assert redact(uri) == left
     assert has_credentials(uri)
@@ -111,7 +111,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("text", PLAIN)
-def test_what_carries_no_credentials_stays_as_it_is(text):
+def test_a_text_without_credentials_is_unchanged(text):
     assert redact(text) == text
     assert not has_credentials(text)
 
@@ -230,7 +230,7 @@ def test_no_error_holds_credentials_in_its_words_fields_or_pickle(error):
     assert str(pickle.loads(data)) == str(error)
 
 
-def test_what_pyarrow_quotes_of_a_uri_is_in_no_traceback():
+def test_the_uri_in_pyarrows_errors_is_in_no_traceback():
     for opened_by in (Storage, raydl.data.load, storage.open_filesystem):
         try:
             opened_by(URI)
@@ -374,7 +374,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("bad", [f"s3://KEY:{SECRET}/{SECRET}@127.0.0.1:1/x?sig={SECRET}", ""])
-def test_no_mistake_is_told_with_a_secret(mistake, bad, tmp_path, monkeypatch, capfd):
+def test_no_error_shows_a_secret(mistake, bad, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     uri = bad or f"file://{tmp_path}/nowhere{QUERY}"
     try:
@@ -387,7 +387,7 @@ def test_no_mistake_is_told_with_a_secret(mistake, bad, tmp_path, monkeypatch, c
     assert err
 
 
-def test_what_goes_wrong_in_a_runs_folder_is_told_without_them(tmp_path, digits, capfd):
+def test_errors_of_a_runs_folder_show_no_credentials(tmp_path, digits, capfd):
     assert cli.main(options(tmp_path, digits, "--epochs", "1")) == 0
     folder = tmp_path / "kept/first"
     with held(Storage(of(tmp_path)), "run.storage_path"):
@@ -403,14 +403,14 @@ def test_what_goes_wrong_in_a_runs_folder_is_told_without_them(tmp_path, digits,
     assert_hushed(tmp_path, capfd)
 
 
-def test_a_driver_that_waits_for_a_lock_says_where_without_them(tmp_path):
+def test_a_driver_that_waits_for_a_lock_logs_no_credentials(tmp_path):
     root, said, now = f"file://{tmp_path}/run{QUERY}", [], iter(range(99))
     (tmp_path / "run").mkdir()
     with held(Storage(root), "run.storage_path"):
         wait_until_free(
             Storage(root),
             wait_s=2,
-            say=said.append,
+            log=said.append,
             clock=lambda: next(now),
             sleep=lambda seconds: None,
         )
@@ -418,7 +418,7 @@ def test_a_driver_that_waits_for_a_lock_says_where_without_them(tmp_path):
     assert sentence.startswith(f"file://{tmp_path}/run is still in use")
 
 
-def test_old_checkpoints_that_stay_are_told_of_without_them(tmp_path, monkeypatch):
+def test_the_warning_of_old_checkpoints_shows_no_credentials(tmp_path, monkeypatch):
     class Stuck(Storage):
         def delete_dir(self, name):
             raise OSError(f"{self.root}: busy")
@@ -474,16 +474,16 @@ def guarded(tmp_path, digits, monkeypatch):
     return of(tmp_path)
 
 
-def test_a_score_says_that_the_credentials_of_the_data_are_not_kept(guarded, digits, capfd):
+def test_the_error_of_a_score_says_that_config_json_has_no_credentials(guarded, digits, capfd):
     assert cli.main(["evaluate", guarded]) == 2
     sentence = capfd.readouterr().err
     assert "the store refuses these credentials" in sentence
-    assert "config.json does not keep the credentials that this URI was given: set them" in sentence
+    assert "config.json does not hold the credentials of this URI: set them" in sentence
     assert "or give the whole URI as --data" in sentence
     assert cli.main(["evaluate", guarded, "--data", digits]) == 0
 
 
-def test_of_data_that_had_none_it_does_not_say_so(tmp_path, digits, capfd):
+def test_the_error_of_data_without_credentials_does_not_mention_them(tmp_path, digits, capfd):
     assert cli.main(options(tmp_path, digits.removesuffix(QUERY), "--epochs", "1")) == 0
     assert cli.main(["evaluate", of(tmp_path), "--data", "nowhere/x"]) == 2
     path = tmp_path / "kept/first/config.json"
@@ -549,7 +549,7 @@ def test_a_container_a_user_and_an_endpoint_are_no_credentials_of_a_job():
         check_credentials(["--data", uri], TrainConfig(data=uri))
 
 
-def test_a_wrong_place_for_a_run_is_told_without_them():
+def test_the_error_of_a_wrong_place_shows_no_credentials():
     with pytest.raises(ConfigError) as told:
         RunConfig(run_dir=f"s3://KEY:{SECRET}@bucket/x")
     assert "s3://bucket/x" in str(told.value)

@@ -157,7 +157,7 @@ def mean_of(model, batch):
         (
             cross_entropy,
             lambda model, batch: {"x": "1"},
-            "metric x must be one number, it is a str",
+            "metric x must be one number, the sum over the samples of a batch, it is a str",
         ),
         (cross_entropy, mean_of, "metric loss must be the sum over .*, it is the mean"),
     ],
@@ -175,7 +175,7 @@ def test_a_task_without_its_loss_among_the_metrics_is_told(table, tmp_path):
         def metrics(self, model, batch):
             return {"ones": batch["y"].sum()}
 
-    with pytest.raises(ShapeError, match="must have loss among them, they are ones"):
+    with pytest.raises(ShapeError, match="must include loss, they are ones"):
         train(Silent(line, cross_entropy), table, tmp_path)
     Silent.metrics = lambda self, model, batch: None
     with pytest.raises(ShapeError, match="must be a dict of name and sum, they are a NoneType"):

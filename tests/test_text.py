@@ -28,7 +28,7 @@ def test_a_measured_time_has_three_figures_and_the_unit_that_suits_them():
     ]  # fmt: skip
 
 
-def test_what_a_cell_holds_does_not_break_a_table():
+def test_no_content_of_a_cell_breaks_a_table():
     text = markdown_table(("who", "why"), [("w1", "a | b\nc\r\nd"), ("w2",), (3, None)])
     assert text.splitlines() == [
         "| who | why |",
@@ -49,6 +49,6 @@ def test_a_setting_with_a_bar_stays_one_cell():
     assert "| `data` | s3://a\\|b |" in config_as_markdown({"data": "s3://a|b"})
 
 
-def test_what_a_terminal_would_obey_is_shown():
+def test_control_characters_are_shown_as_escapes():
     text = "cat\x1b[2J\r\x9b31m\u202edog\tand\nmore \u00e9\u4e2d"
     assert escape_controls(text) == "cat\\x1b[2J\\r\\x9b31m\\u202edog\\tand\nmore \u00e9\u4e2d"

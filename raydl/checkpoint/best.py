@@ -1,7 +1,7 @@
-"""The center with the best score of a run, kept in its folder as ``best.safetensors``.
+"""The center with the best score of a run, kept in the run's folder as ``best.safetensors``.
 
 It is one file, so it is whole or absent: the weights under the model's own names, and in the
-metadata of safetensors what was scored, and how well. Plain PyTorch loads it.
+metadata of safetensors the center's progress and score. Plain PyTorch loads it.
 """
 
 from __future__ import annotations
@@ -23,40 +23,34 @@ from raydl.errors import CheckpointError
 from raydl.storage import Storage, below
 
 FILE = "best.safetensors"
-
-
-_NEW = {"generation", "local_step", "driver_epoch"}
-"""Names that files of earlier versions do not have."""
+_OPTIONAL = {"generation", "local_step", "driver_epoch"}
+"""Names that are absent in files of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """A center and its score."""
+    """Progress and score of a center."""
 
     progress: Progress
     metrics: dict[str, float]
     driver_epoch: int = 1
-    """The number of the start that wrote it, among all of the run."""
+    """The number of the start that wrote the file."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the file says of the center."""
-        return {
-            **vars(self.progress),
-            "metrics": self.metrics,
-            "driver_epoch": self.driver_epoch,
-        }
+        """Return the values that the file holds besides the weights."""
+        return {**vars(self.progress), "metrics": self.metrics, "driver_epoch": self.driver_epoch}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Best:
-        """Return what ``to_dict`` returned.
+        """Return the values that ``to_dict`` returned.
 
         Raises:
-            ValueError: a name is another, which is how damage shows.
+            ValueError: a name is unknown or missing: the file is damaged.
         """
         known = {f.name for f in fields(Progress)} | {"metrics", "driver_epoch"}
         if unknown := values.keys() - known:
-            raise ValueError(f"there is no {min(unknown)} in it")
-        if lacking := known - _NEW - values.keys():
+            raise ValueError(f"it has an unknown {min(unknown)}")
+        if lacking := known - _OPTIONAL - values.keys():
             raise ValueError(f"{min(lacking)} is missing in it")
         return cls(
             progress=Progress.from_dict(values),
@@ -65,7 +59,7 @@ class Best:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return its part of ``result.json``, with the keys of an evaluation there."""
+        """Return the entry of ``result.json``, with the keys of an evaluation."""
         return {
             "round": self.progress.round,
             "samples": self.progress.num_samples,
@@ -75,19 +69,19 @@ class Best:
 
 
 class BestCenter:
-    """Keeps the best center: noted in the driver's thread, written in another.
+    """Keeps the best center: the driver's thread notes it, another thread writes it.
 
-    Of the centers that wait to be written there is one at most, the best.
+    At most one center waits to be written, the best.
 
     Args:
         storage: the run's folder.
         flat: names the weights.
-        driver_epoch: the number of this start among all of the run.
+        driver_epoch: the number of this start of the run.
     """
 
     def __init__(self, storage: Storage, flat: FlatModel, *, driver_epoch: int = 1) -> None:
         self.kept: Best | None = None
-        """What the file holds."""
+        """The center in the file, or None if there is no file."""
         self._storage = storage
         self._flat = flat
         self._epoch = driver_epoch
@@ -95,19 +89,16 @@ class BestCenter:
         self._lock = threading.Lock()
 
     def load_earlier(self) -> list[str]:
-        """Go on from what an earlier start kept, if anything; return a sentence if it is damaged.
-
-        Then the next center that is scored counts as the best.
-        """
+        """Load the best center of earlier starts, if any; return a sentence if it is damaged."""
         if self._storage.exists(FILE):
             try:
                 _, self.kept = read_best(self._storage)
             except CheckpointError as error:
-                return [f"{error}; the best center is looked for anew"]
+                return [f"{error}; the next scored center counts as the best"]
         return []
 
     def note_center(self, evaluated: Evaluated) -> bool:
-        """Note a center if it came along and is the best; return whether one waits."""
+        """Note a center if its weights came along and it is the best; return whether one waits."""
         with self._lock:
             rival = self._waiting or self.kept
             is_best = rival is None or score_of(evaluated.metrics) > score_of(rival.metrics)
@@ -116,21 +107,17 @@ class BestCenter:
             return self._waiting is not None
 
     def write(self) -> None:
-        """Write the center that waits, if one does. If that fails it waits on.
+        """Write the center that waits, if any. If this fails, it goes on waiting.
 
         Raises:
-            CheckpointError: the storage refused; what was kept before is as it was.
+            CheckpointError: the storage failed; the file is unchanged.
         """
         waiting = self._waiting
         if waiting is None:
             return
-        best = Best(
-            progress=waiting.progress,
-            metrics=waiting.metrics,
-            driver_epoch=self._epoch,
-        )
-        assert waiting.weights is not None, "take saw to it"
-        assert waiting.buffers is not None, "which comes with the weights"
+        best = Best(progress=waiting.progress, metrics=waiting.metrics, driver_epoch=self._epoch)
+        assert waiting.weights is not None, "note_center requires them"
+        assert waiting.buffers is not None, "they come with the weights"
         center = self._flat.state_dict_of(
             view_of(waiting.weights), view_of(waiting.buffers), waiting.non_trainable, copies=False
         )
@@ -147,7 +134,7 @@ class BestCenter:
 
 
 def read_best(storage: Storage) -> tuple[dict[str, Tensor], Best]:
-    """Return the best center of a run under the model's own names, and its score.
+    """Return the best center of a run under the model's own names, with its progress and score.
 
     Raises:
         CheckpointError: none was kept, or it is damaged.

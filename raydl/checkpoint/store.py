@@ -2,27 +2,26 @@
 
     checkpoints/round-00000120/
         center.safetensors        the center under the model's own names
-        state.safetensors         the optimizer at the center, where there is one
-        worker-w0.safetensors     all that worker w0 needs to go on with the same bits
-        manifest.json             written last: what belongs here, with sizes and checksums
+        state.safetensors         ledger, totals, and the optimizer at the center if there is one
+        worker-w0.safetensors     the state with which worker w0 continues with the same bits
+        manifest.json             written last: the files above, with sizes and checksums
 
-A folder without its manifest is no checkpoint. It is written under a hidden name and
-renamed; on object stores, which have no renaming, the manifest alone makes it whole.
+A folder without a manifest is not a checkpoint. A checkpoint is written under a hidden name and
+renamed; on an object store, which can not rename, the manifest alone makes it whole.
 
-Nothing is ever written over: a round that is written again comes to lie beside the first as
-round-00000120.1, and the first is deleted when the second is whole. So at any moment of a
-write one that can be read is there.
+No file is ever overwritten. If a round is written again, the new checkpoint has a name of its own,
+round-00000120.1, and the first one is deleted when the second one is whole. So at any time during a
+write there is a readable checkpoint.
 
-Every start of a run has a number, its driver epoch (``raydl.run.driver_epoch``). From the
-second on it is part of the names, round-00000120-e2, and a driver deletes what its own epoch and
-earlier ones wrote, never what a later one did. What a later epoch wrote is newer, whatever the
-rounds: an earlier driver that was halted and wakes up may complete a checkpoint, which then does
-not count. Since it may as well delete the one that a later driver goes on from, that driver
-copies it to a name of its own first.
+Every start of a run has a number, its driver epoch (``raydl.run.driver_epoch``). From the second
+start on it is part of the names: round-00000120-e2. A driver deletes checkpoints of its own epoch
+and of earlier ones, never of a later one. A checkpoint of a later epoch is newer, whatever its
+round: an earlier driver that was halted and resumes may still complete a checkpoint, which then
+does not count. Such a driver may also delete the checkpoint that a later driver resumed from, so
+the later driver first copies it to a name of its own.
 
-States of workers do not pass through the memory of the driver: a worker
-on another machine writes its file itself (``DistantState``), into the folder that it is told,
-and reads it itself (``SavedState``).
+The states of workers do not pass through the memory of the driver: a worker on another machine
+writes its file into the folder itself (``DistantState``), and reads it itself (``SavedState``).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,16 +49,17 @@ from raydl.redaction import redact
 from raydl.storage import Storage, Sum, below, in_words
 
 FORMAT = 2
-"""From 2 on a manifest has a checksum of itself."""
+"""Version of the manifest; since 2 it has a checksum of itself."""
 TRAINED = "center.safetensors"
-"""Name of a finished run's weights, in its folder."""
+"""Name of a finished run's weights in its folder."""
 _FOLDER = "checkpoints"
 _PARTIAL = ".partial-"
 _NAME = re.compile(r"round-(\d+)(?:-e(\d+))?(?:\.(\d+))?")
 _CANCEL_S = 10.0
-"""The longest wait for distant workers to write no more, in seconds."""
-_Kinds = dict[str, tuple[type, ...]]
-_MANIFEST: _Kinds = {
+"""Time-out for distant workers to stop writing, in seconds."""
+_Read = Callable[[str], Iterable[Any]]
+_Types = dict[str, tuple[type, ...]]
+_MANIFEST: _Types = {
     "round": (int,),
     "generation": (int,),
     "num_samples": (int,),
@@ -75,20 +75,20 @@ class Checkpoint:
 
     progress: Progress
     seconds: float
-    """Seconds of the run up to here, over all starts: with the waits for workers, which
-    ``progress`` does not have."""
+    """Seconds of the run so far, over all starts, including the waits for workers; the seconds of
+    ``progress`` do not include them."""
     center: dict[str, Tensor]
     """The model's state dict with the center's values."""
     state: dict[str, Any]
     """Ledger, optimizer at the center, totals: see ``raydl.checkpoint.writer.checkpoint_of``."""
     workers: Mapping[str, dict[str, Any] | DistantState | SavedState]
-    """Each worker's own state, by id, in the order of the ranks: nested values, or where they are.
+    """The state of each worker by id, in the order of the ranks: nested values, or their place.
 
-    What is read has ``SavedState``."""
+    ``CheckpointStore.read`` returns ``SavedState``."""
 
 
 class _DamagedError(CheckpointError):
-    """It can not be read, an older one may do; a newer format is no damage."""
+    """A checkpoint is damaged, so an older one may be read. A newer format is no damage."""
 
 
 class CheckpointStore:
@@ -96,8 +96,8 @@ class CheckpointStore:
 
     Args:
         storage: the run's folder.
-        keep: how many whole ones stay.
-        driver_epoch: the number of this start among all of the run, where it writes.
+        keep: number of whole checkpoints to keep.
+        driver_epoch: the number of this start of the run.
     """
 
     def __init__(self, storage: Storage, *, keep: int = 2, driver_epoch: int = 1) -> None:
@@ -106,138 +106,133 @@ class CheckpointStore:
         self._epoch = driver_epoch
         self._damaged: set[str] = set()
         self.root = storage.root
-        """Of the run's folder."""
+        """Path or URI of the run's folder."""
         self._read_name = ""
         self._earlier: set[str] | None = None
         self._late: set[str] = set()
 
     def names(self) -> list[str]:
-        """Return the whole checkpoints, oldest first, without those ``read`` found damaged.
+        """Return the whole checkpoints, oldest first, without those that ``read`` found damaged.
 
-        One of a later driver epoch is newer than one of an earlier, whatever their rounds.
+        A checkpoint of a later driver epoch is newer than one of an earlier, whatever the rounds.
         """
-        return [name for name in self._finished() if name not in self._damaged]
+        return [name for name in self._whole() if name not in self._damaged]
 
     @property
     def newest_round(self) -> int:
-        """The round of the newest whole checkpoint; -1: there is none."""
+        """The round of the newest whole checkpoint, or -1 if there is none."""
         names = self.names()
         return _age(names[-1]).round if names else -1
 
     @property
     def num_late(self) -> int:
-        """Checkpoints that an earlier driver completed after this one had taken the run over."""
+        """Number of checkpoints that an earlier driver completed after this one took over."""
         return len(self._late)
 
     def without_manifest(self) -> list[str]:
-        """Return the folders of checkpoints that have lost their manifests.
+        """Return the folders of checkpoints that have lost their manifests, oldest first.
 
-        On an object store the first checkpoint of a run is such a one until it is whole.
+        On an object store a single one may be a checkpoint that is not complete yet: return none.
         """
-        names = [n for n in self._ours() if _NAME.fullmatch(n) and not self._has_manifest(n)]
-        is_first = self._storage.is_object_store and len(names) == 1
-        return [] if is_first else sorted(names, key=_age)
+        names = [n for n in self._named() if not self._has_manifest(n)]
+        is_incomplete = self._storage.is_object_store and len(names) == 1
+        return [] if is_incomplete else names
 
-    def _finished(self) -> list[str]:
-        """Return those with a manifest, oldest first."""
-        names = [n for n in self._ours() if _NAME.fullmatch(n)]
-        return sorted(filter(self._has_manifest, names), key=_age)
+    def _whole(self) -> list[str]:
+        """Return the checkpoints with a manifest, oldest first."""
+        return [n for n in self._named() if self._has_manifest(n)]
 
-    def _ours(self) -> list[str]:
-        """Return the folders that a store made, whole or not; others are left alone."""
-        names = self._storage.list_dir(_FOLDER)
-        return [n for n in names if _NAME.fullmatch(n) or n.startswith(_PARTIAL)]
+    def _named(self) -> list[str]:
+        """Return the folders with the name of a checkpoint, whole or not, oldest first."""
+        return sorted(filter(_NAME.fullmatch, self._storage.list_dir(_FOLDER)), key=_age)
 
     def _has_manifest(self, name: str) -> bool:
         return self._storage.exists(_manifest_path(name))
 
     def write(self, checkpoint: Checkpoint) -> str:
-        """Write a checkpoint, drop old ones, and return its name.
+        """Write a checkpoint, delete old ones, and return its name.
 
-        An old one that can not be deleted is a RuntimeWarning and is tried again after the
-        next write: the new one is whole, a run must not fail for want of tidiness.
+        If an old one can not be deleted, this issues a RuntimeWarning, and the next write tries
+        again: the new checkpoint is whole, so the run goes on.
 
         Raises:
-            CheckpointError: the storage refused; earlier checkpoints are as they were.
-            StateLostError: a worker has gone that was writing its own state.
+            CheckpointError: the storage failed; earlier checkpoints are unchanged.
+            StateLostError: a worker was lost while it wrote its own state.
         """
         try:
-            self._clear_unfinished()  # their space may be what the new one needs
-            name = self._fresh_name(checkpoint.progress.round)
+            self._delete_unfinished()  # the new one may need their space
+            name = self._free_name(checkpoint.progress.round)
             self._write(name, checkpoint)
-        except StateLostError:
-            with suppress(OSError):
-                self._clear_unfinished()
-            raise
-        except OSError as error:
-            with suppress(OSError):  # the first error is the one to tell
-                self._clear_unfinished()
+        except (OSError, StateLostError) as error:
+            with suppress(OSError):  # report the first error
+                self._delete_unfinished()
+            if isinstance(error, StateLostError):
+                raise
             path = self._path(f"round-{checkpoint.progress.round:08d}")
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
-        self._damaged.discard(name)  # a damaged one that was deleted may have had that name
+        self._damaged.discard(name)  # a deleted, damaged one may have had this name
         self._prune(name)
         return name
 
     def take_over(self, checkpoint: Checkpoint) -> dict[str, SavedState]:
         """Copy the checkpoint that ``read`` returned to a name of this driver's epoch.
 
-        Before anything counts on it: the driver that wrote it may be halted and wake up, and
-        deletes then what it takes for old. It knows no name of this epoch.
+        The driver that wrote it may be halted; if it resumes, it deletes what it considers old.
+        It deletes no name of this epoch.
 
         Returns:
-            Where the states of its workers are now, in the order of the ranks.
+            The copied states of the workers, in the order of the ranks.
 
         Raises:
-            CheckpointError: it could not be copied; all others are as they were.
+            CheckpointError: it could not be copied; all checkpoints are unchanged.
         """
         source = self._read_name
         assert source, "read comes first"
         try:
-            self._earlier = {n for n in self._finished() if _age(n).epoch < self._epoch}
-            self._clear_unfinished()
+            self._earlier = {n for n in self._whole() if _age(n).epoch < self._epoch}
+            self._delete_unfinished()
             manifest = {**self._manifest(source), "driver_epoch": self._epoch, "copy_of": source}
-            name = self._fresh_name(manifest["round"])
-            aside = self._aside(name)
+            manifest.pop("crc32", None)
+            name = self._free_name(manifest["round"])
             for file_name in manifest["files"]:
                 self._storage.copy_file(
-                    f"{_FOLDER}/{source}/{file_name}", f"{_FOLDER}/{aside}/{file_name}"
+                    f"{_FOLDER}/{source}/{file_name}",
+                    f"{_FOLDER}/{self._temporary(name)}/{file_name}",
                 )
-            self._complete(aside, name, manifest)
+            self._complete(name, manifest)
         except (OSError, _DamagedError) as error:
             problem = f"could not be copied for this driver: {in_words(error)}"
             raise CheckpointError(self._path(source), problem) from error
         self._read_name = name
         self._prune(name)
-        return {w: self._moved(state, name) for w, state in checkpoint.workers.items()}
+        copies = {}
+        for worker_id, state in checkpoint.workers.items():
+            assert isinstance(state, SavedState), "read returns no other"
+            path = f"{_FOLDER}/{name}/{state.name.rpartition('/')[2]}"
+            copies[worker_id] = SavedState(self._storage, path, state.written)
+        return copies
 
-    def _moved(self, state: Any, name: str) -> SavedState:
-        """Return the place of a worker's state in another folder."""
-        assert isinstance(state, SavedState), "read returns no other"
-        file_name = state.name.rpartition("/")[2]
-        return SavedState(self._storage, f"{_FOLDER}/{name}/{file_name}", state.written)
-
-    def _fresh_name(self, round: int) -> str:
+    def _free_name(self, round: int) -> str:
         name = f"round-{round:08d}" + (f"-e{self._epoch}" if self._epoch > 1 else "")
-        ages = [_age(n) for n in self._ours() if _NAME.fullmatch(n)]
+        ages = map(_age, self._named())
         versions = [a.version for a in ages if (a.epoch, a.round) == (self._epoch, round)]
         version = 1 + max(versions, default=-1)
         return name + (f".{version}" if version else "")
 
-    def _aside(self, name: str) -> str:
-        """Return the folder that a checkpoint is written to before it is whole."""
+    def _temporary(self, name: str) -> str:
+        """Return the folder in which a checkpoint lies until it is whole."""
         return name if self._storage.is_object_store else f"{_PARTIAL}{name}"
 
-    def _complete(self, aside: str, name: str, manifest: dict[str, Any]) -> None:
-        """Make a checkpoint whole whose files are there: write its manifest, last."""
-        told = {key: value for key, value in manifest.items() if key != "crc32"}
-        content = {**told, "crc32": _checksum(told)}
-        self._storage.write_bytes(_manifest_path(aside), json.dumps(content, indent=1).encode())
-        if aside != name:
-            self._storage.move_dir(f"{_FOLDER}/{aside}", f"{_FOLDER}/{name}")
+    def _complete(self, name: str, manifest: dict[str, Any]) -> None:
+        """Make a checkpoint whole, the files of which are written: write its manifest, last."""
+        temporary = self._temporary(name)
+        content = {**manifest, "crc32": _checksum(manifest)}
+        self._storage.write_bytes(_manifest_path(temporary), json.dumps(content, indent=1).encode())
+        if temporary != name:
+            self._storage.move_dir(f"{_FOLDER}/{temporary}", f"{_FOLDER}/{name}")
 
     def _write(self, name: str, checkpoint: Checkpoint) -> None:
-        aside = self._aside(name)
-        sums = self._write_files(f"{_FOLDER}/{aside}", checkpoint)
+        sums = self._write_files(f"{_FOLDER}/{self._temporary(name)}", checkpoint)
         manifest = {
             "format": FORMAT,
             "driver_epoch": self._epoch,
@@ -248,22 +243,29 @@ class CheckpointStore:
             "workers": list(checkpoint.workers),
             "files": {n: {"bytes": s.num_bytes, "crc32": s.crc32} for n, s in sums.items()},
         }
-        self._complete(aside, name, manifest)
+        self._complete(name, manifest)
 
     def _write_files(self, folder: str, checkpoint: Checkpoint) -> dict[str, Sum]:
-        """Write all but the manifest; distant workers write while this process does."""
+        """Write all files but the manifest; distant workers write in parallel."""
+        local: dict[str, dict[str, Any]] = {}
+        distant: dict[str, DistantState] = {}
+        for worker_id, state in checkpoint.workers.items():
+            assert not isinstance(state, SavedState), "a state that was read is not written again"
+            if isinstance(state, dict):
+                local[_file_of(worker_id)] = state
+            else:
+                distant[_file_of(worker_id)] = state
 
         def put(name: str, file: TensorFile) -> Sum:
             return self._storage.write_pieces(f"{folder}/{name}", file.pieces())
 
-        here, distant = _by_place(checkpoint.workers)
         with self._distant_writes(folder, distant) as writes:
             sums = {"center.safetensors": put("center.safetensors", TensorFile(checkpoint.center))}
             sums["state.safetensors"] = put(
                 "state.safetensors",
                 pack({"progress": vars(checkpoint.progress), **checkpoint.state}),
             )
-            sums |= {name: put(name, pack(state)) for name, state in here.items()}
+            sums |= {name: put(name, pack(state)) for name, state in local.items()}
             sums |= {name: write.wait() for name, write in writes.items()}
         return sums
 
@@ -271,7 +273,7 @@ class CheckpointStore:
     def _distant_writes(
         self, folder: str, states: Mapping[str, DistantState]
     ) -> Iterator[dict[str, StateWrite]]:
-        """Let distant states be written; if anything fails, nobody writes any more afterwards."""
+        """Start the writes of distant states; if anything fails, end them before returning."""
         if not states:
             yield {}
             return
@@ -289,25 +291,28 @@ class CheckpointStore:
             raise
         self._storage.delete_file(token)
 
-    def _clear_unfinished(self) -> None:
-        """Delete what a crash or a full disk left, as far as the storage lets us."""
-        finished = self._finished()
-        self._delete(name for name in self._deletable() if name not in finished)
+    def _delete_unfinished(self) -> None:
+        """Delete the rest of writes that a crash or a full disk ended, if the storage permits."""
+        whole = self._whole()
+        self._delete(name for name in self._deletable() if name not in whole)
 
     def _deletable(self) -> list[str]:
-        """Return the folders, whole or not, that no later driver than this one wrote."""
-        return [n for n in self._ours() if _epoch_of(n) <= self._epoch]
+        """Return the folders of checkpoints, whole or not, that no later driver wrote."""
+        names = self._storage.list_dir(_FOLDER)  # folders with other names stay
+        ours = [n for n in names if _NAME.fullmatch(n) or n.startswith(_PARTIAL)]
+        return [n for n in ours if _epoch_of(n) <= self._epoch]
 
     def _prune(self, written: str) -> None:
-        """Delete all but the ``keep`` newest, of which ``written`` is always one.
+        """Delete all checkpoints but the ``keep`` newest, one of which is always ``written``.
 
-        It was written whole a moment ago, and nothing was deleted before: so at least one
-        that can be read stays, whatever became of the others. One that ``read`` found
-        damaged counts for nothing, nor does one whose round was written again.
+        That one is known to be whole, and nothing was deleted before it was: so one readable
+        checkpoint remains in any case. A damaged one is not counted, nor one whose round was
+        written again.
         """
         try:
             names = self.names()
-            self._note_late(names)
+            if self._earlier is not None:  # this driver has taken over the run
+                self._late |= {n for n in names if _age(n).epoch < self._epoch} - self._earlier
             newest = {_age(written).round: written}
             for name in reversed(names):
                 newest.setdefault(_age(name).round, name)
@@ -320,14 +325,8 @@ class CheckpointStore:
             sentence += f"{'; '.join(problems)}; the next write tries again"
             warnings.warn(redact(sentence), RuntimeWarning, stacklevel=3)
 
-    def _note_late(self, names: list[str]) -> None:
-        """Note checkpoints of earlier drivers that were not there when this one took over."""
-        if self._earlier is not None:
-            late = {n for n in names if _age(n).epoch < self._epoch} - self._earlier
-            self._late |= late
-
     def _delete(self, names: Iterable[str]) -> list[str]:
-        """Delete folders and return a sentence for each that could not be."""
+        """Delete folders, and return a sentence for each that could not be deleted."""
         problems = []
         for name in names:
             assert _epoch_of(name) <= self._epoch, f"{name} is of a later driver"
@@ -338,39 +337,40 @@ class CheckpointStore:
         return problems
 
     def read(self) -> tuple[Checkpoint, list[str]]:
-        """Return the newest whole checkpoint, and a sentence for each damaged newer one.
+        """Return the newest whole checkpoint, and a sentence for each newer, damaged one.
 
-        The damaged ones are remembered: the next write deletes them.
+        The next write deletes the damaged ones.
 
         Raises:
             CheckpointError: there is none, all are damaged, or the newest is of a newer format.
         """
         damage: list[str] = []
-        for name in reversed(self._finished()):
+        for name in reversed(self._whole()):
             try:
                 checkpoint = self._read(name)
             except _DamagedError as error:
                 self._damaged.add(name)
                 damage.append(str(error))
             else:
-                self._damaged.discard(name)  # the storage was out of reach the last time
+                self._damaged.discard(name)  # the storage may have failed last time
                 self._read_name = name
                 return checkpoint, damage
-        where = below(self._storage.root, _FOLDER)
-        raise CheckpointError(where, "; ".join(damage) or "there is none to go on from")
+        raise CheckpointError(
+            below(self.root, _FOLDER), "; ".join(damage) or "there is none to resume from"
+        )
 
     def _read(self, name: str) -> Checkpoint:
         manifest = self._manifest(name)
         workers = {
-            worker_id: self._saved_state(name, f"worker-{worker_id}.safetensors", manifest)
+            worker_id: self._verified(name, _file_of(worker_id), manifest)
             for worker_id in manifest["workers"]
         }
         state = unpack(self._file(name, "state.safetensors", manifest))
         return Checkpoint(
-            # Earlier ones have theirs among the rest of the state, or no seconds at all.
+            # Files of earlier versions have the progress in the state itself, or no seconds.
             progress=Progress.from_dict({**manifest, **state, **state.pop("progress", {})}),
             seconds=manifest["seconds"],
-            center=self._center(name, manifest),
+            center=tensor_files.parse(self._file(name, "center.safetensors", manifest))[0],
             state=state,
             workers=workers,
         )
@@ -383,33 +383,57 @@ class CheckpointStore:
         """
         names = self.names()
         if not names:
-            where = below(self._storage.root, _FOLDER)
-            raise CheckpointError(where, "there is none to read")
+            raise CheckpointError(below(self.root, _FOLDER), "there is none to read")
         manifest = self._manifest(names[-1])
-        return self._center(names[-1], manifest), manifest["round"]
+        center, _ = tensor_files.parse(self._file(names[-1], "center.safetensors", manifest))
+        return center, manifest["round"]
 
-    def _center(self, name: str, manifest: dict[str, Any]) -> dict[str, Tensor]:
-        tensors, _ = tensor_files.parse(self._file(name, "center.safetensors", manifest))
-        return tensors
+    def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytearray:
+        """Return the content of a file that matches its manifest."""
+        data = bytearray()
 
-    def _saved_state(self, name: str, file_name: str, manifest: dict[str, Any]) -> SavedState:
-        """Return the place of a worker's state, which is read to see whether it is whole."""
-        path, expected = f"{_FOLDER}/{name}/{file_name}", _sum_in(manifest, file_name)
-        if expected is None:
-            raise self._lacks(name, file_name)
+        def read(path: str) -> Iterator[memoryview]:
+            nonlocal data
+            data = self._storage.read_whole(path)
+            for start in range(0, len(data), tensor_files.PIECE_BYTES):
+                yield memoryview(data)[start : start + tensor_files.PIECE_BYTES]
+
+        self._verified(name, file_name, manifest, read)
+        return data
+
+    def _verified(
+        self, name: str, file_name: str, manifest: dict[str, Any], read: _Read | None = None
+    ) -> SavedState:
+        """Read a file of a checkpoint, compare it with the manifest, and return its place.
+
+        Args:
+            name: the checkpoint.
+            file_name: the file.
+            manifest: of the checkpoint.
+            read: yields the content of the file at a path; None to read it in pieces.
+        """
+        entry = manifest["files"].get(file_name)
+        if entry is None:
+            raise _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
+        path, expected = f"{_FOLDER}/{name}/{file_name}", Sum(entry["bytes"], entry["crc32"])
         try:
-            found = Sum.of(self._storage.read_pieces(path))
+            found = Sum.of((read or self._storage.read_pieces)(path))
         except OSError as error:
-            raise self._unreadable(name, file_name, error) from error
+            problem = f"{file_name} can not be read: {error}"
+            raise _DamagedError(self._path(name), problem) from error
         if found != expected:
-            raise self._differs(name, file_name, found, expected)
+            raise _DamagedError(
+                self._path(name),
+                f"{file_name} is damaged: it has {found.num_bytes} bytes, "
+                f"{expected.num_bytes} were written",
+            )
         return SavedState(self._storage, path, expected)
 
     def has_trained(self, round: int) -> bool:
-        """Whether the center of a finished run, as it was after a round, is in the run's folder.
+        """Whether the run's folder holds the trained weights of a run that finished at a round.
 
-        It is that of the newest checkpoint, to the bit: an earlier driver that was halted may have
-        written another one of that round.
+        They must have the same bits as the newest checkpoint: an earlier, halted driver may have
+        written other weights of that round.
         """
         try:
             trained, of_round = self._trained()
@@ -419,54 +443,53 @@ class CheckpointStore:
         return of_round in (None, round) and newest == round and _are_same(trained, center)
 
     def _trained(self) -> tuple[dict[str, Tensor], int | None]:
-        """Return the trained weights, and their round; None: an earlier file, without the round."""
+        """Return the trained weights and their round, or None in a file of an earlier version."""
         tensors, values = tensor_files.load(self._storage.read_whole(TRAINED))
-        if values.keys() - {"round"}:
-            raise ValueError(f"it is damaged: it says {', '.join(values)}")
+        if unknown := values.keys() - {"round"}:
+            raise ValueError(f"it is damaged: it has an unknown {min(unknown)}")
         return tensors, values.get("round")
 
     def find_damage(self) -> list[str]:
-        """Read all that is kept; return a sentence for each file that is not as it was written."""
-        found = []
-        for name in self._finished():
+        """Read all files of all checkpoints, and return a sentence for each damaged one."""
+        damage = []
+        for name in self._whole():
             try:
                 self._read(name)
             except CheckpointError as error:
-                found.append(str(error))
-        where = below(self._storage.root, _FOLDER)
-        found += [f"checkpoint {below(where, n)}: has no manifest" for n in self.without_manifest()]
+                damage.append(str(error))
+        damage += [f"checkpoint {self._path(n)}: has no manifest" for n in self.without_manifest()]
         if self._storage.exists(TRAINED):
             try:
                 self._refuse_late_center(*self._trained())
             except (OSError, ValueError) as error:
-                found.append(f"{below(self._storage.root, TRAINED)}: {error}")
-        return found
+                damage.append(f"{below(self.root, TRAINED)}: {error}")
+        return damage
 
     def _refuse_late_center(self, trained: dict[str, Tensor], of_round: int | None) -> None:
-        """Raise a ValueError if what was trained is another center of the newest round."""
+        """Raise a ValueError if the trained weights are another center of the newest round."""
         try:
             center, newest = self.read_center()
         except CheckpointError:
-            return  # which is told by itself
+            return  # find_damage reports it
         if of_round == newest and not _are_same(trained, center):
             raise ValueError(
-                f"it is another center than that of the newest checkpoint, of round {newest}: an "
+                f"it differs from the center of the newest checkpoint, of round {newest}: an "
                 f"earlier driver may have written it late; the same command with --resume writes "
-                f"it anew"
+                f"it again"
             )
 
     def write_trained(self, center: dict[str, Tensor], round: int) -> None:
         """Write the center of a finished run into the run's folder, as ``center.safetensors``.
 
         Raises:
-            CheckpointError: the storage refused.
+            CheckpointError: the storage failed.
         """
         try:
-            # No driver epoch in it: a run that was resumed ends with the same bits.
+            # Without the driver epoch: a run that was resumed ends with the same bits.
             file = tensor_files.seal(center, {"round": round})
             self._storage.write_pieces(TRAINED, file.pieces())
         except OSError as error:
-            path = below(self._storage.root, TRAINED)
+            path = below(self.root, TRAINED)
             raise CheckpointError(path, f"could not be written: {in_words(error)}") from error
 
     def _manifest(self, name: str) -> dict[str, Any]:
@@ -484,38 +507,16 @@ class CheckpointStore:
             f"has format {manifest['format']}, this raydl reads up to {FORMAT}; update raydl",
         )
 
-    def _file(self, name: str, file_name: str, manifest: dict[str, Any]) -> bytearray:
-        """Return a file of a checkpoint, checked against its manifest."""
-        expected = _sum_in(manifest, file_name)
-        if expected is None:
-            raise self._lacks(name, file_name)
-        try:
-            data = self._storage.read_whole(f"{_FOLDER}/{name}/{file_name}")
-        except OSError as error:
-            raise self._unreadable(name, file_name, error) from error
-        found = Sum.of(_slices(data))
-        if found != expected:
-            raise self._differs(name, file_name, found, expected)
-        return data
-
-    def _lacks(self, name: str, file_name: str) -> _DamagedError:
-        return _DamagedError(self._path(name), f"{file_name} is missing in its manifest")
-
-    def _unreadable(self, name: str, file_name: str, error: OSError) -> _DamagedError:
-        return _DamagedError(self._path(name), f"{file_name} can not be read: {error}")
-
-    def _differs(self, name: str, file_name: str, found: Sum, expected: Sum) -> _DamagedError:
-        return _DamagedError(
-            self._path(name),
-            f"{file_name} is damaged: {found.num_bytes} bytes, written were {expected.num_bytes}",
-        )
-
     def _path(self, name: str) -> str:
-        return below(self._storage.root, f"{_FOLDER}/{name}")
+        return below(self.root, f"{_FOLDER}/{name}")
 
 
 def _manifest_path(name: str) -> str:
     return f"{_FOLDER}/{name}/manifest.json"
+
+
+def _file_of(worker_id: str) -> str:
+    return f"worker-{worker_id}.safetensors"
 
 
 class _Age(NamedTuple):
@@ -534,73 +535,48 @@ def _age(name: str) -> _Age:
 
 
 def _epoch_of(folder: str) -> int:
-    """Return the driver epoch of a folder that a store made, whole or not."""
+    """Return the driver epoch of the folder of a checkpoint, whole or not."""
     match = _NAME.fullmatch(folder.removeprefix(_PARTIAL))
     return int(match[2] or 1) if match else 1
 
 
 def _checked(manifest: Any) -> dict[str, Any]:
-    """Return a manifest if all in it is of the kind that was written.
+    """Return a manifest if it has all keys with values of the right types, and its checksum.
 
     Raises:
-        ValueError: which value is not.
+        ValueError: a value is missing or wrong.
     """
     checked = _require(manifest, _MANIFEST)
     for expected in checked["files"].values():
         _require(expected, {"bytes": (int,), "crc32": (int,)})
     for worker_id in checked["workers"]:
         _require({"a worker's id": worker_id}, {"a worker's id": (str,)})
-    told = {key: value for key, value in checked.items() if key != "crc32"}
-    if checked["format"] > 1 and checked.get("crc32") != _checksum(told):
-        raise ValueError("its checksum is another")
+    if checked["format"] > 1 and checked.get("crc32") != _checksum(checked):
+        raise ValueError("its checksum does not match")
     return checked
 
 
 def _checksum(manifest: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    """Return the checksum of a manifest without its own entry."""
+    content = {key: value for key, value in manifest.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _require(values: Any, kinds: _Kinds) -> dict[str, Any]:
-    """Return ``values`` if it is a dict with all keys of ``kinds``, each of one of its types.
+def _require(values: Any, types: _Types) -> dict[str, Any]:
+    """Return ``values`` if it is a dict with all keys of ``types``, each of one of its types.
 
     Raises:
         ValueError: it is not.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"a {type(values).__name__} stands where a table should")
-    for key, allowed in kinds.items():
+        raise ValueError(f"expected a JSON object, got {type(values).__name__}")
+    for key, allowed in types.items():
         if key not in values:
             raise ValueError(f"{key} is missing")
         if type(values[key]) not in allowed:  # not isinstance: a bool is no number here
             wanted, got = allowed[-1].__name__, type(values[key]).__name__
             raise ValueError(f"{key} must be of type {wanted}, got {got}")
     return values
-
-
-def _by_place(
-    workers: Mapping[str, dict[str, Any] | DistantState | SavedState],
-) -> tuple[dict[str, dict[str, Any]], dict[str, DistantState]]:
-    """Return the states of workers by the name of their file: (here, in other processes)."""
-    here, distant = {}, {}
-    for worker_id, state in workers.items():
-        name = f"worker-{worker_id}.safetensors"
-        assert not isinstance(state, SavedState), "what was read is not written again"
-        if isinstance(state, dict):
-            here[name] = state
-        else:
-            distant[name] = state
-    return here, distant
-
-
-def _sum_in(manifest: dict[str, Any], file_name: str) -> Sum | None:
-    expected = manifest["files"].get(file_name)
-    return None if expected is None else Sum(expected["bytes"], expected["crc32"])
-
-
-def _slices(data: bytearray) -> Iterator[memoryview]:
-    memory = memoryview(data)
-    for start in range(0, len(data), tensor_files.PIECE_BYTES):
-        yield memory[start : start + tensor_files.PIECE_BYTES]
 
 
 def _are_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -1,7 +1,7 @@
-"""Totals of a run over all its starts, as each checkpoint carries them on.
+"""Totals of a run over all its starts; each checkpoint holds them.
 
-A checkpoint is written some rounds after its own: what lies between is trained again after a
-resume, and would be counted twice. So the sums of a start are known at each of its records.
+A checkpoint is written some rounds after the round that it holds. After a resume, these rounds are
+trained again, and must not be counted twice. So the totals of a start are kept for each record.
 """
 
 from __future__ import annotations
@@ -18,105 +18,105 @@ from raydl.storage import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sum:
-    """Totals of one start at a round."""
+class StartTotals:
+    """Totals of one start up to a round."""
 
     round: int
     seconds: float
     """Training time over all starts."""
     staleness_sum: float = 0.0
-    """Of the rounds of this start."""
+    """Sum of the staleness over the rounds of this start."""
     period_sum: float = 0.0
-    """Local steps before each exchange, over the rounds of this start."""
+    """Local steps before each exchange, summed over the rounds of this start."""
     time_parts: dict[str, float]
-    """Mean seconds per worker by part, of this start."""
+    """Mean seconds per worker by part, in this start."""
     at_s: float = 0.0
-    """When it was there, by the driver's monotonic clock."""
+    """Time of the record, by the driver's monotonic clock."""
     trained_s: float = 0.0
-    """Seconds of training up to there, by the workers' clocks."""
+    """Seconds of training up to the round, by the workers' clocks."""
 
 
-_MOST = 1024
-"""Sums that are kept. At five records a second all of the last 100 s are; older ones lie apart."""
+_MOST_KEPT = 1024
+"""Limit of entries. At five records a second the last 100 s are complete, older ones thinned."""
 
 
-class Sums:
-    """The sums at the records since the newest checkpoint, oldest first.
+class StartTotalsHistory:
+    """The totals of a start at its records since the newest checkpoint, oldest first.
 
-    Without checkpoints there are ever more of them: then every other one of the older half goes.
+    Without checkpoints the list would grow forever: at its limit every second entry of the older
+    half is dropped.
 
     Args:
-        first: where the start begins.
+        first: the totals at the beginning of the start.
     """
 
-    def __init__(self, first: Sum) -> None:
-        self._notes = [first]
+    def __init__(self, first: StartTotals) -> None:
+        self._entries = [first]
 
-    def add(self, note: Sum) -> None:
-        """Note a record; of those at its round or beyond, the center went back."""
-        at = bisect.bisect_left(self._notes, note.round, key=lambda known: known.round)
-        self._notes[at:] = [note]
-        if len(self._notes) > _MOST:
-            half = _MOST // 2
-            self._notes[:half] = self._notes[:half:2]  # the oldest, where this start began, stays
+    def add(self, entry: StartTotals) -> None:
+        """Add the totals of a record, and drop those of its round and later ones.
+
+        There are such entries if the center went back to an earlier round.
+        """
+        at = bisect.bisect_left(self._entries, entry.round, key=lambda known: known.round)
+        self._entries[at:] = [entry]
+        if len(self._entries) > _MOST_KEPT:
+            half = _MOST_KEPT // 2
+            self._entries[:half] = self._entries[:half:2]  # keeps the oldest, the beginning
 
     @property
-    def newest(self) -> Sum:
-        """That of the newest record."""
-        return self._notes[-1]
+    def newest(self) -> StartTotals:
+        """The totals at the newest record."""
+        return self._entries[-1]
 
-    def before(self, round: int) -> Sum:
-        """Return the newest of an earlier round, or the oldest that is known."""
-        at = bisect.bisect_left(self._notes, round, key=lambda known: known.round)
-        return self._notes[max(at - 1, 0)]
+    def up_to(self, round: int) -> StartTotals:
+        """Return the newest totals that are not after a round, or the oldest known ones."""
+        at = bisect.bisect_right(self._entries, round, key=lambda known: known.round)
+        return self._entries[max(at - 1, 0)]
 
-    def up_to(self, round: int) -> Sum:
-        """Return that of a round, or the newest of an earlier one, or the oldest that is known."""
-        at = bisect.bisect_right(self._notes, round, key=lambda known: known.round)
-        return self._notes[max(at - 1, 0)]
-
-    def pop_sum(self, round: int) -> Sum:
-        """Return the sum of a checkpoint's round, or the newest before it; forget what is older."""
-        taken = self.up_to(round)
-        self._notes = self._notes[self._notes.index(taken) :]
-        return taken
+    def pop_up_to(self, round: int) -> StartTotals:
+        """Return the totals for a checkpoint of a round, and drop the older ones."""
+        totals = self.up_to(round)
+        self._entries = self._entries[self._entries.index(totals) :]
+        return totals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Totals of all starts of a run, up to some round."""
+    """Totals of all starts of a run up to a round."""
 
     evaluations: tuple[dict[str, Any], ...] = ()
     """The scores of the center, oldest first: round, samples, seconds, and each metric."""
     longest_pause_s: float = 0.0
-    """The longest time from one generation to the next; none counts from one start to another."""
+    """The longest time between two generations of the same start."""
     staleness_sum: float = 0.0
-    """Of all rounds."""
+    """Sum of the staleness over all rounds."""
     period_sum: float = 0.0
-    """Local steps of a worker before each exchange, over all rounds."""
+    """Local steps of a worker before each exchange, summed over all rounds."""
     time_parts: dict[str, float] = field(default_factory=dict)
     """Mean seconds per worker by part, summed over the starts."""
     faults_fired: tuple[str, ...] = ()
-    """Sentences."""
+    """A sentence for each fault."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, storage: Storage) -> Totals:
         """Return the totals in a checkpoint, with the scores that came after it was written.
 
         Args:
-            checkpoint: where the run goes on; one of an older raydl carries nothing.
+            checkpoint: the checkpoint to resume from; those of earlier versions have no totals.
             storage: the run's folder.
         """
         state = dict(checkpoint.state.get("totals", {}))
-        # Not all are in result.json: a start that was killed wrote none.
-        found = (*_in_result(storage), *state.get("evaluations", ()))
-        by_round = {e["round"]: e for e in found if e["samples"] <= checkpoint.progress.num_samples}
+        # result.json does not have all: a start that was killed wrote none.
+        scores = (*_scores_in_result(storage), *state.get("evaluations", ()))
+        limit = checkpoint.progress.num_samples
+        by_round = {score["round"]: score for score in scores if score["samples"] <= limit}
         state["evaluations"] = tuple(by_round[round] for round in sorted(by_round))
         return cls(**state)
 
     @property
     def center_accuracy(self) -> float | None:
-        """The newest accuracy of the center; None: not known."""
+        """The newest accuracy of the center, or None if unknown."""
         return self.evaluations[-1].get("accuracy") if self.evaluations else None
 
     def is_scored(self, round: int) -> bool:
@@ -124,7 +124,7 @@ class Totals:
         return any(score["round"] == round for score in self.evaluations)
 
     def to_state(self) -> dict[str, Any]:
-        """Return the totals as a checkpoint can hold them."""
+        """Return the totals as nested values for a checkpoint."""
         return asdict(self)
 
     def plus(
@@ -137,16 +137,15 @@ class Totals:
         time_parts: Mapping[str, float],
         faults_fired: Iterable[str],
     ) -> Totals:
-        """Return the totals with those of one more start.
+        """Return the totals including one more start.
 
         Args:
-            evaluations: all of the run, those of earlier starts too: some may have been taken
-                back.
-            longest_pause_s: of the new start, as are the others.
-            staleness_sum: of its rounds.
-            period_sum: of its rounds.
-            time_parts: mean seconds per worker.
-            faults_fired: sentences.
+            evaluations: scores of the whole run: a center that went back has lost some of them.
+            longest_pause_s: of the new start, as are all that follow.
+            staleness_sum: sum over its rounds.
+            period_sum: sum over its rounds.
+            time_parts: mean seconds per worker by part.
+            faults_fired: a sentence for each fault.
         """
         before = self.time_parts
         return Totals(
@@ -159,7 +158,7 @@ class Totals:
         )
 
     def figures(self, num_rounds: int) -> dict[str, Any]:
-        """Return their part of ``result.json``, after so many rounds."""
+        """Return the entries of ``result.json`` after ``num_rounds`` rounds."""
         return {
             "center_accuracy": self.center_accuracy,
             "center_loss": self.evaluations[-1].get("loss") if self.evaluations else None,
@@ -174,18 +173,18 @@ class Totals:
 
 
 def speed_figures(num_samples: int, seconds: float) -> dict[str, Any]:
-    """Return samples, seconds of training, and samples per second; None: not known."""
+    """Return samples, seconds of training, and samples per second, or None if unknown."""
     speed = num_samples / seconds if seconds > 0 else None
     return {"samples": num_samples, "seconds": seconds, "samples_per_s": speed}
 
 
-def _in_result(storage: Storage) -> list[dict[str, Any]]:
+def _scores_in_result(storage: Storage) -> list[dict[str, Any]]:
     """Return the scores in ``result.json``.
 
-    The last center of a start is often scored when its checkpoint is written already.
+    The last center of a start is often scored after its checkpoint was written.
     """
     try:
-        told = json.loads(storage.read_bytes("result.json"))["evaluations"]
-        return [score for score in told if {"round", "samples"} <= score.keys()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none came to its end
+        scores = json.loads(storage.read_bytes("result.json"))["evaluations"]
+        return [score for score in scores if {"round", "samples"} <= score.keys()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no start has ended
         return []

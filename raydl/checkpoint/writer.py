@@ -1,4 +1,4 @@
-"""Checkpoints on their way to the run's folder, in a thread of their own."""
+"""Writes checkpoints to the run's folder in a thread of its own."""
 
 from __future__ import annotations
 
@@ -29,15 +29,13 @@ from raydl.data.ledger import Ledger
 from raydl.errors import CheckpointError, StateLostError, StorageSilentError
 from raydl.storage import GIVE_UP_S, Storage, give_up
 
-_NOTHING = Totals()
-_ADVICE = "once it can be, the same command with --resume ends the run"
-_LATER = "once it answers, the same command with --resume goes on from the newest checkpoint"
-_LOOK_EVERY_S = 0.05
+_NO_TOTALS = Totals()
+_POLL_S = 0.05
 _REFUGE_S = 30.0
-"""The longest that what was trained is written to another disk, in seconds."""
+"""Time-out for writing the trained weights to another disk, in seconds."""
 _RETRY_S = 60.0
-"""For how long the last files of a run are tried to be written."""
-_AGAIN_S = 1.0
+"""Seconds for which the writes of a run's last files are retried."""
+_RETRY_EVERY_S = 1.0
 
 
 def checkpoint_of(
@@ -45,19 +43,20 @@ def checkpoint_of(
     flat: FlatModel,
     *,
     seconds: float,
-    totals: Totals = _NOTHING,
+    totals: Totals = _NO_TOTALS,
     order: str = "",
     ended: tuple[str, str] = ("", ""),
 ) -> Checkpoint:
-    """Return the files to write for a collected round.
+    """Return the checkpoint of a collected round.
 
     Args:
-        collected: the states of a round.
+        collected: the states of the round.
         flat: names the weights.
-        seconds: training time up to it, over all starts.
-        totals: what all starts did up to it.
-        order: name of the order of the samples, which the ledger's positions are in.
-        ended: by what the run was ended with this round, and why; empty: it goes on.
+        seconds: training time up to the round, over all starts.
+        totals: totals of all starts up to the round.
+        order: name of the order of the samples, to which the ledger's positions refer.
+        ended: the callback that ended the run in this round, and its reason; empty if the run
+            goes on.
     """
     snapshot = collected.snapshot
     weights, buffers = view_of(snapshot.weights), view_of(snapshot.buffers)
@@ -69,7 +68,7 @@ def checkpoint_of(
             "optimizer": snapshot.optimizer,
             "num_cuts": snapshot.num_cuts,
             "cadence": vars(snapshot.tuning) if snapshot.tuning else None,
-            # Who goes on from here has not trained on what was claimed.
+            # Without claims: a worker that resumes has not trained the claimed samples.
             "ledger": Ledger.from_state_dict(snapshot.ledger).state_dict(),
             "totals": totals.to_state(),
             "order": order,
@@ -81,7 +80,7 @@ def checkpoint_of(
 
 
 def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
-    """Return the snapshot that a checkpoint was made of.
+    """Return the snapshot from which a checkpoint was made.
 
     Raises:
         ShapeError: the checkpoint is of another model.
@@ -94,23 +93,23 @@ def snapshot_of(checkpoint: Checkpoint, flat: FlatModel) -> Snapshot:
         buffers=np.asarray(buffers),
         optimizer=checkpoint.state["optimizer"],
         ledger=checkpoint.state["ledger"],
-        num_cuts=checkpoint.state.get("num_cuts", 0),  # earlier ones have none
+        num_cuts=checkpoint.state.get("num_cuts", 0),  # absent in earlier versions
         tuning=ExchangeTuning(**tuning) if (tuning := checkpoint.state.get("cadence")) else None,
     )
 
 
 class CheckpointWriter:
-    """Writes checkpoints and the best center one after the other; nobody waits for it.
+    """Writes checkpoints and the best center, one after the other, in a thread.
 
     Args:
-        store: where checkpoints go.
+        store: the run's checkpoints.
         flat: names the weights.
-        best: where the best center goes.
+        best: the run's best center.
         order: name of the order of the samples.
-        after: called when a checkpoint was written; an ``OSError`` of it is a failure to be told.
+        after: called after each checkpoint; its ``OSError`` is reported as a failure.
         unanswered: see ``raydl.storage.Storage.unanswered``.
-        refuge: a folder on another disk, for the newest center if the storage does not take it;
-            None: one of the system's temporary folders.
+        refuge: a folder on another disk for the newest center if the storage fails; None for a
+            temporary folder of the system.
     """
 
     def __init__(
@@ -133,13 +132,13 @@ class CheckpointWriter:
         self._best = best
         self._order = order
         self._after = after
-        self._work = _Work("checkpoint")
-        self._writing: list[Future[None]] = []
-        self._troubles: deque[str] = deque()
+        self._thread = _CallThread("checkpoint")
+        self._writes: list[Future[None]] = []
+        self._failures: deque[str] = deque()
         self.written_at: float | None = None
-        """When the newest checkpoint was whole, by the monotonic clock; None: there is none yet."""
+        """When the newest checkpoint became whole, by the monotonic clock, or None."""
         self.has_failed = False
-        """Whether the newest one could not be written, or is being written."""
+        """Whether the newest checkpoint could not be written, or is being written."""
         self._trained_round = -1
         self._finishing: list[Future[None]] = []
         self._is_aborted = threading.Event()
@@ -152,17 +151,10 @@ class CheckpointWriter:
         totals: Totals,
         ended: tuple[str, str] = ("", ""),
     ) -> None:
-        """Write a checkpoint.
-
-        Args:
-            collected: the states of a round.
-            seconds: training time up to it, over all starts.
-            totals: what all starts did up to it.
-            ended: see ``checkpoint_of``.
-        """
+        """Write a checkpoint in the thread; arguments as for ``checkpoint_of``."""
         self._unwritten = collected
-        write = self._work.submit(self._write, collected, seconds, totals, ended)
-        self._writing.append(write)
+        write = self._thread.submit(self._write, collected, seconds, totals, ended)
+        self._writes.append(write)
 
     def _write(
         self, collected: Collected, seconds: float, totals: Totals, ended: tuple[str, str]
@@ -186,10 +178,10 @@ class CheckpointWriter:
         try:
             self._after()
         except OSError as error:  # the checkpoint itself is whole
-            self._troubles.append(f"{error}; they come with the next checkpoint")
+            self._failures.append(f"{error}; retrying with the next checkpoint")
 
     def _write_last(self, checkpoint: Checkpoint) -> None:
-        """Write what a run is for, then its last checkpoint, which takes more room.
+        """Write the trained weights first, then the last checkpoint, which needs more space.
 
         Raises:
             CheckpointError: one of them could not be written for a minute.
@@ -204,15 +196,16 @@ class CheckpointWriter:
         self._trained_round = round
 
     def finish(self) -> None:
-        """Write what was trained, if the last checkpoint came before it was known to be that."""
-        self._finishing.append(self._work.submit(self._write_trained_of_newest))
+        """Write the trained weights, unless they came with the last checkpoint."""
 
-    def _write_trained_of_newest(self) -> None:
-        if self._store.newest_round > self._trained_round:
-            self._write_trained(*self._store.read_center())
+        def write() -> None:
+            if self._store.newest_round > self._trained_round:
+                self._write_trained(*self._store.read_center())
+
+        self._finishing.append(self._thread.submit(write))
 
     def _retry(self, write: Callable[[], object]) -> None:
-        """Write; if that fails, again and again for a minute: somebody may make room."""
+        """Write; retry failures for a minute, in which a person may free disk space."""
         until, is_first = time.monotonic() + _RETRY_S, True
         while True:
             try:
@@ -222,74 +215,79 @@ class CheckpointWriter:
                 raise
             except CheckpointError as error:
                 if time.monotonic() > until or self._is_aborted.is_set():
-                    raise CheckpointError(error.path, f"{error.problem}; {_ADVICE}") from error
+                    raise CheckpointError(
+                        error.path,
+                        f"{error.problem}; once it can be written, the same command with --resume "
+                        f"completes the run",
+                    ) from error
                 if is_first:
-                    self._troubles.append(f"{error}; it is tried again for {_RETRY_S:.0f} s")
+                    self._failures.append(f"{error}; retrying for {_RETRY_S:.0f} s")
                 is_first = False
-            self._is_aborted.wait(_AGAIN_S)
+            self._is_aborted.wait(_RETRY_EVERY_S)
 
     def abort(self) -> None:
-        """Retry nothing any more: somebody wants an end at once."""
+        """Stop all retries: the run must end at once."""
         self._is_aborted.set()
 
     def score(self, evaluated: Evaluated) -> None:
-        """Write the center that was scored if it came along and is the best."""
+        """Write the scored center if its weights came along and it is the best one."""
         if self._best.note_center(evaluated) and not self._is_best_due:
             self._is_best_due = True
-            self._work.submit(self._write_best)
+            self._thread.submit(self._write_best)
 
     def _write_best(self) -> None:
-        self._is_best_due = False  # one that comes from here on is another one
+        self._is_best_due = False  # before the write: a better center may arrive meanwhile
         try:
             self._best.write()
         except CheckpointError as error:
-            self._troubles.append(f"{error}; it is tried again after the next evaluation")
+            self._failures.append(f"{error}; retrying after the next evaluation")
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written: the next one waits for it."""
-        return any(not future.done() for future in self._writing)
+        """Whether a checkpoint is being written; the next one waits for it."""
+        return any(not future.done() for future in self._writes)
 
     @property
     def num_late(self) -> int:
-        """Checkpoints that an earlier driver completed after this one had taken the run over."""
+        """Number of checkpoints that an earlier driver completed after this one took over."""
         return self._store.num_late
 
     def pop_failures(self) -> list[str]:
-        """Return, once, what could not be written; the next time it may go through.
+        """Return a sentence for each write that failed since the last call.
 
-        Of checkpoints the newest is not among them: see ``close``.
+        A failure of the newest checkpoint is not included; ``close`` raises it.
         """
-        said = []
-        while self._troubles:
-            said.append(self._troubles.popleft())
-        for future in [f for f in self._writing[:-1] if f.done()]:
-            self._writing.remove(future)
+        failures = []
+        while self._failures:
+            failures.append(self._failures.popleft())
+        for future in [f for f in self._writes[:-1] if f.done()]:
+            self._writes.remove(future)
             error = future.exception()
-            if error is not None and not isinstance(error, StateLostError):  # which was told
-                said.append(f"{error}; training goes on, the next one may go through")
-        return said
+            if error is not None and not isinstance(error, StateLostError):  # logged before
+                failures.append(f"{error}; training goes on; the next one may succeed")
+        return failures
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the storage has been silent for so long that nothing waits for it."""
-        return self._unanswered(self._work.thread)[0] > GIVE_UP_S
+        """Whether the storage has been silent too long to wait for it."""
+        return self._unanswered(self._thread.ident)[0] > GIVE_UP_S
 
     def wait(self) -> None:
-        """Wait until all is written, for as long as the storage answers. Nothing comes after that.
+        """Wait until all writes are done, as long as the storage answers; accept no more.
 
         Raises:
-            StorageSilentError: it did not answer for too long.
+            StorageSilentError: the storage did not answer for too long.
         """
-        self._work.close()
-        while not self._work.wait(_LOOK_EVERY_S):
+        self._thread.close()
+        while not self._thread.wait(_POLL_S):
             if self.is_given_up:
                 give_up(self._store.root)
-                seconds, what = self._unanswered(self._work.thread)
-                raise StorageSilentError(self._store.root, seconds, what, _LATER)
+                seconds, what = self._unanswered(self._thread.ident)
+                then = "once it answers, --resume continues from the newest checkpoint"
+                raise StorageSilentError(self._store.root, seconds, what, then)
 
     def close(self) -> None:
-        """Finish what is being written; the newest center goes to another disk if it has to.
+        """Complete all writes; if the storage fails, write the newest center to another disk.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
@@ -297,27 +295,25 @@ class CheckpointWriter:
         """
         try:
             self.wait()
-            for future in [*self._writing[-1:], *self._finishing]:
+            for future in [*self._writes[-1:], *self._finishing]:
                 future.result()
         except StorageSilentError as error:
-            saved = self._save_elsewhere()
-            then = f"{error.then}{saved}"
+            then = f"{error.then}{self._save_elsewhere()}"
             raise StorageSilentError(error.root, error.seconds, error.what, then) from None
         except CheckpointError as error:
-            saved = self._save_elsewhere()
-            raise CheckpointError(error.path, f"{error.problem}{saved}") from error
+            problem = f"{error.problem}{self._save_elsewhere()}"
+            raise CheckpointError(error.path, problem) from error
         except BaseException:  # Ctrl-C
             self.abort()
-            if not self._work.wait(0):
+            if not self._thread.wait(0):
                 give_up(self._store.root)
             raise
 
     def _save_elsewhere(self) -> str:
-        """Write the newest center, if the storage has it not, to a disk of this machine.
+        """Write the newest center to a disk of this machine, unless the storage has it.
 
         Returns:
-            The end of a sentence, with the file; empty: there is nothing to save, or it can not be
-            written there either.
+            The end of a sentence with the file, or an empty text if nothing was written.
         """
         last = self._unwritten
         if last is None or self._trained_round >= last.snapshot.progress.round:
@@ -334,14 +330,14 @@ class CheckpointWriter:
 
         thread = threading.Thread(target=save, name="refuge", daemon=True)
         thread.start()
-        thread.join(_REFUGE_S)  # that disk may hang as well
+        thread.join(_REFUGE_S)  # this disk may hang as well
         return f"; the newest center is in {saved[0]}" if saved else ""
 
 
-class _Work:
-    """Calls that a thread makes one after the other, which may be left behind with the thread.
+class _CallThread:
+    """A daemon thread that makes calls one after the other.
 
-    A pool of the standard library would not do: the end of the process waits for its threads.
+    The process can abandon it; a pool of the standard library would keep the process from ending.
 
     Args:
         name: of the thread.
@@ -351,11 +347,11 @@ class _Work:
         self._calls: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
         self._calls = queue.SimpleQueue()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Let something be called after all that was submitted before."""
+        """Make a call after all earlier ones."""
         if self._is_closed:
             raise RuntimeError("nothing can be written after the end")
         future: Future[None] = Future()
@@ -363,22 +359,22 @@ class _Work:
         return future
 
     @property
-    def thread(self) -> int | None:
-        """The thread's number."""
+    def ident(self) -> int | None:
+        """The number of the thread."""
         return self._thread.ident
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Accept no more calls."""
         if not self._is_closed:
             self._is_closed = True
             self._calls.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of all, after ``close``; return whether it has come."""
+        """Wait until all calls are done, after ``close``; return whether they are."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while (next_call := self._calls.get()) is not None:
             future, call = next_call
             try:
@@ -387,4 +383,4 @@ class _Work:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del next_call, future, call  # with the states that a checkpoint is made of
+            del next_call, future, call  # they hold the states of a checkpoint

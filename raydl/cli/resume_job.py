@@ -45,7 +45,7 @@ def _is_ours(words: Sequence[str]) -> bool:
 
     config = parse_train(words)
     folder = RunFolder(config)
-    wait_until_free(folder.storage, wait_s=HOLD_WAIT_S, say=partial(print, flush=True))
+    wait_until_free(folder.storage, wait_s=HOLD_WAIT_S, log=partial(print, flush=True))
     mine = this_submission()
     if config.run.resume or mine is None:
         return False  # the words say it already, or nobody knows who began

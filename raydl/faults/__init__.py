@@ -1,7 +1,7 @@
-"""Faults by plan: what goes wrong in a run, on whom, and when. Knows no Ray.
+"""Fault plans: which faults hit which processes of a run, and when. Independent of Ray.
 
-``plan`` reads the user's file; ``injector`` decides, inside a process of the run, what is
-due; ``inflict`` does it to that process.
+``plan`` parses the user's file; ``injector`` decides in each process of the run which faults are
+due; ``inflict`` inflicts them on that process.
 """
 
 from raydl.faults.inflict import Held, Partition, ProcessInflicts, inflict_here

@@ -1,4 +1,4 @@
-"""Inflicts a fault on the present process."""
+"""Inflicts faults on the process that calls it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from raydl.faults.plan import Fault
 
 
 class Partition:
-    """A gate in front of what a process sends, hears and answers; shut, it cuts the process off.
+    """Cuts a process off by holding back all messages that it sends and receives.
 
-    Messages are held back, not lost, as a network does that comes back.
+    Messages are delayed, not lost, as by a network that recovers.
 
     Args:
-        clock: seconds from any origin.
-        sleep: waits, in seconds.
+        clock: the time in seconds, from any origin.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class Partition:
         self._until = -math.inf
 
     def cut(self, for_s: float) -> None:
-        """Shut the gate for so many seconds; one that is shut for longer stays so."""
+        """Cut the process off for ``for_s`` seconds, or until an earlier cut ends if later."""
         with self._lock:
             self._until = max(self._until, self._clock() + for_s)
 
     @property
     def is_cut(self) -> bool:
-        """Whether the gate is shut."""
+        """Whether the process is cut off."""
         return self._left_s() > 0
 
     def hold(self) -> None:
-        """Return once the gate is open: at once, or after the seconds it was shut for."""
+        """Wait while the process is cut off."""
         while (left_s := self._left_s()) > 0:
             self._sleep(left_s)
 
     @contextmanager
     def both_ways(self) -> Iterator[None]:
-        """Let a call come in, and its answer go out, only while the gate is open."""
+        """Hold back a call that the process receives, and its answer."""
         self.hold()
         try:
             yield
@@ -66,11 +66,11 @@ class Partition:
 
 
 class ProcessInflicts:
-    """Inflicts faults on the process it is called in.
+    """Inflicts faults on the process that calls it.
 
     Args:
-        partition: the gate that this process's messages pass.
-        drain: gives notice that this process's node goes in so many seconds.
+        partition: holds back the messages of this process.
+        drain: gives notice that this process's node will be preempted in a number of seconds.
     """
 
     def __init__(self, partition: Partition, drain: Callable[[float], None]) -> None:
@@ -82,42 +82,42 @@ class ProcessInflicts:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self, for_s: float | None) -> None:
-        """Halt this process with SIGSTOP; SIGCONT comes after so many seconds, if given."""
+        """Halt this process with SIGSTOP; SIGCONT follows after ``for_s`` seconds, if given."""
         if for_s is None:
             _stop_here()
             return
-        # It says so again and again, since once might come before we have stopped.
+        # It sends SIGCONT repeatedly, since the first one may arrive before we have stopped.
         waker = subprocess.Popen(
             ["sh", "-c", f"sleep {for_s:.3f}; while kill -CONT {os.getpid()}; do sleep 0.1; done"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what stops or ends our process group leaves it alone
+            start_new_session=True,  # out of reach of signals to our process group
         )
         _stop_here()
         os.killpg(waker.pid, signal.SIGKILL)
         waker.wait()
 
     def partition(self, for_s: float) -> None:
-        """Hold this process's messages back."""
+        """Hold back this process's messages for ``for_s`` seconds."""
         self._partition.cut(for_s)
 
     def drain(self, for_s: float) -> None:
-        """Pass the notice on."""
+        """Give notice that this process's node will be preempted in ``for_s`` seconds."""
         self._drain(for_s)
 
 
 def _stop_here() -> None:
-    """Halt the whole process; return once it goes on.
+    """Halt the whole process; return once it continues.
 
-    To the calling thread: sent to the process, the main thread takes the signal, and this one
-    would run on for a moment.
+    The signal is sent to the calling thread: sent to the process, it would go to the main thread,
+    and the calling thread would run on for a moment.
     """
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def inflict_here(fault: Fault) -> None:
-    """Kill or stop the present process."""
+    """Kill or stop the process that calls this."""
     inflicts = ProcessInflicts(Partition(), lambda _: None)
     if fault.kind == "kill":
         inflicts.kill()
@@ -126,11 +126,11 @@ def inflict_here(fault: Fault) -> None:
 
 
 class Held:
-    """A road whose calls wait while its worker is cut off from the others.
+    """A transport whose calls wait while its worker is cut off.
 
     Args:
-        road: a group, or a post.
-        hold: waits.
+        transport: a collective group, or a client of the center.
+        hold: returns when the worker is no longer cut off.
     """
 
     def __init__(self, transport: Any, hold: Callable[[], None]) -> None:
@@ -138,14 +138,14 @@ class Held:
         self._hold = hold
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._transport, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self._transport, name)
+        if not callable(attribute):
+            return attribute
 
         def held(*args: Any, **kwargs: Any) -> Any:
             self._hold()
-            answer = found(*args, **kwargs)
-            # Later answers take the same way.
+            answer = attribute(*args, **kwargs)
+            # The wait for a pending result is held as well.
             return Held(answer, self._hold) if hasattr(answer, "wait") else answer
 
         return held

@@ -1,4 +1,4 @@
-"""The plan of faults: a YAML file, checked as a whole before any actor starts.
+"""The fault plan: a YAML file that is checked completely before any actor starts.
 
     seed: 7
     faults:
@@ -23,26 +23,24 @@ KINDS: dict[str, dict[str, bool]] = {
     "drain": {"for_s": True},
     "partition": {"for_s": True},
 }
-"""The faults, and which times each takes: True where it can not do without."""
+"""The kinds of faults with the durations of each: True if required, False if optional."""
 
-CENTER_KINDS = ("kill", "stop")
-"""The faults of the center and its shards."""
-
+_CENTER_KINDS = ("kill", "stop")
+"""The kinds of faults that the center and its shards may have."""
 _SETTING = "run.fault_plan"
 _PLAN_KEYS = ("seed", "faults")
 _FAULT_KEYS = ("fault", "target", "at", "for_s", "by_s")
 _TARGETS = "w1, rank 0, any, center or shard 1"
 _MOMENTS = "step N, round N (whole numbers from 0) or second S (above 0)"
 _LONGEST_S = 86400
-_DRAWS = 2**31
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong, once."""
+    """One fault, which fires once."""
 
     number: int
-    """Its place in the plan, counted from 0; in all that users read, from 1."""
+    """Position in the plan, counted from 0; in messages for users, from 1."""
     kind: str
     """kill, stop, slow, drain or partition."""
     target: str
@@ -52,15 +50,15 @@ class Fault:
     at: float
     """Local steps of the target, rounds of the run, or seconds of training."""
     for_s: float | None = None
-    """How long it lasts, in seconds; None: until the process ends."""
+    """Duration in seconds, or None until the process ends."""
     by_s: float | None = None
-    """How much longer a local step takes, in seconds; slow only."""
+    """Delay of each local step, in seconds; for ``slow`` only."""
     draw: int = 0
-    """For ``any``: modulo the number of workers it is the rank."""
+    """Random number for the target ``any``: its rank is this modulo the number of workers."""
 
     @property
     def sentence(self) -> str:
-        """The fault in words, for the log: ``fault 2: stop rank 0 at round 90 for 8 s``."""
+        """The fault as text for the log: ``fault 2: stop rank 0 at round 90 for 8 s``."""
         by = "" if self.by_s is None else f" by {_plain(self.by_s)} s"
         lasts = "" if self.for_s is None else f" for {_plain(self.for_s)} s"
         moment = f"{self.when} {_plain(self.at)}"
@@ -68,33 +66,33 @@ class Fault:
 
     @property
     def is_for_worker(self) -> bool:
-        """Whether a worker is its target, rather than the center or a shard."""
+        """Whether the target is a worker, rather than the center or a shard."""
         return not self.target.startswith(("center", "shard"))
 
     def hits(self, name: str, *, rank: int, num_workers: int) -> bool:
-        """Tell whether it is meant for this process.
+        """Whether a process is the target.
 
         Args:
             name: ``w1``, ``center`` or ``shard 1``.
-            rank: of the worker; -1 for center and shards.
-            num_workers: how many train now.
+            rank: the rank of the worker; -1 for center and shards.
+            num_workers: number of workers that train now.
         """
         if self.target == "any":
             return rank == self.draw % num_workers
         return self.target in (name, f"rank {rank}")
 
     def is_due(self, before: float | None, now: float) -> bool:
-        """Tell whether its moment has come since the last look.
+        """Whether the fault became due since the last check.
 
-        A step must be met exactly, so that a worker that starts later, further on, is left
-        alone. Rounds and seconds may pass by in one go.
+        A step must match exactly, so that the fault does not hit a worker which starts at a
+        later step. Rounds and seconds may be skipped between two checks.
 
         Args:
-            before: the count at the last look; None: this is the first.
+            before: the count at the last check, or None at the first check.
             now: the count.
         """
-        has_passed = self.when != "step" and before is not None and before < self.at < now
-        return has_passed or now == self.at
+        is_past = self.when != "step" and before is not None and before < self.at < now
+        return is_past or now == self.at
 
 
 @dataclass(frozen=True)
@@ -105,10 +103,10 @@ class FaultPlan:
 
     @classmethod
     def read(cls, path: str) -> FaultPlan:
-        """Read a plan.
+        """Read a plan from a file.
 
         Raises:
-            ConfigError: the file can not be read, or something in it is wrong.
+            ConfigError: the file can not be read, or its content is not valid.
         """
         content = _load(path)
         if not isinstance(content, dict):
@@ -125,10 +123,10 @@ class FaultPlan:
             raise ConfigError(
                 _SETTING, f"faults must be a list of at least one fault, got {_got(entries)}"
             )
-        # Every fault draws, needed or not: a change to one leaves the others' ranks alone.
+        # Each fault draws a number, so that a change to one does not change the ranks of others.
         draws = random.Random(seed)
         return cls(
-            tuple(_fault(i, entry, draws.randrange(_DRAWS)) for i, entry in enumerate(entries))
+            tuple(_fault(i, entry, draws.randrange(2**31)) for i, entry in enumerate(entries))
         )
 
     @property
@@ -145,36 +143,32 @@ class FaultPlan:
         """Refuse a target that this run can not have.
 
         Args:
-            max_workers: the most workers that train; 0: all is in the user's own process.
-            num_shards: how many shards the center has, the center itself counted.
+            max_workers: upper limit of workers; 0 if the run is in the user's own process.
+            num_shards: number of shards of the center, including the center itself.
 
         Raises:
-            ConfigError: names the fault.
+            ConfigError: a fault has such a target.
         """
         if max_workers == 0:
             raise ConfigError(
                 _SETTING,
                 "needs workers in processes of their own: scaling.num_workers of 1 or more, got 0",
             )
+        limits = {
+            "rank": (max_workers, "the upper limit of scaling.num_workers"),
+            "shard": (num_shards, "which is exchange.center_shards"),
+        }
         for fault in self.faults:
             word, _, count = fault.target.partition(" ")
-            if word == "rank" and int(count) >= max_workers:
-                raise _wrong(
-                    fault.number,
-                    f"target must be a rank below {max_workers}, the most of scaling.num_workers, "
-                    f"got {fault.target!r}",
-                )
-            if word == "shard" and int(count) >= num_shards:
-                raise _wrong(
-                    fault.number,
-                    f"target must be a shard below {num_shards}, which is exchange.center_shards, "
-                    f"got {fault.target!r}",
-                )
+            if word in limits and int(count) >= limits[word][0]:
+                limit, setting = limits[word]
+                problem = f"target must be a {word} below {limit}, {setting}, got {fault.target!r}"
+                raise _wrong(fault.number, problem)
 
 
 def _load(path: str) -> object:
     """Return the content of a YAML file as plain values."""
-    import yaml  # not at the top: a run without a plan does without it
+    import yaml  # not at the top: only a run with a plan needs it
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -183,18 +177,18 @@ def _load(path: str) -> object:
         return yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(_SETTING, f"can not read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or no such date
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an invalid date
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark else path
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(_SETTING, f"is no YAML: {where}: {problem}") from error
+        raise ConfigError(_SETTING, f"is not valid YAML: {where}: {problem}") from error
 
 
 def _refuse_repeated_keys(root: Any) -> None:
-    """Find a key written twice, as by a forgotten dash: YAML itself keeps the last one.
+    """Refuse a key written twice, as after a missing dash: YAML itself keeps the last value.
 
     Args:
-        root: the composed node of the file; None for an empty one.
+        root: the composed node of the file, or None for an empty file.
     """
     if root is None or root.id != "mapping":
         return
@@ -207,7 +201,7 @@ def _refuse_repeated_keys(root: Any) -> None:
                 raise ConfigError(
                     _SETTING,
                     f"has {key} {keys.count(key)} times in the mapping of line {line}; "
-                    f"each fault begins with a dash of its own",
+                    f"begin each fault with a dash of its own",
                 )
 
 
@@ -222,27 +216,22 @@ def _fault(number: int, entry: object, draw: int) -> Fault:
         raise _wrong(number, f"fault must be {_or(KINDS)}, got {_got(kind)}")
     target = _target(number, entry.get("target"))
     when, at = _moment(number, entry.get("at"))
-    if target == "center" or target.startswith("shard"):
-        _check_center(number, kind, target, entry["at"])
+    if target.startswith(("center", "shard")):
+        if kind not in _CENTER_KINDS:
+            problem = f"fault must be {_or(_CENTER_KINDS)} if the target is {target}, got {kind!r}"
+            raise _wrong(number, problem)
+        if when == "step":
+            raise _wrong(
+                number,
+                f"at must be round N or second S if the target is {target}, which takes no steps, "
+                f"got {entry['at']!r}",
+            )
     for_s, by_s = (_duration(number, kind, key, entry.get(key)) for key in ("for_s", "by_s"))
     return Fault(number, kind, target, when, at, for_s, by_s, draw if target == "any" else 0)
 
 
-def _check_center(number: int, kind: str, target: str, at: str) -> None:
-    if kind not in CENTER_KINDS:
-        raise _wrong(
-            number, f"fault must be {_or(CENTER_KINDS)} where the target is {target}, got {kind!r}"
-        )
-    if at.strip().startswith("step"):
-        raise _wrong(
-            number,
-            f"at must be round N or second S where the target is {target}, which takes no "
-            f"steps, got {at!r}",
-        )
-
-
 def _target(number: int, value: object) -> str:
-    """Return the target as it is known inside: shard 0 is the center itself."""
+    """Return the normalized target: shard 0 is the center itself."""
     match = re.fullmatch(r"(any|center)|(w|rank +|shard +)([0-9]{1,9})", str(value).strip())
     if not isinstance(value, str) or match is None:
         raise _wrong(number, f"target must be {_TARGETS}, got {_got(value)}")
@@ -265,13 +254,13 @@ def _moment(number: int, value: object) -> tuple[str, float]:
 
 
 def _duration(number: int, kind: str, key: str, value: Any) -> float | None:
-    takes = KINDS[kind]
-    if value is None and not takes.get(key, False):
+    durations = KINDS[kind]
+    if value is None and not durations.get(key, False):
         return None
-    if key not in takes:
-        those = _or(name for name, keys in KINDS.items() if key in keys)
-        raise _wrong(number, f"{key} is only for {those}; {kind} has none, got {_got(value)}")
-    if _is_number(value) and 0 < value <= _LONGEST_S:
+    if key not in durations:
+        kinds = _or(name for name, keys in KINDS.items() if key in keys)
+        raise _wrong(number, f"{key} is only for {kinds}; {kind} has none, got {_got(value)}")
+    if type(value) in (int, float) and 0 < value <= _LONGEST_S:  # a bool is no duration
         return float(value)
     raise _wrong(number, f"{key} must be in (0, {_LONGEST_S}] seconds, got {_got(value)}")
 
@@ -284,10 +273,6 @@ def _no_such_key(unknown: list[str], known: tuple[str, ...]) -> str:
     return f"has no key {', '.join(unknown)}; known: {', '.join(known)}"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _got(value: object) -> str:
     return "nothing" if value is None else repr(value)
 
@@ -298,5 +283,5 @@ def _or(names: Any) -> str:
 
 
 def _plain(value: float) -> str:
-    """Return a number as users write it: 8 rather than 8.0."""
+    """Return a number as users write it: 8, not 8.0."""
     return f"{value:.15g}"

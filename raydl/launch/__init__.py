@@ -1,1 +1,1 @@
-"""Runs as Ray jobs, and the end of spot machines, told to Ray in time."""
+"""Submission of runs as Ray jobs, and notices of spot machines that will be preempted."""

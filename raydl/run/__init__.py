@@ -1,1 +1,1 @@
-"""One run on the driver: its start, its folder, its records and its end."""
+"""One run on its driver: start, folder, records and end."""

@@ -10,19 +10,19 @@ from raydl.run.folder import open_run
 
 
 def check_run(path: str) -> list[str]:
-    """Read all checkpoints of a run, its best center and what it has trained.
+    """Read all checkpoints of a run, its best center and its trained weights.
 
     Args:
         path: the run's folder, a path or URI.
 
     Returns:
-        A sentence for each file that is damaged.
+        A sentence for each damaged file.
 
     Raises:
-        DataError: no run is there.
+        DataError: there is no run.
     """
     folder = open_run(path)
-    folder.read_config()  # which says so if no run is there
+    folder.read_config()  # raises the DataError
     storage = folder.storage
     damage = CheckpointStore(storage).find_damage()
     if storage.exists(FILE):

@@ -1,17 +1,17 @@
-"""The driver epoch: of all starts of a run, only the newest may change its files.
+"""The driver epoch: only the newest start of a run may change its files.
 
-    runs/NAME/driver-epochs/00000003-5f0c9a1e.json    the third start: which process, since when
+    runs/NAME/driver-epochs/00000003-5f0c9a1e.json    the third start: its process and time
 
-Every start takes the next number, its driver epoch, once it holds the run's folder, and writes a
-record that nobody deletes or writes over. A driver that was halted for so long that another one
-took the run over finds the other's record when it wakes up, before it changes a file, and ends.
+When a start holds the run's folder, it claims the next number, its driver epoch, with a record
+that is never deleted or overwritten. A driver may be halted for so long that another one takes
+over the run. When it resumes, it finds the other's record before it changes a file, and ends.
 
-No store needs conditional writes for this; it must list what was written before, as disks, S3,
-GCS and Azure do. Each start writes its record and then looks: of two that took one number the
-second to look sees the other, and gives up.
+This needs no conditional writes, only that a list shows all earlier writes, as on disks, S3, GCS
+and Azure. Each start first writes its record and then lists all: if two claim one number, the
+second to list sees the other's record and withdraws.
 
-Between such a look and the write that follows lies a moment. What is written by then has a name
-that holds the epoch (``raydl.checkpoint.store``), or says in its content of which epoch it is.
+Another start may still claim an epoch between a check and the write after it. So files that may be
+written then have the epoch in their names (``raydl.checkpoint.store``) or in their contents.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from raydl.storage import Storage
 
 FOLDER = "driver-epochs"
 _NAME = re.compile(r"(\d{8,})-[0-9a-f]{8}\.json")
-_OF_CHECKPOINT = re.compile(r"-e(\d+)")
-"""Part of a checkpoint's name that gives the driver epoch; see ``raydl.checkpoint.store``."""
+_IN_CHECKPOINT = re.compile(r"-e(\d+)")
+"""The driver epoch in the name of a checkpoint; see ``raydl.checkpoint.store``."""
 
 
 class DriverEpoch:
-    """The number of this start among all starts of a run, and whether it is still the newest.
+    """The number of this start of a run, and whether it is still the newest.
 
     Args:
-        storage: the run's folder, as anybody may write to it.
-        number: counted from 1.
-        name: of this start's record.
+        storage: the run's folder, without a guard.
+        number: the number, counted from 1.
+        name: name of the record of this start.
     """
 
     def __init__(self, storage: Storage, number: int, name: str) -> None:
@@ -49,20 +49,20 @@ class DriverEpoch:
 
     @classmethod
     def claim_next(cls, storage: Storage, holder: Mapping[str, Any]) -> DriverEpoch | None:
-        """Take the next epoch of a run; None: another driver took one at the same time.
+        """Claim the next epoch of a run; return None if another driver did at the same time.
 
         Args:
             storage: the run's folder, which this driver holds.
-            holder: names this process.
+            holder: describes this process.
 
         Raises:
-            OSError: the storage does not answer.
+            OSError: the storage failed.
         """
-        number = 1 + max(_numbers(storage).values(), default=_earlier(storage))
+        number = 1 + max(_numbers(storage).values(), default=_unrecorded(storage))
         name = f"{number:08d}-{uuid.uuid4().hex[:8]}.json"
         record = {**holder, "driver_epoch": number}
         storage.write_bytes(f"{FOLDER}/{name}", json.dumps(record).encode())
-        # A higher number is one of a driver that looked before this one had written, too.
+        # A higher number is possible: that driver listed after this one wrote its record.
         if any(other >= number for n, other in _numbers(storage).items() if n != name):
             with suppress(OSError):
                 storage.delete_file(f"{FOLDER}/{name}")
@@ -71,11 +71,11 @@ class DriverEpoch:
 
     @property
     def is_over(self) -> bool:
-        """Whether ``check`` has found a newer one."""
+        """Whether ``check`` has found a newer epoch."""
         return self._over is not None
 
     def raise_if_over(self) -> None:
-        """Raise the error that ``check`` has found; reads nothing.
+        """Raise the error of an earlier ``check``, without reading files.
 
         Raises:
             SupersededError: a newer driver has the run.
@@ -84,41 +84,36 @@ class DriverEpoch:
             raise self._over
 
     def check(self) -> None:
-        """Look whether this is still the newest epoch.
+        """Check that this is still the newest epoch.
 
         Raises:
-            SupersededError: it is not.
-            OSError: the storage does not answer.
+            SupersededError: there is a newer one.
+            OSError: the storage failed.
         """
         self.raise_if_over()
         newer = {name: n for name, n in _numbers(self._storage).items() if n > self.number}
         if newer:
             name = max(newer, key=lambda name: newer[name])
-            who = _holder(self._storage, name)
-            self._over = SupersededError(self._storage.root, self.number, newer[name], who)
+            holder = ""
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                record = json.loads(self._storage.read_bytes(f"{FOLDER}/{name}"))
+                holder = f"{record['driver']} since {record['since']}"
+            self._over = SupersededError(self._storage.root, self.number, newer[name], holder)
             raise self._over
 
 
 def _numbers(storage: Storage) -> dict[str, int]:
     """Return the number of each record, by its name."""
-    found = ((name, _NAME.fullmatch(name)) for name in storage.list_dir(FOLDER))
-    return {name: int(match[1]) for name, match in found if match}
+    matches = ((name, _NAME.fullmatch(name)) for name in storage.list_dir(FOLDER))
+    return {name: int(match[1]) for name, match in matches if match}
 
 
-def _earlier(storage: Storage) -> int:
-    """Return the newest epoch of a run that has no records; 0: it is new.
+def _unrecorded(storage: Storage) -> int:
+    """Return the newest epoch of a run without records, or 0 if the run is new.
 
-    Its first starts were of a raydl that made none, or they did not come along with a copy.
+    An earlier version made no records, and a copy of a run may lack them.
     """
     if not storage.exists("config.json"):
         return 0
-    found = (_OF_CHECKPOINT.search(name) for name in storage.list_dir("checkpoints"))
-    return max((int(match[1]) for match in found if match), default=1)
-
-
-def _holder(storage: Storage, name: str) -> str:
-    """Return the process that made a record, and since when; empty: it does not say."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads(storage.read_bytes(f"{FOLDER}/{name}"))
-        return f"{record['driver']} since {record['since']}"
-    return ""
+    matches = (_IN_CHECKPOINT.search(name) for name in storage.list_dir("checkpoints"))
+    return max((int(match[1]) for match in matches if match), default=1)

@@ -1,4 +1,4 @@
-"""Scores what a run has kept, from its folder alone."""
+"""Scores the newest or the best center of a run, from the run's folder alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raydl.tasks import build_model, task_on
 from raydl.worker.evaluator import score
 
 _OWN_TASKS = ("auto", "raydl.tasks:Classification", "raydl.tasks:LanguageModel")
-"""Tasks that need no trust: raydl's, under the names that ``config.json`` has for them."""
+"""raydl's own tasks, which need no trust, as ``config.json`` names them."""
 
 
 @callers_generators_kept()
@@ -33,17 +33,17 @@ def score_run(
 
     Args:
         path: the run's folder, a path or URI.
-        data: another source than the run's own; also the same one with its credentials, which
-            ``config.json`` does not have.
-        best: score the center that ``checkpoint.keep_best`` has kept.
-        trust: import and run the model or task of the user's own that ``config.json`` names, or a
-            function that is asked when it names one. Anybody that can write to the folder can name
-            any function that can be imported here.
+        data: source of the data, instead of the run's own; or the same with its credentials, which
+            ``config.json`` omits.
+        best: score the best center instead of the newest; it exists with ``checkpoint.keep_best``.
+        trust: whether to import and run a user's model or task that ``config.json`` names, or a
+            function that decides it. Everybody with write access to the folder can name any
+            function that can be imported here.
 
     Raises:
         UntrustedCodeError: the folder names code that is not raydl's; nothing was imported.
-        CheckpointError: no run, no checkpoint or no best center is there.
-        DataError: the data can not be read or are of another kind.
+        CheckpointError: there is no checkpoint or no best center.
+        DataError: there is no run, or the data can not be read or do not fit the model.
     """
     folder = open_run(path)
     config = folder.read_config()
@@ -63,7 +63,7 @@ def score_run(
 
 
 def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:
-    """Return (setting, ``module:name``) of the code, not raydl's, that a score would run."""
+    """Return pairs (setting, ``module:name``) of the code that is not raydl's and would run."""
     if config.task not in _OWN_TASKS:
         return (("task", config.task),)
     is_named = config.task == "auto" and ":" in config.model
@@ -74,7 +74,7 @@ def code_named(config: TrainConfig) -> tuple[tuple[str, str], ...]:
 def _require_trust(
     folder: RunFolder, config: TrainConfig, trust: bool | Callable[[UntrustedCodeError], bool]
 ) -> None:
-    """Raise an UntrustedCodeError unless the code that the folder names may run."""
+    """Raise an UntrustedCodeError if the folder names code that may not run."""
     names = code_named(config)
     if not names or trust is True:
         return
@@ -91,6 +91,6 @@ def _test_data(folder: RunFolder, config: TrainConfig, data: str | None) -> Data
             raise
         raise DataError(
             error.source,
-            f"{error.problem}; config.json does not keep the credentials that this URI was given: "
-            f"set them in the environment, or give the whole URI as --data",
+            f"{error.problem}; config.json does not hold the credentials of this URI: set them in "
+            f"the environment, or give the whole URI as --data",
         ) from error

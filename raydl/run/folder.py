@@ -1,19 +1,19 @@
 """The folder of a run: configuration, events, checkpoints, result.
 
     runs/NAME/
-        config.json           all settings but the credentials of URIs, package versions, commit
+        config.json           settings without credentials, package versions, commit
         events.out.tfevents…  for TensorBoard
         checkpoints/          see raydl.checkpoint.store
-        handovers/            replicas on their way from workers that leave to those that come
+        handovers/            replicas of workers that leave, for their replacements
         center.safetensors    the trained weights, once the run has finished
-        best.safetensors      the best ones so far, if they are kept: see raydl.checkpoint.best
-        result.json           its figures
-        status.json           how it stands; requests/ and answers/: raydl.run.control_channel
-        driver.lock           who writes here now; drivers/ on object stores: raydl.run.lock
-        driver-epochs/        all starts, numbered: raydl.run.driver_epoch
+        best.safetensors      the best weights so far, if kept: see raydl.checkpoint.best
+        result.json           the figures of the run
+        status.json           its status; requests/ and answers/: see raydl.run.control_channel
+        driver.lock           the present driver; drivers/ on object stores: see raydl.run.lock
+        driver-epochs/        all starts, numbered: see raydl.run.driver_epoch
 
-Without ``storage_path`` this is all there is. With it, all of this is there alone but for the
-events: they are written to the local folder, and copied whenever a checkpoint is written.
+With ``storage_path`` all files are there. Only the events are first written to the local folder,
+and copied with every checkpoint.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from raydl.storage import Storage, below, in_words, parent_and_name
 _PACKAGES = ("raydl", "ray", "torch", "numpy", "pyarrow")
 _EVENTS = "events.out.tfevents"
 SUBMISSION = "RAYDL_SUBMISSION"
-"""The variable that carries the id of a submission to the drivers of all its attempts."""
-_MUST_STAY = (
+"""Environment variable with the id of the submission, for the drivers of all its attempts."""
+_FIXED_SETTINGS = (
     "data",
     "model",
     "training.seed",
@@ -56,20 +56,19 @@ NO_RUN = (
     "no run is there; give the folder that raydl train printed, or the place below "
     "--storage-path where the run is kept"
 )
-"""Sentence for a folder that holds no run."""
+"""Problem of a folder without a run."""
 
 
 class RunFolder:
     """Files of one run.
 
     Args:
-        config: names the folder, or leaves it to be named by method, model and time.
+        config: names the folder; by default it is named after method, model and time.
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        message_id = time.strftime("%Y%m%d-%H%M%S")
         name = re.sub(r"[^\w.-]+", ".", f"{config.method.name}-{config.model}")
-        default = f"runs/{name}-{message_id}"
+        default = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = Path(config.run.run_dir) if config.run.run_dir else _free(default)
         self.is_remote = config.run.storage_path is not None
         self.root = (
@@ -78,21 +77,24 @@ class RunFolder:
             else str(self.path)
         )
         self.storage = Storage(self.root)
-        """Of a driver that holds the folder: it refuses changes once its epoch is over."""
+        """While a driver holds the folder, this refuses changes once its epoch is over."""
         self._epoch: DriverEpoch | None = None
         self._copied: dict[str, int] = {}
 
     @contextmanager
     def held(self, *, resume: bool) -> Iterator[None]:
-        """Make the folder and keep other drivers out of it until the end of the ``with``.
+        """Create the folder, and hold it until the end of the ``with``.
+
+        Args:
+            resume: the folder must hold a run; otherwise it must not hold one.
 
         Raises:
-            DataError: no run is there that could be resumed.
-            ConfigError: it can not be written, another driver is at work there, or it holds a
-                run that was not asked for.
+            DataError: there is no run to resume.
+            ConfigError: the folder can not be written, another driver holds it, or it holds a run
+                that is not to be resumed.
         """
         if resume:
-            self.read_config()  # first: nothing is made where somebody mistyped a name
+            self.read_config()  # first: a mistyped name must not create a folder
         setting = "run.storage_path" if self.is_remote else "run.run_dir"
         self.storage.probe(setting)
         try:
@@ -111,46 +113,43 @@ class RunFolder:
 
     @property
     def epoch(self) -> DriverEpoch:
-        """The epoch of this driver, which holds the folder."""
+        """The epoch of this driver, which must hold the folder."""
         assert self._epoch is not None, "the folder is not held"
         return self._epoch
 
     def _refuse_run(self) -> None:
-        """Raise a ConfigError if there is a run already."""
+        """Raise a ConfigError if the folder holds a run."""
         if self.storage.exists("config.json"):
             raise ConfigError(
                 "run.run_dir", f"{self.root} already holds a run; add --resume, or name another"
             )
 
     def load_earlier(self, config: TrainConfig) -> None:
-        """Go on with the run in the folder, which is held.
+        """Check the settings against those of the run in the folder, and fetch its events.
 
         Raises:
-            DataError: no run is there, or its settings can not be read.
-            ConfigError: a setting that must not change did.
+            DataError: there is no run, or its settings can not be read.
+            ConfigError: a setting that must not change has changed.
         """
-        # Without credentials, which config.json does not have: they may have changed, or moved.
+        # Without credentials, which config.json omits: they may have changed, or moved.
         before, now = (dotted(redact_values(to_dict(c))) for c in (self.read_config(), config))
-        for name in _MUST_STAY:
+        for name in _FIXED_SETTINGS:
             if before[name] != now[name]:
                 raise ConfigError(
                     name, f"is {now[name]} but the run began with {before[name]}; keep it to resume"
                 )
-        if self.is_remote:
-            self._fetch_events()
-
-    def _fetch_events(self) -> None:
-        """Copy the event files of starts on other machines to the local folder."""
+        if not self.is_remote:
+            return
         for name in self.storage.list_dir(""):
             local = self.path / name
-            if name.startswith(_EVENTS) and not local.exists():
+            if name.startswith(_EVENTS) and not local.exists():  # of a start on another machine
                 self.storage.copy_out(name, str(local))
                 self._copied[name] = local.stat().st_size
 
     def write_config(self, config: TrainConfig) -> None:
-        """Write all settings with the versions of what runs them, and who submitted it.
+        """Write all settings, the versions of the packages, and the submission.
 
-        Credentials of URIs are left out, and the settings that had some are listed.
+        Credentials of URIs are omitted; the file lists the settings that had some.
         """
         settings = to_dict(config)
         values = {
@@ -164,10 +163,10 @@ class RunFolder:
         self.storage.write_bytes("config.json", json.dumps(values, indent=2).encode())
 
     def read_config(self) -> TrainConfig:
-        """Return the settings that the run began with.
+        """Return the settings with which the run began.
 
         Raises:
-            DataError: no run is there, or its settings can not be read.
+            DataError: there is no run, or its settings can not be read.
         """
         try:
             values = json.loads(self.storage.read_bytes("config.json"))
@@ -182,19 +181,19 @@ class RunFolder:
         return from_dict(TrainConfig, values["config"])
 
     def redacted_settings(self) -> list[str]:
-        """Return the settings, by dotted name, whose credentials ``config.json`` does not have."""
+        """Return the dotted names of the settings whose credentials ``config.json`` omits."""
         try:
             values = json.loads(self.storage.read_bytes("config.json"))
         except (OSError, ValueError):
             return []
-        found = values.get("redacted") if _is_of_raydl(values) else None
-        return found if isinstance(found, list) else []
+        names = values.get("redacted") if _is_of_raydl(values) else None
+        return names if isinstance(names, list) else []
 
     def begun_by(self) -> str | None:
-        """Return the id of the submission that wrote ``config.json``; None: none did.
+        """Return the id of the submission that wrote ``config.json``, or None.
 
         Raises:
-            OSError: the storage does not answer.
+            OSError: the storage failed.
         """
         try:
             values = json.loads(self.storage.read_bytes("config.json"))
@@ -209,35 +208,32 @@ class RunFolder:
         )
 
     def publish_events(self) -> None:
-        """Copy the local event files that have grown to where the run is kept, if elsewhere.
+        """Copy the local event files that have grown to a remote folder of the run.
 
         Raises:
-            OSError: one could not be copied; the message is a sentence.
+            OSError: a file could not be copied; the message is a sentence.
         """
         if not self.is_remote:
             return
         try:
             for path in sorted(self.path.glob(f"{_EVENTS}*")):
-                self._publish(path)
+                size = path.stat().st_size  # before the copy: later events follow next time
+                if self._copied.get(path.name) != size:
+                    self.storage.copy_in(str(path), path.name)
+                    self._copied[path.name] = size
         except OSError as error:
             raise OSError(
                 f"the curves in {self.path} could not be copied: {in_words(error)}"
             ) from error
 
-    def _publish(self, path: Path) -> None:
-        size = path.stat().st_size  # before it is read: what comes meanwhile is copied next time
-        if self._copied.get(path.name) != size:
-            self.storage.copy_in(str(path), path.name)
-            self._copied[path.name] = size
-
 
 def this_submission() -> str | None:
-    """Return the id of the submission that this process is an attempt of; None: of none."""
+    """Return the id of the submission to which this process belongs, or None."""
     return os.environ.get(SUBMISSION)
 
 
 def open_run(path: str) -> RunFolder:
-    """Return the folder of a run that is there, from its path or URI."""
+    """Return the folder of an existing run, from its path or URI."""
     parent, name = parent_and_name(path)
     storage = parent if "://" in path else None
     run = RunConfig(run_dir=name if storage else path, storage_path=storage)
@@ -245,33 +241,33 @@ def open_run(path: str) -> RunFolder:
 
 
 def _is_of_raydl(values: Any) -> bool:
-    """Whether the content of a ``config.json`` is what ``RunFolder.write_config`` writes."""
+    """Whether ``RunFolder.write_config`` may have written the content of a ``config.json``."""
     return (
         isinstance(values, dict) and "versions" in values and isinstance(values.get("config"), dict)
     )
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = installed_version(package)
+            versions[package] = installed_version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def _commit() -> str | None:
-    """Return the commit of raydl's own sources, if they lie in a git checkout."""
+    """Return the commit of raydl's sources, or None outside a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 def _free(default: str) -> Path:
-    """Return this folder or, where a run of the same second has it, one with a number more."""
+    """Return this folder, or if a run of the same second has it, one with a number appended."""
     names = itertools.chain([default], (f"{default}-{n}" for n in itertools.count(2)))
     return next(path for path in map(Path, names) if not path.exists())

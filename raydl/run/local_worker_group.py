@@ -1,4 +1,4 @@
-"""One worker in this process, played to the controller as a worker group: for a debugger."""
+"""A worker group of one worker in this process, for debuggers: ``--workers 0``."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from raydl.data import Batches, Dataset, Prepare
 from raydl.errors import NonFiniteError
 from raydl.faults import Fault
 from raydl.parameter_server.server import CenterServer, make_shard
-from raydl.parameter_server.shard import ShardState
 from raydl.worker.evaluator import Evaluator
 from raydl.worker.in_process import LocalCenterClient, LocalGroup
 from raydl.worker.loop import Worker
 
 
 class LocalWorkerGroup:
-    """One worker in this process: every ``poll`` runs one round of it.
+    """One worker in this process: every ``poll`` runs one round.
 
     Args:
-        job: what the worker does.
+        job: the settings of the worker.
         dataset: training and test set.
-        prepare: makes its samples ready for the model.
+        prepare: prepares samples for the model.
         non_trainable: the non-trainable state of the run's first model.
     """
 
@@ -49,35 +48,32 @@ class LocalWorkerGroup:
         self._job = job
         self._train = Batches(dataset.train, prepare)
         self._test = Batches(dataset.test, prepare)
-        self._shelf = SnapshotCache()
+        self._snapshots = SnapshotCache()
         self._events: list[Event] = []
         self._running = False
         self._non_trainable = non_trainable
 
     def start_center(self, snapshot: Snapshot) -> None:
-        """Build the worker."""
+        """Build the worker, the evaluator, and the center with its shards."""
         torch.set_num_threads(self._job.config.scaling.num_threads)
-        self._shelf.put(snapshot)
+        self._snapshots.put(snapshot)
         # The evaluation model first: building it draws from the same generator.
         self._evaluator = Evaluator(self._job, self._test, self._non_trainable)
         self._worker = Worker(
             self._job,
             "w0",
             batches=self._train,
-            publish=self._shelf.put,
+            publish=self._snapshots.put,
             non_trainable=self._non_trainable,
         )
         self._center = None if self._job.method.is_sync else CenterServer(self._job, snapshot)
-        self._others = [
+        self._other_shards = [
             make_shard(self._job, snapshot, index, None)
             for index in range(1, self._job.config.exchange.center_shards)
         ]
 
-    def _states_of_others(self) -> list[ShardState]:
-        return [shard.state() for shard in self._others]
-
     def request_worker(self, worker_id: str, own_state: SavedState | None = None) -> None:
-        """Say that the one worker is ready."""
+        """Report the one worker as ready."""
         assert worker_id == "w0"
         self._events.append(WorkerReady(worker_id))
 
@@ -95,13 +91,16 @@ class LocalWorkerGroup:
         records: tuple[Record, ...] = ()
         if self._center:
             for due in self._center.coordinator.pop_due():
-                self._shelf.adopt(self._center.snapshot(self._states_of_others, due))
+                snapshot = self._center.snapshot(
+                    lambda: [shard.state() for shard in self._other_shards], due
+                )
+                self._snapshots.adopt(snapshot)
             records = self._center.coordinator.pop_records()
         self._events.append(
             Published(
-                self._shelf.rounds(),
+                self._snapshots.rounds(),
                 records,
-                num_changes=self._shelf.num_changes(),
+                num_changes=self._snapshots.num_changes(),
                 told_s=time.monotonic(),
             )
         )
@@ -114,21 +113,20 @@ class LocalWorkerGroup:
             outcome = self._worker.run_round()
         except NonFiniteError as error:
             outcome, diverged = Outcome.BROKEN, error
-        except Exception as error:  # the user's own: it is raised once a checkpoint is written
+        except Exception as error:  # of user code: raised after a checkpoint
             self._events.append(Failed("w0", error))
             outcome = Outcome.BROKEN
-        report = self._worker.report()
-        self._events.append(Reported(report))
+        self._events.append(Reported(self._worker.report()))
         if outcome is not Outcome.GO_ON:
             self._running = False
             round, generation = self._worker.copy_age[0], self._generation
             self._events.append(RunEnded("w0", outcome, round, generation, error=diverged))
 
     def form(self, membership: Membership, round: int, own_states: dict[str, Any]) -> None:
-        """Start to train."""
+        """Train from the snapshot of a round on, in a new generation."""
         if self._center:
             self._center.begin_generation(membership)
-            for shard in self._others:
+            for shard in self._other_shards:
                 shard.begin_generation(membership)
             self._events.append(Changed())
         self._enter(membership, self._snapshot(round), own_states)
@@ -139,7 +137,7 @@ class LocalWorkerGroup:
         """Let the worker join a generation."""
         transport: Any = LocalGroup(1, timeout_s=1.0, generation=membership.generation).member(0)
         if self._center:
-            transport = LocalCenterClient(self._center, self._others)
+            transport = LocalCenterClient(self._center, self._other_shards)
         state = own_states.get("w0")
         own_state = state.load() if isinstance(state, SavedState) else state
         self._worker.join(membership, transport, snapshot, own_state)
@@ -147,63 +145,62 @@ class LocalWorkerGroup:
         self._running = True
 
     def change(self, membership: Membership, own_states: dict[str, Any]) -> None:
-        """Let the one worker leave after an error, and come back."""
+        """Let the one worker leave after an error, or join again."""
         assert self._center
-        states = [shard.change(membership) for shard in self._others]
+        states = [shard.change(membership) for shard in self._other_shards]
         snapshot = self._center.change(membership, states)
         self._events.append(Changed())
         if membership.worker_ids:
             self._enter(membership, snapshot, own_states)
 
     def dismiss(self, worker_id: str) -> None:
-        """Do nothing: nobody leaves."""
+        """Do nothing: the one worker does not leave."""
 
     def abandon(self, generation: int) -> None:
         """Do nothing: no exchange can fail."""
 
     def publish(self, worker_id: str) -> None:
-        """Put the worker's copy of the center on the shelf."""
-        self._shelf.adopt(self._worker.center())
+        """Adopt the worker's copy of the center."""
+        self._snapshots.adopt(self._worker.center())
 
     def rebuild_center(self, worker_id: str | None) -> str:
         """Do nothing: the center is this process."""
         return ""
 
     def hand_in(self, worker_id: str) -> None:
-        """Do nothing: nobody leaves."""
+        """Do nothing: the one worker does not leave."""
 
     def hand_over(self, worker_id: str, state: SavedState) -> None:
-        """Do nothing: nobody comes."""
+        """Do nothing: there is no replacement."""
 
     def forget(self, state: SavedState) -> None:
-        """Do nothing: nothing was handed in."""
+        """Do nothing: no state was kept."""
 
     def inflict(self, fault: Fault) -> None:
         """Do nothing: the center is this process."""
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Hand the votes to the coordinator, or to all workers."""
-        decider = self._center.coordinator if self._center else self._worker
-        decider.vote(generation, **votes)
+        """Pass the votes to the coordinator, or to the worker."""
+        voter = self._center.coordinator if self._center else self._worker
+        voter.vote(generation, **votes)
 
     def evaluate(self, round: int) -> None:
         """Score the center at once."""
-        snapshot = self._snapshot(round)
-        self._events.append(self._evaluator.evaluate(snapshot))
+        self._events.append(self._evaluator.evaluate(self._snapshot(round)))
 
     def collect(self, round: int, worker_ids: tuple[str, ...]) -> None:
-        """Take the worker's kept state."""
+        """Collect the center and the worker's kept state."""
         kept = self._worker.pop_kept(round)
         self._events.append(Collected(self._snapshot(round), {"w0": kept}))
 
     def _snapshot(self, round: int) -> Snapshot:
-        snapshot = self._shelf.get(round)
-        assert snapshot is not None, "the controller asks only for what is published"
+        snapshot = self._snapshots.get(round)
+        assert snapshot is not None, "the controller uses published rounds only"
         return snapshot
 
     def waiting_for(self) -> str:
-        """Return nothing: the worker is this process."""
+        """Return an empty text: the worker is this process."""
         return ""
 
     def close(self) -> None:
-        """Do nothing: there is no process but this one."""
+        """Do nothing: there is no other process."""

@@ -1,16 +1,16 @@
 """The lock of a run's folder: one driver at a time, each start with a number of its own.
 
-On a disk the driver holds a lock on ``driver.lock``, which the system takes back when the
-process ends, however it ends. Where there are no locks, on an object store, it claims:
+On a disk the driver holds a lock on ``driver.lock``, which the system releases when the process
+ends. Where there are no locks, as on an object store, it writes a claim:
 
-    runs/NAME/drivers/ID/driver.json     who, since when, and a number that rises
+    runs/NAME/drivers/ID/driver.json     process, time, and a rising number, the heartbeat
 
-The number is written anew every few seconds. A claim that stands still is one that a dead
-driver left behind. Every driver writes its claim before it looks for others, so of two that
-start at once at least one sees the other; the first by name stays.
+The driver writes its claim again every few seconds. A claim that does not change is that of a dead
+driver. Every driver writes its claim before it lists those of others, so of two that start
+together at least one sees the other; the first by name keeps the folder.
 
-Neither holds back a driver that is halted, loses its lock or claim to another, and wakes up. So
-each start takes a driver epoch besides: see ``raydl.run.driver_epoch``.
+Both can fail for a driver that is halted: another one gets its lock or claim, and then it resumes.
+So each start also claims a driver epoch: see ``raydl.run.driver_epoch``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from raydl.storage import Storage, in_words
 BEAT_S = 2.0
 """Seconds between two writes of a claim."""
 STALE_S = 10.0
-"""A claim that stands still for so long is of a driver that is gone."""
+"""Seconds without a change after which a claim is that of a lost driver."""
 POLL_S = 0.25
-"""Seconds between two looks at the claims of others."""
+"""Seconds between two reads of the claims of others."""
 LOCK_POLL_S = 3.0
-"""Seconds between two tries of a lock that is waited for."""
+"""Seconds between two attempts to get a lock."""
 _LOCK = "driver.lock"
 _CLAIMS = "drivers"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -51,54 +51,50 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 def held(
     storage: Storage, setting: str, *, check: Callable[[], None] = lambda: None
 ) -> Iterator[DriverEpoch]:
-    """Hold a run's folder, which is there, until the end of the ``with``; yield the driver epoch.
+    """Hold an existing folder of a run until the end of the ``with``; yield the driver epoch.
 
-    A thread looks every few seconds whether that is still the newest.
+    A thread checks every few seconds that this epoch is still the newest.
 
     Args:
         storage: the run's folder.
-        setting: what named it, for the error.
-        check: looks at the folder once it is held; if it raises, no epoch is taken, and the run
-            that is there stays in the hands that it was in.
+        setting: the dotted name of the setting that names the folder, for the error.
+        check: inspects the folder once it is held; if it raises an error, no epoch is claimed, so
+            the run in the folder stays with its driver.
 
     Raises:
-        ConfigError: another driver holds it; it says which, since when, and what to do.
+        ConfigError: another driver holds the folder, or it can not be written.
     """
     with storage.waiting("to lock it"):
         lock = None if storage.local_path is None else _lock(storage, setting)
     if lock is not None:
         try:
             check()
-            epoch = _take_epoch(storage, setting)
-            _say_who(storage, setting, lock, epoch)
+            epoch = _claim_epoch(storage, setting)
+            _write_holder(storage, setting, lock, epoch)
             with _watched(epoch):
                 yield epoch
         finally:
-            os.close(lock)  # the file stays: to delete it would let two hold two files
+            os.close(lock)  # the file stays: after its deletion two drivers could lock two files
         return
     claim = _Claim(storage)
     try:
-        try:
-            claim.claim_folder(setting)
-        except OSError as error:
-            problem = f"{storage.root} can not be claimed: {in_words(error)}"
-            raise ConfigError(setting, problem) from error
+        claim.claim_folder(setting)
         check()
-        claim.epoch = epoch = _take_epoch(storage, setting)
+        claim.epoch = epoch = _claim_epoch(storage, setting)
         with _watched(epoch):
             yield epoch
     finally:
         claim.release()
 
 
-def _take_epoch(storage: Storage, setting: str) -> DriverEpoch:
-    """Take the next driver epoch of a folder that is held.
+def _claim_epoch(storage: Storage, setting: str) -> DriverEpoch:
+    """Claim the next driver epoch of a folder that is held.
 
     Raises:
-        ConfigError: another driver took one at the same time, or the folder can not be written.
+        ConfigError: another driver claimed one at the same time, or the folder can not be written.
     """
     try:
-        epoch = DriverEpoch.claim_next(storage, _me())
+        epoch = DriverEpoch.claim_next(storage, _this_process())
     except OSError as error:
         problem = f"{storage.root} can not be written: {in_words(error)}"
         raise ConfigError(setting, problem) from error
@@ -109,7 +105,7 @@ def _take_epoch(storage: Storage, setting: str) -> DriverEpoch:
 
 @contextmanager
 def _watched(epoch: DriverEpoch) -> Iterator[None]:
-    """Look now and then whether an epoch is still the newest; the epoch itself remembers."""
+    """Check every few seconds that an epoch is the newest; the epoch keeps the error."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -126,7 +122,7 @@ def _watched(epoch: DriverEpoch) -> Iterator[None]:
 
 
 def _lock(storage: Storage, setting: str) -> int | None:
-    """Return the descriptor that holds the lock; None where the file system has no locks."""
+    """Return the descriptor that holds the lock, or None if the file system has no locks."""
     assert storage.local_path is not None
     path = Path(storage.local_path) / _LOCK
     try:
@@ -143,22 +139,22 @@ def _lock(storage: Storage, setting: str) -> int | None:
             return None
         raise ConfigError(setting, f"{path} can not be locked: {in_words(error)}") from error
     try:
-        _say_who(storage, setting, descriptor)
+        _write_holder(storage, setting, descriptor)
     except ConfigError:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _say_who(
+def _write_holder(
     storage: Storage, setting: str, descriptor: int, epoch: DriverEpoch | None = None
 ) -> None:
-    """Write into the lock file who holds it.
+    """Write this process into the lock file.
 
     Raises:
-        ConfigError: it can not be written.
+        ConfigError: the file can not be written.
     """
-    holder = _me() if epoch is None else {**_me(), "driver_epoch": epoch.number}
+    holder = _this_process() if epoch is None else {**_this_process(), "driver_epoch": epoch.number}
     try:
         os.ftruncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -172,29 +168,29 @@ def wait_until_free(
     storage: Storage,
     *,
     wait_s: float,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait while another driver, or what a file server still takes for one, holds the lock.
+    """Wait while the lock is held by another driver, or by a dead one on a file server.
 
-    Returns after ``wait_s`` seconds at the latest: ``held`` then says who holds it. Makes
-    nothing, and waits for no claim on an object store, since ``held`` does that.
+    Returns after ``wait_s`` seconds at the latest; ``held`` then reports the holder. Creates no
+    file, and ignores claims on an object store, since ``held`` waits for those.
     """
     if storage.local_path is None:
         return
     path, until = Path(storage.local_path) / _LOCK, clock() + wait_s
-    is_told = False
+    is_logged = False
     while _is_locked(path) and clock() < until:
-        if not is_told:
+        if not is_logged:
             place = redact(storage.root)
-            say(f"{place} is still in use; waiting up to {wait_s:.0f} s for its driver to go")
-            is_told = True
+            log(f"{place} is still in use; waiting up to {wait_s:.0f} s for its driver to end")
+            is_logged = True
         sleep(LOCK_POLL_S)
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody holds a lock file; one that is not there, or tells nothing, is free."""
+    """Whether a process holds a lock file; one that is absent, or can not be locked, is free."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -208,60 +204,65 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _me() -> dict[str, Any]:
+def _this_process() -> dict[str, Any]:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"driver": f"process {os.getpid()} on {socket.gethostname()}", "since": since}
 
 
 def _in_use(storage: Storage, setting: str, data: bytes) -> ConfigError:
+    """Return the error for a folder in use; ``data`` is the content of a lock file or claim."""
     try:
-        holder = json.loads(data)
-        who = f"{holder['driver']} since {holder['since']}"
+        record = json.loads(data)
+        holder = f"{record['driver']} since {record['since']}"
     except (ValueError, KeyError, TypeError):
-        who = "another driver"  # it is about to write who it is
+        holder = "another driver"  # which has not written its record yet
     return ConfigError(
         setting,
-        f"{storage.root} is in use by {who}; name another folder, or stop that run first, "
-        f"which goes on where it was with --resume",
+        f"{storage.root} is in use by {holder}; name another folder, or stop that run first: "
+        f"--resume continues it",
     )
 
 
 class _Claim:
-    """This driver's claim on a folder of an object store, kept alive by a thread.
+    """This driver's claim on a folder of an object store; a thread writes its heartbeats.
 
     Args:
         storage: the run's folder.
     """
 
     def __init__(self, storage: Storage) -> None:
-        message_id = f"{time.time_ns():020d}"
-        self._storage, self._name = storage, f"{message_id}-{uuid.uuid4().hex[:8]}"
-        self._me = _me()
+        self._storage = storage
+        self._name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
+        self._process = _this_process()
         self._beat = 0
         self.epoch: DriverEpoch | None = None
-        """Of this driver, once it has one."""
+        """The epoch of this driver, once it has one."""
         self._ended = threading.Event()
         # A daemon: a store that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._keep, name="run-claim", daemon=True)
 
     def claim_folder(self, setting: str) -> None:
-        """Claim the folder, if no living driver does.
+        """Claim the folder, unless a living driver has claimed it.
 
         Raises:
-            ConfigError: one does.
+            ConfigError: one has, or the folder can not be read or written.
         """
-        for name in self._unchanged_claims(setting):
-            self._storage.delete_dir(f"{_CLAIMS}/{name}")
-        self._write()
-        self._thread.start()
-        until = time.monotonic() + STALE_S
-        while others := self._others():
-            if min(others) < self._name or time.monotonic() > until:
-                raise _in_use(self._storage, setting, self._read(min(others)))
-            time.sleep(POLL_S)  # who came second sees this claim, and goes
+        try:
+            for name in self._stale_claims(setting):
+                self._storage.delete_dir(f"{_CLAIMS}/{name}")
+            self._write()
+            self._thread.start()
+            until = time.monotonic() + STALE_S
+            while others := self._others():
+                if min(others) < self._name or time.monotonic() > until:
+                    raise _in_use(self._storage, setting, self._read(min(others)))
+                time.sleep(POLL_S)  # a later driver sees this claim and ends
+        except OSError as error:
+            problem = f"{self._storage.root} can not be claimed: {in_words(error)}"
+            raise ConfigError(setting, problem) from error
 
     def release(self, *, timeout_s: float = 5.0) -> None:
-        """Give the folder back; a store that does not answer is waited for ``timeout_s``."""
+        """Release the folder; wait ``timeout_s`` for a store that does not answer."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -270,11 +271,11 @@ class _Claim:
         while not self._ended.wait(BEAT_S):
             try:
                 if self.epoch is not None:
-                    self.epoch.check()  # a claim that another driver has deleted stays so
+                    self.epoch.check()  # do not restore a claim that another driver has deleted
                 self._write()
             except SupersededError:
-                return  # a driver that was taken for dead has nothing left to give back
-            except OSError:  # the next beat tries again
+                return  # another driver has the folder: there is nothing to release
+            except OSError:  # the next heartbeat tries again
                 pass
         with suppress(OSError):
             self._storage.delete_dir(f"{_CLAIMS}/{self._name}")
@@ -282,20 +283,24 @@ class _Claim:
     def _write(self) -> None:
         self._beat += 1
         number = {"driver_epoch": self.epoch.number} if self.epoch else {}
-        data = json.dumps({**self._me, **number, "beat": self._beat}).encode()
+        data = json.dumps({**self._process, **number, "beat": self._beat}).encode()
         self._storage.write_bytes(f"{_CLAIMS}/{self._name}/driver.json", data)
 
-    def _unchanged_claims(self, setting: str) -> list[str]:
-        """Return the claims there are, once they have been seen to stand still."""
+    def _stale_claims(self, setting: str) -> list[str]:
+        """Return the claims of others after reading them long enough without a change.
+
+        Raises:
+            ConfigError: a claim has changed.
+        """
         first = {name: self._read(name) for name in self._others()}
-        # Counted, not timed: who was halted meanwhile has seen nothing.
+        # Counted, not timed: a process that was halted meanwhile has read nothing.
         for _ in range(math.ceil(STALE_S / POLL_S)):
             if not first:
                 break
             time.sleep(POLL_S)
             for name, data in first.items():
                 if self._read(name) not in (b"", data):
-                    # Read once more: it may have been written anew, and longer, just then.
+                    # Read again: it may have been longer, and half written.
                     raise _in_use(self._storage, setting, self._read(name))
             others = self._others()
             first = {name: data for name, data in first.items() if name in others}
@@ -305,7 +310,7 @@ class _Claim:
         return [name for name in self._storage.list_dir(_CLAIMS) if name != self._name]
 
     def _read(self, name: str) -> bytes:
-        """Return a claim; empty if it was given back meanwhile."""
+        """Return the content of a claim, empty if it was released meanwhile."""
         try:
             return self._storage.read_bytes(f"{_CLAIMS}/{name}/driver.json")
         except FileNotFoundError:

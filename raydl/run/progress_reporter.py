@@ -1,4 +1,4 @@
-"""The terminal's panel while a run goes on."""
+"""Shows the progress of a run on the terminal: a panel, or lines for a log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DASH = "-"
 
 @dataclass(frozen=True)
 class ProgressView:
-    """The state of a run at one moment, as shown. None: not known yet."""
+    """The progress of a run at one moment; unknown values are None."""
 
     state: str
     elapsed_s: float
@@ -31,25 +31,21 @@ class ProgressView:
     num_epochs: int | None
     num_steps: int | None
     share_done: float
-    """0..1 of the whole run."""
+    """Part of the run that is done, from 0 to 1."""
     samples_per_s: float | None
     train_loss: float | None
     center_accuracy: float | None
     center_loss: float | None
-    """Shown of a task that measures no accuracy."""
+    """Shown if the task measures no accuracy."""
     workers: Mapping[str, int]
-    """How many stand where: ``{"training": 3, "starting": 1}``."""
+    """Number of workers in each state: ``{"training": 3, "starting": 1}``."""
     wanted_workers: str
+    """The number of workers in the settings: N, or MIN:MAX."""
     communication_share: float | None
 
     @property
-    def num_workers(self) -> int:
-        """Workers that train."""
-        return self.workers.get("training", 0)
-
-    @property
     def eta_s(self) -> float | None:
-        """Seconds to the end at this pace; None: there is none, or it is not known."""
+        """Seconds to the end at this speed, or None if unknown."""
         if self.samples_per_s is None or self.samples_per_s <= 0 or self.share_done <= 0:
             return None
         left = self.progress.num_samples * (1 - self.share_done) / self.share_done
@@ -57,19 +53,16 @@ class ProgressView:
 
 
 class ProgressReporter(Protocol):
-    """Shows a run to a person."""
+    """Shows the progress and the events of a run."""
 
     def update(self, view: ProgressView) -> None:
-        """Show the state."""
-        ...
+        """Show the progress."""
 
     def event(self, sentence: str) -> None:
-        """Say that something happened."""
-        ...
+        """Show an event."""
 
     def close(self) -> None:
-        """Leave the terminal as it should stay."""
-        ...
+        """Show the last state, and release the terminal."""
 
 
 class Silent:
@@ -86,11 +79,11 @@ class Silent:
 
 
 class PlainLines:
-    """One line now and then, for logs.
+    """Prints a line every few seconds, for logs.
 
     Args:
-        console: where to.
-        clock: seconds, rising.
+        console: the output.
+        clock: the time in seconds, from any origin.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,16 +96,17 @@ class PlainLines:
     def update(self, view: ProgressView) -> None:
         """Print a line if the last one is old, or the center's score is new."""
         now, center = self._clock(), _center(view)
-        is_news = center != self._shown_center
-        if now - self._shown_at < (1.0 if is_news else _PLAIN_EVERY_S):
+        is_new = center != self._shown_center
+        if now - self._shown_at < (1.0 if is_new else _PLAIN_EVERY_S):
             return
         self._shown_at, self._shown_center = now, center
+        states = (f"{n} {state}" for state, n in view.workers.items() if state != "training")
+        others = ", ".join(states)
         self._print(
-            f"{_where(view)}  {view.progress.num_samples:,} samples  {_rate(view)}  "
-            f"loss {_number(view.train_loss, '.3f')}  "
-            f"center {center}  "
-            f"workers {_workers_in_short(view)}  comm {_number(view.communication_share, '.0%')}  "
-            f"left {_left(view)}"
+            f"{_position(view)}  {view.progress.num_samples:,} samples  {_rate(view)}  "
+            f"loss {_number(view.train_loss, '.3f')}  center {center}  "
+            f"workers {view.workers.get('training', 0)}{others and f' ({others})'}  "
+            f"comm {_number(view.communication_share, '.0%')}  left {_left(view)}"
         )
 
     def event(self, sentence: str) -> None:
@@ -124,11 +118,11 @@ class PlainLines:
         self._console.print(f"[{elapsed}] {line}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Do nothing: lines stay."""
+        """Do nothing: the lines stay."""
 
 
 class LivePanel:
-    """A panel that follows the run; events scroll by above it.
+    """A panel that shows the progress, with the events above it.
 
     Args:
         console: a terminal.
@@ -142,11 +136,11 @@ class LivePanel:
         self._live.start()
 
     def update(self, view: ProgressView) -> None:
-        """Redraw."""
+        """Draw the panel again."""
         self._live.update(panel(view, self._last_event))
 
     def event(self, sentence: str) -> None:
-        """Print the sentence above the panel, and keep it in the last line."""
+        """Print the sentence above the panel, and in its last line."""
         elapsed = clock_text(time.monotonic() - self._start, is_short=True)
         self._last_event = f"[{elapsed}] {sentence}"
         self._live.console.print(self._last_event, markup=False, highlight=False)
@@ -157,7 +151,7 @@ class LivePanel:
 
 
 def panel(view: ProgressView, last_event: str) -> Panel:
-    """Return the panel for a state."""
+    """Return the panel."""
     bar = Table.grid(expand=True)
     bar.add_column(ratio=1)
     bar.add_column(justify="right", min_width=18)
@@ -170,7 +164,7 @@ def panel(view: ProgressView, last_event: str) -> Panel:
         facts.add_column(style="dim", no_wrap=True)
         facts.add_column(no_wrap=True)
     facts.add_row(
-        "progress", _where(view),
+        "progress", _position(view),
         "center", Text(_center(view), style="bold green"),
         "comm.", _number(view.communication_share, ".1%"),
     )  # fmt: skip
@@ -187,22 +181,23 @@ def panel(view: ProgressView, last_event: str) -> Panel:
     lines = Table.grid(expand=True, padding=(0, 2))
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    lines.add_row("workers ", Text(_workers(view)))
+    workers = ", ".join(f"{number} {state}" for state, number in view.workers.items())
+    lines.add_row("workers ", Text(workers or _DASH))
     lines.add_row("last", Text(last_event, style="dim"))
     return Panel(Group(bar, facts, lines), title=f"raydl · {view.state}", title_align="left")
 
 
-class _LastingConsole(Console):
-    """Raises where its reader has gone; rich's own ends the process."""
+class _RaisingConsole(Console):
+    """A console that raises an error when its reader is closed; rich's own exits the process."""
 
     def on_broken_pipe(self) -> None:
-        """Let who shows something decide: the error is being handled."""
-        raise BrokenPipeError("nobody reads the output any more")
+        """Raise the error, for the caller to handle."""
+        raise BrokenPipeError("the reader of the output is closed")
 
 
 def make_reporter(kind: str) -> ProgressReporter:
     """Return the progress display: ``auto`` (a panel on a terminal), panel, plain or none."""
-    console = _LastingConsole(stderr=False)
+    console = _RaisingConsole(stderr=False)
     if kind == "none":
         return Silent()
     if kind == "panel" or (kind == "auto" and console.is_terminal):
@@ -210,21 +205,11 @@ def make_reporter(kind: str) -> ProgressReporter:
     return PlainLines(console)
 
 
-def _where(view: ProgressView) -> str:
+def _position(view: ProgressView) -> str:
     if view.num_steps is not None:
         return f"step {view.progress.local_step:,}/{view.num_steps:,}"
     of_all = f"/{view.num_epochs}" if view.num_epochs is not None else ""
     return f"epoch {view.progress.epoch:.1f}{of_all}"
-
-
-def _workers(view: ProgressView) -> str:
-    return ", ".join(f"{number} {word}" for word, number in view.workers.items()) or _DASH
-
-
-def _workers_in_short(view: ProgressView) -> str:
-    """Return how many train, and in brackets where the others are."""
-    others = [f"{n} {word}" for word, n in view.workers.items() if word != "training"]
-    return f"{view.num_workers} ({', '.join(others)})" if others else str(view.num_workers)
 
 
 def _rate(view: ProgressView) -> str:
@@ -232,7 +217,7 @@ def _rate(view: ProgressView) -> str:
 
 
 def _center(view: ProgressView) -> str:
-    """Return the center's accuracy, or its loss where the task measures none."""
+    """Return the center's accuracy, or its loss if the task measures no accuracy."""
     if view.center_accuracy is None and view.center_loss is not None:
         return f"loss {view.center_loss:.4f}"
     return _number(view.center_accuracy, ".2%")

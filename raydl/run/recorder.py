@@ -1,4 +1,4 @@
-"""Records what the controller learns: TensorBoard, the terminal, checkpoints, bad samples."""
+"""Records the progress of a run: TensorBoard, the terminal, checkpoints, unreadable samples."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 from raydl.checkpoint.best import BestCenter
 from raydl.checkpoint.store import CheckpointStore
-from raydl.checkpoint.totals import Sum, Sums, Totals, speed_figures
+from raydl.checkpoint.totals import StartTotals, StartTotalsHistory, Totals, speed_figures
 from raydl.checkpoint.writer import CheckpointWriter
 from raydl.config import TrainConfig
 from raydl.core.autotune import Choice
 from raydl.core.center import Snapshot
 from raydl.core.flat import FlatModel
 from raydl.core.membership import Membership
+from raydl.core.progress import Progress
 from raydl.core.reports import AllreduceReport, Record, WorkerReport
 from raydl.core.stop_condition import StopCondition
 from raydl.core.worker_group import Collected, Evaluated
@@ -43,42 +44,42 @@ from raydl.worker.examples import Examples
 
 
 class BadSamples:
-    """The samples that were left out, over all workers there ever were."""
+    """Counts the samples that were left out because they can not be read, over all workers."""
 
     def __init__(self) -> None:
         self._by_worker: dict[str, int] = {}
-        self._num_of_gone = 0
-        self._tell_from = 1
+        self._num_of_departed = 0
+        self._log_from = 1
 
     @property
     def num_samples(self) -> int:
-        """How many."""
-        return self._num_of_gone + sum(self._by_worker.values())
+        """Number of samples left out."""
+        return self._num_of_departed + sum(self._by_worker.values())
 
     def keep(self, worker_ids: Container[str]) -> None:
-        """Forget whose the samples were, but for these workers: the others have gone."""
-        gone = [w for w in self._by_worker if w not in worker_ids]
-        self._num_of_gone += sum(self._by_worker.pop(w) for w in gone)
+        """Keep counts by worker for these workers only; the others have left."""
+        departed = [w for w in self._by_worker if w not in worker_ids]
+        self._num_of_departed += sum(self._by_worker.pop(w) for w in departed)
 
     def note(self, reports: Mapping[str, WorkerReport]) -> str:
-        """Take in the newest reports; return a sentence where one is due, else nothing."""
+        """Update the counts; return a sentence when the total has doubled, else an empty text."""
         last = ""
         for worker_id, report in reports.items():
             if report.left_out.num_samples > self._by_worker.get(worker_id, 0):
                 self._by_worker[worker_id] = report.left_out.num_samples
                 last = report.left_out.last
-        if not last or self.num_samples < self._tell_from:
+        if not last or self.num_samples < self._log_from:
             return ""
-        self._tell_from = 2 * self.num_samples
+        self._log_from = 2 * self.num_samples
         count = f"{self.num_samples:,} samples" if self.num_samples > 1 else "a sample"
         return f"left out {count} that can not be read; the last: {last}"
 
 
 _EXAMPLES_EVERY_S = 20.0
-"""Test pictures are drawn no more often, and once more at the end."""
+"""Shortest time between two drawings of test pictures, in seconds."""
 _CHART_EVERY_S = 60.0
-"""So are the time parts, which take more of the driver: the first time, matplotlib's import."""
-_NOTHING = Totals()
+"""Shortest time between two charts of the time parts, in seconds. The first imports matplotlib."""
+_NO_TOTALS = Totals()
 
 
 class RunRecorder:
@@ -86,20 +87,20 @@ class RunRecorder:
 
     Args:
         config: the settings.
-        num_train: samples in the training set.
-        start: the snapshot the run goes on from.
+        num_train: number of samples in the training set.
+        start: the snapshot from which the run starts or resumes.
         seconds_before: training time of earlier starts, in seconds.
-        before: what else is known of earlier starts.
-        writer: for TensorBoard.
-        progress: for the terminal.
-        store: for checkpoints.
-        best: for the best center.
+        before: totals of earlier starts.
+        writer: writes to TensorBoard.
+        progress: shows the run on the terminal.
+        store: the run's checkpoints.
+        best: the run's best center.
         flat: names the weights.
-        examples: test pictures to draw with what the center says of them.
+        examples: test pictures to draw with the center's predictions.
         order: name of the order of the samples, for checkpoints.
-        after_checkpoint: called when one was written, and at the end: copies the curves. An
-            ``OSError`` that it raises is told, and ends nothing.
-        storage: the run's folder; None: one that always answers.
+        after_checkpoint: called after each checkpoint and at the end, to copy the curves; its
+            ``OSError`` is logged, and the run goes on.
+        storage: the run's folder; None for one that always answers.
         refuge: see ``raydl.checkpoint.writer.CheckpointWriter``.
     """
 
@@ -110,7 +111,7 @@ class RunRecorder:
         num_train: int,
         start: Snapshot,
         seconds_before: float,
-        before: Totals = _NOTHING,
+        before: Totals = _NO_TOTALS,
         writer: MetricsWriter,
         progress: ProgressReporter,
         store: CheckpointStore,
@@ -139,7 +140,7 @@ class RunRecorder:
         self._progress = progress
         self._examples = examples
         self._memberships = MembershipTable()
-        self._told_at = start.progress.num_samples or -1
+        self._text_at = start.progress.num_samples or -1
         self._stack = StackHistory()
         self._to_draw: Evaluated | None = None
         self._examples_drawn_at = -math.inf
@@ -149,8 +150,8 @@ class RunRecorder:
         self._ended_at = self._opened_at
         self._bad_samples = BadSamples()
         self._parts = dict.fromkeys(TIME_PARTS, 0.0)
-        self._sums = Sums(
-            Sum(
+        self._history = StartTotalsHistory(
+            StartTotals(
                 round=start.progress.round,
                 seconds=seconds_before,
                 time_parts=self._parts,
@@ -160,7 +161,7 @@ class RunRecorder:
         )
         self._speed = RecentSpeed()
         self._trains_since = self._opened_at
-        self._is_old_told = False
+        self._is_age_logged = False
         self._best = best
         self.checkpoints = CheckpointWriter(
             store,
@@ -168,49 +169,47 @@ class RunRecorder:
             best,
             order=order,
             after=self._wrote_checkpoint,
-            **({"unanswered": storage.unanswered} if storage else {}),
+            unanswered=storage.unanswered if storage else lambda thread: (0.0, ""),
             refuge=refuge,
         )
-        """Writer of the events."""
+        """Writer of the checkpoints."""
 
     def follow(self, controller: Controller) -> None:
-        """Count from now on its generations, pauses and faults."""
+        """Record the controller's generations, pauses and faults from now on."""
         self._controller = controller
 
     def describe(self, markdown: str) -> None:
-        """Keep the configuration beside the curves."""
-        self._writer.text("settings", markdown, num_samples=self._num_samples)
+        """Write the configuration to TensorBoard."""
+        self._writer.text("settings", markdown, num_samples=self._newest.num_samples)
 
     def event(self, sentence: str) -> None:
-        """Print the sentence and keep it beside the curves."""
+        """Show a sentence and write it to TensorBoard."""
         if self._began_at is None and sentence.startswith("generation"):
             self._began_at = time.monotonic()
             self._speed.note(self._began_at, self._start.progress.num_samples)
-        self._tell(sentence, num_samples=self._num_samples)
+        self._log(sentence, num_samples=self._newest.num_samples)
 
-    def _tell(self, sentence: str, *, num_samples: int) -> None:
+    def _log(self, sentence: str, *, num_samples: int) -> None:
         self._progress.event(sentence)
-        # TensorBoard shows one text for each step: sentences of one moment are a sample apart.
-        self._told_at = max(self._told_at + 1, num_samples)
-        self._writer.text("events", sentence, num_samples=self._told_at)
+        # TensorBoard shows one text per step: put simultaneous sentences a sample apart.
+        self._text_at = max(self._text_at + 1, num_samples)
+        self._writer.text("events", sentence, num_samples=self._text_at)
 
     def formed(self, membership: Membership, reason: str) -> None:
-        """Keep the table of memberships beside the curves, and forget workers that have gone."""
-        self._memberships.add(
-            membership.generation, membership.worker_ids, reason, num_samples=self._num_samples
-        )
-        self._writer.text("membership", self._memberships.markdown(), num_samples=self._told_at)
-        here = dict.fromkeys((*membership.worker_ids, *membership.absent))
-        places = self._worker_curves.follow(here)
-        if places:
-            which = ", ".join(f"{w} is {place}" for w, place in places.items())
-            self.event(f"the curves of workers: {which}")
-        self._worker_steps = {w: s for w, s in self._worker_steps.items() if w in here}
-        self._bad_samples.keep(here)
+        """Write the table of memberships to TensorBoard, and forget workers that have left."""
+        at = self._newest.num_samples
+        self._memberships.add(membership.generation, membership.worker_ids, reason, num_samples=at)
+        self._writer.text("membership", self._memberships.markdown(), num_samples=self._text_at)
+        members = dict.fromkeys((*membership.worker_ids, *membership.absent))
+        if names := self._worker_curves.follow(members):
+            pairs = ", ".join(f"{worker_id} is {name}" for worker_id, name in names.items())
+            self.event(f"the curves of workers: {pairs}")
+        self._worker_steps = {w: s for w, s in self._worker_steps.items() if w in members}
+        self._bad_samples.keep(members)
 
     @property
-    def _num_samples(self) -> int:
-        return self.last.progress.num_samples if self.last else self._start.progress.num_samples
+    def _newest(self) -> Progress:
+        return self.last.progress if self.last else self._start.progress
 
     @property
     def seconds(self) -> float:
@@ -220,7 +219,7 @@ class RunRecorder:
 
     @property
     def center_accuracy(self) -> float | None:
-        """The newest accuracy of the center, of an earlier start too; None: not known."""
+        """The newest accuracy of the center, also of earlier starts, or None if unknown."""
         return self._evaluations[-1].get("accuracy") if self._evaluations else None
 
     def record(self, record: Record, reports: dict[str, WorkerReport]) -> None:
@@ -245,25 +244,28 @@ class RunRecorder:
             "exchange/period": record.period,
             "exchange/communication_share": communication_share(self._parts),
         }
-        speed = self._speed.samples_per_s
-        if speed is not None:
+        if (speed := self._speed.samples_per_s) is not None:
             values["throughput/samples_per_s"] = speed
         if not math.isnan(record.loss):
             values["train/loss"] = record.loss
         values |= self._worker_values(reports)
         values |= self._allreduce_values(reports)
-        self._tell_tuning(reports)
-        values |= self._left_out_values(reports)
-        values |= self._refused_values()
+        self._log_tuning(reports)
+        if sentence := self._bad_samples.note(reports):
+            self.event(sentence)
+        if num_left_out := self._bad_samples.num_samples:
+            values["data/left_out"] = num_left_out
+        if num_refused := sum(self._controller.refused.values()) if self._controller else 0:
+            values["exchange/refused"] = num_refused
         values |= time_values(self._parts)
         self._stack.add(record.progress.num_samples, self._parts)
         self._writer.scalars(values, num_samples=record.progress.num_samples, unix_s=_unix_s(now))
 
     def _add_up(self, record: Record) -> None:
-        before = self._sums.before(record.progress.round)
+        before = self._history.up_to(record.progress.round - 1)
         num_rounds = max(0, record.progress.round - before.round)
-        self._sums.add(
-            Sum(
+        self._history.add(
+            StartTotals(
                 round=record.progress.round,
                 seconds=self.seconds,
                 staleness_sum=before.staleness_sum + record.staleness * num_rounds,
@@ -275,51 +277,44 @@ class RunRecorder:
         )
 
     def _go_back(self, num_samples: int, num_before: int) -> None:
-        """Drop what lies beyond: the center is one of before, and its curves go on from there."""
+        """Drop later points of the curves: the center has gone back to an earlier state."""
         self._writer.go_back(num_samples=num_samples)
         self._stack.go_back(num_samples=num_samples)
         self._evaluations = [e for e in self._evaluations if e["samples"] < num_samples]
         self._to_draw = None
-        self._told_at = num_samples - 1
-        self._tell(
-            f"the center went back from {num_before:,} samples: the curves go on from "
+        self._text_at = num_samples - 1
+        self._log(
+            f"the center went back from {num_before:,} samples: the curves continue from "
             f"{num_samples:,}",
             num_samples=num_samples,
         )
         self._writer.text("membership", self._memberships.markdown(), num_samples=num_samples)
 
     def _worker_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
-        """Return the curves of workers with news: those of one that hangs or left stop."""
-        news = {
-            w: report
-            for w, report in reports.items()
-            if report.round_s > 0 and report.local_step != self._worker_steps.get(w)
-        }
-        self._worker_steps |= {w: report.local_step for w, report in news.items()}
-        if not news:
+        """Return the values of workers with new steps; the curves of other workers stop."""
+        trained = {w: report for w, report in reports.items() if report.round_s > 0}
+        new = {w: r for w, r in trained.items() if r.local_step != self._worker_steps.get(w)}
+        self._worker_steps |= {w: report.local_step for w, report in new.items()}
+        if not new:
             return {}
-        all_told = [report for report in reports.values() if report.round_s > 0]
         values = {
-            **spread_of("workers/step_s", [report.step_s for report in all_told]),
-            **spread_of("workers/waited_s", [report.waited_s for report in all_told]),
+            **spread_of("workers/step_s", [report.step_s for report in trained.values()]),
+            **spread_of("workers/waited_s", [report.waited_s for report in trained.values()]),
         }
-        for worker_id, report in news.items():
+        for worker_id, report in new.items():
             if name := self._worker_curves.name_of(worker_id):
                 values[f"worker_step_s/{name}"] = report.step_s
                 values[f"worker_waited_s/{name}"] = report.waited_s
         return values
 
     def _allreduce_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
-        """Note how the workers sum, and tell each new choice once."""
-        found = [r.allreduce for r in reports.values() if r.allreduce is not None]
-        if not found:
+        """Return the values of the all-reduce, and log each new choice once."""
+        now = next((r.allreduce for r in reports.values() if r.allreduce is not None), None)
+        if now is None:
             return {}
-        before, now = self._allreduce, found[0]
-        self._allreduce = now
-        if before is None or (before.generation, before.algorithm) != (
-            now.generation,
-            now.algorithm,
-        ):
+        before, self._allreduce = self._allreduce, now
+        choice = (now.generation, now.algorithm)
+        if before is None or (before.generation, before.algorithm) != choice:
             self.event(
                 f"all-reduce of {now.num_bytes:,} bytes: {now.algorithm}, predicted "
                 f"{now.predicted_s * 1000:.2f} ms, measured {now.measured_s * 1000:.2f} ms"
@@ -329,29 +324,16 @@ class RunRecorder:
             "exchange/allreduce_s": now.measured_s,
         }
 
-    def _tell_tuning(self, reports: dict[str, WorkerReport]) -> None:
-        """Tell each exchange tuning that the workers chose once."""
-        chosen = [r.choice for r in reports.values() if r.choice is not None]
-        newest = max(chosen, key=lambda choice: choice.generation, default=self._choice)
+    def _log_tuning(self, reports: dict[str, WorkerReport]) -> None:
+        """Log each exchange tuning that the workers choose, once."""
+        choices = [r.choice for r in reports.values() if r.choice is not None]
+        newest = max(choices, key=lambda choice: choice.generation, default=self._choice)
         if newest is not None and (not self._choice or newest.tuning != self._choice.tuning):
-            self.event(f"exchanges go by {newest.tuning}: {newest.reason}")
+            self.event(f"exchanges use {newest.tuning}: {newest.reason}")
         self._choice = newest
 
-    def _left_out_values(self, reports: dict[str, WorkerReport]) -> dict[str, float]:
-        """Tell of samples that could not be read; without any there is no curve."""
-        sentence = self._bad_samples.note(reports)
-        if sentence:
-            self.event(sentence)
-        num_samples = self._bad_samples.num_samples
-        return {"data/left_out": num_samples} if num_samples else {}
-
-    def _refused_values(self) -> dict[str, float]:
-        """Return how much came too late; without any there is no curve."""
-        num_refused = sum(self._controller.refused.values()) if self._controller else 0
-        return {"exchange/refused": num_refused} if num_refused else {}
-
     def evaluated(self, evaluated: Evaluated) -> None:
-        """Write the scores of the center, and now and then pictures."""
+        """Write the scores of the center, and pictures if the last ones are old."""
         self.checkpoints.score(evaluated)
         evaluated = evaluated.without_center()
         at = {"round": evaluated.progress.round, "samples": evaluated.progress.num_samples}
@@ -360,7 +342,7 @@ class RunRecorder:
         self._writer.scalars(
             values,
             num_samples=evaluated.progress.num_samples,
-            unix_s=_unix_s(self._moment_of(evaluated)),
+            unix_s=_unix_s(self._time_of(evaluated)),
         )
         self._to_draw = evaluated if evaluated.predicted else None
         if time.monotonic() - self._examples_drawn_at >= _EXAMPLES_EVERY_S:
@@ -368,14 +350,14 @@ class RunRecorder:
         if time.monotonic() - self._chart_drawn_at >= _CHART_EVERY_S:
             self._draw_time_parts()
 
-    def _moment_of(self, evaluated: Evaluated) -> float:
-        """Return when the center was what was scored, by this process's monotonic clock."""
-        known = self._sums.up_to(evaluated.progress.round)
+    def _time_of(self, evaluated: Evaluated) -> float:
+        """Return the time of the scored snapshot, by this process's monotonic clock."""
+        known = self._history.up_to(evaluated.progress.round)
         at_s = max(known.at_s, self._began_at or known.at_s)
         return min(time.monotonic(), at_s + max(0.0, evaluated.progress.seconds - known.trained_s))
 
     def _draw_examples(self) -> None:
-        """Draw the test pictures with what the center says of them, if that is news."""
+        """Draw the test pictures with the center's newest predictions, unless drawn before."""
         self._examples_drawn_at = time.monotonic()
         scored, self._to_draw = self._to_draw, None
         if scored is not None:
@@ -390,24 +372,25 @@ class RunRecorder:
         points = self._stack.points
         if len(points) > 1:
             pixels = charts.areas(points).pixels()
-            self._writer.image("time/stacked", pixels, num_samples=self._num_samples)
+            self._writer.image("time/stacked", pixels, num_samples=self._newest.num_samples)
 
     def checkpoint(self, collected: Collected) -> None:
-        """Write a checkpoint in a thread of its own; a failure is told, and the run goes on."""
-        reached = self._sums.pop_sum(collected.snapshot.progress.round)
-        totals = self._totals(reached)
+        """Write a checkpoint in a thread of its own; a failure is logged, and the run goes on."""
+        totals = self._history.pop_up_to(collected.snapshot.progress.round)
         run = self._controller
         ended = (run.ended_by, run.ended_because) if run and collected.is_last else ("", "")
-        self.checkpoints.checkpoint(collected, seconds=reached.seconds, totals=totals, ended=ended)
+        self.checkpoints.checkpoint(
+            collected, seconds=totals.seconds, totals=self._totals(totals), ended=ended
+        )
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written: the next one waits for it."""
+        """Whether a checkpoint is being written; the next one waits for it."""
         return self.checkpoints.is_writing
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the storage has not answered for so long that nothing waits for it."""
+        """Whether the storage has been silent too long to wait for it."""
         return self.checkpoints.is_given_up
 
     def _wrote_checkpoint(self) -> None:
@@ -415,43 +398,40 @@ class RunRecorder:
         self._after_checkpoint()
 
     def show(self, state: State, workers: Mapping[str, int]) -> None:
-        """Refresh the terminal."""
+        """Log failures of checkpoints, and show the progress."""
         for sentence in self.checkpoints.pop_failures():
             self.event(sentence)
-        self._tell_of_old_checkpoint(state)
+        self._log_old_checkpoint(state)
         self._progress.update(self._view(state, workers))
 
-    def _tell_of_old_checkpoint(self, state: State) -> None:
-        """Say, once, that the newest checkpoint is twice as old as it should be."""
+    def _log_old_checkpoint(self, state: State) -> None:
+        """Log once that the newest checkpoint is older than two intervals."""
         now, every_s = time.monotonic(), self._config.checkpoint.every_s
         if state not in (State.TRAINING, State.REGROUPING, State.RECOVERING):
             self._trains_since = now  # a run that waits has written its state
         age_s = now - max(self.checkpoints.written_at or self._trains_since, self._trains_since)
         if every_s is None or age_s <= 2 * every_s:
-            self._is_old_told = False
-        elif not self._is_old_told:
-            self._is_old_told = True
+            self._is_age_logged = False
+        elif not self._is_age_logged:
+            self._is_age_logged = True
+            reason = "the workers have kept no states"
+            if self.is_writing:
+                reason = "one is still being written"
+            elif self.checkpoints.has_failed:
+                reason = "the newest could not be written"
             self.event(
-                f"no checkpoint was written for {age_s:.0f} s, twice checkpoint.every_s: "
-                f"{self._why_no_checkpoint()}"
+                f"no checkpoint was written for {age_s:.0f} s, twice checkpoint.every_s: {reason}"
             )
-
-    def _why_no_checkpoint(self) -> str:
-        if self.is_writing:
-            return "one is still being written"
-        if self.checkpoints.has_failed:
-            return "the newest could not be"
-        return "the workers have kept no states"
 
     @property
     def checkpoint_at(self) -> float | None:
-        """When this start wrote its newest checkpoint, Unix time; None: it wrote none yet."""
+        """Unix time of the newest checkpoint of this start, or None."""
         written_at = self.checkpoints.written_at
         return None if written_at is None else _unix_s(written_at)
 
     def _view(self, state: State, workers: Mapping[str, int]) -> ProgressView:
         training, scaling, last = self._config.training, self._config.scaling, self.last
-        progress = last.progress if last else self._start.progress
+        progress = self._newest
         share_done = StopCondition.of(training, epoch_samples=self._num_train).share_done(
             num_samples=progress.num_samples, num_steps=progress.local_step, seconds=self.seconds
         )
@@ -471,30 +451,25 @@ class RunRecorder:
             communication_share=communication_share(self._parts) if last else None,
         )
 
-    def _totals(self, reached: Sum) -> Totals:
-        """Return the totals of all starts up to a round of this one."""
+    def _totals(self, this_start: StartTotals) -> Totals:
+        """Return the totals of all starts, including this one up to a round."""
         run = self._controller
         return self._before.plus(
             evaluations=self._evaluations,
             longest_pause_s=run.stragglers.longest_pause_s if run else 0.0,
-            staleness_sum=reached.staleness_sum,
-            period_sum=reached.period_sum,
-            time_parts=reached.time_parts,
+            staleness_sum=this_start.staleness_sum,
+            period_sum=this_start.period_sum,
+            time_parts=this_start.time_parts,
             faults_fired=run.planned_faults.fired if run else (),
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return the parts of ``result.json`` on the whole run and on its last start."""
-        last, start, run = self.last, self._start, self._controller
-        num_rounds, num_samples = (
-            last.progress.round if last else start.progress.round,
-            self._num_samples,
-        )
-        this_s = self.seconds - self._seconds_before
+        """Return the entries of ``result.json`` on the whole run and on its last start."""
+        last, start, run, progress = self.last, self._start, self._controller, self._newest
         return {
-            **self._totals(self._sums.newest).figures(num_rounds),
-            **speed_figures(num_samples, self.seconds),
-            "rounds": num_rounds,
+            **self._totals(self._history.newest).figures(progress.round),
+            **speed_figures(progress.num_samples, self.seconds),
+            "rounds": progress.round,
             "generations": run.generation if run else start.progress.generation,
             "exchange_bytes": last.exchange_bytes if last else 0,
             "best": self._best.kept.figures() if self._best.kept else None,
@@ -503,46 +478,38 @@ class RunRecorder:
             "workers": last.num_workers if last else 0,
             "allreduce": vars(self._allreduce) if self._allreduce else None,
             "cadence": vars(self._choice.tuning) if self._choice else None,
-            "last_start": speed_figures(num_samples - start.progress.num_samples, this_s),
+            "last_start": speed_figures(
+                progress.num_samples - start.progress.num_samples,
+                self.seconds - self._seconds_before,
+            ),
         }
 
-    def _copy_last(self) -> None:
-        """Copy the curves to their end; if that fails, the run is whole all the same."""
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write to the storage as long as it answers; log an error: the run is complete without."""
         try:
-            self._bounded(self._after_checkpoint)
-        except (OSError, StorageSilentError) as error:
-            self._progress.event(f"{error}; all else of the run is where it should be")
-
-    def _write_best(self) -> None:
-        """Try the best center once more if it could not be written; the run is whole without."""
-        try:
-            self._bounded(self._best.write)
-        except (CheckpointError, StorageSilentError) as error:
-            self._progress.event(f"{error}; all else of the run is where it should be")
-
-    def _bounded(self, act: Callable[[], None]) -> None:
-        """Do something on the storage for as long as that answers."""
-        if self._storage is None:
-            act()
-        else:
-            within(self._storage, act, tell=self._progress.event)
+            if self._storage is None:
+                write()
+            else:
+                within(self._storage, write, log=self._progress.event)
+        except (OSError, CheckpointError, StorageSilentError) as error:
+            self._progress.event(f"{error}; all other files of the run are complete")
 
     def close(self) -> None:
-        """Finish what is being written.
+        """Complete all files.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
         """
-        with contextlib.ExitStack() as stack:  # each, whatever becomes of the others
+        with contextlib.ExitStack() as stack:  # in reverse order; each even if another one fails
             stack.callback(self._progress.close)
-            stack.callback(self._copy_last)
+            stack.callback(self._try, self._after_checkpoint)
             stack.callback(self._writer.close)
             stack.callback(self._draw_time_parts)
             stack.callback(self._draw_examples)
-            stack.callback(self._write_best)
+            stack.callback(self._try, self._best.write)  # in case its last write failed
             self.checkpoints.close()
 
 
 def _unix_s(monotonic_s: float) -> float:
-    """Return a moment of the monotonic clock in seconds since 1970."""
+    """Return a time of the monotonic clock as Unix time, in seconds."""
     return time.time() - (time.monotonic() - monotonic_s)

@@ -1,4 +1,4 @@
-"""The start of a run: from the beginning, or from what its folder holds."""
+"""The start of a run: from the beginning, or from a checkpoint in its folder."""
 
 from __future__ import annotations
 
@@ -23,39 +23,42 @@ from raydl.storage import below
 
 @dataclass(frozen=True)
 class Start:
-    """State at which a run begins or resumes."""
+    """State from which a run begins or resumes."""
 
     folder: RunFolder
     store: CheckpointStore
     best: BestCenter
     snapshot: Snapshot
     own_states: dict[str, Any]
+    """The state of each worker, by id."""
     seconds: float
+    """Training time of earlier starts, in seconds."""
     sentences: list[str]
+    """Messages for the log."""
     before: Totals = field(default_factory=Totals)
     """Totals of earlier starts."""
     is_trained: bool = False
-    """Nothing is left to train, but the run did not come to write its end."""
+    """Whether the training is complete, but some of the last files are missing."""
     ended: tuple[str, str] = ("", "")
-    """By what the run was ended before its time, and why."""
+    """The callback that ended the run early, and its reason."""
     result: dict[str, Any] = field(default_factory=dict)
-    """The figures of a run that is trained, where it came to write them."""
+    """The figures of a trained run, if they were written."""
 
     @classmethod
     def from_folder(
         cls, folder: RunFolder, config: TrainConfig, flat: FlatModel, *, order: Order
     ) -> Start:
-        """Return the start that the run's folder holds, or a new one.
+        """Return the start from the newest checkpoint in the run's folder, or a new one.
 
         Args:
-            folder: of the run.
-            config: its settings.
-            flat: the run's first model; it gets the non-trainable state of the checkpoint.
-            order: of the training samples.
+            folder: the run's folder, which is held.
+            config: the settings.
+            flat: the run's first model; it receives the non-trainable state of the checkpoint.
+            order: the order of the training samples.
 
         Raises:
             ConfigError: the run is complete, or began with other samples or another order.
-            CheckpointError: none of its checkpoints can be read, or some have no manifest.
+            CheckpointError: no checkpoint can be read, or some have no manifest.
             ShapeError: the checkpoint is of another model.
         """
         num_samples = order.num_samples
@@ -65,13 +68,13 @@ class Start:
         if not config.run.resume:
             return cls(folder, store, best, first_snapshot(flat, num_samples), {}, 0.0, [])
         folder.load_earlier(config)
-        known = best.load_earlier() if config.checkpoint.keep_best else []
+        warnings = best.load_earlier() if config.checkpoint.keep_best else []
         if not store.names() and not folder.storage.exists("result.json"):
             _refuse_without_manifest(folder, store)
-            sentences = [*known, f"no checkpoint yet: the run begins anew in {folder.root}"]
+            sentences = [*warnings, f"no checkpoint yet: the run starts again in {folder.root}"]
             first = first_snapshot(flat, num_samples)
             return cls(folder, store, best, first, {}, 0.0, sentences)
-        checkpoint, sentences = store.read()
+        checkpoint, damage = store.read()
         snapshot = snapshot_of(checkpoint, flat)
         flat.load_non_trainable(checkpoint.center, checkpoint.state.get("untrained", {}))
         _refuse_other_order(order, snapshot.ledger["num_samples"], checkpoint.state.get("order"))
@@ -82,8 +85,8 @@ class Start:
         if is_trained and result and store.has_trained(snapshot.progress.round):
             _refuse_complete(snapshot, *ended)
         own_states = store.take_over(checkpoint)
-        told = (
-            f"the run in {folder.root} is trained to its end; its missing files are written"
+        sentence = (
+            f"the run in {folder.root} has finished training; its missing files are written"
             if is_trained
             else f"resuming from round {snapshot.progress.round} in {folder.root}"
         )
@@ -94,7 +97,7 @@ class Start:
             snapshot,
             own_states,
             checkpoint.seconds,
-            [*sentences, *known, told],
+            [*damage, *warnings, sentence],
             Totals.of(checkpoint, folder.storage),
             is_trained,
             ended,
@@ -103,23 +106,26 @@ class Start:
 
 
 def _refuse_without_manifest(folder: RunFolder, store: CheckpointStore) -> None:
-    """Raise a CheckpointError rather than begin anew over checkpoints that can not be read."""
+    """Raise a CheckpointError if there are checkpoints that can not be read.
+
+    A run that started again in this folder would delete them.
+    """
     names = store.without_manifest()
     if names:
         raise CheckpointError(
             below(folder.root, "checkpoints"),
-            f"holds {', '.join(names)} without manifest.json, so none of them can be read; put the "
-            f"manifests back, or begin anew in another folder",
+            f"holds {', '.join(names)} without manifest.json, so none of them can be read; restore "
+            f"the manifests, or start again in another folder",
         )
 
 
 def _refuse_other_order(order: Order, num_before: int, name_before: str | None) -> None:
-    """Raise ConfigError if the positions of the run's ledger are of other samples than now.
+    """Raise a ConfigError if positions in the run's ledger now refer to other samples.
 
     Args:
-        order: of now.
-        num_before: samples that the run began with.
-        name_before: the order that it began with; earlier checkpoints say none.
+        order: the present order.
+        num_before: number of samples with which the run began.
+        name_before: name of the order with which it began; None in files of earlier versions.
     """
     if num_before != order.num_samples:
         raise ConfigError(
@@ -134,7 +140,7 @@ def _refuse_other_order(order: Order, num_before: int, name_before: str | None) 
 
 
 def _is_complete(config: TrainConfig, snapshot: Snapshot, *, ended_by: str) -> bool:
-    """Whether by these settings there is nothing left to train."""
+    """Whether the training is complete according to these settings."""
     stop_condition = StopCondition.of(config.training, epoch_samples=snapshot.ledger["num_samples"])
     is_reached = stop_condition.is_reached(
         num_samples=snapshot.progress.num_samples,
@@ -156,7 +162,7 @@ def _refuse_complete(snapshot: Snapshot, ended_by: str, ended_because: str) -> N
 
 
 def _result_at(folder: RunFolder, snapshot: Snapshot) -> dict[str, Any]:
-    """Return the figures of a start that came to its end with this snapshot; none if none did."""
+    """Return the figures of a start that finished with this snapshot, or an empty dict."""
     try:
         result = json.loads(folder.storage.read_bytes("result.json"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The status of a run at one moment, and the file ``status.json`` that has it."""
+"""The status of a run at one moment, and its file ``status.json``."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker, as its run's driver sees it."""
+    """The status of one worker."""
 
     worker_id: str
     state: str
     """starting, ready, training, left out, leaving."""
     node: str
-    """The last digits of its Ray node's id; empty: it has none yet."""
+    """The last digits of its Ray node's id; empty if it has no node yet."""
     local_step: int
     round: int
     step_s: float
     """Seconds per local step."""
     waited_s: float
-    """Seconds spent waiting for others, in all."""
+    """Total seconds of waiting for others."""
     since_s: float
     """Seconds in this state."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment. The driver leaves the last three fields to the desk."""
+    """A run at one moment. ``ControlChannel`` and ``read_status`` fill in the last three fields."""
 
     state: str
-    """State of the run; of an ended run: finished, stopped, or failed: and why."""
+    """State of the run; at its end finished, stopped or failed, with the reason."""
     progress: Progress
-    """Of the newest record; its seconds are those of the run, with the waits for workers."""
+    """Progress at the newest record; its seconds are those of the run, including the waits for
+    workers."""
     num_workers: int
+    """Number of workers that train."""
     wanted: str
-    """The workers asked for: N, or MIN:MAX."""
+    """The number of workers in the settings: N, or MIN:MAX."""
     center_accuracy: float | None
     workers: tuple[WorkerStatus, ...]
     events: tuple[str, ...]
-    """The newest few lines, oldest first."""
+    """The newest lines of the log, oldest first."""
     checkpoint_at: float | None = None
-    """When the driver wrote its newest checkpoint, Unix time; None: it wrote none yet."""
+    """Unix time of the newest checkpoint of this driver, or None if it has written none."""
     told_at: float = 0.0
-    """Unix time, by the clock of the driver's machine."""
+    """Unix time of the status, by the clock of the driver's machine."""
     driver: str = ""
-    """The process that told it."""
+    """The driver's process."""
     silent_s: float = 0.0
-    """0 while the driver goes on telling; else for how long it has not."""
+    """0 while the driver writes its status; else seconds since the last one."""
 
     @property
     def is_final(self) -> bool:
@@ -63,14 +65,14 @@ class RunStatus:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the driver may be gone without having said so."""
+        """Whether the driver may be lost: it no longer writes its status."""
         return self.silent_s > 0
 
     def stale_sentence(self) -> str:
-        """Return the state of a run that has gone silent, and the remedy."""
+        """Return a sentence for a driver that no longer writes its status, with the remedy."""
         return (
-            f"the driver, {self.driver.rpartition(', ')[0]}, has told nothing for "
-            f"{self.silent_s:.0f} s: it may be gone; the same command with --resume goes on"
+            f"the driver, {self.driver.rpartition(', ')[0]}, has not reported for "
+            f"{self.silent_s:.0f} s: it may be lost; the same command with --resume resumes the run"
         )
 
 
@@ -80,13 +82,13 @@ def to_json(status: RunStatus) -> bytes:
 
 
 def to_dict(status: RunStatus) -> dict[str, Any]:
-    """Return a status as nested dicts, with its progress among the other fields."""
+    """Return a status as nested dicts, with the fields of its progress beside the others."""
     values = asdict(status)
     return {**values.pop("progress"), **values}
 
 
 def from_json(data: bytes) -> RunStatus:
-    """Return the status; what a newer raydl has added to it is passed over.
+    """Return the status in the contents of ``status.json``; ignores fields of newer versions.
 
     Raises:
         ValueError, TypeError, KeyError: it is damaged.

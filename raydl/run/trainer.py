@@ -1,6 +1,6 @@
-"""The trainer: checks everything, starts the processes, runs the controller to its end.
+"""The trainer: checks all settings, starts the processes, and steps the controller until the end.
 
-While the run goes on, its control channel is served, and signals are handled.
+Between the steps it serves the control channel and handles signals.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -60,7 +60,7 @@ from raydl.run.control_channel import ControlChannel
 from raydl.run.driver_epoch import DriverEpoch
 from raydl.run.folder import RunFolder
 from raydl.run.local_worker_group import LocalWorkerGroup
-from raydl.run.preflight import Trial, try_model
+from raydl.run.preflight import PreflightResult, try_model
 from raydl.run.progress_reporter import make_reporter
 from raydl.run.recorder import RunRecorder
 from raydl.run.resume import Start
@@ -74,9 +74,9 @@ from raydl.worker.examples import Examples
 
 @contextmanager
 def open_control_channel(storage: Storage, view: RunView) -> Iterator[ControlChannel]:
-    """Open a run's control channel, and close it with how the run ended, whichever way that was."""
+    """Open the control channel of a run, and close it with the last status, also after an error."""
     control_channel = ControlChannel(storage)
-    control_channel.tell(view.status(), at_once=True)
+    control_channel.report(view.status(), at_once=True)
     try:
         yield control_channel
     except BaseException as error:
@@ -94,29 +94,28 @@ def run_to_end(
     config: TrainConfig,
     epoch: DriverEpoch,
 ) -> None:
-    """Step the controller until the run is done; between two steps, see to the control channel.
+    """Step the controller until the run is done; between two steps, serve the control channel.
 
     Raises:
-        SupersededError: another driver has taken the run over.
-        RaydlError: what ends the run; a user's own exception comes as it is.
+        SupersededError: another driver has taken over the run.
+        RaydlError: the error that ends the run; an exception of user code is raised unchanged.
     """
     view.follow(controller)
     with _stop_on_signal(controller):
         while not controller.step():
             epoch.raise_if_over()
             controller.note_refused("store", {"checkpoints": recorder.checkpoints.num_late})
-            control_channel.tell(view.status)
+            control_channel.report(view.status)
             for request in control_channel.pop_requests():
                 ok, sentence = remove(controller, request.worker_id, config=config)
                 control_channel.answer(request, sentence, ok=ok)
-            trouble = control_channel.take_trouble()
-            if trouble:
-                recorder.event(trouble)
-    control_channel.tell(view.status, at_once=True)
+            if problem := control_channel.pop_problem():
+                recorder.event(problem)
+    control_channel.report(view.status, at_once=True)
 
 
 def remove(controller: Controller, worker_id: str, *, config: TrainConfig) -> tuple[bool, str]:
-    """Take a worker out, if that can be; return (whether it goes, a sentence)."""
+    """Remove a worker, if possible; return (whether it leaves, a sentence)."""
     if config.scaling.max_workers == 0:
         return False, (
             f"{worker_id} is the run's only process (--workers 0); to end the run, interrupt it"
@@ -128,7 +127,7 @@ def remove(controller: Controller, worker_id: str, *, config: TrainConfig) -> tu
 
 @contextmanager
 def _stop_on_signal(controller: Controller) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into a stop with a checkpoint; the second ends at once."""
+    """Stop with a checkpoint at the first SIGINT or SIGTERM, at once at the second."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -146,36 +145,36 @@ def _stop_on_signal(controller: Controller) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def make_writer(
+def _make_writer(
     config: TrainConfig,
     folder: RunFolder,
     purge_after: int | None,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     *,
-    seconds_before: float = 0.0,
+    seconds_before: float,
 ) -> MetricsWriter:
-    """Return the writers of measurements: event files, and Ray's metrics where Ray runs.
+    """Return the writer of measurements: to event files, and to Ray's metrics if Ray runs.
 
     Args:
         config: the settings.
-        folder: of the event files.
-        purge_after: in a resumed run, the samples at its checkpoint.
-        tell: takes a sentence of what can not be written.
-        seconds_before: seconds of training in earlier starts; an old run writes fewer points.
+        folder: the folder of the event files.
+        purge_after: in a resumed run, the number of samples at its checkpoint.
+        log: receives a sentence if something can not be written.
+        seconds_before: seconds of training in earlier starts; a long run writes fewer points.
     """
 
     def make_events(is_first: bool) -> MetricsWriter:
         return TensorBoardWriter(str(folder.path), purge_after=purge_after, goes_on=not is_first)
 
     name = f"the curves in {folder.path}"
-    events = BackgroundWriter(lambda say: Forgiving(make_events, name, say), name, tell)
+    events = BackgroundWriter(lambda report: Forgiving(make_events, name, report), name, log)
     tensorboard = Thinned(events, seconds_before=seconds_before)
     if config.scaling.max_workers == 0:
         return tensorboard
     from raydl.ray_backend.ray_metrics import RayMetrics  # imports Ray
 
     gauges = RayMetrics(folder.path.name, first_sample=purge_after or 0)
-    return Tee(tensorboard, Forgiving(lambda _: gauges, "Ray's metrics", tell))
+    return Tee(tensorboard, Forgiving(lambda _: gauges, "Ray's metrics", log))
 
 
 _Settings = TypeVar("_Settings")
@@ -183,45 +182,45 @@ _Settings = TypeVar("_Settings")
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a run. The words are Ray Train's."""
+    """Result of a run, with the names of Ray Train."""
 
     metrics: dict[str, Any]
     """The figures of ``result.json``."""
     path: str
-    """The run's folder; a URI as it was given, credentials included, so that it can be opened."""
+    """Path of the run's folder; a URI has its credentials, so that it can be opened."""
     checkpoint: str
-    """The newest checkpoint; like ``path``."""
+    """Path of the newest checkpoint, like ``path``."""
     stopped_by: str
     """Reason for an early end; empty if the run finished."""
 
     def __repr__(self) -> str:
-        """Return all of it, without credentials of URIs."""
+        """Return all fields, without credentials of URIs."""
         values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return redact(f"{type(self).__name__}({values})")
 
 
 class Trainer:
-    """Trains a task on data with workers that come and go.
+    """Trains a task on data with workers that join and leave.
 
     Args:
-        task: what is learned, or the name of a model: it classifies pictures, or tells the
-            next token of a text, as the data are. With ``loss`` a function that builds a model.
-        data: anything ``raydl.data.load`` knows, a loaded dataset, a ``ray.data.Dataset``,
+        task: the task, or the name of a model, which classifies pictures or predicts the next
+            token of a text, depending on the data; with ``loss`` a function that builds a model.
+        data: a source that ``raydl.data.load`` accepts, a loaded dataset, a ``ray.data.Dataset``,
             or one of these for each of ``{"train": ..., "test": ...}``.
-        method: a named method, or its settings, or a rule of your own.
+        method: the name of a method, or its settings, or a rule of your own.
         training: epochs or steps, batch size, seed.
         optimizer: the local step: settings, a name in torch.optim, or a function of parameters.
-        make_optimizer: a function of parameters, where ``optimizer`` has the settings around it:
-            the learning rate and its course, clipping.
-        scaling: the workers.
+        make_optimizer: a function of parameters, if ``optimizer`` has the other settings: learning
+            rate, its schedule, clipping.
+        scaling: number and resources of the workers.
         run: the run's folder.
         checkpoint: when checkpoints are written.
         evaluation: when the center is scored.
         input: how samples are read.
         exchange: how replicas and center exchange.
-        elastic: how workers come and go.
-        loss: of (model, batch), the mean over the batch: for a model of your own.
-        callbacks: hear of each score of the center, and may end the run.
+        elastic: how the run reacts to workers that are lost, late or new.
+        loss: the loss of (model, batch), the mean over the batch, for a model of your own.
+        callbacks: called with each score of the center; they may end the run.
     """
 
     def __init__(
@@ -244,7 +243,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.task = _as_task(task, loss)
-        """The task; None: the data's own, with the model by its name."""
+        """The task, or None for the one that suits the data, with the named model."""
         self.data = data
         self.callbacks = checked_callbacks(callbacks)
         method_config, self.rule = as_method(method)
@@ -267,7 +266,7 @@ class Trainer:
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> Trainer:
-        """Return the trainer that these settings describe."""
+        """Return a trainer with these settings."""
         trainer = cls(config.model, config.data)
         trainer.config = config
         return trainer
@@ -278,8 +277,8 @@ class Trainer:
 
         Raises:
             RaydlError: a setting, the data or the model is wrong (before any actor starts),
-                or the run could not go on.
-            Exception: what the task's own code or a callback raised, with its own traceback.
+                or the run failed.
+            Exception: the error of the user's task or callback, with its own traceback.
         """
         method = resolve(self.config, self.rule, self.own_optimizer)
         self.config = config = filled_in(self.config, method)
@@ -289,8 +288,8 @@ class Trainer:
         _check_batch_size(config, dataset)
         prepare = preparation_for(dataset, config)
         batches = Batches(dataset.train, prepare)
-        trial = try_model(task, batches, config, method)
-        flat = trial.flat
+        preflight = try_model(task, batches, config, method)
+        flat = preflight.flat
         faults = _read_faults(config)
         folder = RunFolder(config)
         with entered_within(folder.storage, folder.held(resume=config.run.resume)):
@@ -298,7 +297,7 @@ class Trainer:
             start = within(
                 folder.storage, lambda: Start.from_folder(folder, config, flat, order=order)
             )
-            start.sentences.extend(_notes_on(trial, method))
+            start.sentences.extend(_notes_on(preflight, method))
             start.sentences.extend(
                 notes_on_period(config, period=method.period, num_samples=order.num_samples)
             )
@@ -308,18 +307,15 @@ class Trainer:
                 center_accuracy=start.before.center_accuracy,
             )  # fmt: skip
             with open_control_channel(start.folder.storage, view) as control_channel:
-                examples = Examples(dataset.test)
+                recording = self._recording(job, flat, start, view, Examples(dataset.test))
                 if start.is_trained:
-                    evaluator = _make_evaluator(job, dataset, prepare, flat)
-                    result = self._end(evaluator, flat, start, job, view, examples)
+                    test = Batches(dataset.test, prepare)
+                    evaluator = Evaluator(job, test, flat.non_trainable.arrays())
+                    result = self._end(recording, start, evaluator)
                 else:
-                    worker_group = _make_worker_group(job, dataset, prepare, flat, folder.storage)
-                    try:
-                        result = self._run(
-                            worker_group, job, flat, start, control_channel, view, examples
-                        )
-                    finally:
-                        worker_group.close()
+                    workers = _make_worker_group(job, dataset, prepare, flat, folder.storage)
+                    with closing(workers):
+                        result = self._run(recording, start, job, workers, control_channel, view)
         for callback in self.callbacks:
             callback.ended(result.metrics)
         return result
@@ -335,8 +331,8 @@ class Trainer:
             if not hasattr(part, "materialize"):
                 raise DataError(
                     "data",
-                    f"must be a path or URI, what raydl.data.load returns, or a ray.data.Dataset "
-                    f"or two of them named train and test; got a {type(part).__name__}",
+                    f"must be a path or URI, a result of raydl.data.load, or a ray.data.Dataset or "
+                    f"two of them named train and test; got a {type(part).__name__}",
                 )
         from raydl.ray_backend.ray_data import from_ray  # imports Ray
 
@@ -344,17 +340,16 @@ class Trainer:
 
     def _run(
         self,
-        worker_group: WorkerGroup,
-        job: Job,
-        flat: FlatModel,
+        recording: AbstractContextManager[RunRecorder],
         start: Start,
+        job: Job,
+        worker_group: WorkerGroup,
         control_channel: ControlChannel,
         view: RunView,
-        examples: Examples,
     ) -> Result:
         config, snapshot = self.config, start.snapshot
         worker_group.start_center(snapshot)
-        with self._recorded(job, flat, start, view, examples) as recorder:
+        with recording as recorder:
             controller = Controller(
                 worker_group,
                 config,
@@ -385,16 +380,10 @@ class Trainer:
         )
 
     def _end(
-        self,
-        evaluator: Evaluator,
-        flat: FlatModel,
-        start: Start,
-        job: Job,
-        view: RunView,
-        examples: Examples,
+        self, recording: AbstractContextManager[RunRecorder], start: Start, evaluator: Evaluator
     ) -> Result:
-        """Write the end of a run whose last checkpoint is there, and what comes after it not."""
-        with self._recorded(job, flat, start, view, examples) as recorder:
+        """Write the last files of a trained run that are missing after its last checkpoint."""
+        with recording as recorder:
             recorder.checkpoints.finish()
             if not start.before.is_scored(start.snapshot.progress.round):
                 evaluated = evaluator.evaluate(start.snapshot)
@@ -407,10 +396,10 @@ class Trainer:
         return _finish(recorder, start, ended_by=ended_by, ended_because=ended_because)
 
     @contextmanager
-    def _recorded(
+    def _recording(
         self, job: Job, flat: FlatModel, start: Start, view: RunView, examples: Examples
     ) -> Iterator[RunRecorder]:
-        """Open the recorder, tell what is known at the start, and close it in the end."""
+        """Open the recorder, log the messages of the start, and close the recorder at the end."""
         config, folder, snapshot = self.config, start.folder, start.snapshot
         purge_after = snapshot.progress.num_samples if config.run.resume else None
         log = EventLog(make_reporter(config.run.progress))
@@ -420,8 +409,8 @@ class Trainer:
             start=snapshot,
             seconds_before=start.seconds,
             before=start.before,
-            writer=make_writer(
-                config, folder, purge_after, tell=log.event, seconds_before=start.seconds
+            writer=_make_writer(
+                config, folder, purge_after, log.event, seconds_before=start.seconds
             ),
             progress=log,
             store=start.store,
@@ -435,7 +424,7 @@ class Trainer:
         )
         view.follow_recorder(recorder, log)
         try:
-            within(folder.storage, lambda: folder.write_config(config), tell=log.event)
+            within(folder.storage, lambda: folder.write_config(config), log=log.event)
             recorder.describe(config_as_markdown(redact_values(to_dict(config))))
             for sentence in start.sentences:
                 recorder.event(sentence)
@@ -451,7 +440,7 @@ def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None
     if isinstance(task, str):
         if loss is not None:
             raise ConfigError("loss", f"is for a model of your own, not for {task} by name")
-        models.find(task)  # which has a sentence if there is none
+        models.find(task)  # raises an error if there is none
         return None
     if loss is None:
         return checked_task(task)
@@ -461,7 +450,7 @@ def _as_task(task: Task | OwnFactory | str, loss: OwnLoss | None) -> Task | None
 
 
 def _settings(name: str, given: _Settings | None, kind: type[_Settings]) -> _Settings:
-    """Return a group of settings, those as they come if none are given."""
+    """Return a group of settings, or its defaults if ``given`` is None."""
     if given is not None and not isinstance(given, kind):
         raise ConfigError(name, f"must be a raydl.{kind.__name__}, got {given!r}")
     return kind() if given is None else given
@@ -479,15 +468,16 @@ def _read_faults(config: TrainConfig) -> FaultPlan:
     return plan
 
 
-def _notes_on(trial: Trial, method: Method) -> list[str]:
-    """Return warnings about a model before it is trained."""
-    if not trial.moved or method.is_sync:
+def _notes_on(preflight: PreflightResult, method: Method) -> list[str]:
+    """Return a warning if a model changes frozen parameters, which messages do not carry."""
+    moved = preflight.moved
+    if not moved or method.is_sync:
         return []
-    others = f" and {len(trial.moved) - 1} more" if len(trial.moved) > 1 else ""
+    others = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
     return [
-        f"the model moves its frozen {trial.moved[0]}{others} by itself: each worker keeps its "
-        f"own, and the center has what the run began with; take a synchronous method to keep that "
-        f"of one worker"
+        f"the model changes its frozen {moved[0]}{others} by itself: each worker keeps its own "
+        f"values, and the center keeps the first ones; use a synchronous method to keep those of "
+        f"one worker"
     ]
 
 
@@ -508,17 +498,12 @@ def _make_worker_group(
     if job.method.is_sync and scaling.max_workers > 1:
         check_device(job.config.exchange_device, os.environ)
     ray_session.prepare()
-    from raydl.ray_backend.cluster import check_room  # imports Ray, as the next does
+    from raydl.ray_backend.cluster import check_room  # imports Ray, like the next line
     from raydl.ray_backend.worker_group import RayWorkerGroup
 
-    is_ours = ray_session.connect()
-    if is_ours:
+    if ray_session.connect():  # a cluster of this process, which does not grow
         check_room(scaling)
     return RayWorkerGroup(job, dataset, prepare, non_trainable, storage)
-
-
-def _make_evaluator(job: Job, dataset: Dataset, prepare: Prepare, first: FlatModel) -> Evaluator:
-    return Evaluator(job, Batches(dataset.test, prepare), first.non_trainable.arrays())
 
 
 def _finish(
@@ -535,9 +520,10 @@ def _finish(
         "stopped_by": stopped_by,
         "ended_by": ended_by,
         "ended_because": ended_because,
+        "lacks_score": lacks_score,
+        "driver_epoch": start.folder.epoch.number,
     }
-    metrics |= {"lacks_score": lacks_score, "driver_epoch": start.folder.epoch.number}
-    if lacks_score:  # that of an earlier center is none of this one
+    if lacks_score:  # the newest score is that of an earlier center
         metrics |= {"center_accuracy": None, "center_loss": None}
     within(start.folder.storage, lambda: start.folder.write_result(metrics))
     return _result_of(start, metrics)

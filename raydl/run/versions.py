@@ -1,4 +1,4 @@
-"""The versions that are installed.
+"""Installed versions of packages.
 
 The distribution is called ``elastic-raydl``: on the package index ``raydl`` is another project.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from importlib import metadata
 
 DISTRIBUTION = "elastic-raydl"
-"""Name for ``pip`` of the package that is imported as ``raydl``."""
+"""Name on the package index of the package that is imported as ``raydl``."""
 
 
 def installed_version(package: str) -> str:
-    """Return the installed version of a package, by the name that it is imported under.
+    """Return the installed version of a package, given its import name.
 
     Raises:
         PackageNotFoundError: it is not installed.
@@ -21,7 +21,7 @@ def installed_version(package: str) -> str:
 
 
 def requirements() -> list[str]:
-    """Return the requirements of raydl, as installed.
+    """Return the requirements of the installed raydl.
 
     Raises:
         PackageNotFoundError: it is not installed.

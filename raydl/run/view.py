@@ -23,19 +23,19 @@ from raydl.text import clock_text, escape_controls
 
 _NUM_EVENTS = 8
 _NODE_DIGITS = 8
-"""So much of the id of a Ray node, of 56 digits, tells nodes apart for a person: its last ones.
+"""Number of last digits shown of a Ray node's id, which has 56.
 
-The ids of an autoscaler's nodes on one machine (`cluster_configs/local.yaml`) begin all the same.
+The ids of an autoscaler's nodes on one machine (`cluster_configs/local.yaml`) begin alike.
 """
 _WAITING = "device_device_parameters"
 
 
 class EventLog:
-    """A progress display that remembers the newest events, each with the time since the start.
+    """A progress display that keeps the newest events, each with the time since the start.
 
     Args:
-        progress: what a person looks at.
-        clock: seconds, rising.
+        progress: the display.
+        clock: the time in seconds, from any origin.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EventLog:
         self._show(lambda progress: progress.update(view))
 
     def event(self, sentence: str) -> None:
-        """Keep the sentence, and say it, without credentials of URIs."""
+        """Show and keep a sentence, without credentials of URIs."""
         sentence = escape_controls(redact(sentence))
         self._lines.append(f"{clock_text(self._clock() - self._began_at)} {sentence}")
         self._show(lambda progress: progress.event(sentence))
@@ -66,7 +66,7 @@ class EventLog:
         self._show(lambda progress: progress.close())
 
     def _show(self, act: Callable[[ProgressReporter], None]) -> None:
-        """Show something; an output that fails, on a full disk say, ends no run."""
+        """Use the display until its output fails, for example on a full disk; the run goes on."""
         try:
             act(self._progress)
         except OSError:
@@ -74,14 +74,14 @@ class EventLog:
 
 
 class RunView:
-    """Facts about a run for its user, from the moment its folder is open.
+    """Makes the status of a run, as soon as the run's folder is open.
 
     Args:
         config: the settings.
-        start: the snapshot the run goes on from.
+        start: the snapshot from which the run starts or resumes.
         seconds_before: training time of earlier starts, in seconds.
-        center_accuracy: the newest score of earlier starts; None: there is none.
-        clock: seconds, rising; the controller's.
+        center_accuracy: the newest accuracy of earlier starts, or None.
+        clock: the controller's clock, in seconds.
     """
 
     def __init__(
@@ -103,20 +103,20 @@ class RunView:
         self._controller: Controller | None = None
 
     def follow_recorder(self, recorder: RunRecorder, log: EventLog) -> None:
-        """Tell from now on what was recorded."""
+        """Include the records and events from now on."""
         self._recorder, self._log = recorder, log
 
     def follow(self, controller: Controller) -> None:
-        """Tell from now on where the controller stands."""
+        """Include the state of the controller from now on."""
         self._controller = controller
 
     def status(self) -> RunStatus:
-        """Return how the run stands now."""
+        """Return the status of the run now."""
         controller = self._controller
         if controller is None:
             return self._status("starting")
         now = self._clock()
-        is_done = controller.state is State.DONE  # the last files are still to be written
+        is_done = controller.state is State.DONE  # the last files are not written yet
         return self._status(
             State.FINISHING.value if is_done else controller.state.value,
             num_workers=controller.num_workers,
@@ -124,14 +124,18 @@ class RunView:
         )
 
     def end(self, error: BaseException | None = None) -> RunStatus:
-        """Return how the run ended, by itself or by an error; no worker is left then."""
-        reason = self._controller.stop_reason if self._controller else ""
+        """Return the last status of the run, without workers.
+
+        Args:
+            error: the error that ended the run, or None.
+        """
+        controller = self._controller
+        reason = controller.stop_reason if controller else ""
         if error is not None:
-            return self._status(how_it_ended(error, stop_reason=reason))
-        is_stopped = self._controller and self._controller.outcome is Outcome.STOPPED
-        if is_stopped:
+            return self._status(end_state(error, stop_reason=reason))
+        if controller and controller.outcome is Outcome.STOPPED:
             return self._status(f"stopped by {reason}")
-        why = self._controller.ended_because if self._controller else ""
+        why = controller.ended_because if controller else ""
         return self._status(f"finished: {why}" if why else "finished")
 
     def _status(
@@ -142,11 +146,11 @@ class RunView:
         accuracy = recorder.center_accuracy if recorder else self._accuracy_before
         progress = replace(
             newest,
-            round=int(newest.round),  # counts may be NumPy's, which JSON can not hold
+            round=int(newest.round),  # JSON can not hold numbers of NumPy
             num_samples=int(newest.num_samples),
             epoch=float(newest.epoch),
             generation=controller.generation if controller else start.progress.generation,
-            # Before the first record, the recorder's clock has begun but not ended.
+            # Until the first record the recorder may count less than the earlier starts.
             seconds=max(self._seconds_before, recorder.seconds if recorder else 0.0),
         )
         return RunStatus(
@@ -162,7 +166,7 @@ class RunView:
 
 
 def worker_status(entry: WorkerEntry, now: float) -> WorkerStatus:
-    """Return how a worker stands; ``now`` is by the clock of its entry."""
+    """Return the status of a worker; ``now`` is by the clock of its entry."""
     report = entry.report
     phase, since = entry.phase, entry.since
     if phase is Phase.TRAINING and not entry.in_loop:  # between two generations
@@ -174,13 +178,13 @@ def worker_status(entry: WorkerEntry, now: float) -> WorkerStatus:
         local_step=int(report.local_step) if report else 0,
         round=int(report.round) if report else 0,
         step_s=_finite(report.step_s) or 0.0 if report else 0.0,
-        # In all, not in the newest round alone: of that, a person sees too little.
+        # The total: the newest round alone says too little.
         waited_s=_finite(report.time_parts.get(_WAITING)) or 0.0 if report else 0.0,
         since_s=max(0.0, now - since),
     )
 
 
-def how_it_ended(error: BaseException, *, stop_reason: str = "") -> str:
+def end_state(error: BaseException, *, stop_reason: str = "") -> str:
     """Return the last state of a run that an error ended, in one line."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         signal = "SIGTERM" if isinstance(error, SystemExit) else "SIGINT"
@@ -188,12 +192,12 @@ def how_it_ended(error: BaseException, *, stop_reason: str = "") -> str:
     lines = str(error).strip().splitlines()
     if isinstance(error, RaydlError):
         return f"failed: {' '.join(lines)}"
-    if len(lines) > 1:  # a traceback from a worker: what was raised comes last
+    if len(lines) > 1:  # a traceback of a worker: its last line is the error
         return f"failed: {lines[-1].strip()}"
     return f"failed: {': '.join([type(error).__name__, *lines])}"
 
 
 def _finite(value: object) -> float | None:
-    """Return a number as JSON can hold it, or None."""
+    """Return a number that JSON can hold, or None."""
     number = math.nan if value is None else float(value)  # type: ignore[arg-type]
     return number if math.isfinite(number) else None

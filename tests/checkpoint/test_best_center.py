@@ -42,7 +42,7 @@ def test_the_best_center_is_kept_though_it_is_not_the_last(tmp_path):
     assert all((tensor == 2.0).all() for tensor in center.values())
 
 
-def test_a_new_start_knows_what_was_the_best_before(tmp_path):
+def test_a_new_start_knows_the_best_center_of_earlier_ones(tmp_path):
     storage, flat = Storage(str(tmp_path)), flat_model()
     offer(BestCenter(storage, flat), flat, 0.8)
     again = BestCenter(storage, flat)
@@ -92,7 +92,7 @@ def test_a_best_center_that_could_not_be_written_is_tried_once_more_at_the_very_
     assert read_best(storage)[1].metrics == {"accuracy": 0.9}
 
 
-def test_a_damaged_best_center_is_told_and_the_next_one_takes_its_place(tmp_path):
+def test_a_damaged_best_center_is_reported_and_replaced_by_the_next_one(tmp_path):
     storage, flat = Storage(str(tmp_path)), flat_model()
     storage.write_bytes(FILE, b"half of it")
     best = BestCenter(storage, flat)

@@ -29,7 +29,7 @@ def unpacked(file):
     return unpack(bytearray().join(file.pieces()))
 
 
-def test_what_was_written_is_read_to_the_bit(tmp_path):
+def test_a_checkpoint_is_read_to_the_bit(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
     assert store.write(make(12)) == "round-00000012"
     checkpoint, damage = store.read()
@@ -111,9 +111,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_read(tmp_pat
     assert "round-00000002: worker-w1.safetensors is damaged" in damage[0]
 
 
-def test_no_checkpoint_and_only_damaged_ones_are_said_in_one_sentence(tmp_path):
+def test_no_checkpoint_and_only_damaged_ones_are_one_sentence(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
-    with pytest.raises(CheckpointError, match="there is none to go on from"):
+    with pytest.raises(CheckpointError, match="there is none to resume from"):
         store.read()
     store.write(make(1))
     manifest = tmp_path / "checkpoints/round-00000001/manifest.json"
@@ -173,7 +173,7 @@ def test_an_object_store_needs_no_renaming(tmp_path):
     assert same(center, load_tensors(data))
 
 
-def test_a_place_that_can_not_be_written_is_told_before_training(tmp_path):
+def test_a_storage_that_can_not_be_written_is_an_error_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run.storage_path .* can not be written"):
         Storage(str(tmp_path / "file" / "below")).probe("run.storage_path")
@@ -272,7 +272,7 @@ def test_a_process_killed_at_any_change_leaves_the_old_or_the_new_checkpoint(
     assert 5 <= after < 99
 
 
-def test_a_round_written_again_takes_the_place_of_the_first(tmp_path):
+def test_a_round_written_again_replaces_the_first(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)), keep=2)
     for round, value in ((1, 1.0), (2, 1.0), (2, 2.0), (2, 3.0)):
         store.write(make(round, value=value))
@@ -316,7 +316,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path,
         assert again.read()[0].progress.round == 10
 
 
-def test_a_damaged_round_that_the_run_comes_to_again_counts_as_whole(tmp_path):
+def test_a_damaged_round_that_is_written_again_counts_as_whole(tmp_path):
     storage = Storage(str(tmp_path))
     for old in (10, 20):
         CheckpointStore(storage).write(make(old))
@@ -330,7 +330,7 @@ def test_a_damaged_round_that_the_run_comes_to_again_counts_as_whole(tmp_path):
     assert store.names() == ["round-00000020", "round-00000025"]
 
 
-def test_the_checkpoint_gone_on_from_stays_until_a_newer_one_is_whole(tmp_path):
+def test_the_resumed_checkpoint_stays_until_a_newer_one_is_whole(tmp_path):
     root = str(tmp_path)
     for old in (1, 2):
         CheckpointStore(Storage(root)).write(make(old))
@@ -363,7 +363,7 @@ class Undeletable(Storage):
         super().delete_dir(name)
 
 
-def test_old_checkpoints_that_can_not_be_deleted_are_told_and_the_write_stands(tmp_path):
+def test_old_checkpoints_that_can_not_be_deleted_are_a_warning_and_the_write_counts(tmp_path):
     storage = Undeletable(str(tmp_path))
     store = CheckpointStore(storage, keep=1)
     storage.refused = "none"
@@ -381,7 +381,7 @@ def test_old_checkpoints_that_can_not_be_deleted_are_told_and_the_write_stands(t
     assert store.names() == ["round-00000004"]
 
 
-def test_a_folder_that_can_not_be_listed_after_the_write_is_told_too(tmp_path):
+def test_a_folder_that_can_not_be_listed_after_the_write_is_a_warning_too(tmp_path):
     class Unlisted(Storage):
         def list_dir(self, name):
             if self.exists("checkpoints/round-00000001"):
@@ -396,14 +396,14 @@ def test_a_folder_that_can_not_be_listed_after_the_write_is_told_too(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda m: [m], "a list stands where a table should"),
-        (lambda m: 7, "a int stands where a table should"),
+        (lambda m: [m], "expected a JSON object, got list"),
+        (lambda m: 7, "expected a JSON object, got int"),
         (lambda m: {k: v for k, v in m.items() if k != "format"}, "format is missing"),
         (lambda m: {**m, "format": "1"}, "format must be of type int, got str"),
         (lambda m: {k: v for k, v in m.items() if k != "workers"}, "workers is missing"),
         (lambda m: {k: v for k, v in m.items() if k != "files"}, "files is missing"),
         (lambda m: {**m, "files": [*m["files"]]}, "files must be of type dict, got list"),
-        (lambda m: {**m, "files": {"center.safetensors": 3}}, "a int stands where a table"),
+        (lambda m: {**m, "files": {"center.safetensors": 3}}, "expected a JSON object, got int"),
         (
             lambda m: {**m, "files": {"center.safetensors": {"bytes": "3"}}},
             "bytes must be of type int, got str",
@@ -414,7 +414,7 @@ def test_a_folder_that_can_not_be_listed_after_the_write_is_told_too(tmp_path):
         (lambda m: {**m, "generation": None}, "generation must be of type int, got NoneType"),
         (lambda m: {**m, "num_samples": True}, "num_samples must be of type int, got bool"),
         (lambda m: {**m, "seconds": "long"}, "seconds must be of type float, got str"),
-        (lambda m: {**m, "num_samples": m["num_samples"] + 1}, "its checksum is another"),
+        (lambda m: {**m, "num_samples": m["num_samples"] + 1}, "its checksum does not match"),
         (lambda m: {**m, "format": 0}, "there is no format 0"),
     ],
 )
@@ -464,7 +464,7 @@ def test_a_full_disk_is_cleared_of_the_partial_checkpoint_at_once(tmp_path, afte
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_what_a_crash_left_is_cleared_before_the_space_is_needed(tmp_path):
+def test_files_of_a_crashed_write_are_deleted_before_the_next_write(tmp_path):
     left = tmp_path / "checkpoints/.partial-round-00000009"
     left.mkdir(parents=True)
     (left / "center.safetensors").write_bytes(b"much")
@@ -520,7 +520,7 @@ def test_folders_that_lost_their_manifests_are_found_oldest_first(tmp_path, kind
     assert [int(name.split("-")[1]) for name in found] == rounds[: len(found)]
 
 
-def test_all_damage_is_told_with_its_place(tmp_path):
+def test_all_damage_is_reported_with_its_place(tmp_path):
     store = CheckpointStore(Storage(str(tmp_path)))
     for round in (1, 2):
         store.write(make(round))

@@ -166,7 +166,7 @@ def with_workers(round, **workers):
 
 
 @pytest.mark.parametrize("kind", [Storage, ObjectStore])
-def test_what_workers_have_written_themselves_is_read_like_all_else(tmp_path, kind):
+def test_files_that_workers_have_written_are_read_like_the_others(tmp_path, kind):
     store = CheckpointStore(kind(str(tmp_path)))
     here = make(3).workers
     store.write(with_workers(3, w0=Elsewhere(here["w0"]), w1=here["w1"]))
@@ -195,7 +195,7 @@ def test_a_worker_that_can_not_write_costs_that_checkpoint_and_leaves_nothing(
     assert store.read()[0].progress.round == 1
 
 
-def test_a_saved_state_is_read_from_any_working_folder_and_tells_damage(tmp_path, monkeypatch):
+def test_a_saved_state_is_read_from_any_working_folder_and_detects_damage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = CheckpointStore(Storage("run"))
     store.write(make(1))
@@ -233,7 +233,7 @@ def trained_worker(*, rounds):
     return ensemble, ensemble.workers[0]
 
 
-def test_what_a_worker_holds_stays_as_it_was_while_it_trains_on():
+def test_a_state_that_a_worker_holds_does_not_change_while_it_trains():
     ensemble, worker = trained_worker(rounds=2)
     worker.hold_kept(2)
     before = b"".join(worker.held(2).pieces())
@@ -257,7 +257,7 @@ def test_a_worker_holds_two_rounds_at_most_and_none_that_was_released():
 # the controller
 
 
-def test_a_checkpoint_whose_states_are_lost_is_told_and_the_next_one_is_due_at_once():
+def test_a_checkpoint_whose_states_are_lost_is_logged_and_the_next_one_is_due_at_once():
     stage = Stage(every_s=10.0).start()
     stage.now += 11.0
     assert ("vote", "checkpoint") in stage.step()
@@ -269,7 +269,7 @@ def test_a_checkpoint_whose_states_are_lost_is_told_and_the_next_one_is_due_at_o
     assert "a checkpoint was given up: the state of w1 was not written" in stage.said
 
 
-def test_a_last_round_whose_states_are_lost_is_collected_again_from_those_who_are_left():
+def test_a_last_round_whose_states_are_lost_is_collected_again_from_the_remaining_workers():
     stage = Stage().start()
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     assert ("collect", 9, ("w0", "w1")) in stage.step()
@@ -288,7 +288,7 @@ def test_a_worker_that_leaves_stays_until_its_state_is_written():
     assert stage.step() == [("end", "w0"), ("end", "w1")]
 
 
-def test_who_is_asked_for_with_a_state_of_a_checkpoint_is_told_so():
+def test_a_worker_requested_with_a_state_of_a_checkpoint_receives_its_place():
     stage = Stage(own_states={"w4": {"a": 1}, "w2": {"b": 2}, "w7": {}}, first_round=3)
     assert stage.worker_group.asked_with == {"w4": {"a": 1}, "w2": {"b": 2}}
     stage.step(WorkerReady("w4", "node"), WorkerReady("w2", "node"))
@@ -349,7 +349,7 @@ def test_workers_that_see_the_folder_write_their_files_and_others_send_them(
     assert weights[0] == weights[1]
 
 
-def test_a_storage_with_a_file_system_of_its_own_is_opened_by_nobody_else(tmp_path):
+def test_a_storage_with_a_file_system_of_its_own_has_no_address(tmp_path):
     assert Storage(str(tmp_path), filesystem=fs.LocalFileSystem()).address is None
     assert Storage("a").address == os.path.abspath("a")
     assert Storage(tmp_path.as_uri()).address == str(tmp_path)

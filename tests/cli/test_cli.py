@@ -252,8 +252,8 @@ def test_status_of_a_silent_driver_begins_with_that(tmp_path, capsys, monkeypatc
     assert cli.main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith(
-        "the driver, process 12 on node-a, has told nothing for 37 s: it may be gone; "
-        "the same command with --resume goes on\nlast told: training\n"
+        "the driver, process 12 on node-a, has not reported for 37 s: it may be lost; "
+        "the same command with --resume resumes the run\nlast told: training\n"
     )
     assert "\nnewest checkpoint 0:01:02 ago\n" in out
 
@@ -273,7 +273,7 @@ def test_remove_prints_what_the_driver_says(tmp_path, capsys):
 
     def drive():
         while not is_over.wait(0.005):
-            control_channel.tell(STATUS)
+            control_channel.report(STATUS)
             for request in control_channel.pop_requests():
                 is_known = request.worker_id != "w0"
                 sentence = "leaves after this round" if is_known else "is needed"

@@ -287,8 +287,8 @@ def test_a_moving_teacher_is_reported_in_a_run_with_messages(tmp_path, capsys):
         run=raydl.RunConfig(run_dir=str(tmp_path / "run"), progress="plain"),
     ).fit()
     assert (
-        "the model moves its frozen teacher.weight by itself: each worker keeps its own, and the "
-        "center has what the run began with; take a synchronous method to keep that of one worker"
+        "the model changes its frozen teacher.weight by itself: each worker keeps its own values, "
+        "and the center keeps the first ones; use a synchronous method to keep those of one worker"
     ) in capsys.readouterr().out
 
 

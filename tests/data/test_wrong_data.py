@@ -197,7 +197,7 @@ def test_a_model_is_tried_on_two_samples_that_can_be_read():
     for batches.num_bad in (0, 1, 31, 38):
         assert [len(tensor) for tensor in first_samples(batches, 2)] == [2, 2]
     batches.num_bad = 39
-    with pytest.raises(DataError, match="holds no 2 samples that can be read"):
+    with pytest.raises(DataError, match="has no 2 readable samples"):
         first_samples(batches, 2)
 
 

@@ -12,7 +12,7 @@ from ensembles import Ensemble
 from message_jobs import message_job
 
 from benchmarks.scale import CountingWriter, Driver, simulated_clock
-from raydl.checkpoint.totals import Sum, Sums
+from raydl.checkpoint.totals import StartTotals, StartTotalsHistory
 from raydl.core.exchange import Header
 from raydl.core.membership import Membership
 from raydl.core.worker_group import Changed, Draining, HandedIn
@@ -62,7 +62,7 @@ def churn(request):
 
     def count():  # what fills up to a bound of its own in some hours is apart
         recorder = driver.recorder
-        return num_held(driver, driver.worker_group, writer, recorder._sums, recorder._stack)
+        return num_held(driver, driver.worker_group, writer, recorder._history, recorder._stack)
 
     with contextlib.redirect_stdout(io.StringIO()):
         driver = Driver(
@@ -151,14 +151,14 @@ def test_of_hundreds_of_workers_64_have_curves_at_a_time():
 
 def test_a_long_run_without_checkpoints_remembers_its_beginning_and_its_newest_records():
     def at(round):
-        return Sum(round=round, seconds=float(round), time_parts={})
+        return StartTotals(round=round, seconds=float(round), time_parts={})
 
-    sums = Sums(at(0))
+    history = StartTotalsHistory(at(0))
     for round in range(1, 50_000):
-        sums.add(at(round))
-    assert len(sums._notes) <= 1024
-    assert [sums.up_to(r).round for r in (49_999, 49_800, 49_600)] == [49_999, 49_800, 49_600]
-    assert sums.up_to(1).round == 0
+        history.add(at(round))
+    assert len(history._entries) <= 1024
+    assert [history.up_to(r).round for r in (49_999, 49_800, 49_600)] == [49_999, 49_800, 49_600]
+    assert history.up_to(1).round == 0
 
 
 # what those who leave hand on

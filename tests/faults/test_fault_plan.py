@@ -43,7 +43,7 @@ def test_a_plan_is_read_as_it_is_written(read):
     assert plan.for_center == plan.faults[3:]
 
 
-def test_a_fault_is_told_in_one_sentence():
+def test_a_fault_becomes_one_sentence():
     stop = Fault(1, "stop", "rank 0", "round", 90.0, for_s=8.0)
     assert stop.sentence == "fault 2: stop rank 0 at round 90 for 8 s"
     slow = Fault(2, "slow", "any", "second", 12.5, for_s=10.0, by_s=0.5)
@@ -91,11 +91,11 @@ TARGETS = "target must be w1, rank 0, any, center or shard 1"
         ("{sede: 1, faults: [1], a: 2}", "has no key sede, a; known: seed, faults"),
         ("faults: [kill]", "fault 1: must be a mapping of fault, target, at, for_s, by_s, got "
          "'kill'"),
-        ("faults: [{", "is no YAML: PATH, line 1: expected the node content, but found '<stream "
-         "end>'"),
-        ("seed: 2024-13-41", "is no YAML: PATH: month must be in 1..12"),
+        ("faults: [{", "is not valid YAML: PATH, line 1: expected the node content, but found "
+         "'<stream end>'"),
+        ("seed: 2024-13-41", "is not valid YAML: PATH: month must be in 1..12"),
         ("faults:\n- fault: kill\n  at: step 4\n  fault: stop", "has fault 2 times in the mapping "
-         "of line 2; each fault begins with a dash of its own"),
+         "of line 2; begin each fault with a dash of its own"),
         wrong("{fault: kill, target: w1, at: step 4, until: 5, on: 6}",
               "has no key until, True; known: fault, target, at, for_s, by_s"),
         wrong("{fault: kil, target: w1, at: step 4}",
@@ -128,9 +128,9 @@ TARGETS = "target must be w1, rank 0, any, center or shard 1"
         wrong("{fault: stop, target: w1, at: step 4, by_s: 8}",
               "by_s is only for slow; stop has none, got 8"),
         wrong("{fault: slow, target: center, at: round 4}",
-              "fault must be kill or stop where the target is center, got 'slow'"),
+              "fault must be kill or stop if the target is center, got 'slow'"),
         wrong("{fault: kill, target: shard 1, at: step 4}",
-              "at must be round N or second S where the target is shard 1, which takes no steps, "
+              "at must be round N or second S if the target is shard 1, which takes no steps, "
               "got 'step 4'"),
     ],
 )  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_plan_that_can_not_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"can not read .*none.yaml: No such file"):
         FaultPlan.read(str(tmp_path / "none.yaml"))
     (tmp_path / "latin.yaml").write_bytes(b"seed: \xe4")
-    with pytest.raises(ConfigError, match=r"is no YAML: .*latin.yaml: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match=r"is not valid YAML: .*latin.yaml: 'utf-8' codec"):
         FaultPlan.read(str(tmp_path / "latin.yaml"))
 
 

@@ -96,7 +96,7 @@ def test_a_fault_is_announced_and_then_inflicted():
     assert process.diary.lines == ["fault 1: stop w1 at step 4 for 8 s", "stop 8.0"]
 
 
-def test_a_fault_of_which_nobody_hears_waits_for_a_step_at_which_somebody_does():
+def test_a_fault_waits_for_a_step_at_which_its_announcement_is_received():
     process = Process(kill(at=4.0))
     process.diary.is_heard = False  # the center is being started again
     assert [process.step(step) for step in (4, 5)] == [[], []]
@@ -177,7 +177,7 @@ def test_a_fault_that_fired_before_this_process_never_fires_again():
     assert Process(kill(), kill("rank 1", number=1), fired=[0]).step(4) == [2]
 
 
-def test_a_worker_that_takes_over_a_rank_does_not_take_its_fault():
+def test_a_worker_that_takes_over_a_rank_does_not_get_its_fault():
     process = Process(kill("rank 0", "round", 4.0), kill("rank 0", "round", 6.0, number=1))
     process.step(round=4)  # rank 0 is another one, and is killed
     assert process.step(round=4, rank=0) == []
@@ -203,7 +203,7 @@ def test_slowness_lasts_its_time_and_adds_up():
 # a partition
 
 
-def test_a_partition_holds_what_comes_until_it_is_over():
+def test_a_partition_holds_back_calls_until_it_is_over():
     clock = Clock()
     partition = Partition(clock=clock, sleep=clock.sleep)
     partition.hold()
@@ -223,7 +223,7 @@ def test_a_longer_partition_is_not_ended_by_a_shorter_one():
     assert clock.now == 5.0
 
 
-def test_a_partition_that_is_cut_anew_holds_those_who_wait():
+def test_a_partition_that_is_cut_again_holds_the_waiting_calls():
     clock = Clock()
 
     def sleep(seconds):
@@ -263,7 +263,7 @@ def cut_for(for_s):
     return partition, clock
 
 
-def test_a_call_that_comes_to_a_process_waits_and_so_does_its_answer():
+def test_a_call_to_a_process_waits_and_so_does_its_answer():
     partition, clock = cut_for(5.0)
     with partition.both_ways():
         assert clock.now == 5.0
@@ -275,7 +275,7 @@ def test_a_call_that_comes_to_a_process_waits_and_so_does_its_answer():
     assert clock.now == 10.0
 
 
-def test_what_a_transport_is_asked_for_and_what_comes_of_it_later_are_held_back():
+def test_calls_of_a_transport_and_their_later_results_are_held_back():
     class PendingResponse:
         def wait(self):
             return clock.now
@@ -293,7 +293,7 @@ def test_what_a_transport_is_asked_for_and_what_comes_of_it_later_are_held_back(
 
 
 @pytest.mark.parametrize("call", ["publish", "center", "hold_last", "report", "vote", "abandon"])
-def test_a_worker_that_is_cut_off_sends_no_snapshot_and_answers_nobody(call):
+def test_a_worker_that_is_cut_off_sends_no_snapshot_and_no_answer(call):
     partition, clock = cut_for(5.0)
     actor = object.__new__(WorkerActor.__ray_metadata__.modified_class)
     reached = []
@@ -383,7 +383,7 @@ def until_stopped(process):
     raise AssertionError("it was not stopped")
 
 
-def test_a_killed_process_has_announced_it_and_says_nothing_more(start):
+def test_a_killed_process_has_announced_its_fault_and_reports_nothing_more(start):
     process = start("kill")
     output, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == -signal.SIGKILL
@@ -391,7 +391,7 @@ def test_a_killed_process_has_announced_it_and_says_nothing_more(start):
 
 
 @pytest.mark.parametrize("for_s", [3.0, 0.001])
-def test_a_stopped_process_goes_on_by_itself(start, for_s):
+def test_a_stopped_process_continues_by_itself(start, for_s):
     process = start("stop", for_s)
     if for_s > 0.1:  # else it may be over before we look
         until_stopped(process)
@@ -400,7 +400,7 @@ def test_a_stopped_process_goes_on_by_itself(start, for_s):
     assert output.splitlines()[4:] == STEPS[3:]
 
 
-def test_a_process_stopped_for_good_waits_for_somebody(start):
+def test_a_process_stopped_for_good_waits_for_a_signal(start):
     process = start("stop")
     until_stopped(process)
     process.send_signal(signal.SIGCONT)

@@ -140,7 +140,7 @@ def test_the_node_drains_when_its_cloud_gives_notice_with_the_time_that_is_left(
     ]
 
 
-def test_aws_is_asked_with_one_session_token_until_it_is_too_old():
+def test_aws_is_polled_with_one_session_token_until_it_expires():
     with stand_in("aws") as service:
         source = make_source("aws", service.url)
         assert source.notice(NOW) is None
@@ -152,7 +152,7 @@ def test_aws_is_asked_with_one_session_token_until_it_is_too_old():
         assert source.notice(NOW) is None
 
 
-def test_a_token_whose_answer_is_lost_on_the_way_is_told_with_the_limit_of_hops(monkeypatch):
+def test_the_error_of_a_lost_token_names_the_hop_limit(monkeypatch):
     monkeypatch.setattr("raydl.launch.spot_notice.clouds._ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the question, answers nothing
         source = make_source("aws", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -162,7 +162,7 @@ def test_a_token_whose_answer_is_lost_on_the_way_is_told_with_the_limit_of_hops(
     assert "set HttpPutResponseHopLimit to 2" in str(told.value)
 
 
-def test_aws_is_asked_for_no_page_without_a_token():
+def test_no_page_of_aws_is_polled_without_a_token():
     with stand_in("aws") as service:
         service.failures = 2
         source = make_source("aws", service.url)
@@ -177,7 +177,7 @@ def test_an_aws_notice_in_unknown_words_is_a_notice_of_two_minutes():
         assert make_source("aws", service.url).notice(NOW).ends_at == NOW + 120
 
 
-def test_a_rebalance_recommendation_counts_only_where_it_was_asked_for():
+def test_a_rebalance_recommendation_counts_only_with_its_option():
     page = json.dumps({"noticeTime": "2026-01-01T00:00:00Z"})
     with stand_in("aws", {AWS_REBALANCE: page}) as service:
         assert make_source("aws", service.url).notice(NOW) is None
@@ -207,13 +207,13 @@ def test_an_azure_event_whose_time_can_not_be_read_gets_the_shortest(when):
 
 
 @pytest.mark.parametrize("provider", LEFT_S)
-def test_hiccups_of_the_metadata_service_are_told_once_and_survived(provider):
+def test_failures_of_the_metadata_service_are_logged_once_and_survived(provider):
     with stand_in(provider, BEFORE[provider]) as service:
         service.failures = 3
         come = [lambda: None] * 4 + [lambda: service.pages.update(NOTICE[provider])]
         run = Run(make_source(provider, service.url), come)
     assert run.status == 0
-    assert "answers with status 503; asking again every 1 s" in run.lines[0]
+    assert "answers with status 503; polling every 1 s" in run.lines[0]
     assert run.lines[1] == "the metadata service answers again"
     assert len(run.lines) == 4
 
@@ -226,14 +226,14 @@ def test_an_answer_in_other_words_is_no_notice(provider, page):
             source.notice(NOW)
 
 
-def test_nobody_at_the_address_is_a_hiccup():
+def test_an_address_without_a_service_is_a_failure_to_survive():
     with stand_in("gcp") as service:
         pass
     with pytest.raises(MetadataError, match="does not answer"):
         make_source("gcp", service.url).notice(NOW)
 
 
-def test_a_drain_that_fails_is_tried_again_with_what_is_left():
+def test_a_drain_that_fails_is_retried_with_the_remaining_time():
     with stand_in("gcp", NOTICE["gcp"]) as service:
         run = Run(make_source("gcp", service.url), [lambda: None] * 2, drains_refused=2)
     assert run.status == 0
@@ -249,7 +249,7 @@ def test_a_drain_that_never_succeeds_is_tried_until_a_minute_past_the_end():
     assert run.lines[-1] == "ray drain-node failed: no answer; no time is left"
 
 
-def test_a_machine_whose_clock_is_late_drains_all_the_same():
+def test_a_machine_whose_clock_is_late_still_drains():
     past = json.dumps({"action": "terminate", "time": "2025-12-31T23:59:30Z"})
     with stand_in("aws", {AWS_ACTION: past}) as service:
         run = Run(make_source("aws", service.url), [lambda: None], drains_refused=1)
@@ -261,7 +261,7 @@ def test_a_try_leaves_time_for_another():
     assert [longest_try_s(left_s) for left_s in (120, 40, 30, 16, 1)] == [25, 20, 15, 8, 8]
 
 
-def test_a_drain_that_can_not_be_started_or_takes_too_long_is_an_error_that_is_tried_again(
+def test_a_drain_that_can_not_start_or_takes_too_long_is_retried(
     monkeypatch,
 ):
     def no_memory(*_, **__):
@@ -289,7 +289,7 @@ def test_a_drain_that_can_not_be_started_or_takes_too_long_is_an_error_that_is_t
         (["--provider", "aws", "--poll-s", "0"], "--poll-s must be in [0.1, 10], got 0"),
         (
             ["--provider", "gcp", "--rebalance"],
-            "--rebalance is a word of aws alone, got --provider gcp",
+            "--rebalance is for --provider aws only, got gcp",
         ),
         (
             ["--provider", "gcp", "--metadata-url", "here"],

@@ -61,7 +61,7 @@ def test_a_run_is_kept_where_every_later_job_finds_it(words, place, folder):
     assert plan.how_to_continue == "the same command with --resume"
 
 
-def test_the_command_means_what_was_asked_for():
+def test_the_command_has_the_options_of_the_run():
     words = ["--method", "async-easgd", "--data", "/a folder/with spaces", "--run-dir", "/runs/a"]
     command = shlex.split(plan_of(*words).command())
     assert command[:5] == ["exec", "python", "-m", "raydl", "train"]
@@ -73,7 +73,7 @@ def test_a_run_must_not_be_kept_in_the_jobs_own_folder():
         plan_of("--storage-path", "kept")
 
 
-def test_what_lies_in_this_folder_only_is_missed_before_the_cluster_misses_it(tmp_path):
+def test_a_setting_that_names_a_local_file_is_refused_before_submission(tmp_path):
     (tmp_path / "plan.yaml").touch()
     (tmp_path / "mine.py").touch()
     (tmp_path / "pictures").mkdir()
@@ -82,7 +82,7 @@ def test_what_lies_in_this_folder_only_is_missed_before_the_cluster_misses_it(tm
         ["--method", "mine:Rule"],
         ["--data", "pictures"],
     ):
-        with pytest.raises(ConfigError, match=r"lies in this folder.* add --working-dir \. "):
+        with pytest.raises(ConfigError, match=r"is in this folder.* add --working-dir \. "):
             check_what_travels(cli.parse_train(words), here=tmp_path)
     for words in (
         [],
@@ -137,13 +137,13 @@ def test_all_of_raydl_travels(root):
     assert sum(sizes.values()) == sum(p.stat().st_size for p in files)
 
 
-def test_what_a_fresh_clone_sends_by_ray_job_submit_is_little(root):
+def test_a_fresh_clone_uploads_little_with_ray_job_submit(root):
     sizes, _ = ray_session.folder_sizes(str(root), [])
     assert not {".git", ".venv", "tests", "docs", "runs"} & set(sizes)
     assert sum(sizes.values()) < 5 * 2**20
 
 
-def test_a_folder_that_ray_would_not_take_is_refused_with_what_is_large(
+def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -167,7 +167,10 @@ def test_a_folder_that_ray_would_not_take_is_refused_with_what_is_large(
         (["--epochs", "2"], "submit has no option --epochs; options of raydl train come after"),
         (["--retries", "-1"], "submit.retries must be 0 or more, got -1"),
         (["--retries", "1", "--no-follow"], "submit.retries needs a job submitted here"),
-        (["--run-name", "a/b"], "submit.run_name must be a name of letters, digits, _ . and -, "),
+        (
+            ["--run-name", "a/b"],
+            "submit.run_name must be a name of letters, digits, _ . and - that ",
+        ),
         (["--run-name", ""], "submit.run_name must be a name"),
         (["--run-name", ".."], "submit.run_name must be a name"),
         (["--run-name", "a b"], "submit.run_name must be a name"),
@@ -196,7 +199,7 @@ def test_a_folder_that_ray_would_not_take_is_refused_with_what_is_large(
         (["--wait-s", "0"], "submit.wait_s must be a positive number, got 0"),
     ],
 )
-def test_a_mistake_is_told_before_a_cluster_is_looked_for(capsys, arguments, sentence):
+def test_a_mistake_is_reported_before_a_cluster_is_contacted(capsys, arguments, sentence):
     assert error_of(capsys, *arguments).startswith(sentence)
 
 
@@ -206,7 +209,7 @@ def test_a_run_name_makes_resume_possible():
     assert plan.options == '--resume --run-dir "$HOME"/raydl-runs/digits'
 
 
-def test_a_submitted_run_takes_every_option_of_a_run():
+def test_a_submitted_run_accepts_every_option_of_a_run():
     assert cli.COMMANDS["submit"] is submitting.submit
     for low, high in itertools.pairwise((1, 2, 8)):
         plan = plan_of("--workers", f"{low}:{high}")

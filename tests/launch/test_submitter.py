@@ -37,11 +37,11 @@ KILLED = JobState("FAILED", -9)
         (JobState("FAILED", None, "RUNTIME_ENV_SETUP_FAILURE", "no tyro"), Fate.FAILED, 1),
     ],
 )
-def test_only_a_driver_that_was_taken_away_is_lost(state, fate, status):
+def test_only_a_driver_that_was_killed_is_lost(state, fate, status):
     assert judge(state)[:2] == (fate, status)
 
 
-def test_the_signal_that_took_a_driver_is_named():
+def test_the_signal_that_killed_a_driver_is_named():
     assert (
         judge(KILLED)[2] == judge(JobState("FAILED", 137))[2] == "the driver was killed (SIGKILL)"
     )
@@ -101,14 +101,14 @@ class Told:
         self.now += seconds
 
 
-def test_the_log_is_passed_on_once_and_to_its_end():
+def test_the_log_is_written_once_and_to_its_end():
     told = Told(FakeJobs(RUNNING, RUNNING, DONE))
     assert told.submitter.run() == 0
     assert "".join(told.written) == "line 0\nline 1\nline 2\n"
     assert told.said[-1].endswith(": done")
 
 
-def test_a_lost_driver_is_sent_again_to_go_on_and_each_loss_is_one_line():
+def test_a_lost_driver_is_resubmitted_and_each_loss_is_one_line():
     jobs = FakeJobs(RUNNING, KILLED, JobState(UNKNOWN), RUNNING, DONE)
     told = Told(jobs, retries=3)
     assert told.submitter.run() == 0
@@ -117,27 +117,27 @@ def test_a_lost_driver_is_sent_again_to_go_on_and_each_loss_is_one_line():
         "raydl.cli.resume_job",
         "raydl.cli.resume_job",
     ]
-    assert sum("sending it again" in line for line in told.said) == 2
+    assert sum("resubmitting it" in line for line in told.said) == 2
     assert "the driver was killed (SIGKILL)" in told.said[1]
     assert "retries left: 2" in told.said[1]
 
 
-def test_retries_are_bounded_and_the_end_says_how_to_go_on():
+def test_retries_are_bounded_and_the_last_message_says_how_to_resume():
     jobs = FakeJobs(KILLED, KILLED, KILLED)
     told = Told(jobs, retries=1)
     assert told.submitter.run() == 1
     assert len(jobs.commands) == 2
-    assert "to go on: the same command with --run-name digits and --resume" in told.said[-1]
+    assert "to resume: the same command with --run-name digits and --resume" in told.said[-1]
 
 
 @pytest.mark.parametrize("status", [2, 1, 143])
-def test_a_mistake_a_failure_and_a_stop_are_not_tried_again(status):
+def test_a_mistake_a_failure_and_a_stop_are_not_retried(status):
     jobs = FakeJobs(JobState("FAILED", status))
     assert Told(jobs, retries=5).submitter.run() == status
     assert len(jobs.commands) == 1
 
 
-def test_a_cluster_that_is_silent_for_a_while_is_waited_for():
+def test_a_cluster_that_does_not_answer_for_some_time_is_awaited():
     silent = [JobState(SILENT)] * 20
     told = Told(FakeJobs(RUNNING, *silent, DONE, refusals=7), wait_s=30.0)
     assert told.submitter.run() == 0
@@ -151,12 +151,12 @@ def test_a_cluster_that_is_silent_for_a_while_is_waited_for():
 )
 def test_a_cluster_that_stays_silent_is_given_up_in_bounded_time(jobs):
     told = Told(jobs, wait_s=30.0)
-    with pytest.raises(RaydlError, match=r"did not answer for 30 s; raise --wait-s, or go on"):
+    with pytest.raises(RaydlError, match=r"did not answer for 30 s; raise --wait-s, or continue"):
         told.submitter.run()
     assert 30 < told.now < 40
 
 
-def test_a_silent_cluster_is_come_back_to_by_the_way_that_fits():
+def test_the_error_of_a_silent_cluster_names_the_command_to_continue_with():
     told = Told(FakeJobs(refusals=10**6), wait_s=1.0)
     with pytest.raises(RaydlError, match=r"once it is back: the same command$"):
         told.submitter.run()
@@ -180,7 +180,7 @@ def test_a_cluster_that_answers_and_is_not_ready_is_given_up_with_its_own_reason
     assert told.said[-1] == "the cluster is not ready: no agent; waiting up to 30 s"
 
 
-def test_of_all_reasons_the_last_one_is_told():
+def test_the_error_has_the_last_of_all_reasons():
     told = Told(FakeJobs(RUNNING, *[JobState(SILENT)] * 9, *[NOT_READY] * 99), wait_s=30.0)
     with pytest.raises(RaydlError, match="was not ready for 30 s: no agent"):
         told.submitter.run()
@@ -194,13 +194,13 @@ def test_the_id_of_a_job_is_plain_ascii():
     assert told.said[0].startswith("z.hlen-")
 
 
-def test_following_only_ends_like_the_job_and_knows_a_job_that_is_not_there():
+def test_following_only_ends_like_the_job_and_refuses_an_unknown_job():
     assert Told(FakeJobs(RUNNING, KILLED)).submitter.follow_only("x") == 1
     with pytest.raises(RaydlError, match="the cluster has no job x"):
         Told(FakeJobs(JobState(UNKNOWN))).submitter.follow_only("x")
 
 
-def test_a_long_log_is_asked_for_less_often():
+def test_a_long_log_is_polled_less_often():
     jobs = FakeJobs(RUNNING, DONE)
     jobs.log = lambda job_id: "x" * 8_000_000
     told = Told(jobs)
@@ -223,7 +223,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(capsys):
     assert f"ray job stop --address http://head:8265 {submitter.job_id}" in out
 
 
-def test_ctrl_c_in_a_pause_does_not_say_that_a_job_goes_on():
+def test_ctrl_c_between_two_jobs_does_not_report_a_running_job():
     submitter = Submitter(FakeJobs(KILLED), PLAN, retries=2, say=lambda text: None)
 
     def interrupt(seconds):
@@ -235,7 +235,7 @@ def test_ctrl_c_in_a_pause_does_not_say_that_a_job_goes_on():
     assert (submitter.job_id, submitter.sending) == ("", "")
 
 
-def test_ctrl_c_while_a_job_is_sent_says_that_the_cluster_may_have_it(capsys):
+def test_ctrl_c_while_a_job_is_submitted_says_that_the_cluster_may_have_it(capsys):
     class Interrupting(FakeJobs):
         def submit(self, job_id, command):
             raise KeyboardInterrupt
@@ -249,7 +249,7 @@ def test_ctrl_c_while_a_job_is_sent_says_that_the_cluster_may_have_it(capsys):
     assert "goes on" not in out
 
 
-def test_what_is_printed_to_be_typed_is_quoted():
+def test_a_printed_command_is_quoted():
     options = submitting._SubmitOptions(address="http://h:8265/a b")
     assert submitting._hints("x y", options, "ray").endswith("'http://h:8265/a b' 'x y'")
     assert Plan("a", "a", "", python="my python").command().startswith("exec 'my python' -m")

@@ -71,7 +71,7 @@ def test_the_lines_of_tensorboard_go_on_where_the_center_does(tmp_path):
 
 def test_the_texts_of_tensorboard_say_that_the_center_went_back_and_who_trains(tmp_path):
     _, memory = went_back(tmp_path)
-    sentence = "the center went back from 40 samples: the curves go on from 25"
+    sentence = "the center went back from 40 samples: the curves continue from 25"
     assert memory.sentences.count(sentence) == 1
     assert tensors(tmp_path, "events/text_summary")[-1] == (25, sentence.encode())
     samples, table = tensors(tmp_path, "membership/text_summary")[-1]
@@ -151,7 +151,7 @@ def test_a_run_that_begins_anew_shows_nothing_of_the_attempt_before(tmp_path):
     (run / "result.json").unlink()
     assert cli.main([*command, "--epochs", "1", "--resume"]) == 0
     told = [text.decode() for _, text in tensors(run, "events/text_summary")]
-    assert told[0] == f"no checkpoint yet: the run begins anew in {run}"
+    assert told[0] == f"no checkpoint yet: the run starts again in {run}"
     assert told[1].startswith("generation 1: w0 starts")
     assert len(tensors(run, "settings/text_summary")) == 1
     epochs = scalars(run, "train/epoch")

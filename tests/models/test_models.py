@@ -387,7 +387,11 @@ def fails(x):
             r"logits of shape \[2, 10\] for 2 samples of 10 classes, it returned shape \[2, 3\]$",
         ),
         (lambda shape, classes: Numbers(lambda x: (x, x)), ShapeError, "it returned a tuple$"),
-        (lambda shape, classes: nn.Linear(3, 10), ShapeError, "does not take 1x8x8 pictures of 10"),
+        (
+            lambda shape, classes: nn.Linear(3, 10),
+            ShapeError,
+            "does not accept 1x8x8 pictures of 10",
+        ),
         (lambda shape, classes: Numbers(fails), KeyError, "no such key"),
     ],
 )

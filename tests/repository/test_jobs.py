@@ -238,7 +238,7 @@ class TestRealJobs:
             ]
             os.kill(driver, signal.SIGKILL)
             assert process.wait(BOUND_S) == 0, log.read_text()
-            assert "the driver was killed (SIGKILL); sending it again" in log.read_text()
+            assert "the driver was killed (SIGKILL); resubmitting it" in log.read_text()
             assert "resuming from round" in log.read_text()
         assert result_of(run)["stopped_by"] == ""
 

@@ -56,7 +56,7 @@ class Notes(raydl.Callback):
 # the two that settings ask for
 
 
-def test_stop_at_accuracy_says_what_was_reached():
+def test_stop_at_accuracy_names_the_reached_accuracy():
     stop = StopAtAccuracy(0.9)
     assert answers(stop, accuracy(0.8), accuracy(0.9)) == [None, "reached accuracy 0.9000"]
     assert answers(stop, loss(0.1)) == [None]
@@ -70,14 +70,14 @@ def test_patience_counts_evaluations_in_a_row_and_a_better_one_begins_anew():
     assert said[7] is None
 
 
-def test_patience_goes_by_the_loss_where_there_is_no_accuracy():
+def test_patience_uses_the_loss_if_the_task_measures_no_accuracy():
     said = answers(Patience(1), loss(2.0), loss(1.0), loss(1.5))
     assert said == [None, None, "no better loss than 1.0000 in the last 1 evaluation"]
     said = answers(Patience(1), loss(-2.0), loss(-1.5))
     assert said == [None, "no better loss than -2.0000 in the last 1 evaluation"]
 
 
-def test_patience_with_what_is_no_number_says_so():
+def test_patience_with_an_invalid_number_is_an_error():
     said = answers(Patience(2), loss(math.nan), accuracy(math.nan))
     assert said == [None, "no finite accuracy in the last 2 evaluations"]
 
@@ -106,7 +106,7 @@ def test_settings_that_can_not_be_kept_are_refused(settings, sentence):
 # how a callback ends a run
 
 
-def test_all_hear_every_score_without_its_weights_and_the_first_reason_stays():
+def test_every_callback_receives_each_score_without_weights_and_the_first_reason_stays():
     first, second = Notes(None, True), Notes(None, "too late", "much too late")
     stage = Stage(callbacks=[first, second]).start()
     empty = np.empty(0, np.float32)
@@ -138,7 +138,7 @@ def test_a_run_that_a_callback_ends_is_voted_to_its_end_scored_and_finished(is_s
 
 
 @BOTH
-def test_a_signal_that_comes_before_the_round_is_over_stops_the_run_all_the_same(is_sync):
+def test_a_signal_before_the_end_of_the_round_still_stops_the_run(is_sync):
     stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start().after(scored(1))
     stage.controller.request_stop("SIGTERM")
     assert stage.step() == []
@@ -151,7 +151,7 @@ def test_a_signal_that_comes_before_the_round_is_over_stops_the_run_all_the_same
 
 
 @BOTH
-def test_a_run_that_came_to_its_own_end_was_ended_by_nobody(is_sync):
+def test_a_run_that_finished_was_ended_by_no_callback(is_sync):
     stage = Stage(is_sync=is_sync, callbacks=[StopAtAccuracy(0.5)]).start()
     stage.step(*stage.end("finished", 9, "w0", "w1"), Published((0, 9)))
     stage.step(scored(9), report("w0", 9), report("w1", 9))
@@ -171,7 +171,7 @@ def test_a_worker_lost_on_the_way_to_the_end_delays_it_by_no_generation():
     assert stage.controller.ended_because == "reached accuracy 0.5000"
 
 
-def test_what_is_no_callback_is_refused_at_once():
+def test_an_object_that_is_no_callback_is_refused_at_once():
     with pytest.raises(
         ConfigError, match=r"callbacks must be objects .* got Notes; derive it from"
     ):
@@ -180,7 +180,7 @@ def test_what_is_no_callback_is_refused_at_once():
         Trainer(callbacks=[lambda score: True])
 
 
-def test_callbacks_are_a_list_of_what_need_not_be_awaited():
+def test_callbacks_are_a_list_without_coroutines():
     class Waits(raydl.Callback):
         async def evaluated(self, evaluated):
             return None
@@ -193,7 +193,7 @@ def test_callbacks_are_a_list_of_what_need_not_be_awaited():
         Trainer(callbacks=[Waits()])
 
 
-def test_what_a_callback_does_to_its_metrics_is_its_own_affair():
+def test_a_callback_that_changes_its_metrics_changes_nothing_else():
     class Tidies(Notes):
         def evaluated(self, evaluated):
             super().evaluated(evaluated)
@@ -205,7 +205,7 @@ def test_what_a_callback_does_to_its_metrics_is_its_own_affair():
     assert second.heard[0].metrics == stage.recorder.scores[0].metrics == {"accuracy": 0.5}
 
 
-def test_a_callback_that_exits_is_told_of_as_one_and_not_as_a_signal():
+def test_a_callback_that_exits_is_logged_as_a_callback_and_not_as_a_signal():
     class Exits(Notes):
         def evaluated(self, evaluated):
             sys.exit("good enough")
@@ -218,7 +218,7 @@ def test_a_callback_that_exits_is_told_of_as_one_and_not_as_a_signal():
 
 
 @BOTH
-def test_a_signal_while_the_last_center_is_scored_is_heard(is_sync):
+def test_a_signal_while_the_last_center_is_scored_counts(is_sync):
     stage = Stage(is_sync=is_sync).start()
     stage.step(
         *stage.end("finished", 9, "w0", "w1"), Published((0, 9)), report("w0", 9), report("w1", 9)
@@ -233,7 +233,7 @@ def test_a_signal_while_the_last_center_is_scored_is_heard(is_sync):
     assert stage.said[-1] == "SIGTERM: the run ends without a score of its last center"
 
 
-def test_without_callbacks_nobody_asks_for_the_end():
+def test_without_callbacks_the_end_is_not_requested():
     listeners = Listeners()
     listeners.note_score(accuracy(1.0))
     assert (listeners.ended_by, listeners.ended_because) == ("", "")
@@ -312,7 +312,7 @@ def test_the_best_of_a_start_that_died_before_its_first_checkpoint_is_not_forgot
     assert (run / FILE).read_bytes() == written
 
 
-def test_a_callback_of_ones_own_hears_each_evaluation_once_and_the_end(tmp_path):
+def test_a_users_callback_receives_each_evaluation_once_and_the_end(tmp_path):
     notes = Notes()
     result = trainer(tmp_path / "run", callbacks=[notes]).fit()
     heard = [
@@ -379,7 +379,7 @@ def test_a_task_without_accuracy_can_not_stop_at_one(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_goes_on_counts_the_cuts_on_from_those_before(tmp_path):
+def test_a_resumed_run_continues_the_count_of_cuts(tmp_path):
     def cuts(*scores, **more):
         run = trainer(tmp_path / "run", *scores, **more)
         plateau = OptimizerConfig(lr_schedule="plateau", patience=0, warmup=0.0)
@@ -404,7 +404,7 @@ def train(run, *options):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-easgd"])
-def test_a_run_that_reaches_its_accuracy_is_a_success_and_says_so(tmp_path, capsys, method):
+def test_a_run_that_reaches_its_accuracy_reports_success(tmp_path, capsys, method):
     run = tmp_path / "run"
     options = ["--method", method, "--checkpoint.keep-best"]
     assert train(run, *options, "--stop-at-accuracy", "0.9") == 0

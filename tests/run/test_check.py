@@ -30,13 +30,13 @@ def kept_files(folder):
     return [*files, folder / "center.safetensors", folder / "best.safetensors"]
 
 
-def test_of_a_run_that_is_as_it_was_written_that_is_said(run, capsys):
+def test_an_undamaged_run_is_reported_as_such(run, capsys):
     assert check_run(str(run)) == []
     assert cli.main(["check", str(run)]) == 0
     assert capsys.readouterr().out == "all that the run has kept is as it was written\n"
 
 
-def test_where_no_run_is_that_is_said(tmp_path, capsys):
+def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
     assert cli.main(["check", str(tmp_path / "elsewhere")]) == 2
     assert "no run is there" in capsys.readouterr().err
 

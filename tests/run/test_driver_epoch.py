@@ -29,7 +29,7 @@ def records(path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", [Storage, Objects])
-def test_each_start_that_holds_a_folder_takes_the_next_epoch(tmp_path, kind):
+def test_each_start_that_holds_a_folder_claims_the_next_epoch(tmp_path, kind):
     for number in (1, 2, 3):
         with hold.held(kind(str(tmp_path)), "run.run_dir") as epoch:
             assert epoch.number == number
@@ -38,7 +38,7 @@ def test_each_start_that_holds_a_folder_takes_the_next_epoch(tmp_path, kind):
     assert [name.split("-")[0] for name in records(tmp_path)] == [f"{n:08d}" for n in (1, 2, 3)]
 
 
-def test_a_start_that_is_refused_since_a_run_is_there_takes_no_epoch(tmp_path):
+def test_a_start_that_is_refused_claims_no_epoch(tmp_path):
     config = TrainConfig(run=RunConfig(run_dir=str(tmp_path / "run")))
     with RunFolder(config).held(resume=False):
         pass
@@ -49,14 +49,14 @@ def test_a_start_that_is_refused_since_a_run_is_there_takes_no_epoch(tmp_path):
 
 
 @pytest.mark.parametrize(("names", "number"), [([], 2), (["round-00000007-e5", "round-9"], 6)])
-def test_a_run_without_records_goes_on_after_what_its_folder_holds(tmp_path, names, number):
+def test_a_run_without_records_continues_the_epochs_in_its_folder(tmp_path, names, number):
     (tmp_path / "config.json").write_text("{}")
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert DriverEpoch.claim_next(Storage(str(tmp_path)), ME).number == number
 
 
-def test_of_many_who_take_an_epoch_at_once_no_two_have_the_same(tmp_path):
+def test_of_many_drivers_that_claim_an_epoch_together_no_two_get_the_same(tmp_path):
     start, taken = threading.Barrier(8), []
 
     def take():
@@ -74,7 +74,7 @@ def test_of_many_who_take_an_epoch_at_once_no_two_have_the_same(tmp_path):
     assert len(numbers) == len(set(numbers))
 
 
-def test_a_driver_that_is_halted_while_it_takes_an_epoch_gets_none(tmp_path):
+def test_a_driver_that_is_halted_while_it_claims_an_epoch_gets_none(tmp_path):
     class Halted(Storage):
         """Another driver starts after this one has looked, and before it writes."""
 
@@ -87,7 +87,7 @@ def test_a_driver_that_is_halted_while_it_takes_an_epoch_gets_none(tmp_path):
     assert json.loads((tmp_path / FOLDER / name).read_text()) == {**OTHER, "driver_epoch": 1}
 
 
-def test_a_driver_is_told_who_took_the_run_over(tmp_path):
+def test_the_error_of_a_superseded_driver_names_its_successor(tmp_path):
     storage = Storage(str(tmp_path))
     epoch = DriverEpoch.claim_next(storage, ME)
     epoch.check()
@@ -97,8 +97,8 @@ def test_a_driver_is_told_who_took_the_run_over(tmp_path):
     with pytest.raises(SupersededError) as caught:
         epoch.check()
     assert str(caught.value) == (
-        f"{tmp_path}: this driver's epoch 1 is over: process 8 on b since 2026-11-23 09:05:00 has "
-        f"taken the run over as driver epoch 2; this driver ends and changes nothing there"
+        f"{tmp_path}: process 8 on b since 2026-11-23 09:05:00 has taken over the run as driver "
+        f"epoch 2; this driver, of epoch 1, ends and changes nothing there"
     )
     assert epoch.is_over
 
@@ -219,7 +219,7 @@ def test_a_later_driver_depends_on_nothing_that_an_earlier_one_may_delete(storag
     assert now.find_damage() == []
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_told(storage):
+def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_an_error(storage):
     CheckpointStore(storage).write(make(120))
     now = CheckpointStore(storage, driver_epoch=2)
     checkpoint, _ = now.read()
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_told(storage):
         now.take_over(checkpoint)
 
 
-def test_a_copy_says_what_it_is_and_holds_the_same_bytes(storage, tmp_path):
+def test_a_copy_is_marked_as_one_and_has_the_same_bytes(storage, tmp_path):
     CheckpointStore(storage, keep=3).write(make(120))
     source = contents(tmp_path / "checkpoints/round-00000120")
     taken_over(storage, 7, keep=3)
@@ -239,7 +239,7 @@ def test_a_copy_says_what_it_is_and_holds_the_same_bytes(storage, tmp_path):
     assert copied == source
 
 
-def test_starts_that_come_to_nothing_leave_one_copy(storage):
+def test_starts_that_fail_leave_one_copy(storage):
     CheckpointStore(storage).write(make(110))
     CheckpointStore(storage).write(make(120))
     for epoch in range(2, 6):
@@ -255,7 +255,7 @@ def test_a_round_that_is_written_again_in_one_start_has_another_name(storage):
     assert now.names()[-1] == "round-00000120-e2.1"
 
 
-def test_what_an_earlier_driver_wrote_late_is_not_what_the_run_has_trained(storage):
+def test_weights_that_an_earlier_driver_wrote_late_are_not_the_trained_ones(storage):
     before = CheckpointStore(storage)
     before.write(make(120))
     before.write_trained(make(120).center, 120)
@@ -269,7 +269,7 @@ def test_what_an_earlier_driver_wrote_late_is_not_what_the_run_has_trained(stora
     assert not now.has_trained(140)
     assert not CheckpointStore(storage, driver_epoch=3).has_trained(140)
     (sentence,) = now.find_damage()
-    assert "center.safetensors: it is another center than that of the newest checkpoint" in sentence
+    assert "center.safetensors: it differs from the center of the newest checkpoint" in sentence
 
 
 def test_the_manifest_of_a_run_of_one_start_is_named_as_ever(storage):

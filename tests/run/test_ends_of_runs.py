@@ -67,7 +67,7 @@ class Trained(Store):
 def soon(monkeypatch):
     """Failed writes are retried often, and for half a second."""
     monkeypatch.setattr(checkpoint_writer, "_RETRY_S", 0.5)
-    monkeypatch.setattr(checkpoint_writer, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(checkpoint_writer, "_RETRY_EVERY_S", 0.01)
 
 
 def last(round):
@@ -75,7 +75,7 @@ def last(round):
     return dataclasses.replace(checkpoint, is_last=True)
 
 
-def test_what_was_trained_is_written_before_the_last_checkpoint(soon):
+def test_the_trained_weights_are_written_before_the_last_checkpoint(soon):
     store = Trained()
     recorder, _ = make(store)
     recorder.checkpoint(last(7))
@@ -83,7 +83,7 @@ def test_what_was_trained_is_written_before_the_last_checkpoint(soon):
     assert store.written == ["center", "checkpoint"]
 
 
-def test_the_last_files_are_tried_until_there_is_room_and_that_is_told(soon):
+def test_the_last_files_are_retried_until_there_is_space_and_that_is_logged(soon):
     store = Trained(center=3, checkpoint=2)
     recorder, memory = make(store)
     recorder.checkpoint(last(7))
@@ -92,7 +92,7 @@ def test_the_last_files_are_tried_until_there_is_room_and_that_is_told(soon):
     recorder.close()
     assert store.written == ["center", "checkpoint"]
     assert memory.sentences == [
-        f"checkpoint runs/x/{what}: could not be written: disk full; it is tried again for 0 s"
+        f"checkpoint runs/x/{what}: could not be written: disk full; retrying for 0 s"
         for what in ("center", "checkpoint")
     ]
 
@@ -125,20 +125,20 @@ class Fills(raydl.Callback):
         pass
 
 
-def test_a_run_waits_for_room_at_its_end(small_disk):
+def test_a_run_waits_for_disk_space_at_its_end(small_disk):
     fills = Fills(small_disk, free_after_s=3.0)
     trainer(small_disk / "run", steps=90, callbacks=[fills]).fit()
     assert (small_disk / "run/center.safetensors").exists()
-    assert any("it is tried again for 60 s" in line for line in sentences(small_disk / "run"))
+    assert any("retrying for 60 s" in line for line in sentences(small_disk / "run"))
     assert CheckpointStore(Storage(str(small_disk / "run"))).names()
 
 
-def test_a_run_that_found_no_room_is_finished_once_there_is_some(small_disk, soon):
+def test_a_run_without_disk_space_is_completed_once_there_is_some(small_disk, soon):
     folder = small_disk / "run"
     with pytest.raises(CheckpointError) as error:
         trainer(folder, steps=90, callbacks=[Fills(small_disk)]).fit()
-    advice = "no space left on device; once it can be, the same command with --resume ends the run"
-    assert f"{advice}; the newest center is in " in str(error.value)
+    advice = "once it can be written, the same command with --resume completes the run"
+    assert f"no space left on device; {advice}; the newest center is in " in str(error.value)
     elsewhere = Path(str(error.value).rpartition(" is in ")[2])
     assert load_file(elsewhere)
     shutil.rmtree(elsewhere.parent)
@@ -149,7 +149,7 @@ def test_a_run_that_found_no_room_is_finished_once_there_is_some(small_disk, soo
     assert (folder / "result.json").exists()
 
 
-def test_what_was_trained_is_written_though_nobody_knew_of_the_last_checkpoint(tmp_path):
+def test_the_trained_weights_are_written_if_the_last_checkpoint_was_not_known_as_such(tmp_path):
     """A checkpoint may be voted for just before the end; then it is the last one, too."""
     storage = Storage(str(tmp_path))
     recorder, _ = make(CheckpointStore(storage))
@@ -199,7 +199,7 @@ def test_a_resumed_run_that_lacks_its_end_alone_gets_it(whole, tmp_path, lacks):
     assert (folder / "center.safetensors").read_bytes() == (
         whole / "center.safetensors"
     ).read_bytes()
-    told = f"the run in {folder} is trained to its end; its missing files are written"
+    told = f"the run in {folder} has finished training; its missing files are written"
     assert any(told in line for line in sentences(folder))
     with pytest.raises(ConfigError, match="the run is complete"):
         trainer(folder, resume=True).fit()
@@ -253,7 +253,7 @@ class Hears(raydl.Callback):
         self.rounds.append("end")
 
 
-def test_callbacks_hear_of_a_last_score_that_comes_with_a_resumption(whole, tmp_path, monkeypatch):
+def test_callbacks_receive_a_last_score_after_a_resume(whole, tmp_path, monkeypatch):
     folder, hears = tmp_path / "run", Hears()
     shutil.copytree(whole, folder)
     (folder / "result.json").unlink()
@@ -312,7 +312,7 @@ def slowly(folder, seconds, monkeypatch):
 
 
 @pytest.mark.cluster
-def test_a_last_score_that_takes_longer_than_silence_may_is_waited_for(
+def test_a_last_score_that_takes_longer_than_the_silence_limit_is_awaited(
     cluster, tmp_path, monkeypatch
 ):
     result = slowly(tmp_path / "run", 0.8, monkeypatch)

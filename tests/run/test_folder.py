@@ -55,7 +55,7 @@ def test_a_large_event_file_is_copied_both_ways_without_being_held_in_memory(tmp
     assert [path.name for path in there.path.iterdir()] == [event_file.name]
 
 
-def test_a_run_that_goes_on_elsewhere_fetches_all_event_files_and_sends_none_of_them_back(
+def test_a_run_resumed_elsewhere_fetches_all_event_files_and_copies_none_back(
     tmp_path, monkeypatch
 ):
     here, there = make(tmp_path, "here"), make(tmp_path, "there")
@@ -80,7 +80,7 @@ def fails(self, local, name):
     raise OSError(28, "No space left on device")
 
 
-def test_what_could_not_be_copied_is_said_in_a_sentence(tmp_path, monkeypatch):
+def test_a_failed_copy_is_reported_in_a_sentence(tmp_path, monkeypatch):
     folder = make(tmp_path)
     (folder.path / "events.out.tfevents.1").write_bytes(b"a start")
     monkeypatch.setattr(Storage, "copy_in", fails)
@@ -88,14 +88,14 @@ def test_what_could_not_be_copied_is_said_in_a_sentence(tmp_path, monkeypatch):
         folder.publish_events()
 
 
-def test_a_run_whose_curves_can_not_be_copied_is_whole_all_the_same(tmp_path, capsys, monkeypatch):
+def test_a_run_whose_curves_can_not_be_copied_is_complete_otherwise(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Storage, "copy_in", fails)
     where = ["--run-dir", str(tmp_path / "run"), "--storage-path", str(tmp_path / "kept")]
     what = ["--workers", "0", "--model", "mlp", "--data", "synthetic:96", "--epochs", "2"]
     assert cli.main(["train", *what, *where, "--run.progress", "plain"]) == 0
     told = capsys.readouterr().out
     assert told.count("could not be copied") >= 1
-    assert "; all else of the run is where it should be" in told
+    assert "; all other files of the run are complete" in told
     kept = tmp_path / "kept/run"
     assert (kept / "center.safetensors").exists()
     assert (kept / "result.json").exists()

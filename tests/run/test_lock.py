@@ -60,14 +60,13 @@ def take(storage):
 
 
 @pytest.mark.parametrize("kind", [Storage, Objects])
-def test_a_folder_is_held_by_one_and_given_back(tmp_path, kind):
+def test_a_folder_is_held_by_one_driver_and_released(tmp_path, kind):
     with hold.held(kind(str(tmp_path)), "run.run_dir"), pytest.raises(ConfigError) as caught:
         take(kind(str(tmp_path)))
     sentence = str(caught.value)
     assert sentence.startswith(f"run.run_dir {tmp_path} is in use by process ")
     assert " since 20" in sentence
-    assert sentence.endswith("name another folder, or stop that run first, which goes on where "
-                             "it was with --resume")  # fmt: skip
+    assert sentence.endswith("name another folder, or stop that run first: --resume continues it")
     take(kind(str(tmp_path)))
 
 
@@ -86,7 +85,7 @@ def test_a_driver_that_is_killed_gives_the_folder_back_at_once(tmp_path, other_d
     take(Storage(str(tmp_path)))
 
 
-def test_a_lock_that_is_given_back_late_is_waited_for_and_told_once(tmp_path, other_driver):
+def test_a_lock_that_is_released_late_is_awaited_and_logged_once(tmp_path, other_driver):
     said, waits = [], []
 
     def sleep(seconds):
@@ -97,9 +96,9 @@ def test_a_lock_that_is_given_back_late_is_waited_for_and_told_once(tmp_path, ot
 
     storage = Storage(str(tmp_path))
     hold.wait_until_free(
-        storage, wait_s=180.0, say=said.append, clock=lambda: sum(waits), sleep=sleep
+        storage, wait_s=180.0, log=said.append, clock=lambda: sum(waits), sleep=sleep
     )
-    assert said == [f"{tmp_path} is still in use; waiting up to 180 s for its driver to go"]
+    assert said == [f"{tmp_path} is still in use; waiting up to 180 s for its driver to end"]
     assert len(waits) == 2
     take(storage)
 
@@ -109,7 +108,7 @@ def test_a_lock_that_is_not_given_back_is_waited_for_within_bounds(tmp_path, oth
     hold.wait_until_free(
         Storage(str(tmp_path)),
         wait_s=10.0,
-        say=lambda sentence: None,
+        log=lambda sentence: None,
         clock=lambda: sum(waits),
         sleep=waits.append,
     )
@@ -147,7 +146,7 @@ def test_a_probe_that_finds_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Storage, Objects])
-def test_of_many_who_come_at_once_one_holds_the_folder(tmp_path, kind):
+def test_of_many_drivers_that_start_together_one_holds_the_folder(tmp_path, kind):
     start, end = threading.Barrier(4), threading.Event()
     outcomes = []
 
@@ -172,7 +171,7 @@ def test_of_many_who_come_at_once_one_holds_the_folder(tmp_path, kind):
     assert sorted(outcomes) == ["held", "refused", "refused", "refused"]
 
 
-def test_a_claim_that_stands_still_is_taken_over(tmp_path, monkeypatch):
+def test_a_claim_without_heartbeats_is_taken_over(tmp_path, monkeypatch):
     monkeypatch.setattr(hold, "STALE_S", 1.0)
     dead = tmp_path / "drivers/0000-dead"
     dead.mkdir(parents=True)
@@ -184,7 +183,7 @@ def test_a_claim_that_stands_still_is_taken_over(tmp_path, monkeypatch):
     assert list((tmp_path / "drivers").iterdir()) == []
 
 
-def test_a_driver_that_was_halted_while_it_looked_takes_nobody_for_gone(tmp_path, monkeypatch):
+def test_a_driver_that_was_halted_while_it_polled_considers_no_driver_lost(tmp_path, monkeypatch):
     hours = itertools.count(step=3600.0)  # it sleeps that long between any two looks at the clock
     storage = Objects(str(tmp_path))
     with hold.held(storage, "run.run_dir"), monkeypatch.context() as patch:
@@ -193,7 +192,7 @@ def test_a_driver_that_was_halted_while_it_looked_takes_nobody_for_gone(tmp_path
             take(storage)
 
 
-def test_a_holder_that_has_not_said_who_it_is_still_holds(tmp_path, other_driver):
+def test_a_holder_without_a_record_still_holds(tmp_path, other_driver):
     (tmp_path / "driver.lock").write_text("")
     with pytest.raises(ConfigError, match="in use by another driver; name another"):
         take(Storage(str(tmp_path)))
@@ -217,7 +216,7 @@ def test_a_mistyped_folder_is_not_made_by_resume(tmp_path, capsys):
     assert not (tmp_path / "typo").exists()
 
 
-def test_a_place_that_can_not_be_written_is_told_before_anything_starts(tmp_path, capsys):
+def test_a_storage_that_can_not_be_written_is_an_error_before_any_start(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     words = ["--run-dir", str(tmp_path / "r"), "--storage-path", str(tmp_path / "file")]
     assert cli.main([*TRAIN, *words]) == 2
@@ -255,7 +254,7 @@ def test_a_place_that_is_taken_apart_is_put_together_again(place, parts):
     assert below(*parts) == place
 
 
-def test_two_who_probe_a_place_at_once_do_not_disturb_each_other(tmp_path):
+def test_two_probes_at_once_do_not_disturb_each_other(tmp_path):
     class Slow(Storage):
         def write_bytes(self, name, data):
             super().write_bytes(name, data)

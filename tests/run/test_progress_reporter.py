@@ -50,7 +50,7 @@ def test_the_panel_fits_the_terminal(view, width):
     assert len(lines) == 8
 
 
-def test_the_panel_says_all_there_is_to_know():
+def test_the_panel_shows_all_values():
     text = rendered(VIEW, 80)
     words = ["training", "epoch 1.5/5", "90,000", "4,200/s", "0.1040", "98.61%", "2:8"]
     words += ["3 training, 1 starting, 1 left out", "generation 3: w1 joins"]
@@ -62,7 +62,7 @@ def test_the_panel_says_all_there_is_to_know():
     assert "epoch 1.5 " in rendered(dataclasses.replace(VIEW, num_epochs=None), 80)
 
 
-def test_plain_lines_come_now_and_then_and_when_the_accuracy_is_new():
+def test_plain_lines_are_printed_every_few_seconds_and_for_a_new_accuracy():
     now = [0.0]
     console = Console(file=io.StringIO(), width=200)
     plain = PlainLines(console, clock=lambda: now[0])

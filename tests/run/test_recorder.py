@@ -27,7 +27,7 @@ from raydl.metrics import TAGS, TimeParts, tag_of
 from raydl.storage import Storage
 
 
-def test_a_checkpoint_that_fails_on_the_way_is_told_and_the_next_goes_through():
+def test_a_checkpoint_that_fails_is_logged_and_the_next_one_is_written():
     store = Store(1)
     recorder, memory = make(store)
     recorder.checkpoint(collected(1))
@@ -37,8 +37,8 @@ def test_a_checkpoint_that_fails_on_the_way_is_told_and_the_next_goes_through():
     recorder.close()
     assert store.written == [2]
     assert memory.sentences == [
-        "checkpoint runs/x: could not be written: disk full; training goes on, "
-        "the next one may go through"
+        "checkpoint runs/x: could not be written: disk full; training goes on; "
+        "the next one may succeed"
     ]
 
 
@@ -49,7 +49,7 @@ def test_a_last_checkpoint_that_fails_is_an_error():
         recorder.close()
 
 
-def test_a_checkpoint_that_is_overdue_is_told_once(monkeypatch):
+def test_a_checkpoint_that_is_overdue_is_logged_once(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
     config = TrainConfig(checkpoint=CheckpointConfig(every_s=60.0))
@@ -81,7 +81,7 @@ def fails_to_copy():
     raise OSError("the curves in runs/x could not be copied: the bucket does not exist")
 
 
-def test_curves_that_can_not_be_copied_are_told_and_end_no_run():
+def test_curves_that_can_not_be_copied_are_logged_and_end_no_run():
     recorder, memory = make(Store(), after_checkpoint=fails_to_copy)
     recorder.checkpoint(collected(1))
     recorder.checkpoints.wait()
@@ -89,12 +89,12 @@ def test_curves_that_can_not_be_copied_are_told_and_end_no_run():
     recorder.close()
     reason = "the curves in runs/x could not be copied: the bucket does not exist"
     assert memory.sentences == [
-        f"{reason}; they come with the next checkpoint",
-        f"{reason}; all else of the run is where it should be",
+        f"{reason}; retrying with the next checkpoint",
+        f"{reason}; all other files of the run are complete",
     ]
 
 
-def test_samples_that_are_left_out_are_told_of_less_and_less_often():
+def test_samples_that_are_left_out_are_logged_less_and_less_often():
     recorder, _ = make(Store())
     told = []
     recorder._progress.event = told.append
@@ -112,7 +112,7 @@ def test_samples_that_are_left_out_are_told_of_less_and_less_often():
     recorder.close()
 
 
-def test_a_chosen_tuning_is_told_once():
+def test_a_chosen_tuning_is_logged_once():
     recorder, _ = make(Store())
     told = []
     recorder._progress.event = told.append
@@ -124,8 +124,8 @@ def test_a_chosen_tuning_is_told_once():
         recorder.record(record_at(step), {"w0": report})
     recorder.close()
     assert told == [
-        "exchanges go by period 10, delay 9: the link is thin",
-        "exchanges go by period 20, 2 fragments, delay 9, int8: the link is thinner",
+        "exchanges use period 10, delay 9: the link is thin",
+        "exchanges use period 20, 2 fragments, delay 9, int8: the link is thinner",
     ]
     assert recorder.figures()["cadence"] == {
         "period": 20, "delay": 9, "compression": "int8", "fragments": 2
@@ -163,7 +163,7 @@ def test_a_record_becomes_one_point_of_every_curve():
     assert all(num_samples == 5 for num_samples, _ in memory.points)
     view = memory.views[-1]
     assert (view.share_done, view.communication_share) == (0.25, 0.25)
-    assert (view.num_workers, view.workers["starting"]) == (1, 1)
+    assert (view.workers["training"], view.workers["starting"]) == (1, 1)
     assert (view.train_loss, view.center_accuracy) == (0.7, 0.9)
     figures = recorder.figures()
     assert figures["seconds"] > 5.0
@@ -187,7 +187,7 @@ def test_sentences_of_one_moment_are_a_sample_apart_for_tensorboard_shows_one_fo
     assert "| 1 | 0 | 1: w0 | w0 starts |" in memory.texts[1][2]
 
 
-def test_records_that_come_at_once_do_not_look_fast(monkeypatch):
+def test_records_that_arrive_together_do_not_look_fast(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
     recorder, memory = make(Store())
@@ -237,7 +237,7 @@ def worker_curves(points):
     ]
 
 
-def test_every_worker_has_curves_of_its_own_which_end_when_it_tells_nothing_new():
+def test_every_worker_has_curves_that_end_with_its_last_new_report():
     recorder, memory = make(Store())
     fast, slow = (report_of(w, local_step=4, step_s=s) for w, s in (("w0", 0.25), ("w1", 2.0)))
     unready = report_of("w2", local_step=0, round_s=0.0)
@@ -261,7 +261,7 @@ def test_a_name_without_a_sentence_is_not_written():
         tag_of("worker_speed/w0")
 
 
-def test_a_snapshot_comes_back_from_its_checkpoint():
+def test_a_snapshot_is_restored_from_its_checkpoint():
     flat, gathered = flat_model(), collected(3)
     checkpoint = checkpoint_of(gathered, flat, seconds=1.0)
     again = snapshot_of(checkpoint, flat)
@@ -270,7 +270,7 @@ def test_a_snapshot_comes_back_from_its_checkpoint():
     assert again.progress.round == 3
 
 
-def test_a_resumed_run_goes_on_by_the_clock_that_its_end_and_its_rates_go_by():
+def test_a_resumed_run_continues_the_clock_of_its_end_and_its_schedule():
     """Of 3600 s by the driver's clock all but 10 s were waits."""
     gathered = collected(3)
     gathered = dataclasses.replace(
@@ -281,7 +281,7 @@ def test_a_resumed_run_goes_on_by_the_clock_that_its_end_and_its_rates_go_by():
     assert snapshot_of(checkpoint, flat_model()).progress.seconds == 10.0
 
 
-def test_what_one_start_did_is_added_to_what_the_checkpoint_carries(tmp_path):
+def test_the_totals_of_a_start_are_added_to_those_of_the_checkpoint(tmp_path):
     checkpoint = checkpoint_of(
         collected(3), flat_model(), seconds=1.0,
         totals=Totals(
@@ -316,7 +316,7 @@ def at_round(round, staleness=2.0):
     return dataclasses.replace(with_progress(record_at(round), round=round), staleness=staleness)
 
 
-def test_what_comes_after_a_checkpoints_round_is_not_counted_again_by_who_goes_on(monkeypatch):
+def test_rounds_after_a_checkpoint_are_not_counted_twice_after_a_resume(monkeypatch):
     """A checkpoint of round 50, written when the run is at round 100 already."""
     now = [0.0]
     monkeypatch.setattr("raydl.run.recorder.time.monotonic", lambda: now[0])
@@ -338,7 +338,7 @@ def test_what_comes_after_a_checkpoints_round_is_not_counted_again_by_who_goes_o
     assert recorder.figures()["staleness"] == 2.0
 
 
-def test_rounds_that_were_lost_and_came_again_count_once():
+def test_rounds_that_were_lost_and_repeated_count_once():
     recorder, _ = make(Store())
     for round, staleness in ((50, 2.0), (100, 8.0), (60, 2.0), (100, 2.0)):
         recorder.record(at_round(round, staleness), {})
@@ -356,7 +356,7 @@ def test_a_damaged_result_of_an_earlier_start_does_not_keep_a_run_from_going_on(
     assert Totals.of(older, Storage(str(tmp_path))) == Totals()
 
 
-def test_a_run_that_goes_on_shows_its_newest_score_from_the_beginning():
+def test_a_resumed_run_shows_its_newest_score_from_the_beginning():
     recorder, memory = make(Store(), before=Totals(evaluations=(score(3, 150, 0.7),)))
     recorder.show(State.WAITING, {"starting": 2})
     recorder.close()

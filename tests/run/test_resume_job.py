@@ -22,7 +22,7 @@ def options_of(run_dir):
     ]  # fmt: skip
 
 
-def test_a_run_sent_again_goes_on_from_its_checkpoint(tmp_path, capsys):
+def test_a_resubmitted_run_resumes_from_its_checkpoint(tmp_path, capsys):
     options = options_of(tmp_path / "run")
     assert cli.main(["train", *options, "--epochs", "1"]) == 0
     assert resume_job.resume([*options, "--resume"]) == 0
@@ -50,7 +50,7 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_begins_anew(tmp_path, c
     begin(run, monkeypatch, "ours")
     (run / "notes.txt").write_text("mine")
     assert resume_job.resume([*options_of(run), "--run.progress", "plain"]) == 0
-    assert capsys.readouterr().out.count(f"no checkpoint yet: the run begins anew in {run}") == 1
+    assert capsys.readouterr().out.count(f"no checkpoint yet: the run starts again in {run}") == 1
     assert (run / "result.json").exists()
     assert (run / "notes.txt").read_text() == "mine"
     events = EventAccumulator(str(run)).Reload()
@@ -87,7 +87,7 @@ def test_a_folder_whose_driver_lives_is_refused(tmp_path, capsys, monkeypatch):
     assert "is in use by process" in capsys.readouterr().err
 
 
-def test_resume_of_what_is_not_there_fails_when_it_is_sent_again_too(tmp_path, capsys):
+def test_resume_without_a_run_fails_after_a_resubmission_too(tmp_path, capsys):
     assert resume_job.resume([*options_of(tmp_path / "run"), "--resume"]) == 2
     assert "no run is there" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -98,7 +98,7 @@ def test_resume_needs_a_config_of_raydl_and_a_run_that_has_not_ended(tmp_path, c
     begin(run, monkeypatch, "ours")
     (run / "result.json").write_text("{}")
     assert cli.main(["train", *options_of(run), "--resume"]) == 2
-    assert "there is none to go on from" in capsys.readouterr().err
+    assert "there is none to resume from" in capsys.readouterr().err
     (run / "config.json").write_text("[]")
     assert cli.main(["train", *options_of(run), "--resume"]) == 2
     assert "its config.json is not of raydl" in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_resume_needs_a_config_of_raydl_and_a_run_that_has_not_ended(tmp_path, c
     ("path", "place"),
     [("s3://b/runs/a?region=eu", "runs/a"), ("/shared/a", "/shared/a"), ("runs/a", "runs/a")],
 )
-def test_a_stopped_run_is_gone_on_with_by_a_folder_and_not_a_uri(capsys, monkeypatch, path, place):
+def test_a_stopped_run_is_resumed_by_its_folder_and_not_a_uri(capsys, monkeypatch, path, place):
     result = trainer.Result({"samples": 1}, path, "", "SIGTERM")
     monkeypatch.setattr(trainer.Trainer, "fit", lambda self: result)
     assert cli.main(["train"]) == 143

@@ -49,12 +49,12 @@ def resume(tmp_path, order, *, is_old=False):
         InBlocks([5, 5, 5, 3, 5], 0, block_samples=8),
     ],
 )
-def test_a_run_does_not_go_on_with_its_samples_in_another_order(tmp_path, order):
+def test_a_run_does_not_resume_with_its_samples_in_another_order(tmp_path, order):
     with pytest.raises(ConfigError, match="trained on twice; keep the settings of input"):
         resume(tmp_path, order)
 
 
-def test_a_run_goes_on_with_its_samples_in_the_same_order(tmp_path):
+def test_a_run_resumes_with_its_samples_in_the_same_order(tmp_path):
     same = InBlocks(np.array([5, 5, 5, 5, 3]), 0, block_samples=8)
     assert resume(tmp_path, same).snapshot.progress.round == 1
 
@@ -64,5 +64,5 @@ def test_a_run_does_not_go_on_with_another_number_of_samples(tmp_path):
         resume(tmp_path, Shuffled(24, 0))
 
 
-def test_a_checkpoint_that_does_not_tell_its_order_is_gone_on_from(tmp_path):
+def test_a_checkpoint_without_the_name_of_its_order_is_resumed_from(tmp_path):
     assert resume(tmp_path, BEGAN, is_old=True).snapshot.progress.round == 1

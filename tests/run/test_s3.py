@@ -122,7 +122,7 @@ def test_status_and_evaluate_take_the_uri(finished, capsys):
     assert best in json.loads(capsys.readouterr().out).values()
 
 
-def test_a_run_that_goes_on_elsewhere_ends_with_the_same_bits(finished, tmp_path, monkeypatch):
+def test_a_run_that_is_resumed_elsewhere_ends_with_the_same_bits(finished, tmp_path, monkeypatch):
     write, whole_ones = Storage.write_pieces, []
 
     def write_one_checkpoint(storage, name, pieces):
@@ -161,7 +161,7 @@ def test_a_folder_a_glob_and_a_file_of_data_are_read():
     assert one.train.num_samples + one.test.num_samples == 359
 
 
-def test_the_uri_itself_may_say_where_the_server_is(server, tmp_path, monkeypatch, capsys):
+def test_the_uri_itself_may_name_the_server(server, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     host = quote(server.removeprefix("http://"), safe="")
     query = f"?endpoint_override={host}&scheme=http&region=us-east-1"
@@ -211,7 +211,7 @@ def test_credentials_in_the_uri_open_the_store_and_are_written_nowhere(
         assert not path.is_file() or b"Hush" not in path.read_bytes(), path
 
 
-def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
+def test_a_worker_is_removed_by_the_uri_of_its_run(monkeypatch):
     uri = "s3://kept/runs/asked-for"
     worker = WorkerStatus("w0", "training", "a", 9, 3, 0.01, 0.0, 1.0)
     status = RunStatus(
@@ -227,7 +227,7 @@ def test_a_worker_is_taken_out_by_the_uri(monkeypatch):
 
     def drive():
         while not ended.wait(0.02):
-            control_channel.tell(status)
+            control_channel.report(status)
             for request in control_channel.pop_requests():
                 control_channel.answer(request, f"{request.worker_id} leaves", ok=True)
 
@@ -304,7 +304,7 @@ def wait_until(holds):
         time.sleep(0.05)
 
 
-def test_a_halted_driver_that_was_taken_for_dead_wakes_up_ends_and_changes_nothing(drive, server):
+def test_a_superseded_driver_that_was_halted_ends_and_changes_nothing(drive, server):
     storage = Storage("s3://kept/runs/halted")
     store = CheckpointStore(storage)
     halted = drive("a")
@@ -321,10 +321,9 @@ def test_a_halted_driver_that_was_taken_for_dead_wakes_up_ends_and_changes_nothi
     os.kill(halted.pid, signal.SIGCONT)
     said, _ = halted.communicate(timeout=BOUND_S)
     assert halted.returncode == 3, said
-    assert said.splitlines()[-1].startswith(
-        "error: s3://kept/runs/halted: this driver's epoch 1 is over: process "
-    )
-    assert f"process {successor.pid} on " in said.splitlines()[-1]
+    error = said.splitlines()[-1]
+    assert error.startswith(f"error: s3://kept/runs/halted: process {successor.pid} on ")
+    assert "; this driver, of epoch 1, ends" in error
     # What it was writing as it was halted may still come: a status, its own curves, and a file of
     # a checkpoint under a name of its own.
     others = {k: v for k, v in before.items() if k not in ("status.json", own_events)}
@@ -418,7 +417,7 @@ def no_actors(monkeypatch):
 
 @pytest.mark.usefixtures("no_actors")
 @pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate"])
-def test_a_bucket_that_is_not_there_is_told(tmp_path, capsys, door):
+def test_an_absent_bucket_is_an_error(tmp_path, capsys, door):
     sentence = told(capsys, doors(tmp_path, "nobucket")[door])
     assert "nobucket" in sentence
     if door == "storage":
@@ -435,13 +434,13 @@ def test_a_bucket_that_is_not_there_is_told(tmp_path, capsys, door):
 
 @pytest.mark.usefixtures("no_actors", "wrong_keys")
 @pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate", "resume"])
-def test_credentials_that_are_refused_are_told_with_what_to_set(tmp_path, capsys, door):
+def test_the_error_of_refused_credentials_names_the_variables_to_set(tmp_path, capsys, door):
     sentence = told(capsys, doors(tmp_path, "kept" if door != "data" else "data")[door])
     assert "the store refuses these credentials; set AWS_ACCESS_KEY_ID" in sentence
 
 
 @pytest.mark.usefixtures("no_actors", "no_server")
 @pytest.mark.parametrize("door", ["storage", "data", "status", "evaluate", "resume"])
-def test_a_server_that_is_not_there_is_told_within_seconds(tmp_path, capsys, door):
+def test_an_absent_server_is_an_error_within_seconds(tmp_path, capsys, door):
     sentence = told(capsys, doors(tmp_path, "kept")[door])
     assert "the store does not answer; check AWS_ENDPOINT_URL" in sentence

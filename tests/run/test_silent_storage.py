@@ -29,7 +29,7 @@ from raydl.core.worker_group import GaveUp, Published
 from raydl.elastic.state import State
 from raydl.errors import WORTH_RETRYING, StorageSilentError
 from raydl.metrics import BackgroundWriter, background_writer
-from raydl.storage import SilenceTeller, Storage, is_answer, within
+from raydl.storage import SilenceMonitor, Storage, is_answer, within
 
 BOUND_S = 20
 
@@ -83,25 +83,27 @@ def until(holds):
 # what is told
 
 
-def test_a_storage_that_does_not_answer_is_told_once_and_once_that_it_answers(
+def test_a_storage_that_does_not_answer_is_logged_once_and_so_is_its_answer(
     tmp_path, freezing, soon
 ):
     storage = Storage(str(tmp_path), filesystem=freezing)
-    teller = SilenceTeller(storage, "training goes on")
+    monitor = SilenceMonitor(storage, "training goes on")
     storage.write_bytes("a", b"1")
-    assert teller.news() is None
+    assert monitor.pop_message() is None
     freezing.thawed.clear()
     thread = threading.Thread(target=storage.write_bytes, args=("b", b"2"), daemon=True)
     thread.start()
-    said = until(teller.news)
+    said = until(monitor.pop_message)
     assert said == (
         f"the storage {tmp_path} has not answered for 0 s (to write b); training goes on"
     )
-    assert teller.news() is None
+    assert monitor.pop_message() is None
     freezing.thawed.set()
-    assert re.fullmatch(rf"the storage {tmp_path} answers again, after \d s", until(teller.news))
+    assert re.fullmatch(
+        rf"the storage {tmp_path} answers again, after \d s", until(monitor.pop_message)
+    )
     thread.join(BOUND_S)
-    assert (storage.unanswered()[0], teller.news()) == (0.0, None)
+    assert (storage.unanswered()[0], monitor.pop_message()) == (0.0, None)
 
 
 UNREACHED = OSError("AWS Error NETWORK_CONNECTION during PutObject operation: curlCode: 28")
@@ -112,7 +114,7 @@ class Failing(Storage):
 
     error = UNREACHED
 
-    def _put(self, name, fill):
+    def _write(self, path, pieces):
         raise self.error
 
 
@@ -140,34 +142,34 @@ def test_a_server_that_can_not_be_reached_is_as_silent_as_one_that_hangs(tmp_pat
         (UNREACHED, False),
     ],
 )
-def test_what_an_error_says_of_a_storage(error, says_something):
+def test_an_error_is_an_answer_of_the_storage_or_not(error, says_something):
     assert is_answer(error) is says_something
 
 
 # what is waited for
 
 
-def test_a_call_is_made_for_as_long_as_the_storage_answers(tmp_path, freezing, soon):
-    storage, told = Storage(str(tmp_path), filesystem=freezing), []
+def test_a_call_goes_on_as_long_as_the_storage_answers(tmp_path, freezing, soon):
+    storage, logged = Storage(str(tmp_path), filesystem=freezing), []
     assert within(storage, lambda: 7) == 7
     with pytest.raises(KeyError):
         within(storage, lambda: {}["a"])
     freezing.thawed.clear()
-    problem = r"has not answered for 1 s \(to look for x\); see to its server"
+    problem = r"has not answered for 1 s \(to look for x\); check its server"
     with pytest.raises(StorageSilentError, match=problem):
-        within(storage, lambda: storage.exists("x"), tell=told.append, limit_s=1.0)
-    assert told == [
-        f"the storage {tmp_path} has not answered for 0 s (to look for x); it is given up after 1 s"
+        within(storage, lambda: storage.exists("x"), log=logged.append, limit_s=1.0)
+    assert logged == [
+        f"the storage {tmp_path} has not answered for 0 s (to look for x); giving up after 1 s"
     ]
     assert silence.is_anything_given_up()
     began = time.monotonic()
     with pytest.raises(StorageSilentError):  # it was given up: no minute is waited again
-        within(storage, lambda: storage.exists("y"), tell=told.append, limit_s=1.0)
+        within(storage, lambda: storage.exists("y"), log=logged.append, limit_s=1.0)
     assert time.monotonic() - began < 0.9
-    assert len(told) == 1
+    assert len(logged) == 1
 
 
-def test_a_call_that_takes_long_but_gets_on_is_not_given_up(tmp_path, soon):
+def test_a_long_call_that_makes_progress_is_not_given_up(tmp_path, soon):
     storage = Storage(str(tmp_path))
 
     def slow():
@@ -218,7 +220,7 @@ def test_without_another_folder_the_center_goes_to_a_temporary_one(tmp_path, fre
     place.parent.rmdir()
 
 
-def test_a_storage_that_takes_the_last_files_leaves_nothing_elsewhere(tmp_path, soon):
+def test_a_storage_that_accepts_the_last_files_leaves_nothing_elsewhere(tmp_path, soon):
     refuge = tmp_path / "refuge"
     refuge.mkdir()
     writer = writer_on(Storage(str(tmp_path / "run")), flat_model(), refuge=refuge)
@@ -266,7 +268,7 @@ def gated():
     writer.gate.set()
 
 
-def test_measurements_come_in_their_order_with_the_moment_they_were_made(gated):
+def test_measurements_are_written_in_order_with_their_times(gated):
     curves = queue_on(gated, [])
     for number in range(50):
         curves.scalars({"train/loss": float(number)}, num_samples=number)
@@ -274,7 +276,9 @@ def test_measurements_come_in_their_order_with_the_moment_they_were_made(gated):
     assert [point[0] for point in gated.points] == list(range(50))
 
 
-def test_a_disk_that_hangs_stops_nobody_and_is_told_with_what_it_cost(gated, soon, monkeypatch):
+def test_a_disk_that_hangs_stops_no_caller_and_is_logged_with_the_lost_points(
+    gated, soon, monkeypatch
+):
     monkeypatch.setattr(background_writer, "MAX_WAITING", 10)
     told = []
     curves = queue_on(gated, told)
@@ -308,7 +312,7 @@ def test_pictures_that_wait_are_few(gated):
     assert len(gated.images) <= background_writer.MAX_IMAGES + 1
 
 
-def test_the_end_of_the_curves_is_bounded_and_what_is_lost_is_told(gated, soon):
+def test_the_end_of_the_curves_is_bounded_and_lost_points_are_logged(gated, soon):
     told = []
     curves = queue_on(gated, told)
     gated.gate.clear()
@@ -323,7 +327,7 @@ def test_the_end_of_the_curves_is_bounded_and_what_is_lost_is_told(gated, soon):
     assert silence.is_anything_given_up()
 
 
-def test_a_mistake_of_the_writer_is_raised_where_the_next_point_comes_from(gated):
+def test_a_mistake_of_the_writer_is_raised_at_the_next_point(gated):
     class Wrong(Writer):
         def text(self, name, markdown, *, num_samples):
             raise LookupError("no such text")
@@ -337,7 +341,7 @@ def test_a_mistake_of_the_writer_is_raised_where_the_next_point_comes_from(gated
 # the evaluator
 
 
-def test_each_of_many_scores_that_are_given_up_in_a_row_is_told_with_its_number():
+def test_each_of_many_scores_that_are_given_up_in_a_row_is_logged_with_its_number():
     stage = Stage().start()
     for _ in range(12):
         stage.step(GaveUp("evaluation", "its process was killed, or crashed"))
@@ -359,10 +363,10 @@ def test_a_run_whose_storage_dies_trains_to_its_end_and_leaves_its_center(
     thawed, write = threading.Event(), Storage._write
     thawed.set()
 
-    def freeze(storage, path, fill):
+    def freeze(storage, path, pieces):
         if "/kept/" in path:
             thawed.wait(60)
-        write(storage, path, fill)
+        return write(storage, path, pieces)
 
     monkeypatch.setattr(Storage, "_write", freeze)
     monkeypatch.setattr(within, "__kwdefaults__", {**within.__kwdefaults__, "limit_s": 1.0})
@@ -405,7 +409,7 @@ def test_a_run_does_not_begin_on_a_storage_that_does_not_answer(tmp_path, monkey
     scaling = raydl.ScalingConfig(num_workers=2)
     began = time.monotonic()
     try:
-        with pytest.raises(StorageSilentError, match="see to its server, its mount and the net"):
+        with pytest.raises(StorageSilentError, match="check its server, its mount and the net"):
             raydl.Trainer("mlp", "digits", scaling=scaling, run=run).fit()
     finally:
         thawed.set()
@@ -441,7 +445,7 @@ def server():
 
 
 @pytest.mark.slow
-def test_a_driver_whose_s3_stops_says_so_and_ends_within_a_minute_of_its_training(server, tmp_path):
+def test_a_driver_whose_s3_stops_logs_it_and_ends_within_a_minute_of_its_training(server, tmp_path):
     process, url = server
     environment = {
         **os.environ, "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "OMP_NUM_THREADS": "1",

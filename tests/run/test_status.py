@@ -24,7 +24,7 @@ from raydl.run.control_channel import Request, read_status, request_removal
 from raydl.run.progress_reporter import Silent
 from raydl.run.status import WorkerStatus, to_json
 from raydl.run.trainer import Trainer, open_control_channel, remove, run_to_end
-from raydl.run.view import EventLog, RunView, how_it_ended, worker_status
+from raydl.run.view import EventLog, RunView, end_state, worker_status
 from raydl.storage import Storage
 from raydl.tasks import Classification
 
@@ -56,7 +56,7 @@ def view(num_workers=(2, 3)):
 # whole runs in this process
 
 
-def test_a_run_that_finished_says_so_with_the_figures_of_its_result(tmp_path):
+def test_the_status_of_a_finished_run_has_the_figures_of_its_result(tmp_path):
     result = trainer(tmp_path / "a").fit()
     seen = read_status(str(tmp_path / "a"))
     assert (seen.state, seen.num_workers, seen.wanted) == ("finished", 0, "1")
@@ -131,7 +131,7 @@ class BrokenTask(Classification):
         return super().loss(model, batch)
 
 
-def test_a_run_that_failed_says_why(tmp_path):
+def test_the_status_of_a_failed_run_has_the_reason(tmp_path):
     failing = trainer(tmp_path / "a")
     failing.task = BrokenTask("lenet")
     with pytest.raises(ArithmeticError, match="the tenth step"):
@@ -139,7 +139,7 @@ def test_a_run_that_failed_says_why(tmp_path):
     assert read_status(str(tmp_path / "a")).state == "failed: ArithmeticError: the tenth step"
 
 
-def test_a_run_that_can_not_start_says_why(tmp_path, monkeypatch):
+def test_the_status_of_a_run_that_can_not_start_has_the_reason(tmp_path, monkeypatch):
     def no_room(job, dataset, prepare, non_trainable, storage):
         raise ResourceError("this machine holds 1")
 
@@ -188,7 +188,7 @@ def test_only_events_travel_between_the_local_folder_and_the_storage(tmp_path, m
 # what is told, from what is known
 
 
-def test_before_its_controller_a_run_tells_where_it_goes_on_from():
+def test_without_a_controller_the_status_has_the_start_of_the_run():
     seen = view().status()
     at = seen.progress
     assert (seen.state, at.round, at.generation, at.epoch) == ("starting", 12, 3, 1.5)
@@ -214,7 +214,7 @@ def controller(*entries, state=State.TRAINING, outcome=None, stop_reason=""):
     )  # fmt: skip
 
 
-def test_with_both_it_tells_their_newest():
+def test_with_controller_and_recorder_the_status_is_their_newest():
     telling = view()
     telling.follow_recorder(recorder(0.5), EventLog(Silent()))
     telling.follow(controller(WorkerEntry("w4", Phase.STARTING, 0.0)))
@@ -242,7 +242,7 @@ def test_no_accuracy_is_none_and_the_status_is_plain_json(accuracy):
     assert json.dumps(asdict(seen), allow_nan=False)
 
 
-def test_figures_of_numpy_are_told_as_plain_numbers():
+def test_numbers_of_numpy_become_plain_numbers():
     telling = view()
     numbers = recorder(np.float32(0.5))
     numbers.last.progress = Progress(round=np.int64(20), num_samples=np.int64(250))
@@ -277,12 +277,12 @@ def test_a_run_that_was_stopped_names_the_signal():
         (SystemExit(15), "stopped by SIGTERM at once, without a last checkpoint"),
     ],
 )
-def test_an_error_is_told_in_one_line(error, state):
-    assert how_it_ended(error) == state
+def test_an_error_becomes_one_line(error, state):
+    assert end_state(error) == state
 
 
-def test_a_second_signal_is_told_by_the_name_of_the_first():
-    state = how_it_ended(KeyboardInterrupt(), stop_reason="SIGTERM")
+def test_a_second_signal_is_reported_by_the_name_of_the_first():
+    state = end_state(KeyboardInterrupt(), stop_reason="SIGTERM")
     assert state == "stopped by SIGTERM at once, without a last checkpoint"
 
 
@@ -294,14 +294,14 @@ def report(**figures):
     return WorkerReport("w2", 9, (), (), parts, **figures)
 
 
-def test_a_worker_tells_its_figures_and_the_end_of_its_nodes_id():
+def test_the_status_of_a_worker_has_its_figures_and_the_end_of_its_nodes_id():
     entry = WorkerEntry("w2", Phase.TRAINING, 10.0, node="f" * 51 + "00002", in_loop=True)
     entry.report = report(local_step=90, step_s=0.02)
     seen = worker_status(entry, 14.0)
     assert seen == WorkerStatus("w2", "training", "fff00002", 90, 9, 0.02, 7.5, 4.0)
 
 
-def test_a_worker_without_a_report_tells_zeros():
+def test_the_status_of_a_worker_without_a_report_has_zeros():
     seen = worker_status(WorkerEntry("w2", Phase.STARTING, 10.0), 11.0)
     assert seen == WorkerStatus("w2", "starting", "", 0, 0, 0.0, 0.0, 1.0)
 
@@ -312,7 +312,7 @@ def test_a_worker_between_two_generations_is_ready_since_it_last_went_on():
     assert (seen.state, seen.since_s) == ("ready", 2.0)
 
 
-def test_a_figure_that_is_no_number_is_told_as_zero():
+def test_a_figure_that_is_no_number_becomes_zero():
     entry = WorkerEntry("w2", Phase.TRAINING, 10.0, report=report(step_s=math.nan), in_loop=True)
     assert worker_status(entry, 11.0).step_s == 0.0
 
@@ -363,17 +363,17 @@ class FakeController:
         return True, f"{worker_id} leaves"
 
 
-class FakeDesk:
-    """Holds a request and a trouble for the first step."""
+class FakeChannel:
+    """Has a request and a problem for the first step."""
 
     storage = SimpleNamespace(root="runs/x", unanswered=lambda: (0.0, ""))
 
     def __init__(self):
-        self.requests, self.trouble = [Request("r1", "w1")], "the folder failed"
-        self.answers, self.told = [], []
+        self.requests, self.problem = [Request("r1", "w1")], "the folder failed"
+        self.answers, self.reported = [], []
 
-    def tell(self, status, *, at_once=False):
-        self.told.append(status().state)
+    def report(self, status, *, at_once=False):
+        self.reported.append(status().state)
 
     def pop_requests(self):
         taken, self.requests = self.requests, []
@@ -382,9 +382,9 @@ class FakeDesk:
     def answer(self, request, sentence, *, ok):
         self.answers.append((request.id, sentence, ok))
 
-    def take_trouble(self):
-        trouble, self.trouble = self.trouble, None
-        return trouble
+    def pop_problem(self):
+        problem, self.problem = self.problem, None
+        return problem
 
 
 class Epoch:
@@ -399,31 +399,31 @@ class Epoch:
             raise SupersededError("runs/x", 1, 2, "process 7 on b since 2026")
 
 
-def test_a_driver_whose_run_another_one_has_taken_over_ends_at_the_next_step():
+def test_a_superseded_driver_ends_at_the_next_step():
     stage, told = FakeController(), Shown()
     told.checkpoints = SimpleNamespace(num_late=0)
     with pytest.raises(SupersededError) as caught:
-        run_to_end(stage, told, FakeDesk(), view(), config=TrainConfig(), epoch=Epoch(2))
+        run_to_end(stage, told, FakeChannel(), view(), config=TrainConfig(), epoch=Epoch(2))
     assert stage.num_steps == 2
     assert str(caught.value) == (
-        "runs/x: this driver's epoch 1 is over: process 7 on b since 2026 has taken the run over "
-        "as driver epoch 2; this driver ends and changes nothing there"
+        "runs/x: process 7 on b since 2026 has taken over the run as driver epoch 2; "
+        "this driver, of epoch 1, ends and changes nothing there"
     )
 
 
-def test_between_two_steps_requests_are_answered_and_trouble_is_told():
-    stage, control_channel, told = FakeController(), FakeDesk(), Shown()
+def test_between_two_steps_requests_are_answered_and_problems_are_logged():
+    stage, control_channel, told = FakeController(), FakeChannel(), Shown()
     told.checkpoints = SimpleNamespace(num_late=2)
     run_to_end(stage, told, control_channel, view(), config=TrainConfig(), epoch=Epoch())
     assert stage.removed == ["w1"]
     assert stage.refused == {"checkpoints": 2}
     assert control_channel.answers == [("r1", "w1 leaves", True)]
     assert told.sentences == ["the folder failed"]
-    assert control_channel.told == ["training"] * 4
+    assert control_channel.reported == ["training"] * 4
 
 
 @pytest.mark.parametrize("state", [State.FINISHING, State.DONE])
-def test_a_run_that_is_ending_removes_nobody(state):
+def test_a_run_that_is_ending_removes_no_worker(state):
     stage = FakeController(state)
     ok, sentence = remove(stage, "w1", config=TrainConfig())
     assert (ok, sentence) == (False, "the run is about to end, and w1 with it")

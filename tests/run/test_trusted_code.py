@@ -125,7 +125,7 @@ def test_in_python_it_is_refused_unless_it_is_trusted(folder):
     assert folder.was_imported
 
 
-def test_what_was_shown_is_what_runs_though_the_folder_changes_meanwhile(folder, tmp_path):
+def test_the_code_that_was_shown_runs_though_the_folder_changes_meanwhile(folder, tmp_path):
     other = Folder(tmp_path, f"{folder.module}_other")
     other.seen = folder.seen
 
@@ -156,7 +156,7 @@ def test_what_was_shown_is_what_runs_though_the_folder_changes_meanwhile(folder,
         ({"task": ""}, (("task", ""),)),
     ],
 )
-def test_what_needs_trust_is_all_that_raydl_does_not_know_by_name(settings, names):
+def test_all_code_but_raydls_own_needs_trust(settings, names):
     assert code_named(TrainConfig(**settings)) == names
 
 
@@ -193,7 +193,7 @@ def test_a_resumed_run_takes_code_from_the_command_line_alone(folder, capsys):
     assert not folder.was_imported
 
 
-def test_a_resumed_run_whose_code_the_user_names_asks_nothing(folder):
+def test_a_resumed_run_whose_code_the_user_names_needs_no_trust(folder):
     assert resume(folder, "--model", f"{folder.module}:net") == 0
     assert folder.was_imported
 
@@ -289,7 +289,7 @@ def ask_at(terminal, name, *, missing=None):
         return runs.ask_for_trust(error)
 
 
-def test_where_nobody_answers_it_is_a_no(terminal, monkeypatch):
+def test_no_answer_is_a_refusal(terminal, monkeypatch):
     monkeypatch.setattr(runs, "_ANSWER_S", 0.2)
     assert ask_at(terminal, "a:b") is False
     terminal.read_until("no answer in")

@@ -12,14 +12,14 @@ from raydl.launch.spot_notice.clouds import URLS, make_source
 from raydl.launch.spot_notice.watch import drain_by_command, watch
 
 _POLL_S = (0.1, 10.0)
-"""The range of ``--poll-s``: more than 10 s would be a third of the shortest notice."""
+"""Limits of ``--poll-s``: 10 s is a third of the shortest notice."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Watch over this machine; return the exit status.
+    """Poll for the notice and drain; return the exit status.
 
     Args:
-        arguments: without the program's name; None: those of this process.
+        arguments: without the program's name; None for those of this process.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def drain(reason: str, deadline_s: float) -> None:
         drain_by_command(reason, deadline_s, node_id=options.node_id, address=options.address)
 
-    _log(f"asking {options.provider} every {options.poll_s:g} s whether this machine goes")
+    _log(f"polling {options.provider} every {options.poll_s:g} s for a notice of preemption")
     return watch(source, drain, poll_s=options.poll_s, log=_log)
 
 
@@ -48,12 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Drain this machine's Ray node when its cloud gives notice.",
     )
     parser.add_argument("--provider", required=True, help=f"the cloud: {', '.join(URLS)}")
-    parser.add_argument("--poll-s", type=float, default=1.0, help="seconds between two questions")
-    parser.add_argument("--metadata-url", help="where to ask instead of the cloud's own address")
-    parser.add_argument("--node-id", help="the Ray node, in hex, if not the one of this machine")
-    parser.add_argument("--address", help="the Ray cluster, if not the one of this machine")
+    parser.add_argument("--poll-s", type=float, default=1.0, help="seconds between two polls")
+    parser.add_argument("--metadata-url", help="metadata service; default: the cloud's own")
+    parser.add_argument("--node-id", help="Ray node, in hex; default: the one of this machine")
+    parser.add_argument("--address", help="Ray cluster; default: the one of this machine")
     parser.add_argument(
-        "--rebalance", action="store_true", help="aws: drain at a rebalance recommendation, too"
+        "--rebalance", action="store_true", help="aws: also drain at a rebalance recommendation"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Asks each cloud's metadata service about the end of a spot machine."""
+"""Polls each cloud's metadata service for the notice that a spot machine will be preempted."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any, Protocol
 from raydl.errors import ConfigError, RaydlError, UnknownNameError
 
 _ANSWER_S = 5.0
-"""The longest wait for a metadata service."""
+"""Time-out of a request to a metadata service, in seconds."""
 _TOKEN_S = 21600
-"""How long an AWS session token is valid: the longest there is."""
+"""Lifetime of an AWS session token in seconds, the longest that AWS allows."""
 _AWS_S, _GCP_S, _AZURE_S = 120.0, 30.0, 30.0
-"""Time that each cloud promises between notice and end, in seconds."""
+"""Seconds that each cloud guarantees between notice and preemption."""
 
 
 class MetadataError(RaydlError):
-    """The metadata service did not answer, or not in the words of its cloud."""
+    """The metadata service did not answer, or its answer has another form."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """This machine will be taken away.
+    """The notice that this machine will be preempted.
 
     Args:
-        reason: what the cloud said.
-        ends_at: when, in seconds of Unix time.
+        reason: the cloud's reason.
+        ends_at: time of the preemption, in seconds of Unix time.
     """
 
     reason: str
@@ -39,13 +39,16 @@ class Notice:
 
 
 class Source(Protocol):
-    """Source of notices that this machine will be taken away."""
+    """Source of the notice that this machine will be preempted."""
 
     def notice(self, now: float) -> Notice | None:
-        """Return the notice, if there is one.
+        """Return the notice, or None if there is none.
+
+        Args:
+            now: Unix time in seconds.
 
         Raises:
-            MetadataError: that can not be said just now.
+            MetadataError: the metadata service gave no usable answer.
         """
 
 
@@ -53,12 +56,12 @@ class Metadata:
     """The metadata service of this machine.
 
     Args:
-        url: where it is, without a path.
+        url: its address, without a path.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        # Never through a proxy: the address means this machine.
+        # Without a proxy, for which the address would be its own machine.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def send_request(
@@ -67,7 +70,7 @@ class Metadata:
         """Return (HTTP status, text).
 
         Raises:
-            MetadataError: there was no answer.
+            MetadataError: the service did not answer.
         """
         request = urllib.request.Request(self._url + path, headers=headers, method=method)
         try:
@@ -80,10 +83,10 @@ class Metadata:
             raise MetadataError(f"{self._url}{path} does not answer: {error}") from None
 
     def get(self, path: str, headers: dict[str, str]) -> str:
-        """Return the text of an answer.
+        """Return the text of a page.
 
         Raises:
-            MetadataError: there was none, or its status is not 200.
+            MetadataError: the service did not answer, or the status is not 200.
         """
         status, text = self.send_request(path, headers)
         if status != 200:
@@ -92,11 +95,11 @@ class Metadata:
 
 
 class Aws:
-    """EC2: a page that is not there until the notice comes.
+    """EC2: a page that does not exist before the notice.
 
     Args:
-        metadata: whom to ask.
-        rebalance: take a recommendation to rebalance, which may come long before, as notice too.
+        metadata: the metadata service.
+        rebalance: accept a rebalance recommendation, which may come long before, as a notice.
     """
 
     def __init__(self, metadata: Metadata, *, rebalance: bool = False) -> None:
@@ -120,7 +123,7 @@ class Aws:
         status, text = self._metadata.send_request(path, {"X-aws-ec2-metadata-token": self._token})
         if status in (200, 404):
             return text if status == 200 else None
-        self._token = ""  # 401: it is too old
+        self._token = ""  # 401: the token has expired
         raise MetadataError(f"{path} answers with status {status}")
 
     def _new_token(self) -> str:
@@ -129,7 +132,7 @@ class Aws:
         try:
             status, text = self._metadata.send_request(path, ttl, method="PUT")
         except MetadataError as error:
-            # Its answer may pass few hops: one that has passed too many is lost without a word.
+            # The answer has a hop limit: beyond it, the answer is dropped silently.
             hint = "in a container with a network of its own, set HttpPutResponseHopLimit to 2"
             raise MetadataError(f"{error}; {hint}, or use the machine's network") from None
         if status != 200:
@@ -139,11 +142,11 @@ class Aws:
 
 def _aws_action(text: str, now: float) -> Notice:
     try:
-        given = json.loads(text)
-        when = datetime.fromisoformat(given["time"].replace("Z", "+00:00"))
-        return Notice(reason=f"spot {given['action']}", ends_at=when.timestamp())
+        action = json.loads(text)
+        time = datetime.fromisoformat(action["time"].replace("Z", "+00:00"))
+        return Notice(reason=f"spot {action['action']}", ends_at=time.timestamp())
     except (ValueError, KeyError, TypeError, AttributeError):
-        # A page that is there means that the machine goes, whatever it says.
+        # The page exists, so the machine will be preempted, whatever the page says.
         return Notice(reason="spot notice", ends_at=now + _AWS_S)
 
 
@@ -155,7 +158,7 @@ class Gcp:
     """Compute Engine: a page that says TRUE or FALSE.
 
     Args:
-        metadata: whom to ask.
+        metadata: the metadata service.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -171,10 +174,10 @@ class Gcp:
 
 
 class Azure:
-    """Azure: a list of events, of this machine and of others of its set.
+    """Azure: a list of events of this machine and of others in its set.
 
     Args:
-        metadata: whom to ask.
+        metadata: the metadata service.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -186,13 +189,11 @@ class Azure:
         path = "/metadata/scheduledevents?api-version=2020-07-01"
         text = self._metadata.get(path, {"Metadata": "true"})
         try:
-            found = [e for e in json.loads(text)["Events"] if e["EventType"] == "Preempt"]
-            found = [e for e in found if self._own_name() in e["Resources"]]
-            return (
-                Notice(reason="preempt event", ends_at=_not_before(found[0], now))
-                if found
-                else None
-            )
+            events = [e for e in json.loads(text)["Events"] if e["EventType"] == "Preempt"]
+            events = [e for e in events if self._own_name() in e["Resources"]]
+            if not events:
+                return None
+            return Notice(reason="preempt event", ends_at=_not_before(events[0], now))
         except (ValueError, KeyError, TypeError):
             raise MetadataError(f"{path} says {text[:80]!r}, no list of events") from None
 
@@ -203,11 +204,11 @@ class Azure:
 
 
 def _not_before(event: dict[str, Any], now: float) -> float:
-    """Return when an event begins, in seconds of Unix time; it is empty once it has begun."""
+    """Return the start of an event, in seconds of Unix time."""
     try:
         return email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        # An event that is there means that the machine goes, whatever it says of the time.
+        # The time is empty once the event has begun.
         return now + _AZURE_S
 
 
@@ -220,20 +221,20 @@ URLS = {
 
 
 def make_source(provider: str, url: str | None = None, *, rebalance: bool = False) -> Source:
-    """Return who knows about this machine.
+    """Return the source of notices for this machine.
 
     Args:
         provider: ``aws``, ``gcp`` or ``azure``.
-        url: where its metadata service is; None: where the cloud has it.
-        rebalance: on AWS, take a recommendation to rebalance as notice too.
+        url: address of the metadata service; None for the cloud's own.
+        rebalance: on AWS, accept a rebalance recommendation as a notice.
 
     Raises:
-        ConfigError: there is no such provider, or what is asked of it does not fit.
+        ConfigError: the provider is unknown, or does not have the option.
     """
     if provider not in URLS:
         raise UnknownNameError("--provider", provider, URLS)
     if rebalance and provider != "aws":
-        raise ConfigError("--rebalance", f"is a word of aws alone, got --provider {provider}")
+        raise ConfigError("--rebalance", f"is for --provider aws only, got {provider}")
     if url is not None and not url.startswith(("http://", "https://")):
         raise ConfigError("--metadata-url", f"must begin with http:// or https://, got {url}")
     metadata = Metadata(url or URLS[provider])

@@ -1,4 +1,4 @@
-"""Wait for the notice, then let Ray's node drain."""
+"""Waits for the notice, then drains the Ray node."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable
 
 from raydl.errors import RaydlError
-from raydl.launch.spot_notice.clouds import MetadataError, Notice, Source
+from raydl.launch.spot_notice.clouds import MetadataError, Source
 
 _TRY_S = (8.0, 25.0)
-"""The least and the most time of one try to drain: it imports Ray, on a machine that is busy
-training. In between, half of what is left, so that there is a second try."""
+"""Limits of one attempt to drain: it imports Ray, on a machine that is busy training. Between them
+an attempt has half of the remaining time, so that there is a second attempt."""
 _PAST_S = 60.0
-"""So long past its end, by a clock that may be wrong, a machine that is still there tries on."""
+"""Seconds past its end for which a machine retries: its clock may be wrong."""
 
 
 class DrainError(RaydlError):
-    """Ray did not accept that the node drains."""
+    """Ray did not accept the request to drain the node."""
 
 
 def watch(
@@ -31,15 +31,15 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     log: Callable[[str], None] = print,
 ) -> int:
-    """Ask until there is a notice, then drain; return the exit status.
+    """Poll until there is a notice, then drain; return the exit status.
 
     Args:
-        source: whom to ask.
-        drain: called with what the cloud said and the seconds that are left.
-        poll_s: seconds between two questions, and between two tries to drain.
-        clock: tells the Unix time.
-        sleep: waits.
-        log: takes one line per event.
+        source: source of the notice.
+        drain: called with the cloud's reason and the remaining seconds.
+        poll_s: seconds between two polls, and between two attempts to drain.
+        clock: returns the Unix time.
+        sleep: waits for a number of seconds.
+        log: receives one line per event.
     """
     notice, problem = None, ""
     while notice is None:
@@ -50,24 +50,13 @@ def watch(
             problem = ""
         except MetadataError as error:
             if not problem:  # once, not each second
-                log(f"{error}; asking again every {poll_s:g} s")
+                log(f"{error}; polling every {poll_s:g} s")
             problem = str(error)
         if notice is None:
             sleep(poll_s)
     log(f"{notice.reason}: this machine ends in {notice.ends_at - clock():.0f} s")
-    return _drain_in_time(notice, drain, poll_s, clock, sleep, log)
-
-
-def _drain_in_time(
-    notice: Notice,
-    drain: Callable[[str, float], None],
-    poll_s: float,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-    log: Callable[[str], None],
-) -> int:
     while True:
-        left_s = max(notice.ends_at - clock(), 1.0)  # a late clock is no reason not to try
+        left_s = max(notice.ends_at - clock(), 1.0)  # try even if the clock is past the end
         try:
             drain(notice.reason, left_s)
             log(f"the node drains, with {left_s:.0f} s left")
@@ -76,12 +65,12 @@ def _drain_in_time(
             if clock() + poll_s >= notice.ends_at + _PAST_S:
                 log(f"{error}; no time is left")
                 return 1
-            log(f"{error}; trying again")
+            log(f"{error}; retrying")
             sleep(poll_s)
 
 
 def longest_try_s(left_s: float) -> float:
-    """Return how long one try to drain may take, in seconds, if so many are left.
+    """Return the time-out of one attempt to drain, in seconds, if ``left_s`` remain.
 
     >>> longest_try_s(120), longest_try_s(30), longest_try_s(1)
     (25.0, 15.0, 8.0)
@@ -93,16 +82,16 @@ def longest_try_s(left_s: float) -> float:
 def drain_by_command(
     reason: str, deadline_s: float, *, node_id: str | None = None, address: str | None = None
 ) -> None:
-    """Give a Ray node notice, with ``ray drain-node``.
+    """Drain a Ray node with ``ray drain-node``.
 
     Args:
-        reason: why.
-        deadline_s: how long the machine is still there, in seconds.
-        node_id: which node, in hex; None: the one of this machine.
-        address: of the cluster; None: the one that this machine belongs to.
+        reason: the cloud's reason.
+        deadline_s: seconds until the machine ends.
+        node_id: the node, in hex; None for the one of this machine.
+        address: of the cluster; None for the one of this machine.
 
     Raises:
-        DrainError: it was refused, could not be started, or took too long.
+        DrainError: Ray rejected the request, could not be started, or took too long.
     """
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "drain-node",
@@ -111,8 +100,8 @@ def drain_by_command(
         *(["--node-id", node_id] if node_id else []),
         *(["--address", address] if address else []),
     ]  # fmt: skip
-    # A cluster asks for a token unless it was told not to. Without --node-id Ray joins the
-    # cluster to learn its node; told where, it never starts one of its own.
+    # A cluster requires a token by default. Without --node-id Ray joins the cluster to find its
+    # node; given an address, it never starts a cluster of its own.
     environment = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": "auto", **os.environ}
     if address:
         environment["RAY_ADDRESS"] = address
@@ -123,7 +112,7 @@ def drain_by_command(
         )
     except subprocess.TimeoutExpired:
         raise DrainError(f"ray drain-node did not end within {try_s:.0f} s") from None
-    except OSError as error:  # no memory for one more process, say
+    except OSError as error:  # for example no memory for one more process
         raise DrainError(f"ray drain-node can not be started: {error}") from None
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip() or error.stdout.strip() or "nothing").splitlines()[-1]
