@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from raydl import models
 from raydl.config import TrainConfig
-from raydl.config.custom_code import made_of
+from raydl.config.custom_code import instantiate
 from raydl.data.generators import seed_everything
 from raydl.data.samples import Batch, DataShape, num_samples_of
 from raydl.errors import ConfigError, DataError, ShapeError
@@ -244,7 +244,7 @@ def task_on(task: Task | None, shape: DataShape, config: TrainConfig) -> Task:
         return task_for(config.model, shape, label_smoothing=smoothing)
     if smoothing:
         raise ConfigError("training.label_smoothing", "is for a model by name; tell the task")
-    return checked_task(made_of("task", config.task)) if task is None else task
+    return checked_task(instantiate("task", config.task)) if task is None else task
 
 
 def checked_task(task: Any) -> Task:

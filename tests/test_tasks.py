@@ -240,4 +240,4 @@ def test_a_class_that_the_command_line_names_is_the_task(table, tmp_path, monkey
     assert main(["evaluate", "run", "--trust"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == ["loss"]
     assert main(["train", "--task", "mine:main", "--workers", "0"]) == 2
-    assert "task mine:main can not be imported" in capsys.readouterr().err
+    assert "task mine:main cannot be imported" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import tyro
 
 import raydl
 from raydl.cli.options import STOPPED, parse_train
-from raydl.config.checks import is_positive, require
+from raydl.config.checks import require, require_positive
 from raydl.errors import ConfigError, RaydlError
 from raydl.launch import submission
 from raydl.ray_backend import session as ray_session
@@ -61,7 +61,7 @@ class _SubmitOptions:
     def __post_init__(self) -> None:
         require(self.retries >= 0, "submit.retries", "0 or more", self.retries)
         require(self.stop_grace_s >= 1, "submit.stop_grace_s", "1 or more", self.stop_grace_s)
-        require(is_positive(self.wait_s), "submit.wait_s", "a positive number", self.wait_s)
+        require_positive("submit.wait_s", self.wait_s)
         if self.retries and (self.no_follow or self.follow):
             raise ConfigError("submit.retries", "needs a job submitted here and followed")
         if self.follow and self.no_follow:

@@ -95,7 +95,7 @@ def test_workers_are_a_number_or_a_range():
         (["--optimizer.lr=5"], "raydl train has no option --optimizer.lr; did you mean --lr?"),
         (["--xyzzy"], "raydl train has no option --xyzzy; --help lists them"),
         (["--deterministic", "yes"], "raydl train does not know what 'yes' is for; an option"),
-        (["--resume"], "run.resume needs run.run_dir: the run to go on with"),
+        (["--resume"], "run.resume needs run.run_dir, the folder of the run to resume"),
         (
             ["--resume", "--run-dir", "no/run"],
             "no/run: no run is there; give the folder that raydl train printed",
@@ -130,7 +130,7 @@ def test_help_shows_no_type_that_a_person_can_not_type(capsys):
     text = capsys.readouterr().out
     assert "{None}" not in text
     assert "(default: None)" not in text
-    sentence = "on one node where they fit; only such groups exchange with the center."
+    sentence = "on one node if they fit; each group exchanges with the center as one."
     assert sentence in " ".join(text.replace("│", " ").split())
 
 

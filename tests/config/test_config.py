@@ -63,7 +63,10 @@ from raydl.run.trainer import Trainer
             lambda: RunConfig(progress="loud"),
             "run.progress must be one of auto, panel, plain, none, got loud",
         ),
-        (lambda: RunConfig(resume=True), "run.resume needs run.run_dir: the run to go on with"),
+        (
+            lambda: RunConfig(resume=True),
+            "run.resume needs run.run_dir, the folder of the run to resume",
+        ),
         (lambda: CheckpointConfig(keep=0), "checkpoint.keep must be 1 or more, got 0"),
         (
             lambda: CheckpointConfig(every_s=0),

@@ -175,7 +175,7 @@ def test_a_folder_that_ray_would_not_take_is_refused_with_what_is_large(
         (["--", "--run-dir", "."], "the last part of run.run_dir must be a name"),
         (["--", "--run-dir", "/"], "the last part of run.run_dir must be a name"),
         (["--", "--run-dir", "/shared/.."], "the last part of run.run_dir must be a name"),
-        (["--", "--run-dir", "s3://b/a"], "run.run_dir names a folder; a URI goes into --storage"),
+        (["--", "--run-dir", "s3://b/a"], "run.run_dir must be a folder, got s3://b/a; give a URI"),
         (["--follow", "x", "--", "--epochs", "1"], "submit.follow submits nothing"),
         (["--follow", "x", "--no-follow"], "submit.follow and submit.no_follow exclude each other"),
         (

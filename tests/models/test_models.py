@@ -286,8 +286,8 @@ def test_a_function_of_ones_own_is_found_where_the_command_is_given(own_module):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("no_such_module:build", "model no_such_module:build can not be imported: No module named"),
-        ("raydl_own_net:biuld", "model raydl_own_net:biuld can not be imported: module "),
+        ("no_such_module:build", "model no_such_module:build cannot be imported: No module named"),
+        ("raydl_own_net:biuld", "model raydl_own_net:biuld cannot be imported: module "),
         ("raydl_own_net:width", "model raydl_own_net:width is no function of "),
         (":build", "model must be written module:name, got :build"),
     ],
