@@ -70,7 +70,7 @@ class TrainConfig:
     model: str = "lenet"
     """Network: a name that `raydl models` lists, torchvision:NAME, or your own module:function."""
     task: str = "auto"
-    """Task: auto (by the data: picture classification or language modelling), or your own
+    """Task: auto (by the data: picture classification or next-token prediction), or your own
     module:Class."""
     training: TrainingConfig = TrainingConfig()
     """Length, batch size, precision and seed of the training."""

@@ -94,7 +94,7 @@ def test_workers_are_a_number_or_a_range():
         (["--epoch", "5"], "raydl train has no option --epoch; did you mean --epochs?"),
         (["--optimizer.lr=5"], "raydl train has no option --optimizer.lr; did you mean --lr?"),
         (["--xyzzy"], "raydl train has no option --xyzzy; --help lists them"),
-        (["--deterministic", "yes"], "raydl train does not know what 'yes' is for; an option"),
+        (["--deterministic", "yes"], "raydl train takes no argument 'yes'; an option begins"),
         (["--resume"], "run.resume needs run.run_dir, the folder of the run to resume"),
         (
             ["--resume", "--run-dir", "no/run"],
@@ -191,7 +191,7 @@ def test_status_is_read_at_a_glance(tmp_path, capsys):
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         "stopped",
         "epoch 2.5, 157,952 samples in 0:01:05, center accuracy 97.31%",
-        "generation 3, round 1,234, workers asked for: 2:4",
+        "generation 3, round 1,234, workers requested: 2:4",
         "",
         "worker  state         for  node    round    step    a step   waited",
         "w0      training  0:01:05  node-a  1,234  12,340   12.3 ms  0:00:04",
@@ -253,7 +253,7 @@ def test_status_of_a_silent_driver_begins_with_that(tmp_path, capsys, monkeypatc
     out = capsys.readouterr().out
     assert out.startswith(
         "the driver, process 12 on node-a, has told nothing for 37 s: it may be gone; "
-        "the same command with --resume goes on\nlast told: training\n"
+        "the same command with --resume goes on\nlast state: training\n"
     )
     assert "\nnewest checkpoint 0:01:02 ago\n" in out
 

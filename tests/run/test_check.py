@@ -33,7 +33,7 @@ def kept_files(folder):
 def test_of_a_run_that_is_as_it_was_written_that_is_said(run, capsys):
     assert check_run(str(run)) == []
     assert cli.main(["check", str(run)]) == 0
-    assert capsys.readouterr().out == "all that the run has kept is as it was written\n"
+    assert capsys.readouterr().out == "all files of the run match their checksums\n"
 
 
 def test_where_no_run_is_that_is_said(tmp_path, capsys):

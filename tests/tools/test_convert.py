@@ -512,7 +512,7 @@ def test_info_tells_the_columns_of_a_table_and_the_tokens_of_a_text(tmp_path, ca
     assert found.decoded_bytes == 100
     assert cli.main(["data", "info", str(tmp_path / "t.parquet")]) == 0
     out = capsys.readouterr().out
-    assert "no test part: a run splits a tenth off, by its seed" in out
+    assert "no test part: a run splits off a tenth, by its seed" in out
     assert "no numbers" in out
 
 
@@ -545,7 +545,7 @@ def test_the_commands_convert_and_tell_in_plain_lines(tmp_path, capsys):
         "pictures of 8x8 grey",
         "10 classes",
         "438 to 500",
-        "112.3 KiB decoded; it is read",
+        "112.3 KiB decoded; a run reads it at the start",
     ):
         assert words in text
     assert cli.main(["data", "info", out, "--json"]) == 0
