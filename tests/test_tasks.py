@@ -151,7 +151,7 @@ def mean_of(model, batch):
         (
             cross_entropy,
             lambda model, batch: 3,
-            "metrics must return a dict of sums by name, not 3",
+            "metrics must return a dict of sums by name, got 3",
         ),
         (cross_entropy, lambda model, batch: {"x": batch["y"]}, r"metric x .* has shape \[2\]"),
         (

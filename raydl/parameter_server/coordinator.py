@@ -432,7 +432,7 @@ class Coordinator:
         if outcome is Outcome.GO_ON and self._num_settled - self._told_at < every:
             return None
         self._told_at = self._num_settled
-        return self._ledger.as_told()
+        return self._ledger.compact_state()
 
     def leave_generation(self, message_id: MessageId) -> None:
         """Note that a worker has left; when all have, the last snapshot is due.

@@ -206,7 +206,7 @@ class Worker:
         round = self.runner.open_round()
         steps = round.steps()
         if steps:
-            self._feed.expect(steps, round.ahead)
+            self._feed.prefetch(steps, round.ahead)
         for epoch, positions in steps:
             self._notice_step()
             self._begin_step()

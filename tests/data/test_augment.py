@@ -416,7 +416,7 @@ class Text:
     def fetch(self, rows):
         return torch.zeros(len(rows), 16), torch.zeros(len(rows), dtype=torch.int64)
 
-    def expect(self, rows):
+    def prefetch(self, rows):
         pass
 
 
@@ -427,8 +427,8 @@ def test_other_data_than_pictures_are_refused_before_anything_starts(tmp_path):
         "run": RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
     }
     message = (
-        "^input.augment changes pictures, got flip for texts of 16 tokens out of 65; "
-        "set it to none$"
+        "^input.augment must be none for texts of 16 tokens out of 65, got flip: it changes "
+        "pictures only$"
     )
     task = Classification(lambda shape, num_classes: torch.nn.Linear(16, num_classes))
     with pytest.raises(ConfigError, match=message):

@@ -294,7 +294,7 @@ class WorkersComeAndGo(RuleBasedStateMachine):
 
     @rule()
     def what_is_told_is_the_same_in_fewer_spans(self):
-        told = json.loads(json.dumps(self.ledger.as_told()))
+        told = json.loads(json.dumps(self.ledger.compact_state()))
         saved = Ledger.from_state_dict(self.ledger.state_dict(), cuts=self.cuts).state_dict()
         again = Ledger.from_state_dict(told, cuts=self.cuts).state_dict()
         assert positions_in(again) == positions_in(saved)

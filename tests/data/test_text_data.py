@@ -73,7 +73,7 @@ def test_every_sample_comes_once_in_an_epoch():
     rows = tokens.order(7).rows(0, np.arange(tokens.num_samples))
     assert sorted(rows) == list(range(33))
     assert not tokens.is_streamed
-    assert tokens.expect(rows) is None
+    assert tokens.prefetch(rows) is None
 
 
 # what is read
@@ -118,11 +118,11 @@ def test_tokens_are_read_from_npy_and_the_greatest_makes_the_vocabulary(tmp_path
     ("content", "sentence"),
     [
         (b"", "is empty: a text needs tokens"),
-        (b"x" * 49, "is too short: of its 49 tokens the last tenth is the test set, and 4 tokens "
-                    "make no sample of input.context 4 and the token after it; give 50 tokens or "
-                    "lower input.context"),
-        (b"x" * 70 + b"\xff" * 30, "is not a text in utf-8: invalid start byte at byte 70"),
-        ("ü".encode()[:1] + b"x" * 99, "is not a text in utf-8: invalid continuation byte"),
+        (b"x" * 49, "is too short: the last tenth of its 49 tokens is the test set, and 4 tokens "
+                    "are less than one sample of input.context 4 and its next token; give 50 "
+                    "tokens or lower input.context"),
+        (b"x" * 70 + b"\xff" * 30, "is not a text in UTF-8: invalid start byte at byte 70"),
+        ("ü".encode()[:1] + b"x" * 99, "is not a text in UTF-8: invalid continuation byte"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_text_is_one_sentence(tmp_path, content, sentence):
@@ -135,9 +135,9 @@ def test_what_is_wrong_with_a_text_is_one_sentence(tmp_path, content, sentence):
     ("array", "sentence"),
     [
         (np.arange(0), "is empty"),
-        (np.arange(100.0), "must hold integers, the tokens of a text, it is float64"),
-        (np.array(["a"] * 100), "must hold integers, the tokens of a text, it is <U1"),
-        (np.zeros((10, 10), int), r"must hold tokens of shape \[num_tokens\], it has \[10, 10\]"),
+        (np.arange(100.0), "must hold integers, the tokens of a text, got float64"),
+        (np.array(["a"] * 100), "must hold integers, the tokens of a text, got <U1"),
+        (np.zeros((10, 10), int), r"must hold tokens of shape \[num_tokens\], got \[10, 10\]"),
         (np.array([0, 1, -3] * 40), "token 2 is -3; tokens must be 0 or more"),
         (np.array([None] * 100), "is not a whole .npy file: "),
     ],
@@ -155,13 +155,13 @@ def test_a_cut_off_npy_and_an_archive_under_its_name_are_told(tmp_path):
         read(cut)
     np.savez(tmp_path / "b.npz", tokens=np.arange(1000))
     archive = write(tmp_path / "b.npy", (tmp_path / "b.npz").read_bytes())
-    with pytest.raises(DataError, match="must hold integers, the tokens of a text, it is an arch"):
+    with pytest.raises(DataError, match="must hold integers, the tokens of a text, got an arch"):
         read(archive)
 
 
 @pytest.mark.parametrize("name", ["text:{}/none", "{}/none.txt", "text:{}", "text:{}/*.md"])
 def test_a_text_that_is_not_there_is_told(tmp_path, name):
-    with pytest.raises(DataError, match=r"can not be read|no file matches"):
+    with pytest.raises(DataError, match=r"cannot be read|no file matches"):
         read(name.format(tmp_path))
 
 
@@ -219,10 +219,10 @@ def test_the_data_say_which_task_a_model_is_for():
     ("model", "shape", "sentence"),
     [
         ("lenet", TEXTS, "model lenet: takes pictures, the data are texts of 4 tokens out of 256; "
-                         "gpt-nano, gpt-mini, gpt2 would take them"),
+                         "choose gpt-nano, gpt-mini, gpt2"),
         ("mlp", TEXTS, "model mlp: takes pictures"),
         ("gpt-nano", PICTURES, "model gpt-nano: takes texts, the data are 1x8x8 pictures of 10 "
-                               "classes; lenet, lenet5, mlp would take them"),
+                               "classes; choose lenet, lenet5, mlp"),
         ("lenet", DataShape((), 0, columns={"x": (), "y": ()}),
          "model lenet: takes pictures, the data are rows of x, y; they need your own task"),
     ],

@@ -95,12 +95,12 @@ def test_the_first_weights_follow_from_torchs_seed_and_have_their_spread():
 
 
 def test_pictures_are_refused_in_a_sentence():
-    with pytest.raises(ShapeError, match=r"model gpt: reads texts of shape \[tokens\], got \[3"):
+    with pytest.raises(ShapeError, match=r"model gpt: takes texts of shape \[tokens\], got \[3"):
         tiny((3, 32, 32), 10)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused_in_a_sentence():
-    with pytest.raises(ShapeError, match="width 16 is no multiple of num_heads 3"):
+    with pytest.raises(ShapeError, match="width 16 is not a multiple of num_heads 3"):
         GPT((4,), 256, num_layers=1, num_heads=3, width=16)
 
 

@@ -288,7 +288,7 @@ def test_a_function_of_ones_own_is_found_where_the_command_is_given(own_module):
     [
         ("no_such_module:build", "model no_such_module:build cannot be imported: No module named"),
         ("raydl_own_net:biuld", "model raydl_own_net:biuld cannot be imported: module "),
-        ("raydl_own_net:width", "model raydl_own_net:width is no function of "),
+        ("raydl_own_net:width", "model must be a function or class of .*, got raydl_own_net:width"),
         (":build", "model must be written module:name, got :build"),
     ],
 )
@@ -300,7 +300,7 @@ def test_a_name_that_leads_nowhere_is_told(own_module, name, sentence):
 def test_torchvision_is_asked_for_only_where_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     assert Classification("resnet18").name == "resnet18"
-    with pytest.raises(ConfigError, match="torchvision:NAME needs a torchvision that fits"):
+    with pytest.raises(ConfigError, match="torchvision:NAME needs a torchvision that matches"):
         Classification("torchvision:resnet18")
 
 
@@ -380,13 +380,13 @@ def fails(x):
     ("factory", "error", "sentence"),
     [
         (lambda shape, classes: 3, ShapeError, r"must be a torch.nn.Module, .* of type int$"),
-        (lambda shape: 3, ShapeError, r"\(image shape, number of classes\), it takes \(shape\)"),
+        (lambda shape: 3, ShapeError, r"\(image shape, number of classes\), got \(shape\)"),
         (
             lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)),
             ShapeError,
-            r"logits of shape \[2, 10\] for 2 samples of 10 classes, it returned shape \[2, 3\]$",
+            r"logits of shape \[2, 10\] for 2 samples of 10 classes, got shape \[2, 3\]$",
         ),
-        (lambda shape, classes: Numbers(lambda x: (x, x)), ShapeError, "it returned a tuple$"),
+        (lambda shape, classes: Numbers(lambda x: (x, x)), ShapeError, "got a tuple$"),
         (lambda shape, classes: nn.Linear(3, 10), ShapeError, "does not take 1x8x8 pictures of 10"),
         (lambda shape, classes: Numbers(fails), KeyError, "no such key"),
     ],
