@@ -37,7 +37,7 @@ def load(name: str) -> Callable[[tuple[int, int, int], int], nn.Module]:
     if not callable(factory):
         raise ConfigError(
             "model",
-            f"must be a function of (image shape, number of classes) or a class, got {name}",
+            f"must be a function or class of (image shape, number of classes), got {name}",
         )
     return factory
 

@@ -318,9 +318,7 @@ def test_a_center_without_a_lock_steps_with_sgd_alone():
 
 def test_smoothing_is_for_models_by_name():
     trainer = Trainer(Classification(linear), training=TrainingConfig(label_smoothing=0.1))
-    with pytest.raises(
-        ConfigError, match=r"training\.label_smoothing must be 0 with your own task, got"
-    ):
+    with pytest.raises(ConfigError, match=r"training\.label_smoothing must be 0 with your own"):
         trainer.fit()
     with pytest.raises(ConfigError, match="a name, an OptimizerConfig or a function"):
         Trainer(optimizer=3)

@@ -196,9 +196,9 @@ def test_a_writer_that_fails_is_told_once_made_again_and_the_others_go_on():
     assert [disk.written for disk in made] == [[1], [], [6, 7, 8, "closed"]]
     assert other.written == [*range(1, 9), "closed"]
     reason = "[Errno 28] No space left on device"
-    again = "training goes on, and they are tried again every 10 s"
+    again = "training continues, with a retry every 10 s"
     assert told == [
-        f"the curves can not be written ({reason}); {again}", "the curves are written again"
+        f"the curves cannot be written ({reason}); {again}", "the curves are written again"
     ]  # fmt: skip
 
 
