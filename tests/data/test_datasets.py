@@ -263,7 +263,7 @@ def test_broken_input_is_named_in_one_sentence(tmp_path, case, sentence):
 
 
 @pytest.mark.parametrize("case", ["missing", "idx without test", "glob without match"])
-def test_what_is_not_there_is_told_alike_by_a_run_and_by_info(tmp_path, case):
+def test_a_run_and_info_report_missing_data_alike(tmp_path, case):
     source = broken(tmp_path, case)
     with pytest.raises(DataError) as loaded:
         load(source)
@@ -272,7 +272,7 @@ def test_what_is_not_there_is_told_alike_by_a_run_and_by_info(tmp_path, case):
     assert str(loaded.value) == str(inspected.value)
 
 
-def test_the_bundled_digits_are_streamed_where_that_is_asked_for():
+def test_the_bundled_digits_can_be_streamed():
     assert load("digits", input=InputConfig(stream="always")).train.is_streamed
     assert not load("digits").train.is_streamed
 
@@ -282,7 +282,7 @@ def test_a_misspelt_bundled_set_lists_the_nearest():
         load("digts")
 
 
-def test_no_file_system_for_a_scheme_is_said():
+def test_a_scheme_without_a_file_system_is_reported():
     with pytest.raises(DataError, match="nosuch://bucket: cannot be opened"):
         load("nosuch://bucket")
 

@@ -110,7 +110,7 @@ def picture_table(labels, name="image"):
         (pa.array([None] * 8, pa.int64()), "must hold labels of 0 or more, got none"),
     ],
 )
-def test_labels_that_are_none_are_told_in_one_sentence(tmp_path, labels, sentence):
+def test_wrong_labels_are_refused_in_one_sentence(tmp_path, labels, sentence):
     table = picture_table(labels)
     with pytest.raises(DataError, match=sentence):
         load(write(tmp_path, train_0=table, test_0=table), input=ALWAYS)
