@@ -92,7 +92,11 @@ def plan(arguments: Sequence[str]) -> int:
     counts = _workers(options.workers)
     require(0 < options.target < 1, "target", "in (0, 1)", options.target)
     require(options.batch_size >= 1, "batch_size", "1 or more", options.batch_size)
-    methods = _methods(options)
+    from raydl.core.methods import resolve  # imports torch
+
+    names = dict.fromkeys(name.strip() for name in options.method.split(","))
+    given = [MethodConfig(name=name, period=options.period) for name in names]
+    methods = [resolve(TrainConfig(method=method)) for method in given]
     workload = _workload(options, methods[0])
     costs = [_predict_cost(m, options, workload, network, counts) for m in methods]
     if options.json:
@@ -126,17 +130,6 @@ def _workers(text: str) -> list[int]:
         raise ConfigError("workers", f"must be N or FROM:TO, got {text}") from None
     require(first >= 1, "workers", "1 or more", first)
     return doublings(first, last)
-
-
-def _methods(options: _PlanOptions) -> list[Method]:
-    """Return the named methods with their defaults, without duplicates."""
-    from raydl.core.methods import resolve
-
-    names = dict.fromkeys(name.strip() for name in options.method.split(","))
-    return [
-        resolve(TrainConfig(method=MethodConfig(name=name, period=options.period)))
-        for name in names
-    ]
 
 
 def _workload(options: _PlanOptions, method: Method) -> _Workload:

@@ -161,24 +161,21 @@ def _connect(options: _SubmitOptions) -> RayJobs:
     address = ray_session.prepare_client(options.address)
     from raydl.ray_backend.job_client import RayJobs  # imports Ray
 
-    environment = submission.make_runtime_env(
-        package=Path(raydl.__file__).parent,
-        working_dir=options.working_dir,
-        requirements=_requirements() if options.pip else (),
-        stop_grace_s=options.stop_grace_s,
-        submission=uuid.uuid4().hex,
-    )
-    return RayJobs(address, environment)
-
-
-def _requirements() -> list[str]:
     try:
-        return submission.without_ray(requirements())
+        packages = submission.without_ray(requirements()) if options.pip else []
     except metadata.PackageNotFoundError:
         raise RaydlError(
             "--pip reads the requirements of raydl from its installation, and raydl is not "
             "installed here; run pip install -e . in its checkout"
         ) from None
+    environment = submission.make_runtime_env(
+        package=Path(raydl.__file__).parent,
+        working_dir=options.working_dir,
+        requirements=packages,
+        stop_grace_s=options.stop_grace_s,
+        submission=uuid.uuid4().hex,
+    )
+    return RayJobs(address, environment)
 
 
 def _watch(

@@ -14,7 +14,6 @@ from raydl.data.images import ImageSet, checked_pair, checked_set, split_off_tes
 from raydl.data.samples import Dataset
 from raydl.errors import DataError
 
-_CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_ROW = 1 + 3 * 32 * 32
 
 
@@ -57,25 +56,22 @@ def read_cifar(files: Sequence[Place], names: Place | None) -> ImageSet:
     Raises:
         DataError: if a file is empty or truncated.
     """
-    rows = np.concatenate([_cifar_rows(file) for file in files])
+    batches = [file.read() for file in files]
+    for file, data in zip(files, batches, strict=True):
+        if not data or len(data) % _CIFAR_ROW:
+            raise DataError(
+                file.name,
+                f"must hold whole rows of {_CIFAR_ROW} bytes (label and 3x32x32 pixels), "
+                f"got {len(data)} bytes",
+            )
+    rows = np.frombuffer(b"".join(batches), np.uint8).reshape(-1, _CIFAR_ROW)
     class_names = [str(k) for k in range(10)]
     if names is not None and names.is_file():
         class_names = names.read().decode().split()
-    images = np.ascontiguousarray(rows[:, 1:]).reshape(-1, *_CIFAR_SHAPE)
+    images = np.ascontiguousarray(rows[:, 1:]).reshape(-1, 3, 32, 32)
     return checked_set(
         images, rows[:, 0].astype(np.int64), source=files[0].name, class_names=class_names
     )
-
-
-def _cifar_rows(file: Place) -> np.ndarray:
-    data = file.read()
-    if not data or len(data) % _CIFAR_ROW:
-        raise DataError(
-            file.name,
-            f"must hold whole rows of {_CIFAR_ROW} bytes (label and 3x32x32 pixels), "
-            f"got {len(data)} bytes",
-        )
-    return np.frombuffer(data, np.uint8).reshape(-1, _CIFAR_ROW)
 
 
 def read_npz(file: Place, *, seed: int) -> Dataset:

@@ -206,13 +206,11 @@ class Ledger:
 
     def _most_reserved(self, epoch: int) -> str | None:
         """Return the worker with the most reserved positions of an epoch, or None without any."""
-        sizes = {
-            worker_id: _size([span for e, span in spans if e == epoch])
-            for worker_id, spans in self._reserved.items()
-        }
-        return max(
-            sorted(w for w, size in sizes.items() if size), key=sizes.__getitem__, default=None
-        )
+        sizes: Counter[str] = Counter()
+        for worker_id, spans in sorted(self._reserved.items()):
+            sizes[worker_id] = _size([span for e, span in spans if e == epoch])
+        most = max(sizes, key=sizes.__getitem__, default="")
+        return most if sizes[most] else None
 
     def _pop_reserved(
         self, worker_id: str, epoch: int, count: int, *, from_end: bool = False

@@ -70,26 +70,21 @@ def preparation_for(dataset: Dataset, config: TrainConfig) -> Prepare:
     Raises:
         ConfigError: if ``input.augment`` is set and the data are no pictures.
     """
-    names, normalizer = config.input.augmentations, _normalizer_for(dataset.train)
+    names, train = config.input.augmentations, dataset.train
+    normalizer = None
+    if isinstance(train, ImageSet):
+        normalizer = Normalizer.of(train)
+    elif isinstance(train, StreamedPictures):
+        pictures, _ = train.fetch_readable(train.statistics_rows())[0]
+        normalizer = Normalizer(*channel_statistics(pictures.numpy()))
     if not names:
         return normalizer or as_they_are
     if normalizer is None:
         raise ConfigError(
             "input.augment",
-            f"must be none for {dataset.train.shape}, got {config.input.augment}: it changes "
-            f"pictures only",
+            f"must be none for {train.shape}, got {config.input.augment}: it changes pictures only",
         )
     return Augment(normalizer, names, seed=config.training.seed)
-
-
-def _normalizer_for(samples: Samples) -> Normalizer | None:
-    """Return the normalizer with the statistics of a set, or None if it holds no pictures."""
-    if isinstance(samples, ImageSet):
-        return Normalizer.of(samples)
-    if isinstance(samples, StreamedPictures):
-        pictures, _ = samples.fetch_readable(samples.statistics_rows())[0]
-        return Normalizer(*channel_statistics(pictures.numpy()))
-    return None
 
 
 class Batches:

@@ -28,7 +28,7 @@ class BackgroundWriter:
     Args:
         make: makes the writer, from a function that logs its messages.
         name: the curves, as the subject of messages.
-        tell: logs messages, in the threads that call this writer.
+        log: logs messages, in the threads that call this writer.
         clock: monotonic clock, in seconds.
     """
 
@@ -36,12 +36,12 @@ class BackgroundWriter:
         self,
         make: Callable[[Callable[[str], None]], MetricsWriter],
         name: str,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
-        self._tell = tell
+        self._log = log
         self._clock = clock
         self._messages: deque[str] = deque(maxlen=100)
         self._writer = make(self._messages.append)
@@ -96,11 +96,11 @@ class BackgroundWriter:
     def _report(self) -> None:
         """Log the messages of the writer, and whether it hangs."""
         while self._messages:
-            self._tell(self._messages.popleft())
+            self._log(self._messages.popleft())
         silent_s = self.silent_s
         if self._reported_since is None and silent_s >= TELL_S:
             self._reported_since = self._clock() - silent_s
-            self._tell(
+            self._log(
                 f"{self._name} have not been written for {silent_s:.0f} s: their disk does not "
                 f"answer; training continues, and at most {MAX_WAITING:,} points are queued"
             )
@@ -108,7 +108,7 @@ class BackgroundWriter:
             for_s, self._reported_since = self._clock() - self._reported_since, None
             dropped = f"; {self._num_dropped:,} points were dropped" if self._num_dropped else ""
             self._num_dropped = 0
-            self._tell(f"{self._name} are written again, after {for_s:.0f} s{dropped}")
+            self._log(f"{self._name} are written again, after {for_s:.0f} s{dropped}")
 
     def scalars(
         self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
@@ -154,7 +154,7 @@ class BackgroundWriter:
         if self._thread.is_alive():
             give_up(self._name)
             num_lost = len(self._queue) - 1 + self._num_dropped
-            self._tell(
+            self._log(
                 f"{self._name} could not be written to their end: their disk has not answered for "
                 f"{self.silent_s:.0f} s; {num_lost:,} points are lost"
             )

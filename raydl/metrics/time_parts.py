@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -111,19 +110,6 @@ class TimeParts:
         mark.record()
         return mark
 
-    def add_between(self, part: str, start: Mark, stop: Mark) -> None:
-        """Add the time between two marks to a part, once the device has passed both."""
-        with self._lock:
-            self._marked.append((part, start, stop))
-
-    def enter(self, part: str, at_s: float) -> None:
-        """Record the part that the worker is in, since ``at_s``."""
-        self._now = (part, at_s)
-
-    def end_part(self) -> None:
-        """Record that the worker has left its part."""
-        self._now = None
-
     def since(self, part: str) -> float:
         """Return the seconds since the worker entered a part, or 0 if it is in another."""
         now = self._now
@@ -151,21 +137,17 @@ class _Measure:
     def __enter__(self) -> None:
         self._mark = self._parts.mark()
         self._start = time.perf_counter()
-        self._parts.enter(self._part, self._start)
+        self._parts._now = (self._part, self._start)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._parts.end_part()
+    def __exit__(self, *error: object) -> None:
+        self._parts._now = None
         if self._mark is None:
             self._parts.add(self._part, time.perf_counter() - self._start)
             return
         stop = self._parts.mark()
         assert stop is not None, "either all parts have marks or none"
-        self._parts.add_between(self._part, self._mark, stop)
+        with self._parts._lock:
+            self._parts._marked.append((self._part, self._mark, stop))
 
 
 def communication_share(parts: Mapping[str, float]) -> float:

@@ -104,7 +104,7 @@ class Forgiving:
         make: makes a writer, which may fail, on a full disk for example; its argument is whether
             it is the first writer.
         name: the curves, as the subject of messages.
-        tell: logs messages.
+        log: logs messages.
         clock: monotonic clock, in seconds.
     """
 
@@ -112,13 +112,13 @@ class Forgiving:
         self,
         make: Callable[[bool], MetricsWriter],
         name: str,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make = make
         self._name = name
-        self._tell = tell
+        self._log = log
         self._clock = clock
         self._writer: MetricsWriter | None = None
         self._is_first, self._is_failing = True, False
@@ -138,7 +138,7 @@ class Forgiving:
                 return
             if self._is_failing:
                 self._made_at = self._clock()
-                self._tell(f"{self._name} are written again")
+                self._log(f"{self._name} are written again")
             self._is_first, self._is_failing, self._back_to = False, False, None
             self._writer = writer
         self._try(call)
@@ -163,7 +163,7 @@ class Forgiving:
         self._writer, self._next_at = None, now + self._wait_s
         if not self._is_failing:
             self._is_failing = True
-            self._tell(
+            self._log(
                 f"{self._name} cannot be written ({error}); training continues, with a retry every "
                 f"{self._wait_s:.0f} s"
             )
