@@ -1,7 +1,7 @@
-"""Tasks: each builds the model, and knows the loss and the metrics of a batch.
+"""Tasks: a task builds the model, and computes the loss and the metrics of a batch.
 
-Images into classes, the next token of a text, a class of your own with the methods of
-``Task``, or a task made of a model and a loss. The worker's loop knows nothing else of it.
+A task is picture classification, next-token prediction, a class with the methods of ``Task``, or a
+model with a loss. The training loop uses only the methods of ``Task``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from raydl import models
 from raydl.config import TrainConfig
-from raydl.config.custom_code import made_of
+from raydl.config.custom_code import instantiate
 from raydl.data.generators import seed_everything
 from raydl.data.samples import Batch, DataShape, num_samples_of
 from raydl.errors import ConfigError, DataError, ShapeError
@@ -31,11 +31,11 @@ __all__ = [
 
 
 class Task(Protocol):
-    """A task, as the worker's loop uses it."""
+    """A task, as the training loop uses it."""
 
     @property
     def name(self) -> str:
-        """The name of the model, for messages."""
+        """Name of the model, for messages."""
         ...
 
     def build_model(self, shape: DataShape) -> nn.Module:
@@ -47,16 +47,16 @@ class Task(Protocol):
         ...
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over the samples of the batch, by name; ``loss`` among them.
+        """Return sums over the samples of the batch, by name, ``loss`` included.
 
-        ``accuracy``, where there is one, is what a run is followed and compared by.
+        Runs are monitored and compared by ``accuracy``, if it is included.
         """
         ...
 
 
 @runtime_checkable
 class Predicts(Protocol):
-    """A task that can say which class an input belongs to; of others no examples are shown."""
+    """A task that predicts a class per input; only such tasks have examples in TensorBoard."""
 
     def predict(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Return a class for each input, int64, shape [B]."""
@@ -65,20 +65,20 @@ class Predicts(Protocol):
 
 @runtime_checkable
 class Derives(Protocol):
-    """A task with metrics that follow from the means of the others, and are no means."""
+    """A task with metrics that are functions of the means of the others."""
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Return further metrics, by name.
 
         Args:
-            means: of each metric over all samples that were scored.
+            means: mean of each metric over all evaluated samples.
         """
         ...
 
 
 @runtime_checkable
 class ChecksOutput(Protocol):
-    """A task that can say before a run whether a model's output fits the data."""
+    """A task that checks before a run whether the output of a model fits the data."""
 
     def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
         """Raise a ShapeError if the output does not fit."""
@@ -86,14 +86,14 @@ class ChecksOutput(Protocol):
 
 
 class Classification:
-    """Pictures into classes, by cross entropy.
+    """Picture classification, with cross entropy as loss.
 
     Args:
         model: a name in ``raydl models``, ``torchvision:NAME``, ``module:function``, or a
             function of (image shape, number of classes) that returns a module with logits of
             shape [B, num_classes].
         label_smoothing: share of each label, in [0, 1), that the loss spreads over all classes;
-            the metrics know nothing of it.
+            the metrics ignore it.
     """
 
     def __init__(
@@ -106,26 +106,26 @@ class Classification:
         """Return a new model for pictures of this shape.
 
         Raises:
-            ShapeError: a model of the table does not take such data, or the factory does not
+            ShapeError: if a model of the table does not take the data, or if the factory does not
                 take (image shape, number of classes).
         """
-        return _built(self._factory, self.name, shape)
+        return _build(self._factory, self.name, shape)
 
     def check_output(self, model: nn.Module, inputs: Tensor, shape: DataShape) -> None:
-        """Compute the logits of some inputs, and see that there is one for each class.
+        """Compute the logits of some inputs and check their shape.
 
         Raises:
-            ShapeError: they are not of shape [B, num_classes].
+            ShapeError: if it is not [B, num_classes].
         """
-        wanted = [len(inputs), shape.num_classes]
+        expected = [len(inputs), shape.num_classes]
         logits = model(inputs)
-        if not isinstance(logits, Tensor) or list(logits.shape) != wanted:
+        if not isinstance(logits, Tensor) or list(logits.shape) != expected:
             is_tensor = isinstance(logits, Tensor)
-            found = f"shape {list(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
+            returned = f"shape {list(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
             raise ShapeError(
                 self.name,
-                f"must return logits of shape {wanted} for {len(inputs)} samples of "
-                f"{shape.num_classes} classes, it returned {found}",
+                f"must return logits of shape {expected} for {len(inputs)} samples of "
+                f"{shape.num_classes} classes, got {returned}",
             )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -136,7 +136,7 @@ class Classification:
         )
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the summed cross entropy and the number of right answers."""
+        """Return the summed cross entropy and the number of correct predictions."""
         inputs, labels = batch
         logits = model(inputs)
         return {
@@ -151,17 +151,17 @@ class Classification:
 
 
 class LanguageModel:
-    """The next token of a text, by cross entropy.
+    """Next-token prediction, with cross entropy as loss.
 
-    Its metrics, for each sample the mean over its positions: ``loss``, in nats for a token;
-    ``accuracy``, the share of next tokens that had the highest logit; and ``perplexity``,
-    the exponential of the mean loss.
+    The metrics of a sample are means over its positions: ``loss``, in nats per token, and
+    ``accuracy``, the share of next tokens with the highest logit. ``perplexity`` is the exponential
+    of the mean loss.
 
     Args:
         model: a name in ``raydl models``, ``module:function``, or a function of ((context,),
             size of the vocabulary) that returns a module with logits of shape
             [B, context, vocabulary] for tokens [B, context].
-        label_smoothing: share of each token, in [0, 1), that the loss spreads over all.
+        label_smoothing: share of each token, in [0, 1), that the loss spreads over all tokens.
     """
 
     def __init__(
@@ -174,29 +174,29 @@ class LanguageModel:
         """Return a new model for texts of this context and vocabulary.
 
         Raises:
-            ShapeError: a model of the table does not take such data.
+            ShapeError: if a model of the table does not take the data.
         """
-        return _built(self._factory, self.name, shape)
+        return _build(self._factory, self.name, shape)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross entropy over all positions."""
-        tokens, following = batch
+        tokens, next_tokens = batch
         return functional.cross_entropy(
             model(tokens).flatten(0, 1),
-            following.flatten(),
+            next_tokens.flatten(),
             label_smoothing=self._label_smoothing,
         )
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the sums over samples of their mean cross entropy and share of right tokens."""
-        tokens, following = batch
+        """Return sums over samples of the mean cross entropy and the share of correct tokens."""
+        tokens, next_tokens = batch
         logits = model(tokens)
-        losses = functional.cross_entropy(logits.transpose(1, 2), following, reduction="none")
-        is_right = (logits.argmax(2) == following).float()
-        return {"loss": losses.mean(1).sum(), "accuracy": is_right.mean(1).sum()}
+        losses = functional.cross_entropy(logits.transpose(1, 2), next_tokens, reduction="none")
+        is_correct = (logits.argmax(2) == next_tokens).float()
+        return {"loss": losses.mean(1).sum(), "accuracy": is_correct.mean(1).sum()}
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the perplexity; beyond what a float holds it is infinite."""
+        """Return the perplexity, which is infinite if it overflows a float."""
         try:
             return {"perplexity": math.exp(means["loss"])}
         except OverflowError:
@@ -204,25 +204,25 @@ class LanguageModel:
 
 
 def build_model(task: Task, shape: DataShape, *, seed: int) -> nn.Module:
-    """Return a new model, built from a seed: all processes of a run build the same one.
+    """Return a new model, built from a seed, the same in all processes of a run.
 
     Raises:
-        ShapeError: the model does not take such data.
+        ShapeError: if the model does not take the data.
     """
     seed_everything(seed)
     return task.build_model(shape)
 
 
 def task_for(model: str, shape: DataShape, *, label_smoothing: float = 0.0) -> Task:
-    """Return the task that the data call for: texts are told on, all else is classified.
+    """Return the task for the data: next-token prediction for texts, else classification.
 
     Args:
         model: a name in ``raydl models``, ``torchvision:NAME`` or ``module:function``.
-        shape: of the data.
-        label_smoothing: of the loss.
+        shape: shape of the data.
+        label_smoothing: share of each label, in [0, 1), that the loss spreads over all classes.
 
     Raises:
-        ConfigError: no model has that name.
+        ConfigError: if no model has the name.
     """
     kind = LanguageModel if len(shape.input_shape) == 1 else Classification
     return kind(model, label_smoothing=label_smoothing)
@@ -232,26 +232,29 @@ def task_on(task: Task | None, shape: DataShape, config: TrainConfig) -> Task:
     """Return the task that a run trains.
 
     Args:
-        task: of the user; None: the one that the settings name.
-        shape: of the data, which say what a named model is trained for.
-        config: the run's settings.
+        task: the user's task; None: the task of the settings.
+        shape: shape of the data, which decides the task of a named model.
+        config: settings of the run.
 
     Raises:
-        ConfigError: a task of the user's own can not be made, or is to be smoothed from outside.
+        ConfigError: if a custom task cannot be made, or label smoothing is set with a custom task.
     """
     smoothing = config.training.label_smoothing
     if task is None and config.task == "auto":
         return task_for(config.model, shape, label_smoothing=smoothing)
     if smoothing:
-        raise ConfigError("training.label_smoothing", "is for a model by name; tell the task")
-    return checked_task(made_of("task", config.task)) if task is None else task
+        raise ConfigError(
+            "training.label_smoothing",
+            f"must be 0 with your own task, got {smoothing}; smooth labels in the task",
+        )
+    return checked_task(instantiate("task", config.task)) if task is None else task
 
 
 def checked_task(task: Any) -> Task:
-    """Return a task of the user's own.
+    """Return a custom task after a check of its attributes.
 
     Raises:
-        ConfigError: it lacks something that a task has.
+        ConfigError: if it lacks an attribute of ``Task``.
     """
     if isinstance(task, type):
         raise ConfigError(
@@ -265,40 +268,40 @@ def checked_task(task: Any) -> Task:
             f"{name} has no {', '.join(missing)}; give a task, the name of a model, or a "
             f"function that builds a model together with loss=",
         )
-    own: Task = task
-    return own
+    checked: Task = task
+    return checked
 
 
 def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return where a model computes in a precision: ``bf16`` is torch's autocast, else nothing."""
+    """Return the context of a precision: torch's autocast for ``bf16``, else an empty one."""
     if precision == "bf16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
 
 
 def _named(model: str | ModelFactory) -> tuple[str, ModelFactory]:
-    """Return a model's name for messages, and its factory."""
+    """Return the name of a model, for messages, and its factory."""
     if isinstance(model, str):
         return model, models.find(model)
     return getattr(model, "__name__", "model"), model
 
 
-def _built(factory: ModelFactory, name: str, shape: DataShape) -> nn.Module:
+def _build(factory: ModelFactory, name: str, shape: DataShape) -> nn.Module:
     models.require_fit(name, factory, shape.input_shape, data=str(shape))
-    _check_takes_two(factory, name)
+    _check_signature(factory, name)
     return factory(shape.input_shape, shape.num_classes)
 
 
-def _check_takes_two(factory: Callable[..., object], name: str) -> None:
-    """Refuse what can not be called with (image shape, number of classes)."""
+def _check_signature(factory: Callable[..., object], name: str) -> None:
+    """Refuse a function that does not take (image shape, number of classes)."""
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # written in C: the call will tell
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return
     try:
         signature.bind((1, 1, 1), 1)
     except TypeError as error:
-        problem = f"must be built from (image shape, number of classes), it takes {signature}"
+        problem = f"must be a function of (image shape, number of classes), got {signature}"
         raise ShapeError(name, f"{problem}: {error}") from error
 
 
@@ -310,44 +313,43 @@ def evaluate(
     num_samples: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """Return the mean of each metric over a set's samples, and what follows from them.
+    """Return the mean of each metric over the samples of a set, and the derived metrics.
 
-    Samples that could not be read, and were left out of a batch, do not count. The model is put
-    into evaluation mode and back.
+    Skipped samples do not count. The model computes in evaluation mode; its mode is restored.
 
     Args:
-        task: knows the metrics.
-        model: to score.
+        task: computes the metrics.
+        model: the model to evaluate.
         get_batch: returns the samples start..stop-1.
-        num_samples: in the set.
-        batch_size: of a call.
+        num_samples: samples in the set.
+        batch_size: most samples of one batch.
 
     Raises:
-        DataError: no sample of the set could be read.
+        DataError: if no sample of the set could be read.
     """
     was_training = model.training
     model.eval()
     sums: dict[str, float] = {}
-    num_scored = 0
+    num_evaluated = 0
     with torch.no_grad():
         for start in range(0, num_samples, batch_size):
             batch = get_batch(start, min(start + batch_size, num_samples))
-            if not num_samples_of(batch):  # all of them were left out
+            if not num_samples_of(batch):  # all of them were skipped
                 continue
             for key, value in task.metrics(model, batch).items():
                 sums[key] = sums.get(key, 0.0) + float(value)
-            num_scored += num_samples_of(batch)
+            num_evaluated += num_samples_of(batch)
     model.train(was_training)
-    if not num_scored:
+    if not num_evaluated:
         raise DataError("the test set", f"holds {num_samples} samples, none of which can be read")
-    means = {key: value / num_scored for key, value in sums.items()}
+    means = {key: value / num_evaluated for key, value in sums.items()}
     return {**means, **task.derived(means)} if isinstance(task, Derives) else means
 
 
 def predict(task: Predicts, model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
-    """Return the class of each input, by a model in evaluation mode.
+    """Return the predicted class of each input.
 
-    The model is put into evaluation mode and back.
+    The model computes in evaluation mode; its mode is restored.
     """
     was_training = model.training
     model.eval()
@@ -358,7 +360,7 @@ def predict(task: Predicts, model: nn.Module, inputs: Tensor) -> tuple[int, ...]
 
 
 OwnFactory = Callable[..., nn.Module]
-"""Builds a model; of a ``DataShape``, or of nothing."""
+"""Builds a model; takes the ``DataShape`` or nothing."""
 OwnLoss = Callable[[nn.Module, Batch], Tensor]
 """Returns the mean loss of a model over a batch, a scalar with a gradient."""
 OwnMetrics = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
@@ -366,13 +368,13 @@ OwnMetrics = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
 
 
 class ModelAndLoss:
-    """A model of your own, and the loss that it is to make small.
+    """A task made of a model and its loss.
 
     Args:
-        build: returns the model; takes the ``DataShape``, or nothing.
-        loss: of (model, batch), the mean over the samples of the batch.
-        metrics: of (model, batch), sums over the samples; the loss is added where it is not among
-            them.
+        build: builds the model; takes the ``DataShape`` or nothing.
+        loss: returns the mean loss over a batch, from (model, batch).
+        metrics: returns sums over the samples of a batch by name, from (model, batch); ``loss`` is
+            added if it is missing.
     """
 
     def __init__(
@@ -393,12 +395,12 @@ class ModelAndLoss:
         """Return a new model.
 
         Raises:
-            ConfigError: what was built is no module.
+            ConfigError: if the function does not return a module.
         """
         model = self._build(shape) if _takes_shape(self._build) else self._build()
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                "task", f"{self.name} must return a torch.nn.Module, it returned {type(model)}"
+                "task", f"{self.name} must return a torch.nn.Module, got {type(model)}"
             )
         return model
 
@@ -407,23 +409,23 @@ class ModelAndLoss:
         return self._loss(model, batch)
 
     def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return sums over the samples of the batch, the loss among them."""
+        """Return sums over the samples of the batch, ``loss`` included."""
         sums = self._metrics(model, batch) if self._metrics else {}
         if not isinstance(sums, Mapping):
-            raise ShapeError(self.name, f"metrics must return a dict of sums by name, not {sums!r}")
+            raise ShapeError(self.name, f"metrics must return a dict of sums by name, got {sums!r}")
         loss = {} if "loss" in sums else {"loss": self._loss(model, batch) * num_samples_of(batch)}
         return {**sums, **loss}
 
 
 class LossFromForward(ModelAndLoss):
-    """A model whose forward returns its loss, as those of Hugging Face's transformers do.
+    """A model whose forward returns its loss, as in Hugging Face's transformers.
 
-    A batch of a table, or any other mapping, is passed by name: ``model(**batch)``; a tuple by
-    place. What comes back has the loss as its attribute or its key ``loss``, or first.
+    A mapping, such as a batch of a table, is passed by name, ``model(**batch)``; a tuple by
+    position. The output has the loss as attribute ``loss``, as key ``loss``, or as first element.
 
     Args:
-        build: returns the model; takes the ``DataShape``, or nothing.
-        metrics: of (model, batch), sums over the samples.
+        build: builds the model; takes the ``DataShape`` or nothing.
+        metrics: returns sums over the samples of a batch by name, from (model, batch).
     """
 
     def __init__(self, build: OwnFactory, *, metrics: OwnMetrics | None = None) -> None:
@@ -432,30 +434,27 @@ class LossFromForward(ModelAndLoss):
 
 def _loss_of_forward(model: nn.Module, batch: Batch) -> Tensor:
     output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-    loss = _loss_in(output)
+    loss: Tensor | None
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif hasattr(output, "loss"):
+        loss = output.loss
+    else:
+        first = output[0] if isinstance(output, tuple) and output else output
+        loss = first if isinstance(first, Tensor) and first.ndim == 0 else None
     if loss is None:
         raise ConfigError(
-            "task", f"the forward of {type(model).__name__} returned no loss; it must be there "
-            f"as .loss, as ['loss'] or first, and labels in the batch"
+            "task", f"the forward of {type(model).__name__} returned no loss; return it as .loss, "
+            f"as ['loss'] or first, and put labels into the batch"
         )  # fmt: skip
     return loss
 
 
-def _loss_in(output: Any) -> Tensor | None:
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    if hasattr(output, "loss"):
-        loss: Tensor | None = output.loss
-        return loss
-    first = output[0] if isinstance(output, tuple) and output else output
-    return first if isinstance(first, Tensor) and first.ndim == 0 else None
-
-
 def _takes_shape(build: OwnFactory) -> bool:
-    """Whether a function needs an argument, rather than none."""
+    """Whether a function has a required argument."""
     try:
         parameters = inspect.signature(build).parameters.values()
-    except (TypeError, ValueError):  # some built-in classes tell no signature
+    except (TypeError, ValueError):  # some built-in classes have no signature
         return False
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
                for p in parameters)  # fmt: skip

@@ -57,7 +57,7 @@ def test_a_function_that_builds_a_model_and_a_loss_are_a_task(table, tmp_path):
     model.load_state_dict(load_file(tmp_path / "run" / "center.safetensors"))
 
 
-def test_a_model_may_need_to_know_nothing_of_the_data():
+def test_a_model_may_be_built_without_the_shape_of_the_data():
     task = ModelAndLoss(lambda: nn.Linear(3, 2), cross_entropy)
     assert task.build_model(SHAPE).out_features == 2
     assert ModelAndLoss(line, cross_entropy).name == "line"
@@ -127,7 +127,9 @@ def test_a_model_that_returns_its_loss_is_a_task(way, table, tmp_path):
         (LossFromForward(lambda: Knowing(lambda loss, logits: logits)), {}, "returned no loss"),
     ],
 )
-def test_what_is_no_task_is_told_before_any_process_starts(task, more, sentence, table, tmp_path):
+def test_an_invalid_task_is_refused_before_any_process_starts(
+    task, more, sentence, table, tmp_path
+):
     with pytest.raises(ConfigError, match=sentence):
         train(task, table, tmp_path, **more)
     assert not (tmp_path / "run").exists()
@@ -151,7 +153,7 @@ def mean_of(model, batch):
         (
             cross_entropy,
             lambda model, batch: 3,
-            "metrics must return a dict of sums by name, not 3",
+            "metrics must return a dict of sums by name, got 3",
         ),
         (cross_entropy, lambda model, batch: {"x": batch["y"]}, r"metric x .* has shape \[2\]"),
         (
@@ -162,7 +164,7 @@ def mean_of(model, batch):
         (cross_entropy, mean_of, "metric loss must be the sum over .*, it is the mean"),
     ],
 )
-def test_what_is_no_loss_and_no_metric_is_told_before_any_process_starts(
+def test_invalid_losses_and_metrics_are_refused_before_any_process_starts(
     loss, metrics, sentence, table, tmp_path
 ):
     with pytest.raises(ShapeError, match=sentence):
@@ -170,7 +172,7 @@ def test_what_is_no_loss_and_no_metric_is_told_before_any_process_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_task_without_its_loss_among_the_metrics_is_told(table, tmp_path):
+def test_a_task_without_loss_among_its_metrics_is_refused(table, tmp_path):
     class Silent(ModelAndLoss):
         def metrics(self, model, batch):
             return {"ones": batch["y"].sum()}
@@ -190,7 +192,7 @@ def test_a_task_may_need_more_than_one_sample(table, tmp_path):
     train(ModelAndLoss(line, cross_entropy, metrics=spread), table, tmp_path)
 
 
-def test_a_lazy_model_is_told_in_raydls_words(table, tmp_path):
+def test_a_lazy_model_is_refused_in_one_sentence(table, tmp_path):
     with pytest.raises(ShapeError, match="has lazy layers"):
         train(lambda: nn.LazyLinear(2), table, tmp_path, loss=cross_entropy)
 
@@ -204,7 +206,7 @@ def test_a_lazy_model_is_told_in_raydls_words(table, tmp_path):
         ("digits", {"exchange": 2}, "exchange must be a raydl.ExchangeConfig, got 2"),
     ],
 )
-def test_arguments_of_other_kinds_are_told_in_one_sentence(data, more, sentence, tmp_path):
+def test_arguments_of_other_kinds_are_refused_in_one_sentence(data, more, sentence, tmp_path):
     with pytest.raises(RaydlError, match=sentence):
         train("mlp", data, tmp_path, **more)
 
@@ -216,7 +218,9 @@ def test_arguments_of_other_kinds_are_told_in_one_sentence(data, more, sentence,
         ("test_tasks", "must be written module:name, got test_tasks"),
     ],
 )
-def test_a_class_that_can_not_be_made_is_told_in_one_sentence(name, sentence, table, capsys):
+def test_a_class_that_cannot_be_instantiated_is_refused_in_one_sentence(
+    name, sentence, table, capsys
+):
     assert main(["train", "--data", table, "--task", name, "--workers", "0"]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -240,4 +244,4 @@ def test_a_class_that_the_command_line_names_is_the_task(table, tmp_path, monkey
     assert main(["evaluate", "run", "--trust"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == ["loss"]
     assert main(["train", "--task", "mine:main", "--workers", "0"]) == 2
-    assert "task mine:main can not be imported" in capsys.readouterr().err
+    assert "task mine:main cannot be imported" in capsys.readouterr().err

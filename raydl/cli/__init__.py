@@ -1,7 +1,7 @@
-"""The command line: ``raydl COMMAND``; each command is a function of its words.
+"""The command line: ``raydl COMMAND``; each command is a function of its arguments.
 
-A new command is a function in a file of this folder, and a row of the table below. What a
-command needs of torch or Ray it imports when it runs: ``--help`` should not wait for them.
+A new command is a function in a file of this folder and a row of ``COMMANDS``. A command imports
+torch and Ray when it runs: ``--help`` should not wait for them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from raydl.text import escape_controls
 
 __all__ = ["COMMANDS", "main", "parse_train"]
 
-_RAY_ENDS_S = 10.0
-"""The longest that this process waits for its Ray to end, in seconds, if it can not end orderly."""
+_RAY_SHUTDOWN_S = 10.0
+"""Longest wait for the shutdown of Ray before ``os._exit``, in seconds."""
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "submit": submit,
@@ -48,13 +48,12 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0 done, 1 the training failed, 2 a mistake in what was asked for, 75 the machines failed and the
-    same command with ``--resume`` may succeed, 130 or 143 stopped by SIGINT or SIGTERM.
-
-    An exception of another kind is shown with its traceback, without credentials of URIs: 1.
+    Status: 0 success; 1 the training failed, or an exception, printed with its traceback without
+    credentials of URIs; 2 wrong options or settings; 75 the machines failed and the same command
+    with ``--resume`` may succeed; 130 or 143 stopped by SIGINT or SIGTERM.
 
     Args:
-        arguments: without the program's name; None: those of this process.
+        arguments: arguments without the program's name; None: those of this process.
     """
     status = 1
     try:
@@ -66,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end_if_a_thread_hangs(status: int) -> None:
-    """End this process at once if a thread of it was left behind in a call that may never return.
+    """Exit at once if a thread of this process is stuck in a storage call that may never return.
 
-    The orderly end of Python, and of the libraries that it has loaded, could wait for that one.
+    The regular exit of Python or of a loaded library could wait for that thread.
     """
     storage = sys.modules.get("raydl.storage")
     if storage is None or not storage.is_anything_given_up():
@@ -76,10 +75,10 @@ def _end_if_a_thread_hangs(status: int) -> None:
     if sys.exc_info()[0] is not None:
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
     ray = sys.modules.get("ray")
-    if ray is not None:  # a Ray that was started for this run ends with it
-        ending = threading.Thread(target=ray.shutdown, daemon=True)
-        ending.start()
-        ending.join(_RAY_ENDS_S)
+    if ray is not None:  # a Ray that this run started must end with it
+        shutdown = threading.Thread(target=ray.shutdown, daemon=True)
+        shutdown.start()
+        shutdown.join(_RAY_SHUTDOWN_S)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -87,11 +86,16 @@ def _end_if_a_thread_hangs(status: int) -> None:
 
 def _run(given: list[str]) -> int:
     if given == ["--version"]:
-        print(f"raydl {_version()}")
+        try:
+            print(f"raydl {installed_version('raydl')}")
+        except metadata.PackageNotFoundError:
+            print("raydl of a checkout that is not installed")
         return 0
     command = COMMANDS.get(given[0]) if given else None
     if command is None:
-        print(_usage(given))
+        usage = "usage: raydl COMMAND [OPTIONS]     (raydl COMMAND --help for its options)"
+        first = given[0] if given else "--help"
+        print(list_commands(f"{usage}\n       raydl --version", COMMANDS, first))
         return 0 if given in ([], ["-h"], ["--help"]) else 2
     try:
         return command(given[1:])
@@ -101,23 +105,9 @@ def _run(given: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return STOPPED["SIGINT"]
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         sys.stderr.close()
         return 0
-    except Exception:  # of the user's own code, mostly; Python would show what it quotes
+    except Exception:  # mostly of the user's code; Python's own traceback may show credentials
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
         return 1
-
-
-def _version() -> str:
-    try:
-        return installed_version("raydl")
-    except metadata.PackageNotFoundError:
-        return "of a checkout that is not installed"
-
-
-def _usage(given: list[str]) -> str:
-    head = "usage: raydl COMMAND [OPTIONS]     (raydl COMMAND --help for its options)"
-    return list_commands(
-        f"{head}\n       raydl --version", COMMANDS, given[0] if given else "--help"
-    )

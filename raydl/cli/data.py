@@ -1,4 +1,4 @@
-"""``raydl data info`` describes a data set, ``raydl data convert`` makes Parquet of it."""
+"""``raydl data info`` describes a data set; ``raydl data convert`` converts it to Parquet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raydl.cli.options import list_commands, parse, print_table, say
+from raydl.cli.options import Flag, list_commands, parse, print_lines, print_table
 from raydl.redaction import redact_values
 from raydl.text import clock_text, seconds_text
 
@@ -22,62 +22,59 @@ if TYPE_CHECKING:
     from raydl.tools.data_info import PartInfo, SourceInfo
 
 _PLAIN_EVERY_S = 5.0
-_LISTED = 20
-"""Classes that are listed one by one."""
+_MAX_LISTED = 20
+"""Most classes that ``info`` lists."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _InfoOptions:
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """A path, a URI, or the name of a bundled set, as for --data."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print all that is known, as JSON."""
+    """A path, a URI or the name of a bundled set, as for --data."""
+    json: Flag = False
+    """Print the whole description as JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _ConvertOptions:
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """A path, a URI, or the name of a bundled set, as for --data, but no text."""
+    """A path, a URI or the name of a bundled set, as for --data; no text."""
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
-    """A folder that is new or empty, a path or URI."""
+    """A new or empty folder, a path or URI."""
     rows_per_group: int = 1000
-    """Rows of a row group, which is what a worker reads at a time of a streamed set."""
+    """Rows of a row group; a worker reads a streamed set by row groups."""
     rows_per_file: int = 50_000
-    """Rows of a file, but for the last one."""
-    shuffle: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Write pictures in a random order; of class folders and arrays, not of Parquet."""
+    """Rows of each file but the last."""
+    shuffle: Flag = False
+    """Write pictures of class folders and arrays in random order (not of Parquet)."""
     seed: int = 0
-    """Of that order, and of synthetic data."""
+    """Seed of the random order and of synthetic data."""
 
 
 def data_command(arguments: Sequence[str]) -> int:
-    """Describe a data set (info), or convert it to Parquet (convert)."""
+    """Describe a data set (info) or convert it to Parquet (convert)."""
     given = arguments[0] if arguments else "--help"
     if given in _COMMANDS:
         return _COMMANDS[given](arguments[1:])
-    print(_usage(given))
+    usage = "usage: raydl data COMMAND [OPTIONS]"
+    print(list_commands(usage, _COMMANDS, given, below="data "))
     return 0 if given in ("-h", "--help") else 2
 
 
-def _usage(given: str) -> str:
-    return list_commands("usage: raydl data COMMAND [OPTIONS]", _COMMANDS, given, below="data ")
-
-
 def info(arguments: Sequence[str]) -> int:
-    """Describe a data set; of large ones little is read."""
+    """Describe a data set, reading little of a large one."""
     options = parse(_InfoOptions, arguments, prog="raydl data info", description=info.__doc__)
     from raydl.tools.data_info import inspect
 
-    found = inspect(options.source)
+    description = inspect(options.source)
     if options.json:
-        print(json.dumps(redact_values(dataclasses.asdict(found)), indent=2))
+        print(json.dumps(redact_values(dataclasses.asdict(description)), indent=2))
     else:
-        _print_info(found)
+        _print_info(description)
     return 0
 
 
 def convert(arguments: Sequence[str]) -> int:
-    """Make Parquet in the layout of the Hugging Face hub of pictures or of a table."""
+    """Convert pictures or a table to Parquet in the layout of the Hugging Face hub."""
     options = parse(
         _ConvertOptions, arguments, prog="raydl data convert", description=convert.__doc__
     )
@@ -85,17 +82,17 @@ def convert(arguments: Sequence[str]) -> int:
     from raydl.tools.convert import convert as convert_data
     from raydl.tools.data_info import bytes_text
 
-    words = dataclasses.asdict(options)
-    source, target = words.pop("source"), words.pop("target")
+    settings = dataclasses.asdict(options)
+    source, target = settings.pop("source"), settings.pop("target")
     start = time.monotonic()
     with _progress() as show:
-        written = convert_data(source, target, ConvertConfig(**words), on_rows=show)
+        written = convert_data(source, target, ConvertConfig(**settings), on_rows=show)
     for part in written:
-        say(
+        print_lines(
             f"{part.name}: {part.num_rows:,} rows in {_counted(part.num_groups, 'row group')}, "
             f"{_counted(part.num_files, 'file')}, {bytes_text(part.num_bytes)}"
         )
-    say(f"wrote {target} in {seconds_text(time.monotonic() - start)}; use: --data {target}")
+    print_lines(f"wrote {target} in {seconds_text(time.monotonic() - start)}; use: --data {target}")
     return 0
 
 
@@ -105,7 +102,7 @@ def _counted(number: int, word: str) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Give what shows (part, rows done, rows): a bar on a terminal, else a line now and then."""
+    """Yield a function that shows (part, rows done, rows), on a terminal as a bar, else as text."""
     if not sys.stdout.isatty():
         yield _PlainLines()
         return
@@ -125,16 +122,16 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _PlainLines:
-    """Prints how far a conversion is, where nothing can be drawn over."""
+    """Prints the progress of a conversion as a line every 5 s, for output that is no terminal."""
 
     def __init__(self) -> None:
-        self._start = self._shown_at = time.monotonic()
+        self._start = self._printed_at = time.monotonic()
 
     def __call__(self, part: str, num_done: int, num_rows: int) -> None:
         now = time.monotonic()
-        if now - self._shown_at < _PLAIN_EVERY_S:
+        if now - self._printed_at < _PLAIN_EVERY_S:
             return
-        self._shown_at = now
+        self._printed_at = now
         elapsed = clock_text(now - self._start, is_short=True)
         print(f"[{elapsed}] {part}: {num_done:,} of {num_rows:,} rows", flush=True)
 
@@ -142,17 +139,18 @@ class _PlainLines:
 def _print_info(info: SourceInfo) -> None:
     from raydl.tools.data_info import bytes_text
 
-    say(f"{info.source}: {info.holds} ({_kind(info)})")
+    kinds = {"folders": "a folder per class", "idx": "IDX", "cifar": "CIFAR-10's binary files"}
+    print_lines(f"{info.source}: {info.holds} ({kinds.get(info.kind, info.kind)})")
     if info.holds == "text":
         print(f"{info.num_tokens:,} tokens, a vocabulary of {info.vocabulary:,}")
     if info.picture_shape:
         _, height, width = info.picture_shape
         size = f"{height}x{width} {info.mode} (height x width)"
-        say(f"pictures of {size}, going by the first one; {len(info.class_names)} classes")
+        print_lines(f"pictures of {size}, by the first picture; {len(info.class_names)} classes")
     print()
     _print_parts(info.parts, unit="tokens" if info.holds == "text" else "rows")
     if not info.has_test and info.holds != "text":
-        print("no test part: a run splits a tenth off, by its seed")
+        print("no test part: a run splits off a tenth, by its seed")
     if info.columns:
         print()
         rows = [(c.name, c.type, _shape(c.shape)) for c in info.columns]
@@ -160,15 +158,10 @@ def _print_info(info: SourceInfo) -> None:
     if info.class_names:
         print()
         _print_classes(info)
-    how = "is streamed" if info.is_streamed else "is read at the start and kept in memory"
-    print(f"\n{bytes_text(info.decoded_bytes)} decoded; it {how}")
+    how = "streams it" if info.is_streamed else "reads it at the start and keeps it in memory"
+    print(f"\n{bytes_text(info.decoded_bytes)} decoded; a run {how}")
     for warning in info.warnings:
-        say(f"warning: {warning}")
-
-
-def _kind(info: SourceInfo) -> str:
-    words = {"folders": "a folder per class", "idx": "IDX", "cifar": "CIFAR-10's binary files"}
-    return words.get(info.kind, info.kind)
+        print_lines(f"warning: {warning}")
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -178,27 +171,22 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _print_parts(parts: Sequence[PartInfo], *, unit: str) -> None:
-    head = ("part", unit, "files", "row groups", "rows of each", "bytes of each")
-    rows = [_part_row(part) for part in parts]
-    width = max(map(len, rows))
-    print_table(head[:width], rows, numbers=head[1:])
-
-
-def _part_row(part: PartInfo) -> list[str]:
     from raydl.tools.data_info import bytes_text
 
-    row = [part.name, f"{part.num_rows:,}"]
-    if part.files:
-        row.append(f"{len(part.files):,}")
-    if part.group_rows:
-        row.append(f"{len(part.group_rows):,}")
-        row.append(_span(part.group_rows, lambda rows: f"{rows:,}"))
-        row.append(_span(part.group_bytes, bytes_text))
-    return row
+    head = ("part", unit, "files", "row groups", "rows of each", "bytes of each")
+    rows = [[part.name, f"{part.num_rows:,}"] for part in parts]
+    for row, part in zip(rows, parts, strict=True):
+        if part.files:
+            row.append(f"{len(part.files):,}")
+        if part.group_rows:
+            row.append(f"{len(part.group_rows):,}")
+            row.append(_span(part.group_rows, "{:,}".format))
+            row.append(_span(part.group_bytes, bytes_text))
+    print_table(head[: max(map(len, rows))], rows, numbers=head[1:])
 
 
 def _span(numbers: Sequence[int], text: Callable[[int], str]) -> str:
-    """Return the least and the greatest as ``8 to 10``, or as one where they read the same."""
+    """Return minimum and maximum as ``8 to 10``, or one of them if their texts are equal."""
     return " to ".join(dict.fromkeys(map(text, (min(numbers), max(numbers)))))
 
 
@@ -206,12 +194,12 @@ def _print_classes(info: SourceInfo) -> None:
     counts = [part.class_counts for part in info.parts]
     rows = [
         (str(number), name, *(f"{part[number]:,}" for part in counts))
-        for number, name in enumerate(info.class_names[:_LISTED])
+        for number, name in enumerate(info.class_names[:_MAX_LISTED])
     ]
     names = tuple(part.name for part in info.parts)
     print_table(("label", "class", *names), rows, numbers=("label", *names))
-    if len(info.class_names) > _LISTED:
-        print(f"and {len(info.class_names) - _LISTED:,} more: --json lists all")
+    if len(info.class_names) > _MAX_LISTED:
+        print(f"and {len(info.class_names) - _MAX_LISTED:,} more: --json lists all")
 
 
 _COMMANDS = {"info": info, "convert": convert}

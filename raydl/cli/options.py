@@ -1,7 +1,7 @@
-"""Options and tables, as all commands read and print them.
+"""Parses the options of all commands and prints their tables.
 
-The options of ``train`` are the fields of ``raydl.config.TrainConfig``, by tyro. A field
-with a flag in its metadata gets that short name; the others keep their dotted ones.
+tyro makes the options of ``train`` from the fields of ``raydl.config.TrainConfig``. A field with a
+flag in its metadata gets that short name; the others keep their dotted names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from raydl.config import AUTO, ScalingConfig, TrainConfig
+from raydl.config import AUTO, TrainConfig
 from raydl.errors import ConfigError
 from raydl.redaction import redact
 from raydl.text import escape_controls
 
 _Options = TypeVar("_Options")
-_ALIKE = 0.6
-"""So alike, from 0 to 1, are two options of which one may be meant for the other."""
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""A switch without a ``--no-`` form."""
+RunArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+"""The folder of a run as first argument."""
+_MIN_SIMILARITY = 0.6
+"""Least similarity of an unknown option to one that the message suggests, from 0 to 1."""
 _KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
     int: ("INT", "a whole number", int),
     float: ("FLOAT", "a number", float),
@@ -36,33 +40,46 @@ _KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
         "True or False",
         lambda word: {"true": True, "false": False}[word.lower()],
     ),
-    AUTO: ("INT|auto", "a whole number or auto", lambda word: AUTO if word == AUTO else int(word)),
+    "period": ("INT|auto", "a whole number or auto", lambda w: AUTO if w == AUTO else int(w)),
+    "workers": ("N|MIN:MAX", "N or MIN:MAX", lambda word: _parse_workers(word)),
 }
-"""By type, or by the word that may stand in place of a number: how it is shown, how it is named in
-a sentence, how a word becomes one."""
+"""By kind of a value: its placeholder in the help, its name in a sentence, its parser."""
+_KIND_OF_SETTING = {"method.period": "period", "scaling.num_workers": "workers"}
 STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 """Exit status by the signal that stopped a command."""
 
 
 def parse_train(arguments: Sequence[str]) -> TrainConfig:
-    """Return the settings that the options of ``train`` give.
+    """Return the settings from the options of ``train``.
 
     Raises:
-        ConfigError: an option is unknown, or a value not of its type or out of range.
-        SystemExit: a value is missing, or help was asked for.
+        ConfigError: if an option is unknown, or a value is not of its type or out of range.
+        SystemExit: if a value is missing, or after ``--help``.
     """
-    description = "Train a model on Ray; workers come and go, the training goes on."
+    description = "Train a model on Ray with elastic workers."
     return parse(TrainConfig, arguments, prog="raydl train", description=description)
 
 
 def parse(
-    cls: type[_Options], arguments: Sequence[str], *, prog: str, description: str | None
+    cls: type[_Options],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str | None,
+    hint: str = "",
 ) -> _Options:
-    """Return the options of a command, an instance of a dataclass; the errors are one sentence.
+    """Return the options of a command as an instance of a dataclass.
+
+    Args:
+        cls: the dataclass.
+        arguments: arguments of the command.
+        prog: the command, for help and messages.
+        description: first line of the help.
+        hint: end of the message on an unknown option; empty: the nearest options.
 
     Raises:
-        ConfigError: an option is unknown, or a value not of its type or out of range.
-        SystemExit: a value is missing, or help was asked for.
+        ConfigError: if an option is unknown, or a value is not of its type or out of range.
+        SystemExit: if a value is missing, or after ``--help``.
     """
     options, unknown = tyro.cli(
         _with_flags(cls),
@@ -72,33 +89,35 @@ def parse(
         return_unknown_args=True,
     )
     if unknown:
-        raise ConfigError(prog, _what_is_unknown(unknown[0], dict(_flags(cls))))
+        raise ConfigError(prog, _unknown_word(unknown[0], dict(_flags(cls)), hint))
     return cast(_Options, options)
 
 
-def _what_is_unknown(word: str, flags: Mapping[str, str]) -> str:
-    """Return the rest of a sentence on a word that is no option; ``flags`` by name of setting."""
+def _unknown_word(word: str, flags: Mapping[str, str], hint: str) -> str:
+    """Return the problem with a word that is no option; ``flags`` by dotted name of the setting."""
     if not word.startswith("-"):
-        return f"does not know what {word!r} is for; an option begins with --"
+        return f"takes no argument {word!r}; an option begins with --"
     name = word.partition("=")[0]
-    meant = {known: flag for setting, flag in flags.items() for known in (setting, flag)}
-    asked = name.lstrip("-").replace("_", "-")
-    near = [asked] if asked in meant else difflib.get_close_matches(asked, meant, 2, _ALIKE)
-    hints = dict.fromkeys(f"--{meant[known]}" for known in near)
-    hint = f"did you mean {' or '.join(hints)}?" if hints else "--help lists them"
-    return f"has no option {name}; {hint}"
+    flag_of = {known: flag for setting, flag in flags.items() for known in (setting, flag)}
+    bare = name.lstrip("-").replace("_", "-")
+    near = [bare]
+    if bare not in flag_of:
+        near = difflib.get_close_matches(bare, flag_of, 2, _MIN_SIMILARITY)
+    hints = dict.fromkeys(f"--{flag_of[known]}" for known in near)
+    suggestion = f"did you mean {' or '.join(hints)}?" if hints else "--help lists them"
+    return f"has no option {name}; {hint or suggestion}"
 
 
 def list_commands(
     usage: str, commands: Mapping[str, Callable[..., int]], given: str, *, below: str = ""
 ) -> str:
-    """Return the commands with their sentences; above them, that there is none of this name.
+    """Return a list of the commands; above it, an error if ``given`` is none of them.
 
     Args:
-        usage: how they are called.
-        commands: by name.
-        given: what was asked for; options, as ``--help``, are no name.
-        below: the command that they belong to, and a blank.
+        usage: the first line.
+        commands: functions by name; their docstrings are listed.
+        given: first word of the user; a word with a dash, as ``--help``, is not an error.
+        below: name of the parent command, followed by a blank.
     """
     lines = [usage, "", *(f"  {name:10} {command.__doc__}" for name, command in commands.items())]
     if not given.startswith("-"):
@@ -108,75 +127,63 @@ def list_commands(
     return "\n".join(lines)
 
 
-def say(*lines: str) -> None:
-    """Print lines of which parts may come from files, or be URIs.
+def print_lines(*lines: str) -> None:
+    """Print lines that may hold text of files or URIs.
 
-    A terminal obeys none of it, and credentials of URIs are left out.
+    Control characters are escaped, and credentials of URIs are removed.
     """
-    print(_shown("\n".join(lines)))
+    print(_printable("\n".join(lines)))
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     return escape_controls(redact(text))
 
 
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
 ) -> None:
-    """Print rows under a head; the columns of ``numbers`` are set flush right."""
+    """Print rows under a head; the columns in ``numbers`` are right-aligned."""
     table = Table(box=None, pad_edge=False)
     for name in head:
         table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
     for row in rows:
-        table.add_row(*(_shown(cell).replace("\n", "\\n") for cell in row))
+        table.add_row(*(_printable(cell).replace("\n", "\\n") for cell in row))
     Console(markup=False).print(table)
 
 
-def _workers(text: str) -> int | tuple[int, int]:
+def _parse_workers(text: str) -> int | tuple[int, int]:
     """Return N, or (MIN, MAX) from MIN:MAX."""
-    try:
-        low, _, high = text.partition(":")
-        return (int(low), int(high)) if high else int(low)
-    except ValueError:
-        raise ConfigError("scaling.num_workers", f"must be N or MIN:MAX, got {text}") from None
-
-
-_WORKERS = tyro.constructors.PrimitiveConstructorSpec[Any](
-    nargs=1,
-    metavar="N|MIN:MAX",
-    instance_from_str=lambda words: _workers(words[0]),
-    is_instance=lambda value: isinstance(value, (int, tuple)),
-    str_from_instance=lambda value: [ScalingConfig(num_workers=value).wanted()],
-)
+    low, _, high = text.partition(":")
+    return (int(low), int(high)) if high else int(low)
 
 
 def _value(
     setting: str, kind: Any, *, is_required: bool
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
-    """Return how a word becomes a value of a kind, or None unless one is required."""
-    metavar, what, read = _KINDS[kind]
+    """Return tyro's parser of a value; it accepts the word None unless a value is required."""
+    metavar, kind_name, parse_word = _KINDS[kind]
 
-    def take(words: list[str]) -> Any:
+    def parse_value(words: list[str]) -> Any:
         if words[0] == "None" and not is_required:
             return None
         try:
-            return read(words[0])
+            return parse_word(words[0])
         except (ValueError, KeyError):
-            raise ConfigError(setting, f"must be {what}, got {words[0]}") from None
+            raise ConfigError(setting, f"must be {kind_name}, got {words[0]}") from None
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
-        instance_from_str=take,
+        instance_from_str=parse_value,
         is_instance=lambda value: value is None or isinstance(value, (int, float, str)),
         str_from_instance=lambda value: [str(value)],
     )
 
 
 def _with_flags(cls: type[Any], prefix: str = "") -> type[Any]:
-    """Return a subclass of a config class whose fields carry their short flags for tyro."""
+    """Return a subclass of a config class with the help texts and short flags for tyro."""
     hints = get_type_hints(cls, include_extras=True)
-    sentences = _sentences(cls)
+    help_texts = _help_texts(cls)
     fields = []
     for field in dataclasses.fields(cls):
         hint: Any = hints[field.name]
@@ -186,12 +193,12 @@ def _with_flags(cls: type[Any], prefix: str = "") -> type[Any]:
             default = dataclasses.field(default=hint())
         elif field.default_factory is not dataclasses.MISSING:
             default = dataclasses.field(default_factory=field.default_factory)
-        about: dict[str, Any] = {"help": sentences.get(field.name)}
+        argument: dict[str, Any] = {"help": help_texts.get(field.name)}
         if field.default is None:
-            about["help_behavior_hint"] = ""  # what happens then is in the sentence
+            argument["help_behavior_hint"] = ""  # the help text names the default
         if "flag" in field.metadata:
-            about |= {"name": field.metadata["flag"], "prefix_name": False}
-        hint = Annotated[_typed(hint, f"{prefix}{field.name}"), tyro.conf.arg(**about)]
+            argument |= {"name": field.metadata["flag"], "prefix_name": False}
+        hint = Annotated[_typed(hint, f"{prefix}{field.name}"), tyro.conf.arg(**argument)]
         fields.append((field.name, hint, default))
     return dataclasses.make_dataclass(
         cls.__name__,
@@ -204,20 +211,16 @@ def _with_flags(cls: type[Any], prefix: str = "") -> type[Any]:
 
 
 def _typed(hint: Any, setting: str) -> Any:
-    """Return a type with how its words are read, where tyro's own way says too much or little."""
-    if setting == "method.period":
-        return Annotated[hint, _value(setting, AUTO, is_required=False)]
+    """Return a type annotated with our parser where tyro's help or messages are unclear."""
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-    if setting == "scaling.num_workers":
-        return Annotated[hint, _WORKERS]
-    if len(kinds) == 1 and kinds[0] in _KINDS and hint not in (str, bool):
-        is_required = hint is kinds[0]
-        return Annotated[hint, _value(setting, kinds[0], is_required=is_required)]
-    return hint
+    kind = _KIND_OF_SETTING.get(setting, kinds[0] if len(kinds) == 1 else None)
+    if kind not in _KINDS or hint in (str, bool):
+        return hint
+    return Annotated[hint, _value(setting, kind, is_required=type(None) not in get_args(hint))]
 
 
-def _sentences(cls: type[Any]) -> dict[str, str]:
-    """Return the docstring of each field of a class, in one line."""
+def _help_texts(cls: type[Any]) -> dict[str, str]:
+    """Return the docstring of each field of a class as one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
@@ -229,7 +232,7 @@ def _sentences(cls: type[Any]) -> dict[str, str]:
 
 
 def _flags(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name of the setting, its option without the --) for all fields."""
+    """Yield (dotted name of the setting, option without the --) of each field."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name = f"{prefix}{field.name}".replace("_", "-")

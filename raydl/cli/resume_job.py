@@ -1,7 +1,7 @@
-"""Resumes a run on the cluster after its driver was lost; ``raydl submit`` starts this, not people.
+"""Resumes a run after its driver was lost; ``raydl submit`` starts it on the cluster.
 
-Only there, where the run's folder can be seen, is it known how far the lost one came. It reads
-the folder and decides; what it then starts is ``raydl train``, which checks and writes.
+Only the cluster can read the run's folder, which shows how far the lost driver came. This module
+reads the folder and decides; ``raydl train``, which it then starts, checks and writes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from raydl.cli.options import parse_train
 from raydl.errors import CheckpointError, RaydlError
 from raydl.text import escape_controls
 
-HOLD_WAIT_S = 180.0
-"""How long a lock is waited for: a file server keeps that of a machine that went for a while."""
+LOCK_WAIT_S = 180.0
+"""Longest wait for the run's lock, in seconds: a file server keeps the lock of a lost machine."""
 
 
 def resume(arguments: Sequence[str]) -> int:
-    """Go on with the run that this submission began, or begin it if it never did."""
+    """Resume the run that this submission began, or begin it if no attempt did."""
     words = list(arguments)
     try:
         if _is_ours(words):
@@ -34,10 +34,10 @@ def resume(arguments: Sequence[str]) -> int:
 def _is_ours(words: Sequence[str]) -> bool:
     """Whether an earlier attempt of this submission began the run in the folder.
 
-    Waits, within bounds, until the driver of that attempt has given the folder back.
+    Waits, at most ``LOCK_WAIT_S``, until the driver of that attempt has released the folder.
 
     Raises:
-        RaydlError: the options are wrong, or the folder can not be read.
+        RaydlError: if the options are wrong or the folder cannot be read.
     """
     from raydl.run.folder import RunFolder, this_submission
     from raydl.run.lock import wait_until_free
@@ -45,14 +45,14 @@ def _is_ours(words: Sequence[str]) -> bool:
 
     config = parse_train(words)
     folder = RunFolder(config)
-    wait_until_free(folder.storage, wait_s=HOLD_WAIT_S, log=partial(print, flush=True))
-    mine = this_submission()
-    if config.run.resume or mine is None:
-        return False  # the words say it already, or nobody knows who began
+    wait_until_free(folder.storage, wait_s=LOCK_WAIT_S, log=partial(print, flush=True))
+    submission = this_submission()
+    if config.run.resume or submission is None:
+        return False  # --resume is given already, or no submission is known
     try:
-        return folder.begun_by() == mine
+        return folder.begun_by() == submission
     except OSError as error:
-        raise CheckpointError(folder.root, f"can not be read: {in_words(error)}") from error
+        raise CheckpointError(folder.root, f"cannot be read: {in_words(error)}") from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands on the folder of a run: ``raydl evaluate``, ``check``, ``status``, ``remove``."""
+"""Commands for the folder of a run: ``raydl evaluate``, ``check``, ``status``, ``remove``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from raydl.cli.options import parse, print_table, say
+from raydl.cli.options import Flag, RunArgument, parse, print_lines, print_table
 from raydl.redaction import redact_values
 from raydl.text import clock_text
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from raydl.run.control_channel import RunStatus
 
 _ANSWER_S = 120.0
-"""The longest wait for a person's answer, in seconds."""
+"""Longest wait for the user's answer, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _EvaluateOptions:
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run's folder, a path or URI."""
+    run: RunArgument
+    """Folder of the run, a path or URI."""
     data: str | None = None
-    """Score on the test part of other data."""
-    best: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Score the best center instead, that of checkpoint.keep_best."""
-    trust: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Run the model or task of your own that the folder's config.json names, without asking."""
+    """Score on the test part of these data instead of the run's."""
+    best: Flag = False
+    """Score the best center (checkpoint.keep_best) instead of the newest."""
+    trust: Flag = False
+    """Import the custom model or task that the run's config.json names, without asking."""
 
 
 def score(arguments: Sequence[str]) -> int:
@@ -47,12 +47,12 @@ def score(arguments: Sequence[str]) -> int:
 
 
 def ask_for_trust(error: UntrustedCodeError) -> bool:
-    """Ask at a terminal whether code that a folder names may run; elsewhere the answer is no."""
+    """Ask on a terminal whether code that a run names may run; return no without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
-    say(
+    print_lines(
         f"{error.source} names code that is not raydl's: {error.listed()}",
-        "to score the run it is imported and run here, as you",
+        "to score the run, this command imports the code and runs it as you",
     )
     print("run it? [y/N] ", end="", flush=True)
     if not select.select([sys.stdin], [], [], _ANSWER_S)[0]:
@@ -63,91 +63,85 @@ def ask_for_trust(error: UntrustedCodeError) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _CheckOptions:
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run's folder, a path or URI."""
+    run: RunArgument
+    """Folder of the run, a path or URI."""
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Check what a run has kept against its checksums."""
+    """Verify the checksums of the files that a run has kept."""
     options = parse(_CheckOptions, arguments, prog="raydl check", description=check.__doc__)
     from raydl.run.check import check_run
 
     damage = check_run(options.run)
-    say(*damage or ["all that the run has kept is as it was written"])
+    print_lines(*damage or ["all files of the run match their checksums"])
     return 1 if damage else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _StatusOptions:
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run's folder, a path or URI."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print all that is known, as JSON."""
+    run: RunArgument
+    """Folder of the run, a path or URI."""
+    json: Flag = False
+    """Print the whole status as JSON."""
 
 
 def status(arguments: Sequence[str]) -> int:
-    """Show how a run stands, from any machine that sees its folder."""
+    """Show the state of a run, from any machine that can read its folder."""
     options = parse(_StatusOptions, arguments, prog="raydl status", description=status.__doc__)
     from raydl.run.control_channel import read_status
     from raydl.run.status import to_dict
 
-    seen = read_status(options.run)
+    run_status = read_status(options.run)
     if options.json:
-        print(json.dumps(redact_values(to_dict(seen)), indent=2))
+        print(json.dumps(redact_values(to_dict(run_status)), indent=2))
     else:
-        _print_status(seen)
+        _print_status(run_status)
     return 0
 
 
-def _print_status(seen: RunStatus) -> None:
-    at, accuracy = (
-        seen.progress,
-        "-" if seen.center_accuracy is None else f"{seen.center_accuracy:.2%}",
-    )
-    say(f"{seen.stale_sentence()}\nlast told: {seen.state}" if seen.is_stale else seen.state)
-    say(
+def _print_status(status: RunStatus) -> None:
+    at = status.progress
+    accuracy = "-" if status.center_accuracy is None else f"{status.center_accuracy:.2%}"
+    stale = f"{status.stale_sentence()}\nlast state: " if status.is_stale else ""
+    workers = "requested:" if status.is_final else f"{status.num_workers} of"
+    print_lines(
+        f"{stale}{status.state}",
         f"epoch {at.epoch:.1f}, {at.num_samples:,} samples in {clock_text(at.seconds)}, "
-        f"center accuracy {accuracy}\n"
-        f"generation {at.generation}, round {at.round:,}, "
-        f"workers {_workers(seen)}"
+        f"center accuracy {accuracy}",
+        f"generation {at.generation}, round {at.round:,}, workers {workers} {status.wanted}",
     )
-    if seen.checkpoint_at is not None and not seen.is_final:
-        age_s = max(0.0, seen.told_at + seen.silent_s - seen.checkpoint_at)
+    if status.checkpoint_at is not None and not status.is_final:
+        age_s = max(0.0, status.told_at + status.silent_s - status.checkpoint_at)
         print(f"newest checkpoint {clock_text(age_s)} ago")
-    if seen.workers:
+    if status.workers:
         print()
         rows = [
             (
                 w.worker_id, w.state, clock_text(w.since_s), w.node, f"{w.round:,}",
                 f"{w.local_step:,}", f"{w.step_s * 1e3:,.1f} ms", clock_text(w.waited_s),
             )
-            for w in seen.workers
+            for w in status.workers
         ]  # fmt: skip
         head = ("worker", "state", "for", "node", "round", "step", "a step", "waited")
         print_table(head, rows, numbers=("for", "round", "step", "a step", "waited"))
-    if seen.events:
-        say("", *seen.events)
-
-
-def _workers(seen: RunStatus) -> str:
-    """Return ``3 of 2:4``; of a run that has ended, only what was asked for."""
-    return f"asked for: {seen.wanted}" if seen.is_final else f"{seen.num_workers} of {seen.wanted}"
+    if status.events:
+        print_lines("", *status.events)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RemoveOptions:
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run's folder, a path or URI."""
+    run: RunArgument
+    """Folder of the run, a path or URI."""
     worker: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="WORKER")]
-    """Whom, as raydl status names it: w2, say."""
+    """Id of the worker, as in the output of raydl status: w2, for example."""
     timeout_s: float = 30.0
-    """How long to wait for the run's answer, in seconds."""
+    """Longest wait for the driver's answer, in seconds."""
 
 
 def remove(arguments: Sequence[str]) -> int:
-    """Take one worker out of a run by name; with MIN:MAX workers the others train on."""
+    """Remove one worker from a run; with MIN:MAX workers the others train on."""
     options = parse(_RemoveOptions, arguments, prog="raydl remove", description=remove.__doc__)
     from raydl.run.control_channel import request_removal
 
-    say(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
+    print_lines(request_removal(options.run, options.worker, timeout_s=options.timeout_s))
     return 0

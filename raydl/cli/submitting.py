@@ -1,23 +1,21 @@
-"""``raydl submit``: a training run as a Ray job."""
+"""``raydl submit``: submits a training run as a Ray job."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 import raydl
-from raydl.cli.options import STOPPED, parse_train
-from raydl.config.checks import is_positive, require
+from raydl.cli.options import STOPPED, Flag, parse, parse_train
+from raydl.config.checks import require, require_positive
 from raydl.errors import ConfigError, RaydlError
 from raydl.launch import submission
 from raydl.ray_backend import session as ray_session
@@ -29,83 +27,82 @@ if TYPE_CHECKING:
     from raydl.ray_backend.job_client import RayJobs
 
 _MIB = 2**20
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass(frozen=True)
 class _SubmitOptions:
-    """Options of ``raydl submit``; those of the training come after ``--``."""
+    """Options of ``raydl submit``; the options of the training come after ``--``."""
 
     address: str | None = None
-    """The cluster's dashboard, http://HEAD:8265; unset: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or
+    """Dashboard of the cluster, http://HEAD:8265; unset: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or
     the cluster of this machine."""
     run_name: str | None = None
     """Name of the run, to find it again; unset: METHOD-MODEL-DATE."""
     retries: int = 0
-    """How often the run is sent again, to go on, if its driver is lost."""
+    """How often to resubmit the run, which then resumes, if its driver is lost."""
     working_dir: str | None = None
-    """A folder to send along: your own code, fault plans, small data."""
-    pip: _Flag = False
-    """Let Ray install what raydl needs and the cluster lacks; else the cluster has it."""
+    """Folder to upload with the job: your own code, fault plans, small data."""
+    pip: Flag = False
+    """Let Ray install missing requirements of raydl on the cluster; else the cluster must have
+    them."""
     python: str = "python"
-    """The Python that starts the driver on the cluster."""
+    """Python that starts the driver on the cluster."""
     stop_grace_s: int = 60
     """How long `ray job stop` waits for the last checkpoint, in seconds."""
     wait_s: float = 300.0
-    """How long to wait for a cluster that does not answer, in seconds."""
-    no_follow: _Flag = False
-    """Return once the cluster has the job; nobody sends it again then."""
+    """Longest wait for a cluster that does not answer, in seconds."""
+    no_follow: Flag = False
+    """Return once the cluster has the job; a lost driver is then not resubmitted."""
     follow: str | None = None
-    """Submit nothing; follow the job of this id, from the beginning of its log."""
+    """Submit nothing; follow the job with this id, from the beginning of its log."""
 
     def __post_init__(self) -> None:
         require(self.retries >= 0, "submit.retries", "0 or more", self.retries)
         require(self.stop_grace_s >= 1, "submit.stop_grace_s", "1 or more", self.stop_grace_s)
-        require(is_positive(self.wait_s), "submit.wait_s", "a positive number", self.wait_s)
+        require_positive("submit.wait_s", self.wait_s)
         if self.retries and (self.no_follow or self.follow):
-            raise ConfigError("submit.retries", "needs a job submitted here and followed")
+            raise ConfigError(
+                "submit.retries",
+                f"needs a job that is submitted here and followed, got {self.retries}; drop "
+                f"submit.no_follow or submit.follow",
+            )
         if self.follow and self.no_follow:
             raise ConfigError("submit.follow", "and submit.no_follow exclude each other; give one")
         if self.working_dir is not None and not Path(self.working_dir).is_dir():
-            raise ConfigError("submit.working_dir", f"is no folder here: {self.working_dir}")
+            raise ConfigError(
+                "submit.working_dir", f"must be a folder of this machine, got {self.working_dir}"
+            )
 
 
 def submit(arguments: Sequence[str]) -> int:
     """Submit a training run as a Ray job, and follow it."""
-    own, words = _split(arguments)
-    options, unknown = tyro.cli(
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    train_words = words[end + 1 :]
+    options = parse(
         _SubmitOptions,
-        args=own,
+        words[:end],
         prog="raydl submit",
         description=f"{submit.__doc__} The options of raydl train come after --.",
-        return_unknown_args=True,
+        hint="the options of raydl train come after --",
     )
-    if unknown:
-        raise ConfigError(
-            "submit", f"has no option {unknown[0]}; options of raydl train come after a --"
-        )
-    # Ray's own commands do not do for themselves what prepare_client does for us.
+    # The ray command does not enable token authentication by itself; prepare_client does.
     ray = "ray" if "RAY_AUTH_MODE" in os.environ else "RAY_AUTH_MODE=token ray"
     if options.follow:
-        if words:
-            raise ConfigError("submit.follow", "submits nothing; leave out the -- and what follows")
-        plan = submission.Plan(options.follow, "the place that it names", "", True)
+        if train_words:
+            raise ConfigError(
+                "submit.follow", "submits nothing; leave out -- and the options after it"
+            )
+        plan = submission.Plan(options.follow, "the folder in its log", "", True)
         submitter = submission.Submitter(_connect(options), plan)
         return _watch(options, submitter, options.follow, ray=ray)
-    plan = _plan(options, words)
+    plan = _plan(options, train_words)
     submitter = submission.Submitter(_connect(options), plan, options.retries)
     return _watch(options, submitter, ray=ray)
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before the first ``--`` and those after it."""
-    words = list(arguments)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
 def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
-    """Return the job to submit; every mistake that can be seen from here is reported now."""
+    """Return the job to submit, after all checks that this machine can do."""
     name = options.run_name
     if name is not None:
         submission.check_name("submit.run_name", name)
@@ -124,7 +121,7 @@ def _plan(options: _SubmitOptions, words: Sequence[str]) -> submission.Plan:
 
 
 def _check(config: TrainConfig) -> None:
-    """Refuse now what the driver would refuse in a minute; it alone sees data and own code."""
+    """Check settings before the driver would; only the driver can check data and custom code."""
     from raydl.core.methods import resolve  # imports torch
     from raydl.faults import FaultPlan
     from raydl.tasks import Classification
@@ -141,22 +138,22 @@ def _check(config: TrainConfig) -> None:
 
 
 def _check_size(folder: str) -> None:
-    """Refuse a working folder that Ray would not take.
+    """Refuse a working folder that is too large for Ray.
 
     Raises:
-        ConfigError: naming the largest entries of the folder.
+        ConfigError: with the largest entries of the folder.
     """
     sizes, limit = ray_session.folder_sizes(folder, list(submission.EXCLUDES))
     total = sum(sizes.values())
     if total < limit:
         return
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    named = ", ".join(f"{name} ({sizes[name] / _MIB:,.0f} MiB)" for name in largest)
+    entries = ", ".join(f"{name} ({sizes[name] / _MIB:,.0f} MiB)" for name in largest)
     raise ConfigError(
         "submit.working_dir",
         f"{folder} holds {total / _MIB:,.0f} MiB, Ray takes less than {limit / _MIB:,.0f} MiB; "
-        f"name what should stay here in {folder}/.rayignore, or keep data where all nodes see "
-        f"them; most of it: {named}",
+        f"exclude entries in {folder}/.rayignore, or keep data in a storage that all nodes read; "
+        f"largest entries: {entries}",
     )
 
 
@@ -164,33 +161,30 @@ def _connect(options: _SubmitOptions) -> RayJobs:
     address = ray_session.prepare_client(options.address)
     from raydl.ray_backend.job_client import RayJobs  # imports Ray
 
+    try:
+        packages = submission.without_ray(requirements()) if options.pip else []
+    except metadata.PackageNotFoundError:
+        raise RaydlError(
+            "--pip reads the requirements of raydl from its installation, and raydl is not "
+            "installed here; run pip install -e . in its checkout"
+        ) from None
     environment = submission.make_runtime_env(
         package=Path(raydl.__file__).parent,
         working_dir=options.working_dir,
-        requirements=_requirements() if options.pip else (),
+        requirements=packages,
         stop_grace_s=options.stop_grace_s,
         submission=uuid.uuid4().hex,
     )
     return RayJobs(address, environment)
 
 
-def _requirements() -> list[str]:
-    try:
-        return submission.without_ray(requirements())
-    except metadata.PackageNotFoundError:
-        raise RaydlError(
-            "--pip reads what raydl needs from its installation, and it is not installed here; "
-            "pip install -e . in its checkout"
-        ) from None
-
-
 def _watch(
     options: _SubmitOptions, submitter: submission.Submitter, job_id: str = "", *, ray: str = "ray"
 ) -> int:
-    """Submit and follow, or follow only; Ctrl-C ends the following, not the job."""
+    """Submit and follow a job, or follow it only; Ctrl-C stops following, not the job."""
     submitter.wait_s = options.wait_s
     submitter.say = lambda sentence: print(f"raydl submit: {sentence}", flush=True)
-    submitter.write = _write
+    submitter.write = partial(print, end="", flush=True)
     try:
         if job_id:
             return submitter.follow_only(job_id)
@@ -200,27 +194,22 @@ def _watch(
             return 0
         return submitter.run()
     except KeyboardInterrupt:
-        left = submitter.job_id or submitter.sending
-        if not left:
+        job_id = submitter.job_id or submitter.sending
+        if not job_id:
             raise
         if submitter.sending:
-            sentence = f"interrupted, and the cluster may have {left} already; {ray} job list tells"
+            sentence = f"interrupted; the cluster may have {job_id} already: see {ray} job list"
         else:
-            nobody = "; nobody sends it again now if it is lost" if options.retries else ""
-            sentence = f"follows no longer, the job goes on{nobody}"
-        print(f"\nraydl submit: {sentence}\n{_hints(left, options, ray)}")
+            no_retry = ", but a lost driver is no longer resubmitted" if options.retries else ""
+            sentence = f"stopped following; the job continues{no_retry}"
+        print(f"\nraydl submit: {sentence}\n{_hints(job_id, options, ray)}")
         return STOPPED["SIGINT"]
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _hints(job_id: str, options: _SubmitOptions, ray: str) -> str:
     address = options.address and shlex.quote(redact(ray_session.dashboard_url(options.address)))
-    where = f"--address {address} " if address else ""
+    option = f"--address {address} " if address else ""
     return (
-        f"  watch:        raydl submit {where}--follow {shlex.quote(job_id)}\n"
-        f"  stop:         {ray} job stop {where}{shlex.quote(job_id)}"
+        f"  watch:        raydl submit {option}--follow {shlex.quote(job_id)}\n"
+        f"  stop:         {ray} job stop {option}{shlex.quote(job_id)}"
     )

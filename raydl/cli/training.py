@@ -6,20 +6,20 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raydl.cli.options import STOPPED, parse_train, say
+from raydl.cli.options import STOPPED, parse_train, print_lines
 from raydl.ray_backend import session as ray_session
 
 if TYPE_CHECKING:
     from raydl.run.trainer import Result
 
 _NO_METRICS = ("round", "samples", "seconds")
-"""Values of an evaluation beside the metrics of the task."""
+"""Values of an evaluation that are no metrics of the task."""
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Train a model, with workers that come and go."""
+    """Train a model with elastic workers."""
     config = parse_train(arguments)
-    if config.scaling.max_workers and _may_be_there(config.data):
+    if config.scaling.max_workers and _may_exist(config.data):
         ray_session.begin()
     # Imported here: --help and a wrong option should not wait for torch.
     from raydl.run.trainer import Trainer
@@ -28,38 +28,38 @@ def train(arguments: Sequence[str]) -> int:
     result = Trainer.from_config(config).fit()
     metrics = result.metrics
     if result.stopped_by:
-        place = result.path
-        if "://" in place:  # --storage-path has the rest of it
-            place = f"runs/{parent_and_name(place)[1]}"
-        say(
+        folder = result.path
+        if "://" in folder:  # --storage-path names its parent
+            folder = f"runs/{parent_and_name(folder)[1]}"
+        print_lines(
             f"stopped by {result.stopped_by} after {metrics['samples']:,} samples\n"
-            f"  go on:        the same command with --run-dir {place} --resume"
+            f"  resume:       the same command with --run-dir {folder} --resume"
         )
         return STOPPED.get(result.stopped_by, 1)
-    say(
+    print_lines(
         f"center test {_last_scores(metrics)}  "
         f"({metrics['samples']:,} samples in {metrics['seconds']:.1f} s)\n"
         f"{_end_and_best(result)}"
         f"  run:          {result.path}\n"
         f"  curves:       tensorboard --logdir {result.path}    (its page #custom_scalars)\n"
-        f"  to send:      raydl report {result.path}"
+        f"  report:       raydl report {result.path}"
     )
     return 0
 
 
-def _may_be_there(source: str) -> bool:
-    """Whether data are there as far as a glance shows: a mistyped path need not wait for Ray."""
+def _may_exist(source: str) -> bool:
+    """Whether data may exist, by a quick check: a mistyped path should not wait for Ray."""
     is_name = source.partition(":")[0] in ("digits", "synthetic", "text")
     return is_name or "://" in source or "*" in source or os.path.exists(source)
 
 
 def _end_and_best(result: Result) -> str:
-    """Return a line on why the run ended before its time, and one on the best center."""
-    from raydl.checkpoint.best import FILE  # imports torch, as the next does PyArrow
-    from raydl.storage import below
+    """Return a line on why the run ended early, if it did, and one on the best center, if kept."""
+    from raydl.checkpoint.best import FILE  # imports torch
+    from raydl.storage import below  # imports PyArrow
 
-    why, best = result.metrics.get("ended_because"), result.metrics.get("best")
-    lines = f"  ended:        {why}\n" if why else ""
+    reason, best = result.metrics.get("ended_because"), result.metrics.get("best")
+    lines = f"  ended:        {reason}\n" if reason else ""
     if best:
         file = below(result.path, FILE)
         lines += f"  best:         {_scores(best)} after {best['samples']:,} samples, in {file}\n"
@@ -74,10 +74,10 @@ def _last_scores(metrics: Mapping[str, Any]) -> str:
 
 
 def _scores(evaluation: Mapping[str, Any]) -> str:
-    """Return scores of the center in words, of whatever the task measures."""
+    """Return the metrics of an evaluation as text; of a classifier, the accuracy alone."""
     scores = {name: evaluation[name] for name in evaluation if name not in _NO_METRICS}
     if set(scores) == {"accuracy", "loss"}:
-        scores.pop("loss")  # a classifier is told its accuracy
+        scores.pop("loss")
     accuracy = scores.pop("accuracy", None)
-    said = [] if accuracy is None else [f"accuracy {accuracy:.2%}"]
-    return ", ".join(said + [f"{name} {value:.4g}" for name, value in scores.items()])
+    texts = [] if accuracy is None else [f"accuracy {accuracy:.2%}"]
+    return ", ".join(texts + [f"{name} {value:.4g}" for name, value in scores.items()])

@@ -1,17 +1,18 @@
 """The settings of a run, as frozen dataclasses.
 
-Each class checks its own fields; ``TrainConfig`` checks what spans several. A field's
-metadata may name the short flag it has on the command line (``{"flag": "beta"}``); every
-other field is reached by its dotted name (``--exchange.timeout-s``).
+Each class checks its own fields; ``raydl.core.methods`` checks which settings exclude each other.
+The metadata of a field may name its short option on the command line (``{"flag": "beta"}``);
+every other field has its dotted name as option (``--exchange.timeout-s``). The docstring of a
+field is its help text.
 
-learning.py   what is learned and how: method, optimizer, length of the training
-cluster.py    the workers: how many, how they come and go, how they exchange
-input.py      how samples are read, what is done to them
-run.py        the run around it: folder, checkpoints, evaluations
-checks.py     what the checks are made of
+learning.py   method, optimizer, length of the training
+cluster.py    number of workers, elasticity, exchanges
+input.py      reading and augmenting samples
+run.py        run folder, checkpoints, evaluations
+checks.py     checks that the classes share
 """
 
-# The defaults are frozen, which ruff sees only for classes of the same file.
+# The defaults are frozen dataclasses, which ruff sees only for classes of the same file.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -64,52 +65,53 @@ class TrainConfig:
     """All settings of one run."""
 
     data: str = "digits"
-    """Training data: digits, synthetic, a path or a URI (Parquet, IDX, CIFAR-10, npz, folders)."""
+    """Training data: digits, synthetic, or a path or URI (Parquet, IDX, CIFAR-10, npz, text,
+    class folders)."""
     model: str = "lenet"
-    """The network (`raydl models` lists them), torchvision:NAME, or module:function, your own."""
+    """Network: a name that `raydl models` lists, torchvision:NAME, or your own module:function."""
     task: str = "auto"
-    """The task: auto, by the data (classes of pictures, the next token of a text), or
-    module:Class, a task of your own."""
+    """Task: auto (by the data: picture classification or next-token prediction), or your own
+    module:Class."""
     training: TrainingConfig = TrainingConfig()
-    """How long, how large, from which seed."""
+    """Length, batch size, precision and seed of the training."""
     method: MethodConfig = MethodConfig()
-    """How the replicas meet the center."""
+    """Training method."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The local step."""
+    """Optimizer of the local steps."""
     input: InputConfig = InputConfig()
-    """How samples are read."""
+    """Reading and augmenting samples."""
     scaling: ScalingConfig = ScalingConfig()
-    """How many workers."""
+    """Number of workers and their resources."""
     run: RunConfig = RunConfig()
-    """Where the run lives."""
+    """Folder, output and faults of the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When checkpoints are written."""
+    """When to write checkpoints."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """When the center is scored."""
+    """When to score the center."""
     exchange: ExchangeConfig = ExchangeConfig()
-    """How replicas and center exchange."""
+    """Exchanges between replicas and center."""
     elastic: ElasticConfig = ElasticConfig()
-    """How workers come and go."""
+    """Lost workers, stragglers and errors."""
 
     @property
     def exchange_device(self) -> str:
-        """Where synchronous workers sum: ``cuda``, by NCCL, or ``cpu``, by gloo in host memory.
+        """Device of the all-reduces of synchronous methods: ``cuda`` (NCCL) or ``cpu`` (gloo).
 
-        NCCL takes a device for each worker: those that share one go by the host.
+        NCCL needs one device per worker: workers that share a GPU sum in host memory.
         """
         has_own = self.scaling.resources().get("GPU", 0.0) >= 1
         return "cuda" if has_own and self.exchange.resident else "cpu"
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """Return a configuration as nested plain values, ready for JSON."""
+    """Return a configuration as nested plain values, for JSON."""
     assert dataclasses.is_dataclass(config)
     assert not isinstance(config, type)
     return dataclasses.asdict(config)
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name: ``{"training.seed": 0, ...}``; an empty dict stays."""
+    """Return nested settings by dotted name, ``{"training.seed": 0, ...}``; keep empty dicts."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -125,16 +127,16 @@ _FORMER_NAMES = {
     (OptimizerConfig, "max_grad_norm"): "clip_grad_norm",
     (TrainingConfig, "accumulate"): "microbatches",
 }
-"""Settings by the names that earlier versions wrote to a run's ``config.json``."""
+"""Current names of settings, by class and the name that earlier versions wrote."""
 
 
 def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
-    """Build a configuration from what ``to_dict`` returned, perhaps through JSON.
+    """Build a configuration from the values that ``to_dict`` returned, or their JSON.
 
-    Names that earlier versions wrote are understood.
+    It accepts the names that earlier versions wrote.
 
     Raises:
-        ConfigError: a key is no setting of this version.
+        ConfigError: if a key is no setting of this version.
     """
     hints = get_type_hints(cls)
     arguments: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Checks that settings share."""
+"""Checks that the classes of settings share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from raydl.errors import ConfigError
 
 
 def require(ok: bool, setting: str, rule: str, value: object) -> None:
-    """Raise ConfigError, "SETTING must be RULE, got VALUE", unless the value is ok."""
+    """Raise ConfigError, "SETTING must be RULE, got VALUE", unless ``ok``."""
     if not ok:
         raise ConfigError(setting, f"must be {rule}, got {value}")
 
 
-def is_positive(value: float) -> bool:
-    """Return whether a number is above 0 and finite."""
-    return math.isfinite(value) and value > 0
+def require_positive(setting: str, value: float, rule: str = "a positive number") -> None:
+    """Raise ConfigError unless a number is above 0 and finite."""
+    require(math.isfinite(value) and value > 0, setting, rule, value)

@@ -1,35 +1,36 @@
-"""The workers: how many, how they come and go, how they exchange."""
+"""Settings of the workers: their number, elasticity and exchanges."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-from raydl.config.checks import is_positive, require
+from raydl.config.checks import require, require_positive
 from raydl.errors import UnknownNameError
 
 ALLREDUCES = ("library", "auto", "ring", "recursive-doubling", "two-level")
-"""The ways to sum over all workers."""
+"""All-reduces of the synchronous methods."""
 ON_WORKER_ERROR = ("auto", "stop", "replace")
-"""The policies for an error in one worker."""
+"""Policies for an error in one worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
-    """How many workers, and what each of them holds. The words are Ray Train's."""
+    """Number of workers and their resources, named as in Ray Train."""
 
     num_workers: int | tuple[int, int] = field(default=2, metadata={"flag": "workers"})
-    """Workers: N, or MIN:MAX to start with MIN and take more; 0: in this process, without Ray."""
+    """Workers: N, or MIN:MAX to start with MIN and add workers up to MAX; 0: train in this process,
+    without Ray."""
     cpus_per_worker: float = field(default=1.0, metadata={"flag": "cpus-per-worker"})
-    """CPUs each worker reserves; it computes with as many threads, at least one."""
+    """CPUs that each worker reserves; also its number of compute threads, at least one."""
     gpus_per_worker: float = field(default=0.0, metadata={"flag": "gpus-per-worker"})
-    """GPUs each worker reserves; above 0 it computes on CUDA."""
+    """GPUs that each worker reserves; above 0, it computes on CUDA."""
     use_gpu: bool = False
     """Short for one GPU per worker."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
-    """Further Ray resources each worker reserves, by name."""
+    """Further Ray resources that each worker reserves, by name."""
     start_timeout_s: float = 600.0
-    """How long the run waits for MIN workers, at its start or after losses, in seconds."""
+    """Longest wait for MIN workers, at the start or after losses, in seconds."""
 
     def __post_init__(self) -> None:
         low, high = self.min_workers, self.max_workers
@@ -44,26 +45,23 @@ class ScalingConfig:
         for name in ("cpus_per_worker", "gpus_per_worker"):
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, f"scaling.{name}", "0 or more", value)
-        require(
-            is_positive(self.start_timeout_s),
-            "scaling.start_timeout_s",
-            "a positive number of seconds",
-            self.start_timeout_s,
+        require_positive(
+            "scaling.start_timeout_s", self.start_timeout_s, "a positive number of seconds"
         )
 
     @property
     def min_workers(self) -> int:
-        """The fewest workers that train."""
+        """Fewest workers that train."""
         return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
     def max_workers(self) -> int:
-        """The most workers that train."""
+        """Most workers that train."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
     def device(self) -> str:
-        """The device that workers compute on: ``cpu`` or ``cuda``."""
+        """Device that workers compute on: ``cpu`` or ``cuda``."""
         return "cuda" if self.resources().get("GPU") else "cpu"
 
     @property
@@ -72,7 +70,7 @@ class ScalingConfig:
         return max(1, int(self.resources().get("CPU", 0)))
 
     def resources(self) -> dict[str, float]:
-        """Return all that one worker reserves, by Ray's resource names."""
+        """Return the resources that one worker reserves, by Ray's names."""
         gpus = self.gpus_per_worker or float(self.use_gpu)
         own = {"CPU": self.cpus_per_worker, "GPU": gpus}
         return {k: v for k, v in {**own, **self.resources_per_worker}.items() if v}
@@ -85,36 +83,36 @@ class ScalingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """How workers come and go."""
+    """Lost workers, stragglers and errors of workers."""
 
     lease_s: float = 10.0
-    """A worker, or the center, that does not answer for so long is lost, in seconds."""
+    """Seconds without an answer after which a worker or the center counts as lost."""
     leave_out_slow: bool = True
-    """In synchronous methods, a worker that is late beyond what recent rounds show is left out
-    until it has caught up."""
+    """Leave out a straggler, a worker that the others wait for longer than recent rounds explain,
+    until it has caught up (synchronous methods)."""
     quorum: float = 0.5
-    """Least share of the workers, in (0, 1], that must stay when slow ones are left out."""
+    """Smallest share of the workers, in (0, 1], that must stay when stragglers are left out."""
     max_restarts: int = 20
-    """Replacements of lost workers in a row, without any progress of the training between them,
-    before the run gives up."""
+    """Replacements of lost workers in a row, without progress of the training in between, before
+    the run fails."""
     on_worker_error: str = field(default="auto", metadata={"flag": "on-worker-error"})
-    """The policy for an error in one worker. auto: a worker whose machine failed (memory, device,
-    disk, network) is replaced, and an error in your own code stops the run after a checkpoint;
-    stop: any error does; replace: the worker is replaced after any error."""
+    """Policy for an error in one worker. auto: replace a worker whose machine failed (memory,
+    device, disk, network), and stop the run after a checkpoint if your own code failed; stop: stop
+    after any error; replace: replace the worker after any error."""
     max_worker_errors: int = 3
-    """Errors within an hour that replace a worker: more for one worker and its replacements stop
-    the run after a checkpoint; more on one node keep further workers away from it."""
+    """Errors within an hour that only replace a worker. More errors of one worker and its
+    replacements stop the run after a checkpoint; more errors on one node exclude the node."""
     max_rollbacks: int = 3
-    """How often in one epoch a replica with a loss, weights or gradients that are not finite is
-    rolled back to the center; one more ends the run after a checkpoint."""
+    """Rollbacks to the center in one epoch, of replicas with a loss, weights or gradients that are
+    not finite; one more stops the run after a checkpoint."""
     max_busy_s: float = 600.0
-    """How long a process is waited for that does not answer but uses its CPU, or that has not
-    answered since it began, in seconds."""
+    """Longest wait for a process that does not answer but uses its CPU, or that has not answered
+    since its start, in seconds."""
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "max_busy_s"):
             value = getattr(self, name)
-            require(is_positive(value), f"elastic.{name}", "a positive number of seconds", value)
+            require_positive(f"elastic.{name}", value, "a positive number of seconds")
         if self.on_worker_error not in ON_WORKER_ERROR:
             raise UnknownNameError("elastic.on_worker_error", self.on_worker_error, ON_WORKER_ERROR)
         for name in ("max_worker_errors", "max_rollbacks"):
@@ -125,27 +123,27 @@ class ElasticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
-    """How replicas and center exchange."""
+    """Exchanges between replicas and center."""
 
     timeout_s: float = 60.0
-    """The longest wait for the other workers in one exchange, in seconds."""
+    """Longest wait for the other workers in one exchange, in seconds."""
     fragments: int = field(default=1, metadata={"flag": "fragments"})
-    """Parts of the parameters that exchange at different steps of a period, in turn."""
+    """Fragments of the parameters, exchanged in turn at different steps of a period."""
     delay: int = field(default=0, metadata={"flag": "exchange-delay"})
-    """Local steps from the start of an exchange to its effect; 0: hidden behind one gradient."""
+    """Local steps from the start of an exchange to its effect; 0 hides it behind one gradient."""
     overlap: bool | None = None
-    """Weights travel while the gradient is computed (EASGD3); unset: the method's own."""
+    """Send weights while the gradient is computed (EASGD3); unset: the method's default."""
     packed: bool = True
-    """One message for all parameters, rather than one per layer. Synchronous methods."""
+    """Send one message for all parameters instead of one per layer (synchronous methods)."""
     resident: bool = True
-    """Message and center stay on the device (EASGD2), not in host memory. Synchronous methods."""
+    """Keep message and center on the device (EASGD2), not in host memory (synchronous methods)."""
     allreduce: str = field(default="library", metadata={"flag": "allreduce"})
-    """How workers sum, in synchronous methods: library (torch's own), ring, recursive-doubling,
-    two-level, or auto: what is predicted to be fastest on the network as it is measured."""
+    """All-reduce of the synchronous methods: library (torch's own), ring, recursive-doubling,
+    two-level, or auto (predicted to be the fastest, from measurements of the network)."""
     compression: str = field(default="none", metadata={"flag": "compression"})
-    """How messages are shortened: none, bf16, int8, or topk:SHARE, as in topk:0.01."""
+    """Codec of the messages: none, bf16, int8, or topk:SHARE, as in topk:0.01."""
     center_shards: int = field(default=1, metadata={"flag": "center-shards"})
-    """Actors that the center is spread over, for the methods that are not synchronous."""
+    """Shards of the center, one actor each (methods that are not synchronous)."""
 
     def __post_init__(self) -> None:
         if self.allreduce not in ALLREDUCES:
@@ -153,9 +151,4 @@ class ExchangeConfig:
         for name, least in (("fragments", 1), ("delay", 0), ("center_shards", 1)):
             value = getattr(self, name)
             require(value >= least, f"exchange.{name}", f"{least} or more", value)
-        require(
-            is_positive(self.timeout_s),
-            "exchange.timeout_s",
-            "a positive number of seconds",
-            self.timeout_s,
-        )
+        require_positive("exchange.timeout_s", self.timeout_s, "a positive number of seconds")

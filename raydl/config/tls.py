@@ -1,7 +1,7 @@
-"""The certificates of a cluster, by the names that Ray gives them in the environment.
+"""TLS certificates of a cluster, from the environment variables of Ray.
 
-One setting serves all: with ``RAY_USE_TLS=1`` Ray's own connections and those between workers of
-a synchronous method use the same three files, and each side asks the other for its certificate.
+With ``RAY_USE_TLS=1``, Ray's connections and the connections between workers of a synchronous
+method use the same three files, and each side verifies the certificate of the other.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from raydl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """The files of one node, in PEM."""
+    """Paths of the PEM files of one node."""
 
     cert: str
-    """Its certificate (``RAY_TLS_SERVER_CERT``), with those between it and the authority."""
+    """Certificate (``RAY_TLS_SERVER_CERT``), followed by its intermediate certificates."""
     key: str
-    """The certificate's private key (``RAY_TLS_SERVER_KEY``), not encrypted."""
+    """Private key of the certificate (``RAY_TLS_SERVER_KEY``), not encrypted."""
     ca: str
-    """The authority that has signed the certificates of all nodes (``RAY_TLS_CA_CERT``)."""
+    """Certificate authority that signed the certificates of all nodes (``RAY_TLS_CA_CERT``)."""
 
     def client(self) -> ssl.SSLContext:
-        """Return the connecting side's TLS context. Raises OSError: a file is not usable."""
+        """Return the TLS context of the connecting side. Raises OSError if a file is unusable."""
         return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def server(self) -> ssl.SSLContext:
-        """Return the listening side's TLS context. Raises OSError: a file is not usable."""
+        """Return the TLS context of the listening side. Raises OSError if a file is unusable."""
         context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        context.num_tickets = 0  # no client comes back
+        context.num_tickets = 0  # no client resumes a session
         return context
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -44,61 +44,62 @@ class TlsFiles:
 
 
 def _no_password() -> str:
-    """Keep OpenSSL from asking for one on the terminal."""
+    """Refuse an encrypted key, for which OpenSSL would ask a password on the terminal."""
     raise ConfigError("RAY_TLS_SERVER_KEY", "must not be encrypted: no process asks for a password")
 
 
 def tls_files(environment: Mapping[str, str]) -> TlsFiles | None:
-    """Return the files that an environment names; None: TLS is not asked for.
+    """Return the files that an environment names, or None if TLS is off.
 
     Raises:
-        ConfigError: it is asked for and a file is not named.
+        ConfigError: if TLS is on and a variable is not set.
     """
     if environment.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
-    named = {}
+    paths = {}
     for field, name in _NAMES.items():
-        named[field] = environment.get(name, "")
-        if not named[field]:
-            raise ConfigError(name, "must name a file in PEM, since RAY_USE_TLS is on")
-    return TlsFiles(**named)
+        paths[field] = environment.get(name, "")
+        if not paths[field]:
+            raise ConfigError(name, "must name a PEM file, since RAY_USE_TLS is on")
+    return TlsFiles(**paths)
 
 
 _NAMES = {"cert": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY", "ca": "RAY_TLS_CA_CERT"}
 
 
 def check_device(device: str, environment: Mapping[str, str]) -> None:
-    """Refuse sums on a device with TLS.
+    """Refuse all-reduces on a device with TLS.
 
     Args:
-        device: where the workers of a synchronous method sum: ``cpu`` or ``cuda``.
-        environment: of this process.
+        device: device of the all-reduces of a synchronous method: ``cpu`` or ``cuda``.
+        environment: environment of this process.
 
     Raises:
-        ConfigError: NCCL would send in plain what the user wants encrypted.
+        ConfigError: if NCCL would send unencrypted while TLS is on.
     """
     if device == "cuda" and tls_files(environment) is not None:
         raise ConfigError(
             "exchange.resident",
-            "must be false with RAY_USE_TLS=1: NCCL, which sums on the device, has no TLS; in host "
-            "memory gloo sums, through TLS",
+            "must be false with RAY_USE_TLS=1: NCCL, which sums on the device, has no TLS; gloo, "
+            "which sums in host memory, has",
         )
 
 
 def check_tls(files: TlsFiles) -> None:
-    """Refuse files with which no two processes of this node could speak.
+    """Refuse files with which two processes of this node could not connect.
 
     Raises:
-        ConfigError: one can not be read, is no PEM, does not fit another one, or is out of date.
+        ConfigError: if a file cannot be read, is not PEM, does not match another file, or has
+            expired.
     """
     for field, name in _NAMES.items():
         path = getattr(files, field)
         try:
             text = Path(path).read_bytes()
         except OSError as error:
-            raise ConfigError(name, f"can not be read: {path}: {error.strerror}") from error
+            raise ConfigError(name, f"cannot be read: {path}: {error.strerror}") from error
         if b"-----BEGIN " not in text:
-            raise ConfigError(name, f"must be a file in PEM, which {path} is not")
+            raise ConfigError(name, f"must be a PEM file, got {path}")
     try:
         _shake_hands(files.client(), files.server())
     except ssl.SSLCertVerificationError as error:
@@ -108,13 +109,13 @@ def check_tls(files: TlsFiles) -> None:
         if error.reason == "KEY_VALUES_MISMATCH":
             problem = f"{files.key} is not the key of the certificate {files.cert}"
             raise ConfigError("RAY_TLS_SERVER_KEY", problem) from error
-        problem = f"{files.cert}, {files.key} and {files.ca} can not be used: {error.reason}"
+        problem = f"{files.cert}, {files.key} and {files.ca} cannot be used: {error.reason}"
         raise ConfigError("RAY_TLS_SERVER_CERT", problem) from error
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """Let both sides accept each other, in memory. Raises ssl.SSLError."""
-    client.check_hostname = False  # the address is that of the peer
+    """Complete a handshake of both sides in memory. Raises ssl.SSLError."""
+    client.check_hostname = False  # there is no host in memory
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.wrap_bio(to_client, to_server),

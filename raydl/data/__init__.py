@@ -1,7 +1,7 @@
-"""Training data: pictures read once, kept as uint8, normalised per batch.
+"""Data sets, the ledger of samples, and the loader.
 
-``load`` is the one entry; everything on storage goes through PyArrow's file systems,
-so that local paths, ``s3://`` and ``gs://`` are one code.
+``load`` opens a data set. Pictures are kept as uint8 and normalized per batch. All files are read
+through PyArrow's file systems: local paths, ``s3://`` and ``gs://`` alike.
 """
 
 from raydl.data.datasets import load

@@ -1,8 +1,8 @@
-"""Folders of files that are whole or not there, for ``raydl.tools.convert.convert``.
+"""Writes a folder of files completely or not at all, for ``raydl.tools.convert.convert``.
 
-A folder that is new is written under a hidden name beside it and renamed. On object stores, which
-have no renaming, and in an empty folder that is there already, a file named ``.unfinished`` lies
-beside the others until all are written; who reads the folder refuses it till then.
+A new folder is written under a hidden name beside it and then renamed. Object stores cannot rename.
+There, and in an empty folder that exists already, a file named ``.unfinished`` lies beside the
+others until all are written; readers refuse the folder until then.
 """
 
 from __future__ import annotations
@@ -11,74 +11,73 @@ import os
 import posixpath
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 
 from raydl.data.files import Place
 from raydl.errors import DataError
 from raydl.storage import Storage, below, in_words, parent_and_name
 
 UNFINISHED = ".unfinished"
-"""The file that says that others beside it are still to come."""
+"""Name of the file that marks an incomplete folder."""
 
-_NOTE = b"raydl data convert writes this folder, or was cut off while it did.\n"
+_NOTE = b"raydl data convert is writing this folder, or was interrupted while it did.\n"
 
 
 def refuse_unfinished(file: Place) -> None:
-    """Raise unless the folder of a file is written to its end.
+    """Refuse a file whose folder is not complete.
 
     Raises:
-        DataError: it is not.
+        DataError: if the folder holds the marker.
     """
     folder, _ = parent_and_name(file.name)
     marker = posixpath.join(posixpath.dirname(file.path), UNFINISHED)
     if Place(file.filesystem, marker, file.name).is_file():
         raise DataError(
             folder,
-            f"is not whole: {UNFINISHED} in it says that a conversion goes on or was cut off; "
-            f"if none goes on, delete the folder and convert again",
+            f"is incomplete: its {UNFINISHED} shows that a conversion is running or was "
+            f"interrupted; if none is running, delete the folder and convert again",
         )
 
 
 def whole_folder(target: Place) -> AbstractContextManager[Place]:
-    """Return a context that gives a folder to write in; at its end it is ``target``, whole.
+    """Return a context that yields a folder to write in and completes it as ``target``.
 
-    After an error in it nothing of what was written is there.
+    After an error in the context, it deletes all files that were written.
 
     Raises:
-        DataError: ``target`` is a file or not empty, or can not be written.
+        DataError: if ``target`` is a file, is not empty or cannot be written.
     """
     with wording(target, "reached"):
-        is_there = _require_free(target)
-    if is_there or Storage(target.path, filesystem=target.filesystem).is_object_store:
+        exists = _require_free(target)
+    if exists or Storage(target.path, filesystem=target.filesystem).is_object_store:
         return _marked(target)
     return _renamed(target)
 
 
 @contextmanager
 def wording(place: Place, what: str) -> Iterator[None]:
-    """Make a DataError, "PLACE: can not be WHAT: …", of what a file system says."""
+    """Turn an OSError into a DataError, "PLACE: cannot be WHAT: …"."""
     try:
         yield
     except OSError as error:
-        raise DataError(place.name, f"can not be {what}: {in_words(error)}") from error
+        raise DataError(place.name, f"cannot be {what}: {in_words(error)}") from error
 
 
 def _require_free(target: Place) -> bool:
-    """Return whether a folder is there, which must be empty."""
+    """Return whether the folder exists; refuse a file and a folder that is not empty."""
     if target.is_file():
-        raise DataError(target.name, "is a file; name a folder that is new or empty")
+        raise DataError(target.name, "is a file; give a new or empty folder")
     if not target.is_dir():
         return False
     names = Storage(target.path, filesystem=target.filesystem).list_dir("")
     if UNFINISHED in names:
         raise DataError(
             target.name,
-            "holds what a conversion has written that goes on or was cut off; if none goes on, "
+            "holds files of a conversion that is running or was interrupted; if none is running, "
             "delete it",
         )
     if names:
         raise DataError(
-            target.name, f"is not empty, it holds {names[0]}; name a folder that is new or empty"
+            target.name, f"is not empty, it holds {names[0]}; give a new or empty folder"
         )
     return True
 
@@ -90,21 +89,22 @@ def _renamed(target: Place) -> Iterator[Place]:
         path = os.path.abspath(path)
     parent, name = posixpath.split(path.rstrip("/"))
     storage, hidden = Storage(parent, filesystem=target.filesystem), f".{name}{UNFINISHED}"
-    beside, _ = parent_and_name(target.name)
-    aside = Place(target.filesystem, posixpath.join(parent, hidden), below(beside, hidden))
+    parent_name, _ = parent_and_name(target.name)
+    folder = Place(target.filesystem, posixpath.join(parent, hidden), below(parent_name, hidden))
     with wording(target, "written"):
         if storage.exists(hidden):
             raise DataError(
-                aside.name,
-                "is of a conversion that goes on or was cut off; if none goes on, delete it",
+                folder.name,
+                "belongs to a conversion that is running or was interrupted; if none is running, "
+                "delete it",
             )
-        target.filesystem.create_dir(aside.path, recursive=True)
+        target.filesystem.create_dir(folder.path, recursive=True)
     try:
-        yield aside
+        yield folder
         with wording(target, "written"):
             storage.move_dir(hidden, name)
-    except BaseException:  # an interrupt too
-        with suppress(OSError):  # the first error is the one to tell
+    except BaseException:  # also after an interrupt
+        with suppress(OSError):  # report the first error
             storage.delete_dir(hidden)
         raise
 
@@ -116,17 +116,12 @@ def _marked(target: Place) -> Iterator[Place]:
     try:
         with wording(target, "written"):
             storage.write_bytes(UNFINISHED, _NOTE)
-        yield replace(target)
+        yield target
         with wording(target, "written"):
             target.filesystem.delete_file(marker.path)
-    except BaseException:  # an interrupt too
-        with suppress(OSError):  # the first error is the one to tell
-            _empty(target)
+    except BaseException:  # also after an interrupt
+        with suppress(OSError):  # report the first error
+            # The marker is deleted last.
+            for name in sorted(storage.list_dir(""), key=lambda name: name == UNFINISHED):
+                target.filesystem.delete_file((target / name).path)
         raise
-
-
-def _empty(folder: Place) -> None:
-    """Delete the files in a folder that was empty, the marker last."""
-    names = Storage(folder.path, filesystem=folder.filesystem).list_dir("")
-    for name in sorted(names, key=lambda name: name == UNFINISHED):
-        folder.filesystem.delete_file((folder / name).path)

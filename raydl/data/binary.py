@@ -1,4 +1,4 @@
-"""The binary layouts: IDX (MNIST's), CIFAR-10's, and NumPy's .npz."""
+"""Binary layouts: IDX (of MNIST), CIFAR-10 and NumPy's .npz."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from raydl.data.images import ImageSet, checked_pair, checked_set, split_off_tes
 from raydl.data.samples import Dataset
 from raydl.errors import DataError
 
-_CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_ROW = 1 + 3 * 32 * 32
 
 
@@ -22,7 +21,7 @@ def read_idx(images: Place, labels: Place) -> ImageSet:
     """Return a set from a pair of IDX files, plain or .gz.
 
     Raises:
-        DataError: one is no IDX file of bytes, is cut off, or the two do not match.
+        DataError: if one is no IDX file of bytes or is truncated, or if the two do not match.
     """
     pixels = _idx_array(images, num_dims=3)
     return checked_set(pixels[:, None], _idx_array(labels, num_dims=1), source=images.name)
@@ -36,53 +35,50 @@ def _idx_array(file: Place, *, num_dims: int) -> np.ndarray:
         raise DataError(
             file.name,
             f"must begin with {magic.hex()} (IDX, unsigned bytes, {num_dims} dimensions), "
-            f"it begins with {data[:4].hex() or 'nothing'}",
+            f"got {data[:4].hex() or 'nothing'}",
         )
     if len(data) < header_bytes:
-        raise DataError(file.name, f"is cut off in its header, after {len(data)} bytes")
+        raise DataError(file.name, f"is truncated in its header, after {len(data)} bytes")
     shape = struct.unpack(f">{num_dims}I", data[4:header_bytes])
     expected = int(np.prod(shape))
     if len(data) - header_bytes != expected:
         raise DataError(
             file.name,
-            f"should hold {expected} bytes after its header ({' x '.join(map(str, shape))}), "
-            f"it holds {len(data) - header_bytes}",
+            f"must hold {expected} bytes after its header ({' x '.join(map(str, shape))}), "
+            f"got {len(data) - header_bytes}",
         )
     return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
 
 
 def read_cifar(files: Sequence[Place], names: Place | None) -> ImageSet:
-    """Return a set from CIFAR-10's binary batches; the classes are numbered where none names them.
+    """Return a set from CIFAR-10's binary batches; without names, classes are numbered.
 
     Raises:
-        DataError: a file is empty or cut off.
+        DataError: if a file is empty or truncated.
     """
-    rows = np.concatenate([_cifar_rows(file) for file in files])
+    batches = [file.read() for file in files]
+    for file, data in zip(files, batches, strict=True):
+        if not data or len(data) % _CIFAR_ROW:
+            raise DataError(
+                file.name,
+                f"must hold whole rows of {_CIFAR_ROW} bytes (label and 3x32x32 pixels), "
+                f"got {len(data)} bytes",
+            )
+    rows = np.frombuffer(b"".join(batches), np.uint8).reshape(-1, _CIFAR_ROW)
     class_names = [str(k) for k in range(10)]
     if names is not None and names.is_file():
         class_names = names.read().decode().split()
-    images = np.ascontiguousarray(rows[:, 1:]).reshape(-1, *_CIFAR_SHAPE)
+    images = np.ascontiguousarray(rows[:, 1:]).reshape(-1, 3, 32, 32)
     return checked_set(
         images, rows[:, 0].astype(np.int64), source=files[0].name, class_names=class_names
     )
 
 
-def _cifar_rows(file: Place) -> np.ndarray:
-    data = file.read()
-    if not data or len(data) % _CIFAR_ROW:
-        raise DataError(
-            file.name,
-            f"must hold whole rows of {_CIFAR_ROW} bytes (label and 3x32x32 pixels), "
-            f"it holds {len(data)} bytes",
-        )
-    return np.frombuffer(data, np.uint8).reshape(-1, _CIFAR_ROW)
-
-
 def read_npz(file: Place, *, seed: int) -> Dataset:
-    """Return the sets of an .npz file; one without a test part is split 90/10.
+    """Return the sets of an .npz file; split it 90/10 if it has no test part.
 
     Raises:
-        DataError: it does not open, lacks arrays, or their shapes or types do not fit.
+        DataError: if it cannot be opened, lacks arrays, or has arrays of wrong shape or type.
     """
     train, test = npz_parts(file)
     if test is None:
@@ -91,12 +87,12 @@ def read_npz(file: Place, *, seed: int) -> Dataset:
 
 
 def npz_parts(file: Place) -> tuple[ImageSet, ImageSet | None]:
-    """Return (training set, test set) of an .npz file as they lie in it.
+    """Return (training set, test set or None) of an .npz file, without a split.
 
-    Its arrays are x_train, y_train, x_test, y_test, or images and labels, without a test set.
+    Its arrays are x_train, y_train, x_test and y_test, or images and labels without a test set.
 
     Raises:
-        DataError: it does not open, lacks arrays, or their shapes or types do not fit.
+        DataError: if it cannot be opened, lacks arrays, or has arrays of wrong shape or type.
     """
     try:
         with np.load(io.BytesIO(file.read()), allow_pickle=False) as archive:
@@ -110,7 +106,7 @@ def npz_parts(file: Place) -> tuple[ImageSet, ImageSet | None]:
         return _npz_set(file, arrays, "images", "labels"), None
     raise DataError(
         file.name,
-        "needs the arrays x_train, y_train, x_test and y_test, or images and labels; it has "
+        "must hold the arrays x_train, y_train, x_test and y_test, or images and labels, got "
         f"{', '.join(arrays) or 'none'}",
     )
 
@@ -118,9 +114,9 @@ def npz_parts(file: Place) -> tuple[ImageSet, ImageSet | None]:
 def _npz_set(file: Place, arrays: dict[str, np.ndarray], x: str, y: str) -> ImageSet:
     pixels, labels = arrays[x], arrays[y].reshape(-1)
     if pixels.dtype != np.uint8:
-        raise DataError(file.name, f"{x} must be uint8 pixels (0 to 255), it is {pixels.dtype}")
+        raise DataError(file.name, f"{x} must be uint8 pixels (0 to 255), got {pixels.dtype}")
     if not np.issubdtype(labels.dtype, np.integer):
-        raise DataError(file.name, f"{y} must be integers, it is {labels.dtype}")
+        raise DataError(file.name, f"{y} must be integers, got {labels.dtype}")
     if pixels.ndim == 3:
         pixels = pixels[:, None]
     elif pixels.ndim == 4 and pixels.shape[3] in (1, 3):
@@ -128,7 +124,7 @@ def _npz_set(file: Place, arrays: dict[str, np.ndarray], x: str, y: str) -> Imag
     elif not (pixels.ndim == 4 and pixels.shape[1] in (1, 3)):
         raise DataError(
             file.name,
-            f"{x} must have shape [N, H, W], [N, H, W, C] or [N, C, H, W], it has "
+            f"{x} must have shape [N, H, W], [N, H, W, C] or [N, C, H, W], got "
             f"{list(pixels.shape)}",
         )
     return checked_set(pixels, labels, source=file.name)

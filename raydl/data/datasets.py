@@ -1,6 +1,6 @@
-"""Opens data of any kind by the name of its source.
+"""Opens data sets of all kinds.
 
-``find_layout`` alone tells the kind of a source, without reading it.
+``find_layout`` finds the kind and the files of a source without reading them; ``load`` reads them.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ _IDX_NAMES = ("{part}-images-idx3-ubyte", "{part}-images.idx3-ubyte")
 
 @dataclass(frozen=True)
 class Layout:
-    """The kind of a source, and the files or folders that make its parts."""
+    """The kind of a source, and the files or folders of its parts."""
 
     kind: str
     """parquet, folders (one per class), idx, cifar, npz, text or synthetic."""
     name: str
-    """Of the source, for messages; of a text its path or URI."""
+    """Name of the source, for messages; path or URI of a text."""
     train: tuple[Place, ...] = ()
-    """Of the training set, IDX pictures before their labels; of an .npz file, the file."""
+    """Files or folders of the training set: (pictures, labels) of IDX, one file of .npz."""
     test: tuple[Place, ...] = ()
-    """Of the test set; none: the source has none, or both lie in one place."""
+    """Files or folders of the test set; empty if there is none, or if ``train`` holds both."""
     class_names: Place | None = None
-    """The file that may name the classes, of cifar."""
+    """File that may hold the class names, for cifar."""
 
 
 def find_layout(source: str) -> Layout:
-    """Return the data set behind a name that ``raydl.data.load`` takes.
+    """Return the layout of a source that ``raydl.data.load`` accepts.
 
-    A folder of which nothing is known is one of class folders; there may be none in it.
+    A folder of unknown kind counts as one of class folders, even if it holds none.
 
     Raises:
-        DataError: nothing is there, it can not be reached, a part of it is missing, or it is a
-            conversion that was cut off.
-        UnknownNameError: a bare word that is neither a path nor a bundled set.
+        DataError: if the source is missing, cannot be reached, lacks a part, or is an incomplete
+            conversion.
+        UnknownNameError: if a bare word is neither a path nor a bundled set.
     """
     if source == "digits":
         return _of_folder(files.find(str(Path(__file__).parent / "digits")))
@@ -81,10 +81,10 @@ def find_layout(source: str) -> Layout:
     if source.startswith("text:") or source.endswith(TEXT_ENDINGS):
         return Layout("text", source.removeprefix("text:"))
     if "*" in source:
-        found = files.glob(source)
-        if not found:
+        places = files.glob(source)
+        if not places:
             raise DataError(source, "no file matches")
-        return _parquet(found, source)
+        return _parquet(places, source)
     place = files.find(source)
     if place.is_dir():
         return _of_folder(place)
@@ -93,18 +93,14 @@ def find_layout(source: str) -> Layout:
             setting = "data: no such file or folder is there, and the bundled data"
             raise UnknownNameError(setting, source, _BUNDLED)
         raise DataError(source, "there is no such file or folder")
-    return _of_file(place)
-
-
-def _of_file(file: Place) -> Layout:
-    if file.path.endswith(".npz"):
-        return Layout("npz", file.name, (file,))
-    if file.path.endswith(".parquet"):
-        return _parquet([file], file.name)
+    if place.path.endswith(".npz"):
+        return Layout("npz", place.name, (place,))
+    if place.path.endswith(".parquet"):
+        return _parquet([place], place.name)
     raise DataError(
-        file.name,
-        "a single file must be .parquet or .npz, or for a text .txt, .md, .npy or text:PATH; name "
-        "the folder otherwise",
+        place.name,
+        "a single file must be .parquet or .npz, or for a text .txt, .md, .npy or text:PATH; "
+        "otherwise give the folder",
     )
 
 
@@ -122,12 +118,12 @@ def _idx(folder: Place) -> Layout | None:
         if train and test:
             return Layout("idx", folder.name, train, test)
         if train:
-            raise DataError(folder.name, "has IDX files for training (train-*) but none for t10k-*")
+            raise DataError(folder.name, "has IDX files for training (train-*) but no t10k-* files")
     return None
 
 
 def _idx_pair(folder: Place, images_name: str) -> tuple[Place, ...]:
-    """Return (pictures, labels), plain or packed, or nothing if no such pictures are there."""
+    """Return (pictures, labels), plain or .gz, or () if there are no such pictures."""
     for ending in ("", ".gz"):
         images = folder / (images_name + ending)
         if images.is_file():
@@ -156,22 +152,20 @@ def _class_folders(folder: Place) -> Layout:
     return Layout("folders", folder.name, (train,), (test,) if test.is_dir() else ())
 
 
-def _parquet(found: list[Place], name: str) -> Layout:
-    """Sort files by their names: train, test (or validation); else all are for training."""
-    refuse_unfinished(found[0])
+def _parquet(places: list[Place], name: str) -> Layout:
+    """Assign files by name to training and test (or validation), or else all to training."""
+    refuse_unfinished(places[0])
     train, test, validation = (
-        tuple(file for file in found if re.match(rf"{part}\b", file.basename))
+        tuple(place for place in places if re.match(rf"{part}\b", place.basename))
         for part in ("train", "test", "validation")
     )
-    tested = test or validation
-    if train and tested:
-        return Layout("parquet", name, train, tested)
-    return Layout("parquet", name, train or tuple(found))
+    test = test or validation
+    return Layout("parquet", name, train or tuple(places), test if train else ())
 
 
 _Groups = TypeVar("_Groups", bound=RowGroups)
 _TEST_SHARE = 10
-"""Of a set without a test part, one row or row group in so many becomes one."""
+"""One in this many rows or row groups is split off as test set."""
 
 
 def load_parquet(
@@ -182,30 +176,30 @@ def load_parquet(
     seed: int,
     input: InputConfig,
 ) -> Dataset:
-    """Return the dataset of some files.
+    """Return the dataset of some Parquet files.
 
     Args:
         train: files of the training set, one or more.
-        test: of the test set; none: a tenth of the training set becomes one, by the seed.
-        source: what the user named.
-        seed: of that split.
-        input: how samples are read.
+        test: files of the test set; empty: split off a tenth of the training set, by the seed.
+        source: path, URI or name that the user gave.
+        seed: seed of the split.
+        input: settings of the input.
 
     Raises:
-        DataError: a file is no whole Parquet file, or not of the kind of the others.
+        DataError: if a file is no whole Parquet file, or differs in its columns from the others.
     """
     groups = open_groups(train, columns=input.columns_named)
     test_groups = open_groups(test, columns=input.columns_named) if test else None
     if not input.streams(lambda: _decoded_bytes(groups)):
         return _in_memory(groups, test_groups, source=source, seed=seed)
-    names = _names(groups, test_groups)
+    names = _class_names(groups, test_groups)
     if test_groups is None:
         groups, test_groups = split_groups(groups, seed=seed, source=source)
     return streamed(groups, test_groups, names=names, source=source, input=input)
 
 
 def _decoded_bytes(groups: ParquetGroups) -> int:
-    """Return the size of the set in memory, estimated from the first picture or row."""
+    """Return the decoded size of a set in bytes, estimated from its first picture or row."""
     if not has_pictures(groups.columns):
         return sum(groups.sizes) * row_bytes(groups.read_first())
     first = labelled_pictures(groups.read_first(), source=groups.name(0), allows_null=True)
@@ -226,29 +220,28 @@ def _in_memory(
         return checked_pair(pictures, read_pictures(test), source=source)
     columns = arrays_of(groups.read_all(), source=groups.source)
     if test is not None:
-        tested = TableSet(arrays_of(test.read_all(), source=test.source))
-        return _checked(TableSet(columns), tested, source=source)
+        test_set = TableSet(arrays_of(test.read_all(), source=test.source))
+        return _checked(TableSet(columns), test_set, source=source)
     num_rows = len(next(iter(columns.values())))
-    tested_rows, trained_rows = _split(num_rows, seed=seed, what="rows", source=source)
-    train, tested = (
-        TableSet({name: a[rows] for name, a in columns.items()})
-        for rows in (trained_rows, tested_rows)
+    train_set, test_set = (
+        TableSet({name: array[rows] for name, array in columns.items()})
+        for rows in _split(num_rows, seed=seed, what="rows", source=source)
     )
-    return Dataset(train, tested, source)
+    return Dataset(train_set, test_set, source)
 
 
 def split_groups(groups: _Groups, *, seed: int, source: str) -> tuple[_Groups, _Groups]:
-    """Return (training, test): a tenth of the row groups, chosen by the seed, is the test set.
+    """Return (training, test); the seed chooses a tenth of the row groups as test set.
 
     Raises:
-        DataError: there is one row group alone.
+        DataError: if there is only one row group.
     """
-    test, train = _split(len(groups.sizes), seed=seed, what="row groups", source=source)
-    return groups.some(train.tolist()), groups.some(test.tolist())
+    train, test = _split(len(groups.sizes), seed=seed, what="row groups", source=source)
+    return groups.select(train.tolist()), groups.select(test.tolist())
 
 
 def _split(count: int, *, seed: int, what: str, source: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (a tenth, the others) of 0..count-1, rising."""
+    """Split 0..count-1 at random into (nine tenths, one tenth), each ascending."""
     if count < 2:
         raise DataError(
             source, f"has no test part and only {count} {what}: too few to split; name files "
@@ -256,14 +249,14 @@ def _split(count: int, *, seed: int, what: str, source: str) -> tuple[np.ndarray
         )  # fmt: skip
     order = np.random.default_rng(seed).permutation(count)
     num_test = max(1, count // _TEST_SHARE)
-    return np.sort(order[:num_test]), np.sort(order[num_test:])
+    return np.sort(order[num_test:]), np.sort(order[:num_test])
 
 
-def _names(groups: ParquetGroups, test: ParquetGroups | None) -> tuple[str, ...]:
-    """Return the names of the classes; without any as many numbers as both parts need.
+def _class_names(groups: ParquetGroups, test: ParquetGroups | None) -> tuple[str, ...]:
+    """Return the class names, or without any in the file, the numbers up to the largest label.
 
     Raises:
-        DataError: labels are no integers, or there are none.
+        DataError: if labels are no integers, or there are none.
     """
     if not has_pictures(groups.columns):
         return ()
@@ -277,17 +270,17 @@ def _names(groups: ParquetGroups, test: ParquetGroups | None) -> tuple[str, ...]
 
 
 def numbered(largest: int, source: str) -> tuple[str, ...]:
-    """Return a number for each class, as its name.
+    """Return the numbers 0..largest as class names.
 
     Args:
-        largest: label; -1: there is none.
-        source: for messages.
+        largest: largest label; -1 without any.
+        source: source, for messages.
 
     Raises:
-        DataError: there is no label of 0 or more.
+        DataError: if there is no label of 0 or more.
     """
     if largest < 0:
-        raise DataError(source, "holds no labels of 0 or more, so there are no classes to learn")
+        raise DataError(source, "must hold labels of 0 or more, got none: no classes to learn")
     return tuple(str(number) for number in range(largest + 1))
 
 
@@ -299,25 +292,25 @@ def streamed(
     source: str,
     input: InputConfig,
 ) -> Dataset:
-    """Return a dataset whose samples are read as they are needed.
+    """Return a streamed dataset.
 
     Args:
         train: row groups of the training set.
         test: row groups of the test set.
-        names: of the classes, for pictures; none: a table.
-        source: what the user named.
-        input: how samples are read.
+        names: class names of pictures; empty: a table.
+        source: path, URI or name that the user gave.
+        input: settings of the input.
 
     Raises:
-        DataError: the two parts are of different kinds.
+        DataError: if the shapes of the two parts differ.
     """
 
-    def of(groups: RowGroups) -> Samples:
+    def samples_of(groups: RowGroups) -> Samples:
         if names:
             return StreamedPictures(groups, names, input)
         return StreamedTable(groups, shuffle_samples=input.shuffle_samples)
 
-    return _checked(of(train), of(test), source=source)
+    return _checked(samples_of(train), samples_of(test), source=source)
 
 
 def _checked(train: Samples, test: Samples, *, source: str) -> Dataset:
@@ -326,25 +319,25 @@ def _checked(train: Samples, test: Samples, *, source: str) -> Dataset:
     return Dataset(train, test, source)
 
 
-_AS_USUAL = InputConfig()
+_DEFAULTS = InputConfig()
 
 
-def load(source: str, *, seed: int = 0, input: InputConfig = _AS_USUAL) -> Dataset:
-    """Return the training set and the test set that ``source`` names, decoded or streamed.
+def load(source: str, *, seed: int = 0, input: InputConfig = _DEFAULTS) -> Dataset:
+    """Return the training set and the test set of a source, decoded or streamed.
 
     A source without a test part is split 90/10 by the seed.
 
     Args:
-        source: ``digits``, ``synthetic``, ``synthetic:N[xCxHxW[xK]]``, or a path or URI of a
-            Parquet image set (file, glob or folder), an IDX folder, CIFAR-10's binary
-            folder, an .npz file, or a folder of class folders; of a text: .txt, .md, .npy
-            with tokens, or ``text:PATH`` for any other name.
-        seed: of the split, and of synthetic data.
-        input: how samples are read.
+        source: ``digits``, ``synthetic``, ``synthetic:N[xCxHxW[xK]]``, or a path or URI of
+            Parquet files (file, glob or folder), an IDX folder, CIFAR-10's binary folder, an .npz
+            file, a folder of class folders, or a text (.txt, .md, .npy with tokens, or
+            ``text:PATH`` for any other name).
+        seed: seed of the split and of synthetic data.
+        input: settings of the input.
 
     Raises:
-        DataError: missing, empty, truncated, mislabelled or unrecognised input.
-        UnknownNameError: a bare word that is neither a path nor a bundled set.
+        DataError: if the data are missing, empty, truncated, mislabelled or of unknown kind.
+        UnknownNameError: if a bare word is neither a path nor a bundled set.
     """
     layout = find_layout(source)
     if layout.kind == "text":
@@ -355,10 +348,10 @@ def load(source: str, *, seed: int = 0, input: InputConfig = _AS_USUAL) -> Datas
 
 
 def load_pictures(layout: Layout, *, seed: int) -> Dataset:
-    """Return a dataset of pictures that lie in no Parquet; they are read as a whole.
+    """Return a dataset of pictures that are not in Parquet, read as a whole.
 
     Raises:
-        DataError: as ``load``.
+        DataError: as in ``load``.
     """
     if layout.kind == "synthetic":
         return _synthetic(layout.name, seed=seed)
@@ -377,7 +370,7 @@ def load_pictures(layout: Layout, *, seed: int) -> Dataset:
 
 
 def _synthetic(source: str, *, seed: int) -> Dataset:
-    """Make pictures that can be learned: one random prototype per class, and noise."""
+    """Return learnable pictures: one random prototype per class, plus noise."""
     match = re.fullmatch(r"synthetic(?::(\d+)(?:x(\d+)x(\d+)x(\d+)(?:x(\d+))?)?)?", source)
     numbers = [int(g) if g else None for g in match.groups()] if match else [0]
     if 0 in numbers:

@@ -1,4 +1,4 @@
-"""Files on any PyArrow file system, with errors that name them."""
+"""Files on any PyArrow file system, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -23,79 +23,78 @@ class Place:
     """The path as the user wrote it, for messages."""
 
     def __truediv__(self, child: str) -> Place:
-        """Return the files below."""
+        """Return the place of a child."""
         path = posixpath.join(self.path, child)
         return Place(self.filesystem, path, below(self.name, child))
 
     @property
     def basename(self) -> str:
-        """The last part of the path."""
+        """Last part of the path."""
         return posixpath.basename(self.path.rstrip("/"))
 
     def is_file(self) -> bool:
-        """Whether a file is there."""
+        """Whether the file exists."""
         return bool(self._info().type == fs.FileType.File)
 
     def is_dir(self) -> bool:
-        """Whether a folder is there."""
+        """Whether the folder exists."""
         return bool(self._info().type == fs.FileType.Directory)
 
     def _info(self) -> fs.FileInfo:
         try:
             return self.filesystem.get_file_info(self.path)
         except OSError as error:
-            raise DataError(self.name, f"can not be reached: {in_words(error)}") from error
+            raise DataError(self.name, f"cannot be reached: {in_words(error)}") from error
 
     def children(self, pattern: str = "*") -> list[Place]:
-        """Return the entries directly below a folder, by name; hidden files are left out."""
+        """Return the entries directly below a folder, sorted by name, without hidden files."""
         try:
             infos = self.filesystem.get_file_info(fs.FileSelector(self.path))
         except OSError as error:
-            raise DataError(self.name, f"can not be listed: {in_words(error)}") from error
+            raise DataError(self.name, f"cannot be listed: {in_words(error)}") from error
         names = sorted(posixpath.basename(info.path) for info in infos)
         return [self / n for n in names if fnmatch.fnmatch(n, pattern) and not n.startswith(".")]
 
     def read(self) -> bytes:
-        """Return the whole file, unpacked if its name ends in .gz.
+        """Return the whole file, decompressed if its name ends in .gz.
 
         Raises:
-            DataError: it can not be read, or is cut off.
+            DataError: if it cannot be read or is truncated.
         """
         try:
             with self.filesystem.open_input_stream(self.path, compression=None) as stream:
                 data: bytes = stream.read()
         except OSError as error:
-            raise DataError(self.name, f"can not be read: {in_words(error)}") from error
-        return self._unpack(data) if self.path.endswith(".gz") else data
-
-    def _unpack(self, data: bytes) -> bytes:
-        unpacker = zlib.decompressobj(wbits=31)
+            raise DataError(self.name, f"cannot be read: {in_words(error)}") from error
+        if not self.path.endswith(".gz"):
+            return data
+        gzip = zlib.decompressobj(wbits=31)
         try:
-            unpacked = unpacker.decompress(data) + unpacker.flush()
+            data = gzip.decompress(data) + gzip.flush()
         except zlib.error as error:
             raise DataError(self.name, f"is not a whole gzip file: {error}") from error
-        if not unpacker.eof:
-            raise DataError(self.name, "is a gzip file that was cut off")
-        return unpacked
+        if not gzip.eof:
+            raise DataError(self.name, "is a truncated gzip file")
+        return data
 
 
 def find(source: str) -> Place:
-    """Return the place that a path or URI names; it need not exist.
+    """Return the place of a path or URI; it need not exist.
 
     Raises:
-        DataError: no file system serves that URI.
+        DataError: if no file system serves the URI.
     """
     if "://" not in source:
         return Place(fs.LocalFileSystem(), source, source)
     try:
         filesystem, path = open_filesystem(source)
     except (OSError, ValueError) as error:
-        raise DataError(source, f"can not be opened: {in_words(error)}") from error
+        raise DataError(source, f"cannot be opened: {in_words(error)}") from error
     return Place(filesystem, path, source)
 
 
 def glob(source: str) -> list[Place]:
-    """Return the files that a path or URI with wildcards in its last part names."""
+    """Return the files that match a path or URI with wildcards in its last part."""
     folder, pattern = parent_and_name(source)
     place = find(folder or ".")
     return place.children(pattern) if place.is_dir() else []

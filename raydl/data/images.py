@@ -1,4 +1,4 @@
-"""Labelled images in memory: decoded from PNG or JPEG, from folders named by class, and checked."""
+"""Labelled pictures in memory: decoding, checks, and folders named by class."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ImageSet(InMemory):
     """Pictures and their classes.
 
     Attributes:
-        images: uint8, shape [N, C, H, W]. May be read-only memory shared by processes.
+        images: uint8, shape [N, C, H, W]; may be read-only memory that processes share.
         labels: int64, shape [N], each in 0..num_classes-1.
         class_names: one name per class.
     """
@@ -42,23 +42,23 @@ class ImageSet(InMemory):
 
     @property
     def num_classes(self) -> int:
-        """Classes, whether or not each has a picture."""
+        """Number of classes, whether or not each has a picture."""
         return len(self.class_names)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height, width."""
+        """(Channels, height, width)."""
         _, channels, height, width = self.images.shape
         return channels, height, width
 
     @property
     def shape(self) -> DataShape:
-        """The shape that a model is built for."""
+        """The shape to build a model for."""
         return DataShape(self.image_shape, self.num_classes, self.class_names)
 
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return (uint8 pictures [B, C, H, W], int64 labels [B]) of these rows."""
-        # Fancy indexing copies just these rows, so torch never sees read-only memory.
+        # Fancy indexing copies these rows, so torch never gets read-only memory.
         return torch.from_numpy(self.images[rows]), torch.from_numpy(self.labels[rows])
 
 
@@ -69,16 +69,16 @@ def checked_set(
     source: str,
     class_names: Sequence[str] | None = None,
 ) -> ImageSet:
-    """Return an image set, or say what is wrong with it.
+    """Return an image set after checks.
 
     Args:
         images: uint8, shape [N, C, H, W].
         labels: integers, shape [N].
         source: the file or folder, for messages.
-        class_names: names of the classes; None: as many as the largest label needs.
+        class_names: names of the classes; None: numbers from 0 to the largest label.
 
     Raises:
-        DataError: no pictures, as many labels as not, or a label out of range.
+        DataError: if there are no pictures, more or fewer labels, or a label out of range.
     """
     if len(images) == 0:
         raise DataError(source, "holds no pictures")
@@ -100,13 +100,13 @@ def checked_pair(train: ImageSet, test: ImageSet, *, source: str) -> Dataset:
     """Return both sets as one dataset.
 
     Raises:
-        DataError: the two do not agree in picture size or classes.
+        DataError: if their picture sizes or classes differ.
     """
     if train.image_shape != test.image_shape:
         raise DataError(
             source,
-            f"training pictures are {_size(train)} (channels x height x width) but test "
-            f"pictures are {_size(test)}",
+            f"training pictures are {'x'.join(map(str, train.image_shape))} (channels x height x "
+            f"width) but test pictures are {'x'.join(map(str, test.image_shape))}",
         )
     names = max(train.class_names, test.class_names, key=len)
     for part in (train, test):
@@ -120,10 +120,10 @@ def checked_pair(train: ImageSet, test: ImageSet, *, source: str) -> Dataset:
 
 
 def split_off_test(images: ImageSet, *, seed: int, source: str) -> Dataset:
-    """Return a seeded 90/10 split of a set that comes without a test part.
+    """Return a seeded 90/10 split of a set without a test part.
 
     Raises:
-        DataError: fewer than 10 pictures.
+        DataError: if it has fewer than 10 pictures.
     """
     if images.num_samples < 10:
         raise DataError(
@@ -131,19 +131,18 @@ def split_off_test(images: ImageSet, *, seed: int, source: str) -> Dataset:
         )
     order = np.random.default_rng(seed).permutation(images.num_samples)
     num_test = images.num_samples // 10
-    test, train = np.sort(order[:num_test]), np.sort(order[num_test:])
-    return Dataset(
-        ImageSet(images.images[train], images.labels[train], images.class_names),
-        ImageSet(images.images[test], images.labels[test], images.class_names),
-        source,
+    train, test = (
+        ImageSet(images.images[rows], images.labels[rows], images.class_names)
+        for rows in (np.sort(order[num_test:]), np.sort(order[:num_test]))
     )
+    return Dataset(train, test, source)
 
 
 def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (mean, standard deviation) per channel on the scale 0..1, float32, shape [C].
 
-    A channel of one constant value gets the deviation 1. The set is read in chunks; no
-    floating-point copy of the whole is made.
+    A constant channel gets the standard deviation 1. The set is read in chunks, without a
+    floating-point copy of the whole.
 
     Args:
         images: uint8, shape [N, C, H, W].
@@ -163,24 +162,20 @@ def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean.astype(np.float32), std.astype(np.float32)
 
 
-def _size(images: ImageSet) -> str:
-    return "x".join(str(side) for side in images.image_shape)
-
-
-_THREADS_FROM = 128 * 128
-"""Pixels of a picture from which several threads are faster: with smaller ones they mostly wait
-for one another's turn in the interpreter."""
-_STRETCH = 256
-"""Pictures that a thread takes at a time."""
+_MIN_PIXELS = 128 * 128
+"""Pixels of a picture from which several threads decode faster than one. With smaller pictures,
+threads mostly wait for the interpreter lock."""
+_THREAD_PICTURES = 256
+"""Pictures that a thread decodes per task."""
 
 
 def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarray:
-    """Return uint8 pictures, shape [count, C, H, W]: C = 1 for grey, 3 for colour.
+    """Return uint8 pictures, shape [count, C, H, W]: C = 1 for grayscale, 3 for color.
 
-    The first picture decides on grey or colour, and on the size of all.
+    The first picture sets the channels and the size of all.
 
     Raises:
-        DataError: a picture does not decode, or has another size; the row is named.
+        DataError: with the row, if a picture does not decode or has another size.
     """
     iterator = iter(encoded)
     first = next(iterator)
@@ -189,36 +184,37 @@ def decode_all(encoded: Iterable[bytes], *, count: int, source: str) -> np.ndarr
     images = np.empty((count, *picture.shape), np.uint8)
     images[0] = picture
 
-    def put(stretch: list[tuple[int, bytes]]) -> None:
-        for row, data in stretch:
+    def decode_rows(rows: list[tuple[int, bytes]]) -> None:
+        for row, data in rows:
             picture = decode_one(data, row, mode=mode, source=source)
             if picture.shape != images.shape[1:]:
+                size, first_size = ("x".join(map(str, p.shape[1:])) for p in (picture, images[0]))
                 raise DataError(
                     source,
-                    f"the picture in row {row} is {_size_of(picture)}, the first one "
-                    f"{_size_of(images[0])} (height x width); all must be of one size",
+                    f"the picture in row {row} is {size}, the first one {first_size} "
+                    f"(height x width); all must have one size",
                 )
             images[row] = picture
 
     rows = zip(range(1, count), iterator, strict=False)
-    stretches = iter(lambda: list(islice(rows, _STRETCH)), [])
-    num_threads = os.cpu_count() if pays_threads(picture.shape) else 1
+    tasks = iter(lambda: list(islice(rows, _THREAD_PICTURES)), [])
+    num_threads = os.cpu_count() if decodes_in_threads(picture.shape) else 1
     with ThreadPoolExecutor(num_threads) as pool:
-        # list() brings the first error of any thread here.
-        list(pool.map(put, stretches))
+        # list() raises the first error of any thread.
+        list(pool.map(decode_rows, tasks))
     return images
 
 
-def pays_threads(shape: tuple[int, ...]) -> bool:
-    """Whether several threads decode pictures of a shape, [C, H, W], sooner than one does."""
-    return math.prod(shape[1:]) >= _THREADS_FROM
+def decodes_in_threads(shape: tuple[int, ...]) -> bool:
+    """Whether several threads decode pictures of a shape, [C, H, W], faster than one thread."""
+    return math.prod(shape[1:]) >= _MIN_PIXELS
 
 
 def mode_of(data: bytes, row: int, *, source: str) -> str:
-    """Return Pillow's mode to decode a set like this picture in: L (grey) or RGB.
+    """Return Pillow's mode to decode a set with this picture in: L (grayscale) or RGB.
 
     Raises:
-        DataError: it is no picture.
+        DataError: if it is no picture.
     """
     with _open(data, row, source=source) as image:
         return "L" if image.mode in ("1", "L", "I", "I;16", "LA") else "RGB"
@@ -228,11 +224,11 @@ def decode_one(data: bytes, row: int, *, mode: str, source: str) -> np.ndarray:
     """Return one picture, uint8, shape [C, H, W].
 
     Raises:
-        DataError: it does not decode.
+        DataError: if it does not decode.
     """
     try:
         with _open(data, row, source=source) as image:
-            # To convert into its own mode is a copy: a quarter of the time of a small picture.
+            # A conversion to its own mode is a copy: a quarter of the time of a small picture.
             pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(source, f"the picture in row {row} does not decode: {error}") from error
@@ -244,23 +240,18 @@ def _open(data: bytes, row: int, *, source: str) -> Image.Image:
         return Image.open(io.BytesIO(data))
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(source, f"row {row} is not a picture that Pillow knows") from error
-    except Image.DecompressionBombError as error:  # what a few kB claim may not fit into memory
+    except Image.DecompressionBombError as error:  # a few kB may claim more than the memory holds
         raise DataError(source, f"the picture in row {row} is too large: {error}") from error
 
 
-def _size_of(picture: np.ndarray) -> str:
-    return f"{picture.shape[1]}x{picture.shape[2]}"
-
-
 _PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".pgm", ".ppm")
-_LAYOUTS = "train-*.parquet, IDX files, data_batch_*.bin, or folders of pictures named by class"
 
 
 def read_class_folders(folder: Place) -> ImageSet:
     """Return all pictures of a folder of class folders, decoded.
 
     Raises:
-        DataError: there are none, one does not decode, or they differ in size.
+        DataError: if there are none, one does not decode, or their sizes differ.
     """
     pictures, labels, names = labelled_files(folder)
     images = decode_all(
@@ -270,10 +261,12 @@ def read_class_folders(folder: Place) -> ImageSet:
 
 
 def labelled_files(folder: Place) -> tuple[list[Place], np.ndarray, list[str]]:
-    """Return FOLDER/CLASS/*.png and the like, their labels, and the classes, numbered by name.
+    """Return (picture files, labels [N], class names) of FOLDER/CLASS/*.png and the like.
+
+    The label of a class is its position in the sorted names.
 
     Raises:
-        DataError: there are none.
+        DataError: if there are no pictures.
     """
     classes = [child for child in folder.children() if child.is_dir()]
     pictures = [
@@ -283,6 +276,10 @@ def labelled_files(folder: Place) -> tuple[list[Place], np.ndarray, list[str]]:
         if picture.basename.lower().endswith(_PICTURE_ENDINGS)
     ]
     if not pictures:
-        raise DataError(folder.name, f"holds nothing that is known here: {_LAYOUTS}")
+        raise DataError(
+            folder.name,
+            "holds no data set: train-*.parquet, IDX files, data_batch_*.bin, or folders of "
+            "pictures named by class",
+        )
     labels = np.array([number for _, number in pictures])
     return [picture for picture, _ in pictures], labels, [child.basename for child in classes]

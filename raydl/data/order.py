@@ -1,4 +1,4 @@
-"""The order of samples in each epoch; the same on all workers."""
+"""The order of the samples in each epoch, the same on all workers."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any, Protocol
 
 import numpy as np
 
-_KEPT_BLOCKS = 8
-"""Shuffled blocks that are remembered: those that a worker is in, and those it helps with."""
+_CACHED_BLOCKS = 8
+"""Shuffled blocks to cache: a worker's own, and other workers' blocks that it helps with."""
 
 
 class Order(Protocol):
-    """Which sample stands at which position of an epoch."""
+    """The sample at each position of an epoch."""
 
     num_samples: int
     """Positions in an epoch."""
 
     @property
     def name(self) -> str:
-        """Its kind in words, without the seed: two of one name and seed are the same."""
+        """Description without the seed: orders of equal name and seed are equal."""
         ...
 
     def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at some positions, int64, shape [num_positions]."""
+        """Return the rows at some positions, int64, shape [num_positions]."""
         ...
 
     def cuts(self, epoch: int) -> Sequence[int] | None:
-        """Return where the blocks of an epoch end, rising, the last one ``num_samples``.
+        """Return the ends of the blocks of an epoch, ascending, or None if it has no blocks.
 
-        None: it has no blocks; any position is as near as any other.
+        The last end is ``num_samples``.
         """
         ...
 
     def near(self, epoch: int, position: int) -> np.ndarray:
-        """Return a row of each row group that the block at a position lies in, int64."""
+        """Return one row of each row group in the block of a position, int64."""
         ...
 
 
 class Shuffled:
-    """Any sample at any position; for a set in memory.
+    """A permutation of all samples, for a set in memory.
 
     Args:
-        num_samples: in the set.
-        seed: of the orders.
+        num_samples: samples in the set.
+        seed: seed of the orders.
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -56,11 +56,11 @@ class Shuffled:
 
     @property
     def name(self) -> str:
-        """Its kind in words."""
+        """Description of the order."""
         return "in memory"
 
     def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at some positions of an epoch."""
+        """Return the rows at some positions of an epoch."""
         if epoch not in self._orders:
             random = np.random.default_rng([self._seed, epoch])
             self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
@@ -81,16 +81,15 @@ class Shuffled:
 
 
 class InBlocks:
-    """Row groups in random order, a few of them mixed with one another to a block.
+    """Row groups in random order, combined to blocks whose rows are shuffled.
 
-    What is read from a file comes in row groups. So a worker takes a block, reads it whole, and
-    trains on its rows in an order of their own; samples that are far apart in the set never meet
-    in a batch, unless the blocks are large.
+    Files are read by row groups. So a worker reserves a block, reads all of it, and trains on its
+    rows in random order. Samples of different blocks rarely share a batch.
 
     Args:
         sizes: samples in each row group, in the order of the set, each 1 or more.
-        seed: of the orders.
-        block_samples: row groups are put together until they hold so many samples.
+        seed: seed of the orders.
+        block_samples: row groups are added to a block until it holds this many samples.
     """
 
     def __init__(self, sizes: Sequence[int], seed: int, *, block_samples: int) -> None:
@@ -100,27 +99,27 @@ class InBlocks:
         self._seed = seed
         self._block_samples = block_samples
         self._plans: dict[int, tuple[list[np.ndarray], array[int]]] = {}
-        self._mixed: dict[tuple[int, int], np.ndarray] = {}
+        self._shuffled: dict[tuple[int, int], np.ndarray] = {}
 
     @property
     def name(self) -> str:
-        """Its kind: how much is mixed, and the sizes of the row groups."""
+        """Description of the order: the block size, and a checksum of the row group sizes."""
         sizes = f"{len(self._sizes)} row groups, {zlib.crc32(self._sizes.tobytes()):08x}"
         return f"streamed with input.shuffle_samples {self._block_samples} ({sizes})"
 
     def rows(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at some positions of an epoch."""
+        """Return the rows at some positions of an epoch."""
         _, cuts = self._plan(epoch)
         blocks = np.searchsorted(cuts, positions, side="right")
         rows = np.empty(len(positions), np.int64)
         for block in np.unique(blocks).tolist():
-            is_here = blocks == block
+            in_block = blocks == block
             start = cuts[block - 1] if block else 0
-            rows[is_here] = self._rows_of(epoch, block)[positions[is_here] - start]
+            rows[in_block] = self._rows_of(epoch, block)[positions[in_block] - start]
         return rows
 
     def cuts(self, epoch: int) -> Sequence[int]:
-        """Return where the blocks of an epoch end."""
+        """Return the ends of the blocks of an epoch."""
         return self._plan(epoch)[1]
 
     def near(self, epoch: int, position: int) -> np.ndarray:
@@ -130,28 +129,28 @@ class InBlocks:
         return first
 
     def _plan(self, epoch: int) -> tuple[list[np.ndarray], array[int]]:
-        """Return (the row groups of each block, where each block ends)."""
+        """Return (row groups of each block, end of each block)."""
         if epoch not in self._plans:
             groups = np.random.default_rng([self._seed, epoch]).permutation(len(self._sizes))
             ends = np.cumsum(self._sizes[groups])
             last = np.flatnonzero(np.diff((ends - 1) // self._block_samples, append=-1))
-            cuts = array("q", ends[last].astype(np.int64).tobytes())  # searched by numpy, bisect
+            cuts = array("q", ends[last].astype(np.int64).tobytes())  # fast for numpy and bisect
             plan = np.split(groups, last[:-1] + 1), cuts
             self._plans = {e: p for e, p in self._plans.items() if e == epoch - 1}
             self._plans[epoch] = plan
         return self._plans[epoch]
 
     def _rows_of(self, epoch: int, block: int) -> np.ndarray:
-        """Return the samples of a block in their order."""
+        """Return the rows of a block in shuffled order."""
         key = (epoch, block)
-        if key not in self._mixed:
+        if key not in self._shuffled:
             groups = self._plan(epoch)[0][block]
             rows = [np.arange(self._starts[g], self._starts[g] + self._sizes[g]) for g in groups]
             random = np.random.default_rng([self._seed, epoch, block])
-            while len(self._mixed) >= _KEPT_BLOCKS:
-                del self._mixed[next(iter(self._mixed))]
-            self._mixed[key] = random.permutation(np.concatenate(rows))
-        return self._mixed[key]
+            while len(self._shuffled) >= _CACHED_BLOCKS:
+                del self._shuffled[next(iter(self._shuffled))]
+            self._shuffled[key] = random.permutation(np.concatenate(rows))
+        return self._shuffled[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_mixed": {}}
+        return {**self.__dict__, "_plans": {}, "_shuffled": {}}

@@ -1,4 +1,4 @@
-"""Row groups: what a large set is read in, a few at a time, by a thread of their own."""
+"""Row groups: a thread reads a large set group by group, a few ahead of the training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pyarrow as pa
 
 from raydl.data.order import InBlocks
 
-_KEPT_UNEXPECTED = 2
-"""Groups that nobody expected and are kept all the same: those of a block that another began."""
+_KEPT_OTHERS = 2
+"""Groups to keep that were not prefetched: a worker reads them when it helps with a block."""
 
 _T = TypeVar("_T")
 
 
 class RowGroups(Protocol):
-    """Tables that are read one by one: row groups of files, or blocks in Ray's memory."""
+    """Tables that are read one by one: row groups of files, or blocks in Ray's object store."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -27,10 +27,10 @@ class RowGroups(Protocol):
         ...
 
     def read(self, number: int) -> pa.Table:
-        """Return the columns of a group that are of use.
+        """Return the selected columns of a group.
 
         Raises:
-            DataError: it can not be read.
+            DataError: if it cannot be read.
         """
         ...
 
@@ -38,17 +38,17 @@ class RowGroups(Protocol):
         """Return the file and the row group, for messages."""
         ...
 
-    def some(self: _T, numbers: Sequence[int]) -> _T:
+    def select(self: _T, numbers: Sequence[int]) -> _T:
         """Return some of the groups."""
         ...
 
 
 class GroupCache(Generic[_T]):
-    """The groups that are in use or expected, read ahead in a thread.
+    """A cache of the groups that are in use or prefetched by a thread.
 
     Args:
-        groups: where they lie.
-        convert: makes of a group's table and number what is kept of it.
+        groups: the groups on storage.
+        convert: converts the table and the number of a group to the cached value.
     """
 
     def __init__(self, groups: RowGroups, convert: Callable[[pa.Table, int], _T]) -> None:
@@ -59,8 +59,8 @@ class GroupCache(Generic[_T]):
 
     def _open(self) -> None:
         self._lock = threading.Lock()
-        self._read: dict[int, Future[_T]] = {}
-        self._expected: frozenset[int] = frozenset()
+        self._cached: dict[int, Future[_T]] = {}
+        self._prefetched: frozenset[int] = frozenset()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="row-groups")
 
     @property
@@ -68,45 +68,45 @@ class GroupCache(Generic[_T]):
         """Rows in all groups."""
         return int(self._starts[-1])
 
-    def places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each row (its group, its row within that), int64, shape [num_rows]."""
+    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (number of the group, row in the group) of each row, int64, shape [num_rows]."""
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         return numbers, rows - self._starts[numbers]
 
-    def expect(self, rows: np.ndarray) -> None:
-        """Read the groups of these rows ahead, and forget the others."""
-        numbers = self.places(rows)[0]
+    def prefetch(self, rows: np.ndarray) -> None:
+        """Start to read the groups of these rows, and drop all others."""
+        numbers = self.locate(rows)[0]
         with self._lock:
             _, first = np.unique(numbers, return_index=True)
-            expected = numbers[np.sort(first)].tolist()
-            self._expected = frozenset(expected)
-            self._read = {n: f for n, f in self._read.items() if n in self._expected}
-            for number in expected:
+            in_order = numbers[np.sort(first)].tolist()
+            self._prefetched = frozenset(in_order)
+            self._cached = {n: f for n, f in self._cached.items() if n in self._prefetched}
+            for number in in_order:
                 self._start(number)
 
     def get(self, number: int) -> _T:
-        """Return the kept rows of a group; waits until it is read.
+        """Return the converted rows of a group; wait until it is read.
 
         Raises:
-            DataError: it can not be read.
+            DataError: if it cannot be read.
         """
         with self._lock:
-            unexpected = [n for n in self._read if n not in self._expected and n != number]
-            for other in unexpected[: len(unexpected) - _KEPT_UNEXPECTED + 1]:
-                del self._read[other]
+            others = [n for n in self._cached if n not in self._prefetched and n != number]
+            for other in others[: len(others) - _KEPT_OTHERS + 1]:
+                del self._cached[other]
             future = self._start(number)
         return future.result()
 
     def _start(self, number: int) -> Future[_T]:
-        if number not in self._read:
-            self._read[number] = self._pool.submit(self._load, number)
-        return self._read[number]
+        if number not in self._cached:
+            self._cached[number] = self._pool.submit(self._load, number)
+        return self._cached[number]
 
     def _load(self, number: int) -> _T:
         return self._convert(self.groups.read(number), number)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what was read: another process reads its own groups."""
+        """Return the state without the cache: another process reads its own groups."""
         return {"groups": self.groups, "_convert": self._convert, "_starts": self._starts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,12 +115,12 @@ class GroupCache(Generic[_T]):
 
 
 class InRowGroups(Generic[_T]):
-    """Base of sets whose samples are read as they are needed.
+    """Base class of streamed sets.
 
     Args:
-        groups: where they lie.
-        convert: makes of a group's table and number what is kept of it.
-        shuffle_samples: row groups are mixed with one another until they hold so many samples.
+        groups: the groups on storage.
+        convert: converts the table and the number of a group to the cached value.
+        shuffle_samples: least samples of a block, the row groups that are shuffled together.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class InRowGroups(Generic[_T]):
 
     @property
     def is_streamed(self) -> bool:
-        """Yes."""
+        """True."""
         return True
 
     def order(self, seed: int) -> InBlocks:
-        """Return the order of the samples in each epoch: row groups at random, a few mixed."""
+        """Return the order of the samples in each epoch: shuffled blocks of row groups."""
         return InBlocks(self._groups.groups.sizes, seed, block_samples=self._shuffle_samples)
 
-    def expect(self, rows: np.ndarray) -> None:
-        """Read the row groups of these rows ahead."""
-        self._groups.expect(rows)
+    def prefetch(self, rows: np.ndarray) -> None:
+        """Start to read the row groups of these rows."""
+        self._groups.prefetch(rows)

@@ -1,4 +1,4 @@
-"""A set of samples, as the rest of raydl sees it: rows, batches of them, and their order."""
+"""Interfaces of data sets: samples, batches and the order of an epoch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from raydl.data.ledger import split_evenly
 from raydl.data.order import Order, Shuffled
 
 Batch = Any
-"""Tensors with one first dimension, that of the samples: a tuple, or a mapping by column.
+"""Tensors whose first dimension is the samples: a tuple, or a mapping by column.
 
-(inputs, labels) of labelled pictures, (tokens, next tokens) of a text, ``{column: tensor}`` of a
-table. A task knows which.
+(inputs, labels) for labelled pictures, (tokens, next tokens) for a text, ``{column: tensor}`` for
+a table. The task knows the kind.
 """
 
 
@@ -27,13 +27,13 @@ class DataShape:
     """The shape of the data, from which a task builds a model."""
 
     input_shape: tuple[int, ...]
-    """Of one sample: channels, height, width of a picture; the tokens of a text; () of a table."""
+    """Shape of one sample: [C, H, W] of a picture; [tokens] of a text; [] of a table."""
     num_classes: int
-    """Classes of a label, or tokens of a vocabulary; 0 where the data have neither."""
+    """Classes of a label or tokens of a vocabulary; 0 if the data have neither."""
     class_names: tuple[str, ...] = ()
-    """One name per class, where the data tell them."""
+    """One name per class, if the data have names."""
     columns: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of a table: the shape of one sample of each column, () for a number."""
+    """Shape of one sample by column of a table, () for a number."""
 
     def __str__(self) -> str:
         if self.columns:
@@ -45,7 +45,7 @@ class DataShape:
 
 
 class Samples(Protocol):
-    """A set of samples. It travels to every worker, so large arrays lie in shared memory."""
+    """A set of samples. Every worker receives it, so large arrays lie in shared memory."""
 
     @property
     def num_samples(self) -> int:
@@ -54,12 +54,12 @@ class Samples(Protocol):
 
     @property
     def shape(self) -> DataShape:
-        """The shape that a model is built for."""
+        """The shape to build a model for."""
         ...
 
     @property
     def is_streamed(self) -> bool:
-        """Whether samples are read when they are needed, which takes a while."""
+        """Whether samples are read from storage when they are needed."""
         ...
 
     def order(self, seed: int) -> Order:
@@ -67,66 +67,66 @@ class Samples(Protocol):
         ...
 
     def fetch(self, rows: np.ndarray) -> Batch:
-        """Return samples as they lie in the set, on the CPU.
+        """Return samples as they are stored, on the CPU.
 
         Args:
-            rows: int64, shape [B]; B may be 0.
+            rows: row numbers, int64, shape [B]; B may be 0.
 
         Raises:
-            DataError: a sample can not be read; a streamed set alone.
+            DataError: if a sample of a streamed set cannot be read.
         """
         ...
 
-    def expect(self, rows: np.ndarray) -> None:
-        """Get ready what will be fetched soon, and forget what will not."""
+    def prefetch(self, rows: np.ndarray) -> None:
+        """Start to read the rows that will be fetched soon, and drop others from the cache."""
         ...
 
 
 class InMemory:
-    """Base of sets that are in memory as a whole."""
+    """Base class of sets that are wholly in memory."""
 
     @property
     def is_streamed(self) -> bool:
-        """No."""
+        """False."""
         return False
 
     def order(self: Samples, seed: int) -> Shuffled:
         """Return the order of the samples in each epoch."""
         return Shuffled(self.num_samples, seed)
 
-    def expect(self, rows: np.ndarray) -> None:
-        """Do nothing: all samples are here."""
+    def prefetch(self, rows: np.ndarray) -> None:
+        """Do nothing: all samples are in memory."""
 
 
 @runtime_checkable
-class MayLack(Protocol):
-    """A set some of whose samples may turn out unreadable, and may be left out."""
+class SkipsUnreadable(Protocol):
+    """A set that may skip samples that cannot be read."""
 
     def fetch_readable(self, rows: np.ndarray) -> tuple[Batch, np.ndarray, list[str]]:
-        """Return a batch, its rows, and a sentence for each that is left out.
+        """Return a batch, its rows, and one sentence per skipped sample.
 
         Raises:
-            DataError: a sample can not be read, and none may be left out.
+            DataError: if a sample cannot be read and the policy is not to skip.
         """
         ...
 
 
 class Prepare(Protocol):
-    """Makes what a model takes from samples as they lie in the set."""
+    """Turns samples as they are stored into the input of a model."""
 
     def __call__(self, batch: Batch, rows: np.ndarray, epoch: int | None) -> Batch:
-        """Return a batch to train on, on the device it is on.
+        """Return the prepared batch, on the same device.
 
         Args:
-            batch: of ``Samples.fetch``.
-            rows: its samples, int64, shape [B].
-            epoch: the pass over the data, or None where the samples are scored.
+            batch: result of ``Samples.fetch``.
+            rows: row numbers of the samples, int64, shape [B].
+            epoch: pass over the data, or None for an evaluation.
         """
         ...
 
 
 def as_they_are(batch: Batch, rows: np.ndarray, epoch: int | None) -> Batch:
-    """Return the batch."""
+    """Return the batch unchanged."""
     return batch
 
 
@@ -137,7 +137,7 @@ class Dataset:
     train: Samples
     test: Samples
     source: str
-    """The source that the user named."""
+    """Path, URI or name that the user gave."""
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
@@ -146,19 +146,19 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
 
 
 def num_samples_of(batch: Batch) -> int:
-    """Return the samples in a batch."""
+    """Return the number of samples in a batch."""
     return len(next(tensors_of(batch)))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch on a device, which may still compute what was asked of it before."""
+    """Copy the batch to a device, behind the work that is queued on the device."""
     if isinstance(batch, Mapping):
         return {name: _on(device, tensor) for name, tensor in batch.items()}
     return tuple(_on(device, tensor) for tensor in batch)
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    # From pinned memory the device copies by itself; torch keeps that until it has.
+    # The device copies from pinned memory by itself; torch keeps that memory until then.
     is_pinned = device.type == "cuda"
     return (tensor.pin_memory() if is_pinned else tensor).to(device, non_blocking=is_pinned)
 
@@ -171,13 +171,13 @@ def part_of(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def parts_of(batch: Batch, num_parts: int, *, full: int) -> Iterator[tuple[Batch, float]]:
-    """Return a batch in parts of nearly equal size, each with its share of the samples.
+    """Yield parts of a batch of nearly equal size, each with its share of the samples.
 
     Args:
-        batch: of 1 sample or more.
-        num_parts: of a full batch, 1 or more; a smaller one, at the tail of an epoch, has as many
-            as it needs to be no larger. Parts of a sample or two would spoil batch norm.
-        full: samples of a full batch.
+        batch: a batch of 1 sample or more.
+        num_parts: parts of a full batch, 1 or more. A smaller batch, at the end of an epoch, has
+            fewer parts, since parts of one or two samples would spoil batch norm.
+        full: samples in a full batch.
     """
     num_samples, start = num_samples_of(batch), 0
     largest = math.ceil(full / num_parts)

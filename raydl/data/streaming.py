@@ -1,7 +1,7 @@
-"""Labelled pictures that are read as they are needed, with bounded memory.
+"""Streamed labelled pictures, in bounded memory.
 
-A worker reads whole row groups (``row_groups``), which hold encoded pictures, and decodes the
-pictures of a batch just before it is trained on.
+A worker reads whole row groups of encoded pictures (``row_groups``), and decodes the pictures of a
+batch shortly before it trains on them.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ import pyarrow as pa
 import torch
 
 from raydl.config import InputConfig
-from raydl.data.images import decode_one, mode_of, pays_threads
+from raydl.data.images import decode_one, decodes_in_threads, mode_of
 from raydl.data.parquet import labelled_pictures
 from raydl.data.row_groups import InRowGroups, RowGroups
 from raydl.data.samples import Batch, DataShape
 from raydl.data.table import tensor_array
 from raydl.errors import DataError
 
-_GROUPS_ACROSS, _PICTURES_ACROSS = 8, 2048
-"""Mean and deviation of a set are taken from so many pictures, in so many row groups or more."""
+_STATISTICS_GROUPS, _STATISTICS_PICTURES = 8, 2048
+"""Least row groups and pictures to compute mean and deviation of a set from."""
 _NO_LABEL = np.iinfo(np.int64).min
-"""Stands for a label that is missing; no file is meant to hold it."""
+"""Stands for a missing label; no valid file holds this value."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """One row group: encoded pictures and their labels."""
+    """One row group: pictures and their labels."""
 
     pictures: pa.Array | np.ndarray
-    """Encoded, or uint8 of shape [N, H, W, C]."""
+    """Encoded pictures, or decoded ones, uint8, shape [N, H, W, C]."""
     labels: np.ndarray
+    """int64, shape [N]."""
 
 
 @dataclass(frozen=True)
-class _Open:
-    """Makes a group of a row group's table."""
+class _ToGroup:
+    """Converts the table of a row group."""
 
     groups: RowGroups
 
@@ -47,72 +48,64 @@ class _Open:
         name = self.groups.name(number)
         pictures = labelled_pictures(table, source=name, allows_null=True, allows_tensors=True)
         column = pictures["image"].combine_chunks()
-        labels = _labels_of(pictures["label"])
+        labels = pictures["label"].fill_null(_NO_LABEL).to_numpy()
         if not isinstance(column.type, pa.BaseExtensionType):
             return _Group(column, labels)
         return _Group(_decoded(column, source=name), labels)
 
 
 def _decoded(column: pa.Array, *, source: str) -> np.ndarray:
-    """Return pictures that are tensors: uint8, shape [N, H, W] or [N, H, W, C]."""
+    """Return pictures of a column of tensors, uint8, shape [N, H, W] or [N, H, W, C]."""
     if column.null_count:
         row = pa.compute.index(column.is_null(), True).as_py()
         raise DataError(source, f"row {row} holds no picture")
     pictures = tensor_array(column)
-    kinds = (
+    dtypes = (
         {picture.dtype for picture in pictures} if pictures.dtype == object else {pictures.dtype}
     )
-    if kinds != {np.dtype(np.uint8)}:
-        found = ", ".join(sorted(map(str, kinds)))
-        raise DataError(
-            source, f"holds pictures of {found}; decoded ones must be uint8, from 0 to 255"
-        )
+    if dtypes != {np.dtype(np.uint8)}:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise DataError(source, f"must hold decoded pictures as uint8, from 0 to 255, got {names}")
     return pictures
-
-
-def _labels_of(column: pa.ChunkedArray) -> np.ndarray:
-    """Return int64 labels."""
-    labels: np.ndarray = column.fill_null(_NO_LABEL).to_numpy()
-    return labels
 
 
 class StreamedPictures(InRowGroups[_Group]):
     """Pictures and their classes, in row groups.
 
     Args:
-        groups: where they lie.
+        groups: the row groups on storage.
         class_names: one name per class.
-        config: how they are read.
+        config: settings of the input.
 
     Raises:
-        DataError: the first picture does not decode.
+        DataError: if the first picture does not decode.
     """
 
     def __init__(
         self, groups: RowGroups, class_names: tuple[str, ...], config: InputConfig
     ) -> None:
-        super().__init__(groups, _Open(groups), shuffle_samples=config.shuffle_samples)
+        super().__init__(groups, _ToGroup(groups), shuffle_samples=config.shuffle_samples)
         self._config = config
         first, name = self._groups.get(0).pictures[0], groups.name(0)
         self._mode = "" if isinstance(first, np.ndarray) else mode_of(first.as_py(), 0, source=name)
         picture = self._picture(first, 0, name)
         self.shape = DataShape(picture.shape, len(class_names), class_names)
-        """The shape that a model is built for; the first image decides on the size of all."""
+        """The shape to build a model for; all pictures must have the size of the first."""
         self._make_pool()
 
     def _make_pool(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        if pays_threads(self.shape.input_shape):
+        if decodes_in_threads(self.shape.input_shape):
             self._pool = ThreadPoolExecutor(self._config.num_threads, thread_name_prefix="decode")
 
-    def rows_across(self) -> np.ndarray:
-        """Return rows of row groups all over the set, enough for mean and deviation."""
+    def statistics_rows(self) -> np.ndarray:
+        """Return rows from row groups across the set, enough for mean and deviation."""
         sizes = np.asarray(self._groups.groups.sizes)
-        starts, num_groups = np.cumsum(sizes) - sizes, _GROUPS_ACROSS
+        starts, num_groups = np.cumsum(sizes) - sizes, _STATISTICS_GROUPS
         while True:
             numbers = np.unique(np.linspace(0, len(sizes) - 1, num_groups).astype(int))
-            counts = np.minimum(sizes[numbers], -(-_PICTURES_ACROSS // len(numbers)))
-            if counts.sum() >= _PICTURES_ACROSS or len(numbers) == len(sizes):
+            counts = np.minimum(sizes[numbers], -(-_STATISTICS_PICTURES // len(numbers)))
+            if counts.sum() >= _STATISTICS_PICTURES or len(numbers) == len(sizes):
                 pairs = zip(starts[numbers], counts, strict=True)
                 return np.concatenate([start + np.arange(count) for start, count in pairs])
             num_groups *= 2
@@ -121,52 +114,55 @@ class StreamedPictures(InRowGroups[_Group]):
         """Return (uint8 pictures [B, C, H, W], int64 labels [B]) of these rows.
 
         Raises:
-            DataError: one can not be read; it names the file, the row group and the row.
+            DataError: with the file, the row group and the row, if one cannot be read.
         """
         return self.fetch_readable(rows)[0]
 
     def fetch_readable(self, rows: np.ndarray) -> tuple[Batch, np.ndarray, list[str]]:
-        """Return a batch, its rows, and what is wrong with those that are left out.
+        """Return a batch, its rows, and one sentence per skipped sample.
 
         Raises:
-            DataError: one can not be read, and ``on_bad_sample`` is stop.
+            DataError: if a sample cannot be read and ``on_bad_sample`` is stop.
         """
-        numbers, within = self._groups.places(rows)
+        numbers, within = self._groups.locate(rows)
         each = map if self._pool is None else self._pool.map
-        found = list(each(self._try, numbers.tolist(), within.tolist()))
-        bad = [str(sample) for sample in found if isinstance(sample, DataError)]
-        if bad and self._config.on_bad_sample == "stop":
-            raise next(sample for sample in found if isinstance(sample, DataError))
-        good = [i for i, sample in enumerate(found) if not isinstance(sample, DataError)]
-        pictures = np.empty((len(good), *self.shape.input_shape), np.uint8)
-        labels = np.empty(len(good), np.int64)
-        for place, i in enumerate(good):
-            pictures[place], labels[place] = found[i]  # type: ignore[misc]
-        return (torch.from_numpy(pictures), torch.from_numpy(labels)), rows[good], bad
+        samples = list(each(self._sample, numbers.tolist(), within.tolist()))
+        errors = [sample for sample in samples if isinstance(sample, DataError)]
+        if errors and self._config.on_bad_sample == "stop":
+            raise errors[0]
+        readable = [i for i, sample in enumerate(samples) if not isinstance(sample, DataError)]
+        pictures = np.empty((len(readable), *self.shape.input_shape), np.uint8)
+        labels = np.empty(len(readable), np.int64)
+        for place, i in enumerate(readable):
+            pictures[place], labels[place] = samples[i]  # type: ignore[misc]
+        batch = torch.from_numpy(pictures), torch.from_numpy(labels)
+        return batch, rows[readable], list(map(str, errors))
 
-    def _try(self, number: int, row: int) -> tuple[np.ndarray, int] | DataError:
-        """Return a picture and its label, or what is wrong with it."""
+    def _sample(self, number: int, row: int) -> tuple[np.ndarray, int] | DataError:
+        """Return a picture and its label, or the error if it cannot be read."""
+        name, num_classes = self._groups.groups.name(number), self.shape.num_classes
         try:
-            return self._sample(self._groups.get(number), row, self._groups.groups.name(number))
+            group = self._groups.get(number)
+            label = int(group.labels[row])
+            if label == _NO_LABEL:
+                raise DataError(name, f"row {row} has no label")
+            if not 0 <= label < num_classes:
+                raise DataError(
+                    name, f"row {row} has label {label}; labels must be 0 to {num_classes - 1}"
+                )
+            picture = self._picture(group.pictures[row], row, name)
+            if picture.shape != self.shape.input_shape:
+                size, first_size = (
+                    "x".join(map(str, shape)) for shape in (picture.shape, self.shape.input_shape)
+                )
+                raise DataError(
+                    name,
+                    f"the picture in row {row} is {size}, the first one {first_size}; all must "
+                    f"have one size",
+                )
+            return picture, label
         except DataError as error:
             return error
-
-    def _sample(self, group: _Group, row: int, name: str) -> tuple[np.ndarray, int]:
-        label, num_classes = int(group.labels[row]), self.shape.num_classes
-        if label == _NO_LABEL:
-            raise DataError(name, f"row {row} has no label")
-        if not 0 <= label < num_classes:
-            raise DataError(
-                name, f"row {row} has label {label}; labels must be 0 to {num_classes - 1}"
-            )
-        picture = self._picture(group.pictures[row], row, name)
-        if picture.shape != self.shape.input_shape:
-            raise DataError(
-                name,
-                f"the picture in row {row} is {'x'.join(map(str, picture.shape))}, the first one "
-                f"{'x'.join(map(str, self.shape.input_shape))}; all must be of one size",
-            )
-        return picture, label
 
     def _picture(self, value: Any, row: int, name: str) -> np.ndarray:
         """Return one picture, uint8, shape [C, H, W]."""

@@ -1,4 +1,4 @@
-"""Tables: columns of numbers, for tasks of one's own."""
+"""Tables: columns of numbers, for custom tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raydl.data.samples import Batch, DataShape, InMemory
 from raydl.errors import DataError
 
 Columns = Mapping[str, np.ndarray]
-"""Arrays with one first dimension, that of the rows."""
+"""Arrays by column, shape [N, ...], with the rows as first dimension."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TableSet(InMemory):
 
     @property
     def shape(self) -> DataShape:
-        """The shape that a model is built for: that of each column."""
+        """The shape of each column, to build a model for."""
         return shape_of(self.columns)
 
     def fetch(self, rows: np.ndarray) -> Batch:
@@ -44,37 +44,37 @@ class TableSet(InMemory):
 
 
 class StreamedTable(InRowGroups[Columns]):
-    """A table whose rows are read as they are needed.
+    """A streamed table.
 
     Args:
-        groups: where they lie.
-        shuffle_samples: row groups are mixed with one another until they hold so many rows.
+        groups: the row groups on storage.
+        shuffle_samples: least rows of a block, the row groups that are shuffled together.
     """
 
     def __init__(self, groups: RowGroups, *, shuffle_samples: int) -> None:
-        super().__init__(groups, _Arrays(groups), shuffle_samples=shuffle_samples)
+        super().__init__(groups, _ToArrays(groups), shuffle_samples=shuffle_samples)
         first = self._groups.get(0)
         self._dtypes = {name: array.dtype for name, array in first.items()}
         self.shape = shape_of(first)
-        """The shape that a model is built for: that of each column."""
+        """The shape of each column, to build a model for."""
 
     def fetch(self, rows: np.ndarray) -> Batch:
         """Return ``{column: tensor}`` of these rows.
 
         Raises:
-            DataError: a row group can not be read, or has other columns than the first.
+            DataError: if a row group cannot be read or has other columns than the first.
         """
-        numbers, within = self._groups.places(rows)
-        out = {
+        numbers, within = self._groups.locate(rows)
+        batch = {
             name: np.empty((len(rows), *shape), self._dtypes[name])
             for name, shape in self.shape.columns.items()
         }
         for number in np.unique(numbers).tolist():
-            columns, is_here = self._groups.get(number), numbers == number
+            columns, in_group = self._groups.get(number), numbers == number
             self._check(columns, number)
-            for name, array in out.items():
-                array[is_here] = columns[name][within[is_here]]
-        return {name: torch.from_numpy(array) for name, array in out.items()}
+            for name, array in batch.items():
+                array[in_group] = columns[name][within[in_group]]
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def _check(self, columns: Columns, number: int) -> None:
         """Raise DataError if a row group has other shapes or types than the first."""
@@ -93,8 +93,8 @@ class StreamedTable(InRowGroups[Columns]):
 
 
 @dataclass(frozen=True)
-class _Arrays:
-    """Makes arrays of a row group."""
+class _ToArrays:
+    """Converts the table of a row group."""
 
     groups: RowGroups
 
@@ -108,25 +108,23 @@ def shape_of(columns: Columns) -> DataShape:
 
 
 def arrays_of(table: pa.Table, *, source: str) -> Columns:
-    """Return the columns of a table as arrays: float32, int64 or bool, shape [N, ...].
+    """Return the columns of a table as arrays, float32, int64 or bool, shape [N, ...].
 
     Raises:
-        DataError: a column holds no numbers, lists of different lengths, or nulls.
+        DataError: if a column holds no numbers, lists of different lengths, or nulls.
     """
     return {name: _array_of(table[name], name, source=source) for name in table.column_names}
 
 
 def row_bytes(row: pa.Table) -> int:
-    """Return the bytes of a table's one row as arrays; what holds no numbers counts as it lies."""
-    return sum(_column_bytes(row.select([name])) for name in row.column_names)
-
-
-def _column_bytes(column: pa.Table) -> int:
-    try:
-        (array,) = arrays_of(column, source="").values()
-    except DataError:
-        return int(column.nbytes)
-    return array.nbytes
+    """Return the bytes of a table of one row as arrays; other columns count as they are stored."""
+    total = 0
+    for name in row.column_names:
+        try:
+            total += _array_of(row[name], name, source="").nbytes
+        except DataError:
+            total += int(row.select([name]).nbytes)
+    return total
 
 
 def _array_of(column: pa.ChunkedArray, name: str, *, source: str) -> np.ndarray:
@@ -140,7 +138,7 @@ def _array_of(column: pa.ChunkedArray, name: str, *, source: str) -> np.ndarray:
             raise DataError(
                 source,
                 f"column {name!r} holds lists of {lengths[0]} to {lengths[-1]} values; "
-                f"all rows must have as many",
+                f"all must have one length",
             )
         shape.append(int(lengths[0]) if len(lengths) else 0)
         values = values.flatten()
@@ -149,14 +147,14 @@ def _array_of(column: pa.ChunkedArray, name: str, *, source: str) -> np.ndarray:
 
 
 def _refuse_nulls(values: pa.Array, per_row: int, name: str, *, source: str) -> None:
-    """Raise DataError if there is a null among values, of which each row has so many."""
+    """Raise DataError if there is a null among values, ``per_row`` of each row."""
     if values.null_count:
         row = pa.compute.index(values.is_null(), True).as_py() // per_row
         raise DataError(source, f"column {name!r} is null in row {row}")
 
 
 def tensor_array(values: pa.Array) -> np.ndarray:
-    """Return a column of tensors, Arrow's own or Ray's, as one array, shape [N, ...]."""
+    """Return a column of tensors, of Arrow or Ray, as one array, shape [N, ...]."""
     if hasattr(values, "to_numpy_ndarray"):
         array: np.ndarray = values.to_numpy_ndarray()
     else:
@@ -173,7 +171,7 @@ def _checked_tensor(values: pa.Array, name: str, *, source: str) -> np.ndarray:
         raise DataError(source, f"column {name!r} holds tensors of different shapes")
     kinds = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.bool_}
     if array.dtype.kind not in kinds:
-        raise DataError(source, f"column {name!r} holds {array.dtype}, no numbers")
+        raise DataError(source, f"column {name!r} must hold numbers, got {array.dtype}")
     return array.astype(kinds[array.dtype.kind])
 
 
@@ -193,8 +191,8 @@ def _numbers(values: pa.Array, name: str, *, source: str) -> np.ndarray:
     else:
         raise DataError(
             source,
-            f"column {name!r} holds {values.type}, no numbers; name the columns to read with "
-            f"--input.columns",
+            f"column {name!r} must hold numbers, got {values.type}; name the columns to read in "
+            f"input.columns",
         )
     array: np.ndarray = values.to_numpy(zero_copy_only=False).astype(dtype)
     return array

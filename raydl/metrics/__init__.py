@@ -1,15 +1,15 @@
-"""Metrics: SC17's eight time parts, and every curve with its sentence.
+"""Metrics: the eight time parts of SC17, and all curves, each with a description.
 
-time_parts.py   a worker's seconds, by part
-tags.py         the names of all curves, each with its sentence
-memberships.py  who trained when, as a table
-writer.py       where measurements go; several such places at once
-queued.py       what waits for a disk, and how much of it
-thinning.py     fewer points the older a run is
-speed.py        samples per second, of the newest records
-worker_curves.py  which workers have curves of their own, under which names
-charts.py       all charts, by matplotlib
-tensorboard.py  event files, and the layout of TensorBoard's page *Custom Scalars*
+time_parts.py         seconds of a worker, by part
+tags.py               names and descriptions of all curves
+memberships.py        table of the memberships of a run
+writer.py             protocol of metrics writers; several writers at once; retries
+background_writer.py  a writer in a separate thread, with a bounded queue
+thinning.py           fewer points the older a run is
+speed.py              samples per second, from the newest records
+worker_curves.py      the workers that have their own curves, and the names of the curves
+charts.py             all charts, by matplotlib
+tensorboard.py        event files, and the layout of TensorBoard's page *Custom Scalars*
 """
 
 from raydl.metrics.background_writer import BackgroundWriter

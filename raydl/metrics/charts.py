@@ -1,11 +1,11 @@
 """All charts, drawn by matplotlib.
 
-A function for each kind of chart (lines, areas, bars) returns a ``Picture``, whose methods are the
-forms: pixels for TensorBoard, a file, SVG inside an HTML page. In a page, colours and fonts are
-those of the style sheet.
+One function per kind of chart (lines, areas, bars) returns a ``Picture``, whose methods give the
+output formats: pixels for TensorBoard, a file, SVG for an HTML page. In a page, the style sheet
+sets colors and fonts.
 
-matplotlib is imported with the first chart: the import takes 0.3 s, which neither workers nor the
-command line should pay. pyplot is not used: it would share its state with the user's own code.
+matplotlib is imported with the first chart: the import takes 0.3 s, and neither workers nor the
+command line need it. pyplot is not used: it would share its state with the user's code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from raydl.metrics.tags import STACK
 from raydl.redaction import redact
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#b3478f", "#8a6d00", "#3aa0d8", "#7b4fb5", "#59636d")
-"""Of numbered lines; the colours of further lines repeat, dashed."""
+"""Colors of numbered lines; further lines repeat them, dashed."""
 PALETTE = {
     **{"paper": "#ffffff", "ink": "#1c2024", "soft": "#5c6670", "rule": "#e3e6e9"},
     **{f"c{number}": color for number, color in enumerate(_COLORS)},
 }
-"""Colours by name, no two the same. In a page, each is the style sheet's variable of that name."""
+"""Colors by name, all different; in a page, variables of the style sheet with the same names."""
 
 _FAMILIES = {
     "sgd": "#4d4d4d",
@@ -41,7 +41,7 @@ _FAMILIES = {
     "diloco": "#7b4fb5",
 }
 _OWN_FAMILIES = ("#e6ab02", "#56b4e9", "#e7298a", "#66a61e")
-"""Colours of the families that raydl does not know, in the order of the methods."""
+"""Colors of custom rules, in the order of the methods."""
 _STRATEGIES: dict[str, Any] = {
     "sync": "-",
     "async": (0, (5, 1.5)),
@@ -50,29 +50,29 @@ _STRATEGIES: dict[str, Any] = {
 }
 
 SUFFIXES = (".png", ".svg", ".pdf")
-"""Files that a chart can be saved as."""
+"""Suffixes of chart files."""
 
 _FONT = 10
 _FILE_DPI = 150
 _FILE_WIDTH = 684
 _PAGE_SIZE = (460, 260)
-"""Sizes are in points: in SVG and in pixels, one is one pixel."""
+"""Sizes are in points; one point is one pixel in SVG and in images."""
 _PAGE_EDGES = {"left": 52 / 460, "right": 446 / 460, "bottom": 42 / 260, "top": 248 / 260}
 _AREAS_SIZE = (440, 348)
-"""TensorBoard shows an image 350 pixels wide: its letters must stay legible."""
+"""TensorBoard shows an image 350 pixels wide; its letters must stay legible."""
 _AREAS_EDGES = {"left": 44 / 440, "right": 428 / 440, "bottom": 126 / 348, "top": 320 / 348}
 
 _MOST_POINTS = 400
-"""A line of more points is thinned: there are fewer pixels than that."""
+"""Lines with more points are thinned, since a chart has fewer pixels."""
 _MOST_DOTS = 60
-"""Points of a line in a page that show their value under the pointer, at most."""
+"""Most points of a line in a page with a value as tooltip."""
 _FEW = 15
-"""A line of at most so many points shows each of them."""
-_ROOM = 0.002
-"""Where 100% lies on an axis stretched towards it; a logarithm alone never gets there."""
+"""Lines with at most this many points show a dot for each."""
+_LOG_OFFSET = 0.002
+"""Offset of an axis that is logarithmic towards 100%, so that 100% lies on it."""
 _ACCURACIES = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1)
-_LONG_LOG = 20
-"""Values whose greatest is so many times their least are drawn on a logarithmic axis."""
+_LOG_RATIO = 20
+"""Least ratio of the largest value to the smallest for a logarithmic axis."""
 
 _SAMPLES = "samples of all workers together"
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -83,21 +83,21 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 @dataclass(frozen=True)
 class Look:
-    """How a line is drawn."""
+    """Color and dashes of a line."""
 
     color: str
-    """``#rrggbb``."""
+    """Color as ``#rrggbb``."""
     dashes: Any = "-"
-    """A line style of matplotlib."""
+    """Line style of matplotlib."""
 
     @property
     def variable(self) -> str:
-        """The colour in a page: a variable of the style sheet."""
+        """The color in a page: a variable of the style sheet."""
         return _with_variables(self.color)
 
 
 def numbered(number: int) -> Look:
-    """Return the look of the line with a number, from 0; past 8 the colours repeat, dashed."""
+    """Return the look of the line with a number, from 0; after 8 lines, colors repeat, dashed."""
     dashes = (0, (5, 2.5)) if number >= len(_COLORS) else "-"
     return Look(_COLORS[number % len(_COLORS)], dashes)
 
@@ -110,10 +110,10 @@ def family(method: str) -> str:
 
 
 def looks_of_methods(strategies: Mapping[str, str]) -> dict[str, Look]:
-    """Return the looks of methods: a colour for each family, dashes for each strategy.
+    """Return the looks of methods: one color per family, one dash pattern per strategy.
 
     Args:
-        strategies: the strategy of each method, by its name.
+        strategies: strategy by name of the method.
     """
     own = dict.fromkeys(f for f in map(family, strategies) if f not in _FAMILIES)
     colors = {f: _OWN_FAMILIES[i % len(_OWN_FAMILIES)] for i, f in enumerate(own)} | _FAMILIES
@@ -121,7 +121,7 @@ def looks_of_methods(strategies: Mapping[str, str]) -> dict[str, Look]:
 
 
 def short(value: float) -> str:
-    """Return a number as an axis shows it: ``0.05``, ``250``, ``12k``, ``1.5M``."""
+    """Return a number for an axis: ``0.05``, ``250``, ``12k``, ``1.5M``."""
     for size, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{sign}"
@@ -129,21 +129,21 @@ def short(value: float) -> str:
 
 
 def words(part: str) -> str:
-    """Return a time part's name for a person."""
+    """Return the name of a time part with blanks."""
     return part.replace("_", " ")
 
 
 def percent(share: float) -> str:
-    """Return a share as an axis shows it: ``97.5%``."""
+    """Return a share for an axis: ``97.5%``."""
     return f"{100 * share:.4g}%"
 
 
-# what is drawn
+# contents
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A point of a line at which something happened."""
+    """An event on a line, with a tooltip."""
 
     x: float
     y: float
@@ -152,52 +152,52 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points from left to right."""
+    """A line through points, from left to right."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     look: Look
     is_step: bool = False
-    """Each value holds until the next point."""
+    """Whether each value holds until the next point."""
     is_faint: bool = False
-    """Behind the others, and not in the legend."""
+    """Whether the line is drawn faintly and left out of the legend."""
     marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lines over each other; at least one has a point."""
+    """Lines with common axes; at least one line has a point."""
 
     lines: Sequence[Line]
     x: str = "samples"
-    """``samples``, ``seconds`` (or minutes, or hours, if many), ``workers`` (logarithmic)."""
+    """``samples``, ``seconds`` (long runs in minutes or hours) or ``workers`` (logarithmic)."""
     y: str = "linear"
-    """``linear``: around all values; ``zero``: from 0 on; ``count``: from 0 on, whole numbers;
-    ``log``: logarithmic if the greatest value is at least 20 times the least; ``accuracy``: shares,
+    """``linear``: around all values; ``zero``: from 0; ``count``: from 0, integers; ``log``:
+    logarithmic if the largest value is at least 20 times the smallest; ``accuracy``: shares,
     stretched towards 100% if one is above 90%; ``share``: from 0% to 100%."""
     title: str = ""
     target: float | None = None
-    """Value of a line across the chart."""
+    """Value of a horizontal line across the chart."""
 
 
 @dataclass
 class Picture:
-    """A chart as a figure of matplotlib, with the sentences that SVG shows under the pointer."""
+    """A chart as a matplotlib figure, with tooltips for SVG."""
 
     figure: Any
     dots: list[_Dots] = field(default_factory=list)
     sentences: dict[str, str] = field(default_factory=dict)
-    """Of shapes, by the ``gid`` of the artist."""
+    """Tooltips of shapes, by the ``gid`` of the artist."""
 
     def __post_init__(self) -> None:
         from matplotlib.text import Text
 
-        for text in self.figure.findobj(Text):  # a user may have set LaTeX for charts of their own
+        for text in self.figure.findobj(Text):  # the user may have enabled LaTeX globally
             text.set_usetex(False)
 
     def pixels(self) -> np.ndarray:
-        """Return uint8, shape [H, W, 3]."""
+        """Return the chart as pixels, uint8, shape [H, W, 3]."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         canvas = FigureCanvasAgg(self.figure)
@@ -211,19 +211,19 @@ class Picture:
     def svg(self, label: str, *, is_stretched: bool = False) -> str:
         """Return an ``svg`` element for an HTML page.
 
-        Colours are variables of the page's style sheet, named as in ``PALETTE`` and ``STACK``;
-        fonts are the page's. There are no ids, which could collide with those of another chart,
-        and no references. Text is escaped, and credentials are removed from it.
+        Colors are variables of the page's style sheet, named as in ``PALETTE`` and ``STACK``; fonts
+        are the page's. There are no ids, which could collide with other charts, and no references.
+        Text is escaped, and credentials are removed.
 
         Args:
-            label: for screen readers.
-            is_stretched: the page sets width and height independently.
+            label: description for screen readers.
+            is_stretched: whether the page sets width and height independently.
         """
         from matplotlib import rc_context
 
         text = io.StringIO()
         self.figure.patch.set_visible(False)
-        # matplotlib reads these two from its global settings alone.
+        # matplotlib reads these two only from its global settings.
         with rc_context({"svg.fonttype": "none", "savefig.bbox": "standard"}):
             self.figure.savefig(text, format="svg")
         source = ElementTree.fromstring(text.getvalue())
@@ -231,10 +231,10 @@ class Picture:
         svg.set("aria-label", redact(label))
         if is_stretched:
             svg.set("preserveAspectRatio", "none")
-        for group, item in _drawn_in(source):
-            made = ElementTree.SubElement(svg, item.tag.removeprefix(_SVG), _attributes(item))
-            made.text = item.text
-            _say(made, self.sentences.get(group, ""))
+        for group, item in _shapes_in(source):
+            element = ElementTree.SubElement(svg, item.tag.removeprefix(_SVG), _attributes(item))
+            element.text = item.text
+            _add_tooltip(element, self.sentences.get(group, ""))
         for dots in self.dots:
             dots.add_to(svg)
         return ElementTree.tostring(svg, encoding="unicode")
@@ -242,7 +242,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class _Dots:
-    """Circles with sentences along a line; the style sheet hides those of ``dot`` until hovered."""
+    """Circles with tooltips along a line; the style sheet shows those of ``dot`` only on hover."""
 
     axes: Any
     kind: Literal["dot", "dot few", "mark"]
@@ -258,14 +258,14 @@ class _Dots:
         for mark in self.marks:
             x, y = self.axes.transData.transform((mark.x, mark.y))
             place = {"cx": _digits(x), "cy": _digits(height - y), "r": radius}
-            _say(ElementTree.SubElement(group, "circle", place), mark.sentence)
+            _add_tooltip(ElementTree.SubElement(group, "circle", place), mark.sentence)
 
 
-# kinds
+# kinds of charts
 
 
 def lines_in_page(chart: Chart) -> Picture:
-    """Return a chart of lines for a page, which has its title and legend."""
+    """Return a chart of lines for an HTML page, which adds title and legend itself."""
     figure = _figure(*_PAGE_SIZE)
     figure.subplots_adjust(**_PAGE_EDGES)
     return Picture(figure, _draw_lines(figure.add_subplot(), chart))
@@ -275,8 +275,8 @@ def lines_in_file(charts: Sequence[Chart], *, title: str = "", legend: str = "")
     """Return charts side by side, with one legend.
 
     Args:
-        charts: all with the same lines.
-        title: above all of them.
+        charts: charts with the same lines.
+        title: title above all charts.
         legend: title of the legend.
     """
     count = sum(not line.is_faint for line in charts[0].lines)
@@ -294,11 +294,11 @@ def lines_in_file(charts: Sequence[Chart], *, title: str = "", legend: str = "")
 
 
 def bars_in_file(rows: Mapping[str, Mapping[str, float]], *, x_label: str) -> Picture:
-    """Return horizontal bars, stacked of the eight time parts, with a legend.
+    """Return horizontal bars, stacked from the eight time parts, with a legend.
 
     Args:
-        rows: seconds by part, by the name of the bar; from top to bottom.
-        x_label: what is shown.
+        rows: seconds by part, by name of the bar, from top to bottom.
+        x_label: label of the x-axis.
     """
     figure = _figure(_FILE_WIDTH, 115 + 27 * len(rows), layout="constrained")
     axes = figure.add_subplot()
@@ -315,26 +315,26 @@ def bars_in_file(rows: Mapping[str, Mapping[str, float]], *, x_label: str) -> Pi
 
 
 def bar_in_page(seconds: Mapping[str, float], *, longest: float) -> Picture:
-    """Return one stacked bar without words, to be stretched to the width of a page.
+    """Return one stacked bar without text, to be stretched to the width of a page.
 
     Args:
-        seconds: by time part.
-        longest: seconds of a bar of the full width.
+        seconds: seconds by time part.
+        longest: seconds of a bar of full width.
     """
     figure = _figure(1000, 10)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set(xlim=(0, longest), ylim=(-0.5, 0.5))
     _draw_bars(axes, [seconds], height=1.0)
-    said = {part: f"{words(part)}: {seconds.get(part, 0.0):,.2f} s" for part in STACK}
-    return Picture(figure, sentences=said)
+    tooltips = {part: f"{words(part)}: {seconds.get(part, 0.0):,.2f} s" for part in STACK}
+    return Picture(figure, sentences=tooltips)
 
 
 def areas(points: Sequence[tuple[int, Mapping[str, float]]]) -> Picture:
-    """Return the eight time parts over samples, stacked; the legend has the newest seconds.
+    """Return the eight time parts over samples, stacked; the legend shows the newest seconds.
 
     Args:
-        points: samples, and the seconds of each part; at least two, in the order of samples.
+        points: (samples, seconds by part), at least two, in the order of samples.
     """
     figure = _figure(*_AREAS_SIZE)
     figure.subplots_adjust(**_AREAS_EDGES)
@@ -350,12 +350,12 @@ def areas(points: Sequence[tuple[int, Mapping[str, float]]]) -> Picture:
     axes.grid(axis="y", color=PALETTE["rule"], clip_on=False)
     axes.set_title("seconds per worker, by part", loc="left", fontsize=11, color=PALETTE["ink"])
     axes.set_xlabel(_SAMPLES)
-    names = [f"{words(part)} {_figures(points[-1][1][part])} s" for part in STACK]
+    names = [f"{words(part)} {_short_seconds(points[-1][1][part])} s" for part in STACK]
     _legend(figure, bands, names, loc="lower left", ncols=2, columnspacing=1.2)
     return Picture(figure)
 
 
-# how they are drawn
+# drawing
 
 
 def _figure(width: float, height: float, **settings: Any) -> Any:
@@ -366,7 +366,7 @@ def _figure(width: float, height: float, **settings: Any) -> Any:
 
 
 def _prepare(axes: Any) -> None:
-    """Remove the frame, and set fonts and colours: the user's own settings must not matter."""
+    """Remove the frame, and set fonts and colors, so that the user's settings have no effect."""
     axes.spines[:].set_visible(False)
     axes.patch.set_visible(False)
     axes.grid(False)
@@ -381,8 +381,8 @@ def _prepare(axes: Any) -> None:
 
 
 def _legend(figure: Any, handles: Any, names: Sequence[str], **settings: Any) -> None:
-    given = {"frameon": False, "fontsize": 9, "title_fontsize": 8, "alignment": "left"}
-    legend = figure.legend(handles, names, labelcolor=PALETTE["ink"], **given | settings)
+    defaults = {"frameon": False, "fontsize": 9, "title_fontsize": 8, "alignment": "left"}
+    legend = figure.legend(handles, names, labelcolor=PALETTE["ink"], **defaults | settings)
     legend.get_title().set_color(PALETTE["soft"])
     for handle in legend.get_lines():
         handle.set_marker("")
@@ -391,17 +391,20 @@ def _legend(figure: Any, handles: Any, names: Sequence[str], **settings: Any) ->
 def _draw_lines(axes: Any, chart: Chart) -> list[_Dots]:
     """Draw a chart; return the dots of its lines."""
     _prepare(axes)
-    drawn = [line for line in chart.lines if len(line.ys)]
-    unit, x_label = _x_unit(chart.x, max(max(line.xs) for line in drawn))
-    lines = [_thinned_line(line, unit) for line in drawn]
+    nonempty = [line for line in chart.lines if len(line.ys)]
+    unit, x_label = _x_unit(chart.x, max(max(line.xs) for line in nonempty))
+    lines = [_thinned_line(line, unit) for line in nonempty]
     _set_x(axes, chart.x, [x for line in lines for x in line.xs])
-    across = [] if chart.target is None else [chart.target]
-    y_text = _set_y(axes, chart.y, [*across, *(y for line in lines for y in line.ys)])
+    targets = [] if chart.target is None else [chart.target]
+    y_text = _set_y(axes, chart.y, [*targets, *(y for line in lines for y in line.ys)])
     axes.grid(axis="y", color=PALETTE["rule"], clip_on=False)
     axes.set_title(chart.title, loc="left", fontsize=_FONT, color=PALETTE["ink"])
     axes.set_xlabel(x_label)
-    for target in across:
-        _draw_target(axes, target)
+    for target in targets:
+        soft, place = PALETTE["soft"], axes.get_yaxis_transform()
+        axes.axhline(target, color=soft, linewidth=0.8, zorder=1)
+        axes.text(0, target, f"target {percent(target)}", color=soft, fontsize=8, transform=place,
+                  ha="left", va="bottom")  # fmt: skip
     width = 1.8 if sum(not line.is_faint for line in lines) <= 2 else 1.3
     for line in lines:
         _draw_line(axes, line, width=width)
@@ -410,7 +413,7 @@ def _draw_lines(axes: Any, chart: Chart) -> list[_Dots]:
 
 
 def _thinned_line(line: Line, unit: float) -> Line:
-    """Return a line as drawn, with its xs in units of the axis."""
+    """Return a line with fewer points, and its xs in units of the axis."""
     xs, ys = zip(
         *thinned([(x / unit, y) for x, y in zip(line.xs, line.ys, strict=True)]), strict=True
     )
@@ -435,20 +438,13 @@ def _draw_line(axes: Any, line: Line, *, width: float) -> None:
 
 
 def _dots(axes: Any, line: Line, text: Callable[[float], str], *, is_named: bool) -> _Dots:
-    """Return the dots of a line: its marks or, if it has none, points all along it."""
+    """Return the dots of a line: its marks, or points along it if it has none."""
     points = list(zip(line.xs, line.ys, strict=True))[:: -(-len(line.xs) // _MOST_DOTS)]
     marks = line.marks or [Mark(x, y, f"{text(y)} at {short(x)}") for x, y in points]
     if is_named:
         marks = [replace(mark, sentence=f"{line.name}: {mark.sentence}") for mark in marks]
     kind: Any = "mark" if line.marks else "dot few" if len(line.xs) <= _FEW else "dot"
     return _Dots(axes, kind, line.look.color, marks)
-
-
-def _draw_target(axes: Any, target: float) -> None:
-    soft = PALETTE["soft"]
-    axes.axhline(target, color=soft, linewidth=0.8, zorder=1)
-    place = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "bottom"}
-    axes.text(0, target, f"target {percent(target)}", color=soft, fontsize=8, **place)
 
 
 def _draw_bars(axes: Any, rows: Sequence[Mapping[str, float]], *, height: float) -> None:
@@ -460,25 +456,25 @@ def _draw_bars(axes: Any, rows: Sequence[Mapping[str, float]], *, height: float)
         left += seconds
 
 
-def _figures(seconds: float) -> str:
+def _short_seconds(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def thinned(
     points: Sequence[tuple[float, float]], most: int = _MOST_POINTS
 ) -> list[tuple[float, float]]:
-    """Return at most about ``most`` points: of each stretch the lowest and the highest.
+    """Return about ``most`` points at most: the lowest and the highest of each interval.
 
-    So no spike is lost, and the first and the last point stay.
+    Spikes are kept, and so are the first and the last point.
     """
     if len(points) <= most:
         return list(points)
     size = -(-2 * len(points) // most)
     kept = [points[0]]
-    for at in range(1, len(points) - 1, size):
-        stretch = points[at : min(at + size, len(points) - 1)]
-        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-        kept += sorted(ends)
+    for start in range(1, len(points) - 1, size):
+        interval = points[start : min(start + size, len(points) - 1)]
+        extremes = {min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])}
+        kept += sorted(extremes)
     return [*kept, points[-1]]
 
 
@@ -497,20 +493,23 @@ def _set_x(axes: Any, kind: str, values: Sequence[float]) -> None:
 
 
 def _set_y(axes: Any, kind: str, values: Sequence[float]) -> Callable[[float], str]:
-    """Set up the y-axis; return the format of its values."""
+    """Set up the y-axis; return the formatter of its values."""
     low, high = min(values), max(values)
     is_share = kind in ("accuracy", "share") and low >= 0 and high <= 1
     text = percent if is_share else short
     if is_share and kind == "share":
         limits, ticks = (0.0, 1.0), _round_ticks(0, 1)
     elif is_share and high > 0.9:
-        axes.set_yscale("function", functions=(_towards_one, _back_from_one))
+        axes.set_yscale("function", functions=(_stretch, _unstretch))
         limits = max(0.0, low - 0.01), min(1.0, high + 0.002)
         inside = [tick for tick in _ACCURACIES if limits[0] <= tick <= limits[1]]
         ticks = inside if len(inside) > 2 else _round_ticks(*limits)
-    elif kind == "log" and 0 < low <= high / _LONG_LOG:
+    elif kind == "log" and 0 < low <= high / _LOG_RATIO:
+        from matplotlib.ticker import LogLocator
+
         axes.set_yscale("log")
-        limits, ticks = (low, high), _log_ticks(low, high)
+        locator = LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 1e3 else (1.0,))
+        limits, ticks = (low, high), [float(tick) for tick in locator.tick_values(low, high)]
     else:
         ticks = _round_ticks(low, high, from_zero=kind in ("zero", "count"), whole=kind == "count")
         limits = (max(0.0, ticks[0]), min(1.0, ticks[-1])) if is_share else (ticks[0], ticks[-1])
@@ -522,9 +521,9 @@ def _set_y(axes: Any, kind: str, values: Sequence[float]) -> Callable[[float], s
 def _set_axis(
     axis: Any, limits: tuple[float, float], ticks: Sequence[float], text: Callable[[float], str]
 ) -> None:
-    """Show the ticks that lie within the limits."""
-    room = 1e-9 * (limits[1] - limits[0])
-    inside = [tick for tick in ticks if limits[0] - room <= tick <= limits[1] + room]
+    """Set the limits of an axis, and the ticks within them."""
+    margin = 1e-9 * (limits[1] - limits[0])
+    inside = [tick for tick in ticks if limits[0] - margin <= tick <= limits[1] + margin]
     axis.set_ticks(inside, labels=[text(tick) for tick in inside])
     axis.axes.set(**{f"{axis.axis_name}lim": limits})
 
@@ -537,31 +536,24 @@ def _round_ticks(
 
     if from_zero:
         low = min(0.0, low)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a single value: room around it
-        room = 0.5 * abs(high) or 0.5
-        low, high = (low if low == 0 else low - room), high + room
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a single value needs a margin
+        margin = 0.5 * abs(high) or 0.5
+        low, high = (low if low == 0 else low - margin), high + margin
     locator = MaxNLocator(5, steps=(1, 2, 5, 10), integer=whole)
     return [float(tick) for tick in locator.tick_values(low, max(high, 1.0) if whole else high)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
-    from matplotlib.ticker import LogLocator
-
-    subs = (1.0, 2.0, 5.0) if high / low < 1e3 else (1.0,)
-    return [float(tick) for tick in LogLocator(subs=subs).tick_values(low, high)]
+def _stretch(shares: Any) -> Any:
+    """Return heights of shares: the distance from 98% to 99% is that from 80% to 90%."""
+    return -np.log10(np.maximum(1 + _LOG_OFFSET - np.asarray(shares), 1e-9))
 
 
-def _towards_one(shares: Any) -> Any:
-    """Take 98% to 99% as far apart as 80% to 90%."""
-    return -np.log10(np.maximum(1 + _ROOM - np.asarray(shares), 1e-9))
-
-
-def _back_from_one(heights: Any) -> Any:
-    return 1 + _ROOM - 10.0 ** -np.asarray(heights)
+def _unstretch(heights: Any) -> Any:
+    return 1 + _LOG_OFFSET - 10.0 ** -np.asarray(heights)
 
 
 def _x_unit(kind: str, longest: float) -> tuple[float, str]:
-    """Return (the value of one unit, the label) of an x-axis that ends at ``longest``."""
+    """Return (value of one unit, label) of an x-axis that ends at ``longest``."""
     if kind != "seconds":
         return 1.0, {"samples": _SAMPLES, "workers": "workers"}[kind]
     for limit, size, name in ((600.0, 1.0, "seconds"), (36000.0, 60.0, "minutes")):
@@ -573,29 +565,29 @@ def _x_unit(kind: str, longest: float) -> tuple[float, str]:
 # SVG
 
 
-def _drawn_in(element: Any, group: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (id of its group, element) for each path and text, from the bottom to the top.
+def _shapes_in(element: Any, group: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (id of the group, element) of each path and text, from the bottom to the top.
 
-    Markers, which matplotlib refers to by id, are left out: ``_Dots`` stand in for them.
+    Markers, which matplotlib refers to by id, are left out: ``_Dots`` replace them.
     """
     for child in element:
         if child.tag == f"{_SVG}g":
-            yield from _drawn_in(child, child.get("id", group))
+            yield from _shapes_in(child, child.get("id", group))
         elif child.tag in (f"{_SVG}path", f"{_SVG}text"):
             yield group, child
 
 
 def _attributes(item: Any) -> dict[str, str]:
-    """Return the attributes that a page needs; fonts are its own."""
+    """Return the attributes for a page, without fonts."""
     style = re.sub(r"font-[^;]*;\s*", "", item.get("style", ""))
     style = _with_variables(style.replace(": ", ":").replace("; ", ";"))
-    kept = {name: _in_short(item.get(name)) for name in ("x", "y", "d") if item.get(name)}
+    kept = {name: _shortened(item.get(name)) for name in ("x", "y", "d") if item.get(name)}
     return {"style": style, **kept}
 
 
-def _in_short(numbers: str) -> str:
+def _shortened(coordinates: str) -> str:
     """Return coordinates with at most one decimal, without superfluous spaces."""
-    text = re.sub(r"-?\d+\.\d+", lambda found: _digits(float(found[0])), numbers)
+    text = re.sub(r"-?\d+\.\d+", lambda match: _digits(float(match[0])), coordinates)
     return re.sub(r"\s*([A-Za-z])\s*", r"\1", text).strip()
 
 
@@ -603,14 +595,13 @@ def _digits(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
 
 
-def _say(element: Any, sentence: str) -> None:
-    """Show a sentence when the pointer is over an element."""
+def _add_tooltip(element: Any, sentence: str) -> None:
     if sentence:
         ElementTree.SubElement(element, "title").text = redact(sentence)
 
 
 def _with_variables(style: str) -> str:
-    """Return a style whose colours are variables of the style sheet."""
+    """Return a style whose colors are variables of the style sheet."""
     for name, color in (PALETTE | STACK).items():
         style = style.replace(color, f"var(--{name})")
     return style

@@ -1,31 +1,31 @@
-"""Samples per second, of the newest records."""
+"""Samples per second, from the newest records."""
 
 from __future__ import annotations
 
 from collections import deque
 
-_OVER_S = 2.0
-"""Over so many seconds, or more: records come several at once."""
+_WINDOW_S = 2.0
+"""Least seconds to average over, since several records may come at once."""
 
 
 class RecentSpeed:
-    """The speed of a run by its newest records."""
+    """The speed of a run, from its newest records."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
+        self._records: deque[tuple[float, int]] = deque()
 
     def note(self, now: float, num_samples: int) -> None:
-        """Take note of the samples so far at a moment, in seconds; fewer than before: anew."""
-        if self._seen and num_samples < self._seen[-1][1]:
-            self._seen.clear()  # the center went back
-        self._seen.append((now, num_samples))
-        while len(self._seen) > 2 and now - self._seen[1][0] >= _OVER_S:
-            self._seen.popleft()
+        """Record the samples trained up to a time, in seconds; start again if they decreased."""
+        if self._records and num_samples < self._records[-1][1]:
+            self._records.clear()  # the run went back to an earlier center
+        self._records.append((now, num_samples))
+        while len(self._records) > 2 and now - self._records[1][0] >= _WINDOW_S:
+            self._records.popleft()
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second; None: too little was seen."""
-        if len(self._seen) < 2:
+        """Samples per second, or None with fewer than two records."""
+        if len(self._records) < 2:
             return None
-        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
+        (first_s, first), (last_s, last) = self._records[0], self._records[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s else None

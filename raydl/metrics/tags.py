@@ -1,4 +1,4 @@
-"""Every curve raydl writes, each with its sentence; and how they are laid out in pictures."""
+"""Names and descriptions of all curves, and the order and colors of the time parts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from raydl.metrics.time_parts import TIME_PARTS
 
 
 class Thinning(enum.Enum):
-    """How points are combined when a long run writes fewer of them; see ``thinning.py``."""
+    """The value of a point that stands for several records; see ``thinning.py``."""
 
-    NEWEST = "the newest value: of counters, sums since the start, and settings"
-    MEAN = "the mean over the records since the point before"
-    NEVER = "itself: every value is written"
+    NEWEST = "the newest value, for counters, sums since the start, and settings"
+    MEAN = "the mean over the records since the previous point"
+    NEVER = "every value is written"
 
 
 @dataclass(frozen=True)
 class Tag:
-    """One TensorBoard scalar; a name that ends in ``/ID`` stands for one of each worker."""
+    """One TensorBoard scalar; a name with the ending ``/ID`` stands for one scalar per worker."""
 
     name: str
     sentence: str
@@ -28,12 +28,12 @@ class Tag:
 
     @property
     def group(self) -> str:
-        """The part of the name before the slash; TensorBoard shows a group's curves together."""
+        """Part of the name before the slash; TensorBoard shows the curves of a group together."""
         return self.name.partition("/")[0]
 
     @property
     def is_per_worker(self) -> bool:
-        """Whether the last part of the name is a worker's id."""
+        """Whether the last part of the name is the id of a worker."""
         return self.name.endswith("/ID")
 
 
@@ -47,31 +47,31 @@ STACK = {
     "data_io": "#7fbf7b",
     "initialization": "#e3e3e3",
 }
-"""The time parts from the bottom of the stack to its top, with their colours in pictures: work
-in blue, communication in red, then the rest."""
+"""Colors of the time parts, from the bottom to the top of the stack: work in blue, communication
+in red, then the rest."""
 
 STACK_GROUP = "time_stacked"
-"""The group of the curves that are the edges of the stack."""
+"""Group of the curves between the bands of the stack."""
 
 STACK_GROUND = f"{STACK_GROUP}/ground"
-"""The line that the stack stands on."""
+"""The curve below the lowest band."""
 
 OWN_METRIC = "center/NAME"
-"""Stands for every metric of a user's task beside loss and accuracy."""
+"""Stands for each metric of a custom task other than loss and accuracy."""
 
 _TAGS = (
-    Tag("train/loss", "Mean training loss of all workers since the point before.", Thinning.MEAN),
+    Tag("train/loss", "Mean training loss of all workers since the previous point.", Thinning.MEAN),
     Tag("train/lr", "Learning rate of the local step."),
     Tag("train/epoch", "Passes over the training set so far, by all workers together."),
     Tag(
         "center/accuracy",
-        "Share of the test set that the center classifies rightly, 0 to 1.",
+        "Share of the test set that the center classifies correctly, 0 to 1.",
         Thinning.NEVER,
     ),
     Tag("center/loss", "Mean loss of the center on the test set.", Thinning.NEVER),
     Tag(
         OWN_METRIC,
-        "Another metric that the task names, of the center, mean over the test set.",
+        "Another metric of the task, for the center, mean over the test set.",
         Thinning.NEVER,
     ),
     Tag(
@@ -88,7 +88,7 @@ _TAGS = (
     Tag("workers/generation", "Number of the membership; it grows when workers join or leave."),
     Tag(
         "worker_step_s/ID",
-        "Seconds that a local step took worker ID in its newest round, waiting not counted.",
+        "Seconds per local step of worker ID in its newest round, without waiting.",
         Thinning.MEAN,
     ),
     Tag(
@@ -99,56 +99,56 @@ _TAGS = (
     *(
         Tag(f"workers/{name}_{which}", f"{sentence}: the {which} of all workers.", Thinning.MEAN)
         for name, sentence in (
-            ("step_s", "Seconds of a local step in a worker's newest round, waiting not counted"),
+            ("step_s", "Seconds per local step in a worker's newest round, without waiting"),
             ("waited_s", "Seconds that a worker waited for exchanges in its newest round"),
         )
         for which in ("least", "median", "most")
     ),
     Tag("exchange/count", "Exchanges completed since the run began."),
-    Tag("exchange/seconds", "Time one exchange made a worker wait, in seconds.", Thinning.MEAN),
+    Tag("exchange/seconds", "Seconds that a worker waited for one exchange.", Thinning.MEAN),
     Tag(
         "exchange/bytes",
-        "Bytes of one worker in one round: its messages, and the center's answers; by shared "
-        "memory as many.",
+        "Bytes of one worker in one round: its messages and the center's responses, also in "
+        "shared memory.",
     ),
     Tag(
         "exchange/period",
-        "Local steps of a worker from one exchange to its next, mean: fewer than the period where "
-        "a round was cut short.",
+        "Local steps of a worker between two exchanges, mean: fewer than the period after a round "
+        "that was cut short.",
         Thinning.MEAN,
     ),
     Tag(
         "exchange/staleness",
-        "Exchanges of other workers that the center settled between two of the same worker, mean.",
+        "Exchanges of other workers between two exchanges of one worker, mean.",
         Thinning.MEAN,
     ),
     Tag(
         "exchange/allreduce_predicted_s",
-        "Seconds that the chosen all-reduce should take by the measured network.",
+        "Predicted seconds of the chosen all-reduce, from the measured network.",
     ),
     Tag(
         "exchange/allreduce_s",
-        "Seconds that it takes, least of the newest 101: without waiting for late workers.",
+        "Measured seconds of the all-reduce, least of the newest 101: without waiting for late "
+        "workers.",
     ),
     Tag(
         "exchange/communication_share",
-        "Share of the workers' time since initialization that went into communication, 0 to 1.",
+        "Share of communication in the workers' time since initialization, 0 to 1.",
     ),
     Tag(
         "exchange/refused",
-        "Messages, snapshots and checkpoints that came too late and were refused, since this "
-        "start.",
+        "Messages, snapshots and checkpoints that were refused as outdated, since this start.",
     ),
     Tag("data/left_out", "Samples that could not be read and were skipped, since this start."),
     *(
         Tag(f"time/{part}", f"Seconds per worker since this start spent on {meaning}.")
         for part, meaning in TIME_PARTS.items()
     ),
-    Tag(STACK_GROUND, "Always 0: the line that the stack of time parts stands on."),
+    Tag(STACK_GROUND, "Always 0: the baseline of the stack of time parts."),
     *(
         Tag(
             f"{STACK_GROUP}/{part}",
-            f"Seconds of `time/{part}`, and of the {below} parts below it in the stack."
+            f"Seconds of `time/{part}` and the parts below it in the stack."
             if below
             else f"Seconds of `time/{part}`, the lowest part of the stack.",
         )
@@ -157,50 +157,41 @@ _TAGS = (
 )
 
 TAGS: dict[str, Tag] = {tag.name: tag for tag in _TAGS}
-"""Every scalar of a run; ``docs/metrics.md`` says the same."""
+"""All scalars of a run; ``docs/metrics.md`` has the same descriptions."""
 
 COMPARED: dict[str, Tag] = {
     tag.name: tag
     for tag in (
         Tag("compare/accuracy", "Accuracy of the center at the end of the run."),
-        Tag(
-            "compare/seconds_to_target",
-            "Seconds of training until the target was reached.",
-        ),
+        Tag("compare/seconds_to_target", "Seconds of training until the target was reached."),
         Tag("compare/samples_to_target", "Samples until the target was reached."),
-        Tag(
-            "compare/samples_per_s",
-            "Training samples per second over the whole run.",
-        ),
-        Tag(
-            "compare/communication_share",
-            "Share of communication in the time, 0 to 1.",
-        ),
+        Tag("compare/samples_per_s", "Training samples per second over the whole run."),
+        Tag("compare/communication_share", "Share of communication in the time, 0 to 1."),
     )
 }
-"""Tags that a comparison adds to each of its runs, one point at the run's last sample."""
+"""Tags that a comparison adds to each of its runs, one point at the last sample of the run."""
 
 
 OF_COMPARISON = ".compare"
-"""The end of the names of the event files that a comparison adds to the folders of its runs."""
+"""Suffix of the event files that a comparison adds to the folders of its runs."""
 
 
 def tag_of(name: str) -> Tag:
-    """Return the tag that explains a written name.
+    """Return the tag that describes the name of a curve.
 
-    For ``worker_step_s/w0`` that is ``worker_step_s/ID``; for a user's own metric of the test
-    set, ``center/top5`` say, ``center/NAME``.
+    It is ``worker_step_s/ID`` for ``worker_step_s/w0``, and ``center/NAME`` for a metric of a
+    custom task, such as ``center/top5``.
     """
     group = name.partition("/")[0]
     tag = (
         TAGS.get(name) or COMPARED.get(name) or TAGS.get(f"{group}/ID") or TAGS.get(f"{group}/NAME")
     )
-    assert tag is not None, f"{name} has no sentence in metrics.TAGS"
+    assert tag is not None, f"{name} has no description in metrics.TAGS"
     return tag
 
 
 def time_values(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the curves of the eight parts: each alone, and stacked."""
+    """Return the values of the curves of the eight parts, single and stacked, in seconds."""
     heights = accumulate(parts[part] for part in STACK)
     return {
         **{f"time/{part}": seconds for part, seconds in parts.items()},

@@ -1,4 +1,4 @@
-"""Measurements as TensorBoard shows them: event files, and how the curves are laid out."""
+"""TensorBoard: event files, and the layout of the curves."""
 
 from __future__ import annotations
 
@@ -45,40 +45,31 @@ LINES: dict[str, dict[str, list[str]]] = {
         "seconds of waiting: least, median and most of all": ["workers/waited_s_.*"],
     },
 }
-"""The page *Custom Scalars* from top to bottom: category, picture, patterns of its curves."""
+"""The page *Custom Scalars* from top to bottom: category, chart, patterns of its curves."""
 
-_ROOM = 1 << 14
-"""Bytes that an event file needs at once."""
 STACKED = ("Time in eight parts", "seconds per worker, stacked: one band for each part")
-"""The category and the title of the one picture that is no picture of lines."""
+"""Category and title of the stacked chart."""
 
 
 def make_layout() -> Any:
-    """Return the page *Custom Scalars* as TensorBoard's own message ``Layout``."""
+    """Return the page *Custom Scalars* as TensorBoard's message ``Layout``."""
     from tensorboard.plugins.custom_scalar import layout_pb2
 
+    content = layout_pb2.MarginChartContent
+    edges = [STACK_GROUND, *(f"{STACK_GROUP}/{part}" for part in STACK)]
+    bands = [
+        content.Series(value=upper, lower=lower, upper=upper) for lower, upper in pairwise(edges)
+    ]
     categories = []
-    for category, pictures in LINES.items():
+    for category, titles in LINES.items():
         charts = [
             layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
-            for title, patterns in pictures.items()
+            for title, patterns in titles.items()
         ]
         if category == STACKED[0]:
-            charts.append(layout_pb2.Chart(title=STACKED[1], margin=_bands(layout_pb2)))
+            charts.append(layout_pb2.Chart(title=STACKED[1], margin=content(series=bands)))
         categories.append(layout_pb2.Category(title=category, chart=charts))
     return layout_pb2.Layout(category=categories)
-
-
-def _bands(layout_pb2: Any) -> Any:
-    """Return the stack: a band for each part, from the part below it up to its own height."""
-    content = layout_pb2.MarginChartContent
-    heights = [STACK_GROUND, *(f"{STACK_GROUP}/{part}" for part in STACK)]
-    return content(
-        series=[
-            content.Series(value=upper, lower=lower, upper=upper)
-            for lower, upper in pairwise(heights)
-        ]
-    )
 
 
 class TensorBoardWriter:
@@ -86,34 +77,31 @@ class TensorBoardWriter:
 
     Args:
         log_dir: local folder of the event files.
-        purge_after: in a resumed run, the samples at its checkpoint; later points of the
-            interrupted run are hidden, and the curves go on from there. None or 0: the run
-            begins, and hides all that an attempt before it left in the folder.
-        goes_on: this start has written a file before; nothing is hidden.
+        purge_after: in a resumed run, the samples at its checkpoint: later points of the
+            interrupted run are hidden, and the curves continue there. None or 0: the run begins,
+            and points of an earlier attempt in the folder are hidden.
+        goes_on: whether this start has written a file before; then no points are hidden.
     """
 
     def __init__(
         self, log_dir: str, *, purge_after: int | None = None, goes_on: bool = False
     ) -> None:
-        # Imported here: it costs a second that no worker should pay.
+        # Imported here: the import takes a second, and workers do not need it.
         from torch.utils.tensorboard import SummaryWriter
 
-        # In the first start, too: TensorBoard takes the first mark in a folder for a beginning
-        # that hides nothing, so that a resumed run's own has to be the second.
-        _require_room(log_dir)
+        _require_space(log_dir)
+        # TensorBoard ignores the first purge mark in a folder. The first start writes one, too, so
+        # that the mark of a resumed start is not the first.
         purge_step = purge_after + 1 if purge_after else 0
         self._writer = SummaryWriter(log_dir, purge_step=None if goes_on else purge_step)
-        self._keep_quiet()
-        self._write_layout()
-
-    def _keep_quiet(self) -> None:
-        """Let the thread that writes print no traceback: the next call raises what it kept."""
-        with contextlib.suppress(AttributeError):  # of another version
+        # The thread that writes must not print a traceback: the next call raises its error.
+        with contextlib.suppress(AttributeError):  # in another version of TensorBoard
             thread = self._writer._get_file_writer().event_writer._async_writer._worker
             thread._invoke_excepthook = lambda thread: None
+        self._write_layout()
 
     def _write_layout(self) -> None:
-        """Write the layout; torch's own call knows no picture of more than one band."""
+        """Write the layout; torch's own call supports only one band per chart."""
         from tensorboard.compat.proto import summary_pb2, tensor_pb2
         from tensorboard.plugins.custom_scalar import metadata
 
@@ -128,10 +116,10 @@ class TensorBoardWriter:
         self._writer._get_file_writer().add_summary(summary)
 
     def go_back(self, *, num_samples: int) -> None:
-        """Hide what lies from a sample on.
+        """Hide all points from a sample on.
 
-        By the mark that a resumed start has at its top, here in the midst of the file: one
-        file is one start.
+        It writes the purge mark of a resumed start into the middle of the file: one start has one
+        file.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -143,7 +131,7 @@ class TensorBoardWriter:
     ) -> None:
         """Write one point for each tag."""
         for name, value in values.items():
-            tag_of(name)  # which has a sentence
+            tag_of(name)  # fails for a name without a description
             self._writer.add_scalar(name, value, num_samples, walltime=unix_s)
 
     def text(self, name: str, markdown: str, *, num_samples: int) -> None:
@@ -155,17 +143,17 @@ class TensorBoardWriter:
         self._writer.add_image(name, pixels, num_samples, dataformats="HWC")
 
     def flush(self) -> None:
-        """Make what was written visible to readers."""
+        """Make written points visible to readers."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and end."""
+        """Flush and close."""
         self._writer.close()
 
 
-def _require_room(folder: str) -> None:
-    """Raise an OSError if there is none: TensorBoard's own writer would leave an empty file."""
+def _require_space(folder: str) -> None:
+    """Raise an OSError if the disk is full: TensorBoard's own writer would leave an empty file."""
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(_ROOM))
+        file.write(bytes(1 << 14))  # the first bytes of an event file need as much
         file.flush()

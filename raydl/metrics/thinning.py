@@ -1,8 +1,8 @@
-"""Fewer points the older a run is, so that event files of a run of weeks stay small.
+"""Writes fewer points the older a run is, so that event files of a run of weeks stay small.
 
-A point is written when the run's age has grown by a share of 1/5000 since the last one: all
-records of the first 1000 seconds, about 27,000 points up to a day of training, 37,000 up to a
-week. Each stands for all records since the point before it.
+A point is written when 1/5000 of the run's age has passed since the previous point: all records in
+the first 1000 seconds, about 27,000 points in a day of training, 37,000 in a week. A point stands
+for all records since the previous point.
 """
 
 from __future__ import annotations
@@ -16,63 +16,59 @@ from raydl.metrics.tags import Thinning, tag_of
 from raydl.metrics.writer import MetricsWriter
 
 _SHARE = 1 / 5000
-"""A gap between two points, as a share of the run's age: far less than a pixel of a curve."""
-_FINEST_S = 0.2
-"""Gaps are no finer: records come so far apart, or several of them at one moment."""
+"""Gap between two points as a share of the run's age, far less than a pixel of a curve."""
+_MIN_GAP_S = 0.2
+"""Shorter gaps are ignored: records are this far apart, or several come at one moment."""
 _MOST_POINTS = 512
 
 Point = tuple[int, Mapping[str, float]]
-"""Samples, and the seconds of each time part."""
+"""(Samples, seconds by time part)."""
 
 
 def is_due(now: float, written: float, *, age_s: float) -> bool:
-    """Whether a record is to be written as a point.
+    """Whether to write a point.
 
     Args:
-        now, written: when it came, and when the point before it was written, in seconds of
-            one clock.
+        now: time of the record, in seconds.
+        written: time of the previous point, in seconds of the same clock.
         age_s: seconds of training in all starts of the run.
     """
     gap_s = age_s * _SHARE
-    return gap_s <= _FINEST_S or now - written >= gap_s
+    return gap_s <= _MIN_GAP_S or now - written >= gap_s
 
 
 class Gathered:
-    """Records that wait to become one point."""
+    """Records since the previous point."""
 
     def __init__(self) -> None:
-        self._newest: dict[str, float] = {}
+        self._values: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._newest)
+        return bool(self._values)
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Add the values of a record; a tag may be missing in some."""
+        """Add the values of a record; records may have different tags."""
         for name, value in values.items():
             if tag_of(name).thinning is Thinning.MEAN:
-                self._add_to_mean(name, value)
-            else:
-                self._newest[name] = value
-
-    def _add_to_mean(self, name: str, value: float) -> None:
-        count = self._counts[name] = self._counts.get(name, 0) + 1
-        mean = self._newest.get(name, 0.0)
-        self._newest[name] = mean + (value - mean) / count
+                count = self._counts[name] = self._counts.get(name, 0) + 1
+                mean = self._values.get(name, 0.0)
+                value = mean + (value - mean) / count
+            self._values[name] = value
 
     def pop_point(self) -> dict[str, float]:
-        """Return the point that stands for all of them, and begin anew."""
-        taken, self._newest, self._counts = self._newest, {}, {}
-        return taken
+        """Return the values of the point and forget its records."""
+        values, self._values, self._counts = self._values, {}, {}
+        return values
 
 
 class Thinned:
-    """Hands records on to a writer as ever fewer points; texts, pictures and scores all of them.
+    """Passes texts, pictures and scores to a writer, and records as fewer and fewer points.
 
     Args:
-        writer: of event files.
+        writer: writer of event files.
         seconds_before: seconds of training in earlier starts.
-        clock: seconds, rising.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -94,17 +90,15 @@ class Thinned:
     def scalars(
         self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
     ) -> None:
-        """Write what is never thinned, and a point if one is due; keep the rest for the next."""
-        kept = {n: v for n, v in values.items() if tag_of(n).thinning is Thinning.NEVER}
-        if kept:
-            self._writer.scalars(kept, num_samples=num_samples, unix_s=unix_s)
-        record = {name: value for name, value in values.items() if name not in kept}
-        if record:
-            self._gathered.add(record)
-            self._num_samples, self._unix_s = num_samples, unix_s
-            self._write_if_due()
-
-    def _write_if_due(self) -> None:
+        """Write scalars that are never thinned, and a point of the others if it is due."""
+        whole = {n: v for n, v in values.items() if tag_of(n).thinning is Thinning.NEVER}
+        if whole:
+            self._writer.scalars(whole, num_samples=num_samples, unix_s=unix_s)
+        record = {name: value for name, value in values.items() if name not in whole}
+        if not record:
+            return
+        self._gathered.add(record)
+        self._num_samples, self._unix_s = num_samples, unix_s
         now = self._clock()
         if self._began is None:
             self._began = self._written = now
@@ -118,7 +112,7 @@ class Thinned:
             self._writer.scalars(values, num_samples=self._num_samples, unix_s=self._unix_s)
 
     def go_back(self, *, num_samples: int) -> None:
-        """Hide the points from a sample on, those too that are yet to be written."""
+        """Hide the points from a sample on, and drop the records that are not yet written."""
         self._gathered.pop_point()
         self._writer.go_back(num_samples=num_samples)
 
@@ -131,11 +125,11 @@ class Thinned:
         self._writer.image(name, pixels, num_samples=num_samples)
 
     def flush(self) -> None:
-        """Make what was written visible to readers; a checkpoint's thread calls this."""
+        """Make written points visible to readers; the thread that writes checkpoints calls this."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what has gathered as the last point, and end."""
+        """Write the remaining records as the last point, and close the writer."""
         try:
             self._write()
         finally:
@@ -143,7 +137,7 @@ class Thinned:
 
 
 class StackHistory:
-    """The time parts of a run so far, in a bounded number of points."""
+    """The time parts of a run over samples, in a bounded number of points."""
 
     def __init__(self) -> None:
         self._points: list[Point] = []
@@ -152,7 +146,7 @@ class StackHistory:
         self._stride = 1
 
     def add(self, num_samples: int, parts: Mapping[str, float]) -> None:
-        """Add a point; of too many, every other one is forgotten, and of those to come."""
+        """Add a point; beyond 512 points, drop every other one and halve the rate of new ones."""
         self._newest = (num_samples, dict(parts))
         if self._count % self._stride == 0:
             self._points.append(self._newest)
@@ -161,15 +155,15 @@ class StackHistory:
             self._points, self._stride = self._points[::2], 2 * self._stride
 
     def go_back(self, *, num_samples: int) -> None:
-        """Forget the points from a sample on."""
+        """Drop the points from a sample on."""
         self._points = [point for point in self._points if point[0] < num_samples]
         if self._newest is not None and self._newest[0] >= num_samples:
             self._newest = self._points[-1] if self._points else None
-        self._count = 0  # so that the next point is kept
+        self._count = 0  # the next point is kept
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The points in the order in which they came, the newest among them."""
+        """Points in the order of their addition, the newest included."""
         newest = self._newest
         if newest is None or (self._points and newest is self._points[-1]):
             return tuple(self._points)

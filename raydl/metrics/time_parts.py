@@ -1,4 +1,4 @@
-"""A worker's time in eight parts, as SC17 divides it."""
+"""The time of a worker in the eight parts of SC17."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -20,27 +19,27 @@ TIME_PARTS: dict[str, str] = {
     "host_device_data": "copying batches from host memory to the device",
     "host_device_parameters": "copying parameters between device and host memory",
     "forward_backward": "computing loss and gradient",
-    "replica_update": "the local step and the pull towards the center",
+    "replica_update": "the optimizer step and the pull towards the center",
     "center_update": "moving the center",
 }
-"""The eight parts of SC17 (Table 3), each with what raydl counts into it."""
+"""The eight parts of SC17 (Table 3), with the work that raydl counts into each."""
 
 COMMUNICATION_PARTS = ("device_device_parameters", "host_device_data", "host_device_parameters")
 
 
 class Mark(Protocol):
-    """A moment of a device's queue, as ``torch.cuda.Event(enable_timing=True)`` has it."""
+    """An event in the queue of a device, like ``torch.cuda.Event(enable_timing=True)``."""
 
     def record(self) -> object:
-        """Stand at the end of the queue as it is now."""
+        """Place the mark at the end of the queue."""
         ...
 
     def query(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has passed the mark."""
         ...
 
     def elapsed_time(self, later: Any) -> float:
-        """Return the milliseconds from here to a later mark; the device has come to both."""
+        """Return the milliseconds to a later mark; the device must have passed both."""
         ...
 
 
@@ -48,7 +47,7 @@ class _StreamMark:
     """A mark in the queue of a CUDA device, which need not be the current one."""
 
     def __init__(self, device: torch.device) -> None:
-        from torch import cuda  # which takes a second that no reader of runs should pay
+        from torch import cuda  # the import takes a second, and readers of runs do not need it
 
         make_event: Any = cuda.Event
         self._event = make_event(enable_timing=True)
@@ -67,16 +66,15 @@ class _StreamMark:
 
 
 class TimeParts:
-    """Seconds by part, counted by one worker.
+    """Seconds by part of one worker.
 
-    On a GPU the host only queues what the device computes. There a part is the time between two
-    marks in the device's queue: what the device does for it, and what it waits for meanwhile. So a
-    period's compute that is still queued counts as compute, not as the wait for it, and
-    work of the host that the device does not wait for counts nothing. Nobody waits for a mark: its
-    time is added once the device has come to it.
+    On a GPU the host only queues the computation. There a part is the time between two marks in the
+    device's queue: the work of the device, and its waiting in between. So queued computation counts
+    as computation, not as waiting for it, and work of the host that the device does not wait for
+    does not count. No thread waits for a mark: its time is added once the device has passed it.
 
     Args:
-        make_mark: makes marks of the device's queue; None: the host computes by itself.
+        make_mark: makes marks in the device's queue; None: the host computes.
     """
 
     def __init__(self, make_mark: Callable[[], Mark] | None = None) -> None:
@@ -85,12 +83,12 @@ class TimeParts:
         self._make_mark = make_mark
         self._marked: deque[tuple[str, Mark, Mark]] = deque()
         self._free: list[Mark] = []
-        # The worker's loop marks, and the driver's questions read from a thread of their own.
+        # The training loop adds marks, and another thread reads them for the driver's polls.
         self._lock = threading.Lock()
 
     @classmethod
     def on(cls, device: torch.device) -> TimeParts:
-        """Return the counts of a worker that computes on a device."""
+        """Return the time parts of a worker that computes on a device."""
         if device.type != "cuda":
             return cls()
         return cls(lambda: _StreamMark(device))
@@ -104,7 +102,7 @@ class TimeParts:
         self._seconds[part] += seconds
 
     def mark(self) -> Mark | None:
-        """Return a mark at the end of the device's queue; None: the host computes by itself."""
+        """Return a mark at the end of the device's queue, or None if the host computes."""
         if self._make_mark is None:
             return None
         with self._lock:
@@ -112,26 +110,13 @@ class TimeParts:
         mark.record()
         return mark
 
-    def add_between(self, part: str, start: Mark, stop: Mark) -> None:
-        """Add the time from one mark to another to a part, once the device has come to it."""
-        with self._lock:
-            self._marked.append((part, start, stop))
-
-    def enter(self, part: str, at_s: float) -> None:
-        """Note what the worker is at from now on, until it leaves the part."""
-        self._now = (part, at_s)
-
-    def end_part(self) -> None:
-        """Note that the worker has left the part that it was at."""
-        self._now = None
-
     def since(self, part: str) -> float:
-        """Return for how many seconds the worker has been at a part; 0: it is at another."""
+        """Return the seconds since the worker entered a part, or 0 if it is in another."""
         now = self._now
         return time.perf_counter() - now[1] if now is not None and now[0] == part else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """Return seconds by part, all eight; on a device up to where that has come."""
+        """Return the seconds of all eight parts, on a GPU up to the last mark that it passed."""
         with self._lock:
             while self._marked and self._marked[0][2].query():
                 part, start, stop = self._marked.popleft()
@@ -152,30 +137,26 @@ class _Measure:
     def __enter__(self) -> None:
         self._mark = self._parts.mark()
         self._start = time.perf_counter()
-        self._parts.enter(self._part, self._start)
+        self._parts._now = (self._part, self._start)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._parts.end_part()
+    def __exit__(self, *error: object) -> None:
+        self._parts._now = None
         if self._mark is None:
             self._parts.add(self._part, time.perf_counter() - self._start)
             return
         stop = self._parts.mark()
-        assert stop is not None, "marks are made, or they are not"
-        self._parts.add_between(self._part, self._mark, stop)
+        assert stop is not None, "either all parts have marks or none"
+        with self._parts._lock:
+            self._parts._marked.append((self._part, self._mark, stop))
 
 
 def communication_share(parts: Mapping[str, float]) -> float:
-    """Return the share of communication in the time since initialization, 0..1. (SC17)"""
+    """Return the share of communication in the time without initialization, 0..1. (SC17)"""
     total = sum(s for part, s in parts.items() if part != "initialization")
     return sum(parts[part] for part in COMMUNICATION_PARTS) / total if total else 0.0
 
 
 def mean_parts(per_worker: list[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over workers of each part, in seconds."""
+    """Return the mean of each part over workers, in seconds."""
     count = max(1, len(per_worker))
     return {part: sum(p[part] for p in per_worker) / count for part in TIME_PARTS}

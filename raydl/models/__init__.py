@@ -1,8 +1,7 @@
-"""The models raydl knows by name: plain PyTorch, one file per family.
+"""Networks known by name: plain PyTorch, one file per family.
 
-Each is built from (channels, height, width) and the number of classes, or for texts from
-(tokens,) and the size of the vocabulary. A form for CIFAR takes the small pictures of other data
-sets too.
+Each is built from (channels, height, width) and the number of classes, or for texts from (tokens,)
+and the size of the vocabulary. The CIFAR variants also take small pictures of other data sets.
 """
 
 from __future__ import annotations
@@ -43,31 +42,31 @@ class ModelRow:
     """A model of the table."""
 
     build: ModelFactory
-    """Builds it for any number of channels and classes."""
+    """Builds the model for any number of channels and classes."""
     made_for: tuple[tuple[int, ...], int]
-    """The pictures (channels, height, width) and classes it was published with.
+    """Input shape and number of classes of the publication.
 
-    Or the text: (tokens,) and the size of the vocabulary.
+    ((channels, height, width), classes) of pictures, ((tokens,), vocabulary) of texts.
     """
     sentence: str
-    """A description, short enough for a line of a table."""
+    """Description, short enough for a row of a table."""
     source: str
-    """The publication."""
+    """Publication."""
 
     @property
     def reads_texts(self) -> bool:
-        """Whether it takes texts; else it takes pictures."""
+        """Whether the input is texts rather than pictures."""
         return len(self.made_for[0]) == 1
 
     @property
     def input_size(self) -> str:
-        """The input that it was made for: ``3x32x32``, ``128 tokens``."""
+        """Input size of the publication: ``3x32x32``, ``128 tokens``."""
         size = "x".join(map(str, self.made_for[0]))
         return f"{size} tokens" if self.reads_texts else size
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters for what it was made for; no memory is taken for them."""
+        """Trainable parameters for ``made_for``, counted without memory for them."""
         with torch.device("meta"):
             return sum(p.numel() for p in self.build(*self.made_for).parameters())
 
@@ -194,8 +193,8 @@ def find(name: str) -> ModelFactory:
         name: a name of the table, ``torchvision:NAME``, or your own ``module:function``.
 
     Raises:
-        UnknownNameError: no model has that name.
-        ConfigError: what the name says can not be imported.
+        UnknownNameError: if no model has the name.
+        ConfigError: if ``torchvision:NAME`` or ``module:function`` cannot be imported.
     """
     if ":" in name:
         return load(name)
@@ -207,23 +206,23 @@ def find(name: str) -> ModelFactory:
 def require_fit(
     name: str, factory: ModelFactory, input_shape: tuple[int, ...], *, data: str
 ) -> None:
-    """Refuse data of another kind than a model of the table was made for.
+    """Refuse texts, pictures or tables for a model of the table that takes another kind of data.
 
     Args:
-        name: of the model.
-        factory: what ``find`` returned for it; nothing is known of another one.
-        input_shape: of one sample.
-        data: the data in words, for the message.
+        name: name of the model.
+        factory: factory of the model; only those of the table are checked.
+        input_shape: shape of one sample.
+        data: description of the data, for the message.
 
     Raises:
-        ShapeError: texts for a model of pictures, pictures for one of texts, a table for either.
+        ShapeError: if the model takes another kind of data.
     """
     row = MODELS.get(name)
     if row is None or row.build is not factory or len(row.made_for[0]) == len(input_shape):
         return
     takes = "texts" if row.reads_texts else "pictures"
     fitting = [n for n, r in MODELS.items() if len(r.made_for[0]) == len(input_shape)]
-    hint = f"{', '.join(fitting[:3])} would take them" if fitting else "they need your own task"
+    hint = f"choose {', '.join(fitting[:3])}" if fitting else "they need your own task"
     raise ShapeError(name, f"takes {takes}, the data are {data}; {hint}")
 
 

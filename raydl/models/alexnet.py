@@ -1,4 +1,4 @@
-"""AlexNet, and the net for small pictures that its author published before it."""
+"""AlexNet, and its author's earlier network for CIFAR-10."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from torch.nn import functional
 
 from raydl.models.parts import channels_last, require_size
 
-_SMALLEST = 63
-_SMALLEST_CIFAR = 8
-
 
 class AlexNet(nn.Module):
     """AlexNet in one tower: five convolutions, three linear layers.
 
-    The single tower has 64, 192, 384, 256, 256 filters and no response normalisation; names
-    and first weights are torchvision's. (Krizhevsky 2014, One Weird Trick for Parallelizing
+    The tower has 64, 192, 384, 256 and 256 filters, without response normalization; names and
+    initial weights are torchvision's. (Krizhevsky 2014, One Weird Trick for Parallelizing
     Convolutional Neural Networks.)
 
     Args:
@@ -23,12 +20,12 @@ class AlexNet(nn.Module):
         num_classes: logits per picture.
 
     Raises:
-        ShapeError: the pictures are too small.
+        ShapeError: if the pictures are too small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
         super().__init__()
-        require_size("alexnet", image_shape, _SMALLEST)
+        require_size("alexnet", image_shape, 63)
         self.features = nn.Sequential(
             nn.Conv2d(image_shape[0], 64, 11, stride=4, padding=2),
             nn.ReLU(inplace=True),
@@ -64,20 +61,20 @@ class AlexNet(nn.Module):
 class CifarAlexNet(nn.Module):
     """Krizhevsky's net for CIFAR-10: three 5x5 convolutions, one linear layer.
 
-    The layers are those of cuda-convnet's "18%" net, which is Caffe's ``cifar10_full``; the
-    first weights are torch's own.
+    The layers are those of cuda-convnet's "18%" network, Caffe's ``cifar10_full``; the initial
+    weights are torch's defaults.
 
     Args:
         image_shape: channels, height, width; sides of 8 or more, made for 32.
         num_classes: logits per picture.
 
     Raises:
-        ShapeError: the pictures are too small.
+        ShapeError: if the pictures are too small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
         super().__init__()
-        require_size("alexnet-cifar", image_shape, _SMALLEST_CIFAR)
+        require_size("alexnet-cifar", image_shape, 8)
         channels, height, width = image_shape
         self.features = nn.Sequential(
             nn.Conv2d(channels, 32, 5, padding=2),
@@ -92,8 +89,9 @@ class CifarAlexNet(nn.Module):
             nn.ReLU(),
             nn.AvgPool2d(3, 2, ceil_mode=True),
         )
+        # Each of the three poolings halves a side: ceil((side - 1) / 2), the last window partial.
         self.classifier = nn.Sequential(
-            nn.Flatten(), nn.Linear(64 * _after_pools(height) * _after_pools(width), num_classes)
+            nn.Flatten(), nn.Linear(64 * (height // 8) * (width // 8), num_classes)
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ class CifarAlexNet(nn.Module):
 
 
 class LocalNorm(nn.Module):
-    """Response normalisation within each map: x * (1 + alpha * mean(x^2 over 3x3))^-beta.
+    """Response normalization within each map: x * (1 + alpha * mean(x^2 over 3x3))^-beta.
 
     alpha is 5e-5 and beta 3/4, as in Caffe's ``cifar10_full``.
     """
@@ -112,9 +110,3 @@ class LocalNorm(nn.Module):
         """Return maps of the same shape, [B, C, H, W]."""
         mean = functional.avg_pool2d(maps.square(), 3, stride=1, padding=1)
         return maps * (1 + 5e-5 * mean).pow(-0.75)
-
-
-def _after_pools(side: int) -> int:
-    for _ in range(3):
-        side //= 2  # windows of 3 at steps of 2, the last one cut off: ceil((side - 1) / 2)
-    return side

@@ -1,7 +1,7 @@
 """GoogLeNet (Inception v1): as published, with batch norm, and for small pictures.
 
 Szegedy et al. 2015, Going Deeper with Convolutions, table 1 and figure 3. The two auxiliary
-classifiers are left out: a task's loss is of one output.
+classifiers are left out, since a task's loss takes one output.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _WIDTHS = {
     "5a": (832, 256, 160, 320, 32, 128, 128),
     "5b": (832, 384, 192, 384, 48, 128, 128),
 }
-"""Channels: in; 1x1; reduced, 3x3; reduced, 5x5; after the pooling (table 1)."""
-_FEATURES = 1024
+"""Channels: input; 1x1; reduced, 3x3; reduced, 5x5; after the pooling (table 1)."""
 
 
 class _Layers(nn.Sequential):
-    """Layers one after the other, whose pictures come with the channels of a pixel side by side."""
+    """A sequence of layers with the memory layout channels_last."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, shape [B, num_classes], for images [B, C, H, W]."""
@@ -40,9 +39,9 @@ class _Layers(nn.Sequential):
 class GoogLeNet(_Layers):
     """GoogLeNet for ImageNet: a stem of three convolutions, nine inception blocks.
 
-    Without batch norm it is the published one, in the settings of Caffe's ``bvlc_googlenet``.
-    With it, the names, sizes and first weights are torchvision's, whose third branch has 3x3
-    convolutions where the paper has 5x5. Images [B, C, H, W] become logits [B, num_classes].
+    Without batch norm, it follows the paper with the settings of Caffe's ``bvlc_googlenet``. With
+    batch norm, names, sizes and initial weights are torchvision's, whose third branch has 3x3
+    convolutions instead of the paper's 5x5. Images [B, C, H, W] become logits [B, num_classes].
 
     Args:
         image_shape: channels, height, width; sides of 31 or more, with batch norm 15; made
@@ -51,7 +50,7 @@ class GoogLeNet(_Layers):
         has_batch_norm: whether each convolution is followed by batch norm.
 
     Raises:
-        ShapeError: the pictures are too small.
+        ShapeError: if the pictures are too small.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class GoogLeNet(_Layers):
         require_size(name, image_shape, smallest)
         layers = _stem(image_shape[0], has_batch_norm) | _blocks(num_classes, has_batch_norm)
         super().__init__(OrderedDict(layers))
-        _first_weights_(self, has_batch_norm=has_batch_norm)
+        _initialize_(self, has_batch_norm=has_batch_norm)
 
 
 class CifarGoogLeNet(_Layers):
-    """GoogLeNet for 32x32 pictures: batch norm, and one 3x3 convolution in place of the stem.
+    """GoogLeNet for 32x32 pictures: batch norm, and one 3x3 convolution instead of the stem.
 
     Images [B, C, H, W] become logits [B, num_classes].
 
@@ -74,14 +73,14 @@ class CifarGoogLeNet(_Layers):
         num_classes: logits per picture.
 
     Raises:
-        ShapeError: the pictures are too small.
+        ShapeError: if the pictures are too small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
         require_size("googlenet-cifar", image_shape, 2)
         stem = {"conv1": Convolution(image_shape[0], 192, 3, padding=1, has_batch_norm=True)}
         super().__init__(OrderedDict(stem | _blocks(num_classes, has_batch_norm=True)))
-        _first_weights_(self, has_batch_norm=True)
+        _initialize_(self, has_batch_norm=True)
 
 
 def _stem(channels: int, has_batch_norm: bool) -> dict[str, nn.Module]:
@@ -98,7 +97,7 @@ def _stem(channels: int, has_batch_norm: bool) -> dict[str, nn.Module]:
 
 
 def _blocks(num_classes: int, has_batch_norm: bool) -> dict[str, nn.Module]:
-    """Return the nine blocks, the mean over the maps, and the classes."""
+    """Return the nine blocks, global average pooling, dropout and the linear layer."""
     layers: dict[str, nn.Module] = {}
     for name, widths in _WIDTHS.items():
         if name == "4a":
@@ -110,12 +109,12 @@ def _blocks(num_classes: int, has_batch_norm: bool) -> dict[str, nn.Module]:
         "avgpool": nn.AdaptiveAvgPool2d(1),
         "flatten": nn.Flatten(),
         "dropout": nn.Dropout(0.2 if has_batch_norm else 0.4),
-        "fc": nn.Linear(_FEATURES, num_classes),
+        "fc": nn.Linear(1024, num_classes),
     }
 
 
 class Convolution(nn.Module):
-    """A convolution and ReLU; between them batch norm, which takes the place of the bias."""
+    """A convolution and ReLU, with a bias or with batch norm between them."""
 
     def __init__(
         self,
@@ -141,7 +140,7 @@ class Convolution(nn.Module):
 
 
 class Inception(nn.Module):
-    """Four branches side by side: 1x1; 1x1, 3x3; 1x1, 5x5; pooling, 1x1 (figure 2b)."""
+    """Four parallel branches: 1x1; 1x1, 3x3; 1x1, 5x5; pooling, 1x1 (figure 2b)."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class Inception(nn.Module):
         )
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Return the branches' maps one after the other, [B, sum of widths, H, W]."""
+        """Return the concatenated maps of the branches, [B, sum of widths, H, W]."""
         branches = (self.branch1, self.branch2, self.branch3, self.branch4)
         return torch.cat([branch(maps) for branch in branches], 1)
 
@@ -184,8 +183,8 @@ def _response_norm(has_batch_norm: bool) -> nn.Module:
     return nn.Identity() if has_batch_norm else nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)
 
 
-def _first_weights_(model: nn.Module, *, has_batch_norm: bool) -> None:
-    """Draw weights as torchvision does with batch norm, and as Caffe does without."""
+def _initialize_(model: nn.Module, *, has_batch_norm: bool) -> None:
+    """Initialize weights as torchvision does with batch norm, and as Caffe does without."""
     for module in model.modules():
         if not isinstance(module, (nn.Conv2d, nn.Linear)):
             continue

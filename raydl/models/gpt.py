@@ -1,4 +1,4 @@
-"""GPT-2: a transformer that tells the next token from those before it."""
+"""GPT-2: a transformer that predicts the next token of a text."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ _STD = 0.02
 
 
 class GPT(nn.Module):
-    """GPT-2's decoder: normalised before each block, learned positions, tied weights, GELU.
+    """The decoder of GPT-2: pre-norm blocks, learned positions, tied weights, GELU.
 
-    The matrix that embeds the tokens is the one that tells the next: ``wte`` and ``lm_head``
-    are one parameter under two names, and it counts once. There is no dropout. Names are those
-    of GPT-2; the weights of linear layers are [out, in], as everywhere in PyTorch.
+    ``wte`` and ``lm_head`` are one parameter under two names, which counts once. There is no
+    dropout. Names are those of GPT-2; the weights of linear layers are [out, in], as in PyTorch.
     (Radford et al. 2019, Language Models are Unsupervised Multitask Learners, section 2.3.)
 
     Args:
-        input_shape: (context,), the most tokens that are read at once.
-        vocabulary: different tokens, and logits for each position.
-        num_layers: blocks of attention and two linear layers.
-        num_heads: of the attention; divides ``width``.
-        width: numbers that stand for a token between the blocks.
+        input_shape: (context,), most tokens of one input.
+        vocabulary: number of different tokens, and of logits per position.
+        num_layers: number of blocks.
+        num_heads: attention heads; must divide ``width``.
+        width: size of the hidden state of a token.
 
     Raises:
-        ShapeError: the data are no texts, or the heads do not divide the width.
+        ShapeError: if the data are no texts, or the heads do not divide the width.
     """
 
     def __init__(
@@ -41,21 +40,21 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if len(input_shape) != 1:
-            raise ShapeError("gpt", f"reads texts of shape [tokens], got {list(input_shape)}")
+            raise ShapeError("gpt", f"takes texts of shape [tokens], got {list(input_shape)}")
         if width % num_heads:
-            raise ShapeError("gpt", f"width {width} is no multiple of num_heads {num_heads}")
+            raise ShapeError("gpt", f"width {width} is not a multiple of num_heads {num_heads}")
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(input_shape[0], width)
         self.h = nn.ModuleList(_Block(width, num_heads) for _ in range(num_layers))
         self.ln_f = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.wte.weight
-        _first_weights_(self, num_layers)
+        _initialize_(self, num_layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of the next token, shape [B, T, vocabulary], for tokens [B, T].
 
-        T is at most the context; the logits at t depend on the tokens 0..t alone.
+        T is at most the context; the logits at t depend only on the tokens 0..t.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)
@@ -66,7 +65,7 @@ class GPT(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention, then two linear layers; each adds to what it was given."""
+    """Attention, then two linear layers, each with a residual connection."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Each token looks at itself and those before it."""
+    """Causal self-attention."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -97,13 +96,13 @@ class _Attention(nn.Module):
         query, key, value = (
             part.view(split).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2)
         )
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        y: Tensor = self.c_proj(seen.transpose(1, 2).reshape(batch, length, width))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        y: Tensor = self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return y
 
 
 class _MLP(nn.Module):
-    """Two linear layers with GELU (its form by tanh) between them."""
+    """Two linear layers with GELU (tanh approximation) between them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -115,15 +114,15 @@ class _MLP(nn.Module):
         return y
 
 
-def _first_weights_(model: GPT, num_layers: int) -> None:
-    """Draw all weights from normals of deviation 0.02, biases 0, by torch's generator.
+def _initialize_(model: GPT, num_layers: int) -> None:
+    """Initialize weights normal with standard deviation 0.02, biases 0, by torch's generator.
 
-    What adds to the stream between the blocks is drawn smaller, by the root of how many do.
+    Layers that add to the residual stream are scaled by 1 / sqrt(number of such layers).
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            adds = name.endswith("c_proj")
-            nn.init.normal_(module.weight, 0.0, _STD * (2 * num_layers) ** -0.5 if adds else _STD)
+            std = _STD * (2 * num_layers) ** -0.5 if name.endswith("c_proj") else _STD
+            nn.init.normal_(module.weight, 0.0, std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):

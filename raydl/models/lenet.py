@@ -1,4 +1,4 @@
-"""LeNet: the form of Caffe's MNIST example, and LeNet-5 as it was published."""
+"""LeNet: the variant of Caffe's MNIST example, and LeNet-5 as published."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ from torch import Tensor, nn
 
 from raydl.models.parts import channels_last, require_size
 
-_SMALLEST_UNPADDED = 16
-_SMALLEST = 4
-_FIELD = 32
+_LENET5_SIDE = 32
 
 
 class LeNet(nn.Module):
     """Caffe's LeNet: two 5x5 convolutions, 500 hidden units; 431,080 parameters at 28x28.
 
-    Pictures below 16x16 leave nothing after two unpadded convolutions; there the
-    convolutions pad by 2, so that only the pooling shrinks them.
+    Pictures below 16x16 are too small for two convolutions without padding. For them, the
+    convolutions pad by 2, so that only the poolings shrink them.
 
     Args:
         image_shape: channels, height, width; sides of 4 or more.
         num_classes: logits per picture.
 
     Raises:
-        ShapeError: the pictures are too small.
+        ShapeError: if the pictures are too small.
     """
 
     def __init__(self, image_shape: tuple[int, int, int], num_classes: int) -> None:
         super().__init__()
         channels, height, width = image_shape
-        require_size("lenet", image_shape, _SMALLEST)
-        padding = 0 if min(height, width) >= _SMALLEST_UNPADDED else 2
+        require_size("lenet", image_shape, 4)
+        padding = 0 if min(height, width) >= 16 else 2
         self.features = nn.Sequential(
             nn.Conv2d(channels, 20, 5, padding=padding),
             nn.MaxPool2d(2, ceil_mode=True),
@@ -53,9 +51,9 @@ class LeNet(nn.Module):
 class LeNet5(nn.Module):
     """LeNet-5: two 5x5 convolutions, layers of 120 and 84 units, tanh; 61,706 parameters at 28x28.
 
-    Smaller pictures are set into a field of 32x32, as the paper does with digits of 28x28. The
-    second convolution sees all six maps, the pooling is a plain average and the output is
-    linear, where the paper has a table of connections, trained pooling and radial units.
+    Smaller pictures are padded to 32x32, as the paper does with digits of 28x28. The second
+    convolution reads all six maps, the pooling is a plain average and the output is linear; the
+    paper has a table of connections, trained pooling and radial units instead.
     (LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition, figure 2.)
 
     Args:
@@ -75,7 +73,7 @@ class LeNet5(nn.Module):
             nn.Tanh(),
             nn.AvgPool2d(2),
         )
-        sides = [((max(side, _FIELD) - 4) // 2 - 4) // 2 for side in (height, width)]
+        sides = [((max(side, _LENET5_SIDE) - 4) // 2 - 4) // 2 for side in (height, width)]
         self.classifier = nn.Sequential(
             nn.Flatten(),
             nn.Linear(16 * sides[0] * sides[1], 120),
@@ -92,8 +90,8 @@ class LeNet5(nn.Module):
 
 
 def _margins(side: int) -> tuple[int, int]:
-    """Return the padding before and after a side that makes it 32."""
-    missing = max(0, _FIELD - side)
+    """Return the padding before and after a side to make it 32."""
+    missing = max(0, _LENET5_SIDE - side)
     return missing // 2, missing - missing // 2
 
 

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: the smallest model that learns pictures."""
+"""A multi-layer perceptron: the smallest picture classifier here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that several families share: checks of the image size, layout, first weights."""
+"""Functions that model families share: size checks, memory layout, initial weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ def require_size(model: str, image_shape: tuple[int, int, int], smallest: int) -
     """Refuse pictures with a side below ``smallest``.
 
     Args:
-        model: the name for the message.
+        model: name of the model, for the message.
         image_shape: channels, height, width.
+        smallest: smallest side that the model takes, in pixels.
 
     Raises:
-        ShapeError: the pictures are too small.
+        ShapeError: if the pictures are too small.
     """
     _, height, width = image_shape
     if min(height, width) < smallest:
@@ -26,24 +27,23 @@ def require_size(model: str, image_shape: tuple[int, int, int], smallest: int) -
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """Return pictures, shape [B, C, H, W], with the channels of a pixel side by side.
+    """Return pictures, shape [B, C, H, W], in the memory layout channels_last, unless on a GPU.
 
-    For a model that a CPU computes faster in this layout, which its convolutions and poolings hand
-    on: pooling takes several channels at a time. A gradient of LeNet takes 0.64 of the time, one of
-    CifarAlexNet 0.57, of CifarResNet 0.85, of GoogLeNet 0.57 to 0.88. VGG is as fast in either,
-    ResNet for ImageNet gains less than a tenth; they stay as they are. The figures are those of
-    ``python -m benchmarks.layout``. On a GPU nothing is changed.
+    Convolutions and poolings keep the layout, and a CPU pools several channels at a time in it. A
+    gradient of LeNet takes 0.64 of the time, of CifarAlexNet 0.57, of CifarResNet 0.85, of
+    GoogLeNet 0.57 to 0.88. VGG gains nothing and ResNet for ImageNet less than a tenth, so they do
+    not use it. The numbers are from ``python -m benchmarks.layout``.
     """
     if images.is_cuda:
         return images
-    # Not contiguous(): a picture of one channel is in both layouts, and would stay as it is.
+    # Not contiguous(): it would not change a picture of one channel, which is in both layouts.
     return images.to(memory_format=torch.channels_last)
 
 
 def he_convolutions_(model: nn.Module) -> None:
-    """Draw every convolution anew: normal with variance 2 / fan-out, biases 0.
+    """Initialize all convolutions: weights normal with variance 2 / fan-out, biases 0.
 
-    (He et al. 2015, Delving Deep into Rectifiers, eq. 14.) Random by torch's generator.
+    (He et al. 2015, Delving Deep into Rectifiers, eq. 14.) Uses torch's generator.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -53,7 +53,7 @@ def he_convolutions_(model: nn.Module) -> None:
 
 
 def small_linears_(model: nn.Module) -> None:
-    """Draw every linear layer anew: normal with standard deviation 0.01, biases 0."""
+    """Initialize all linear layers: weights normal with standard deviation 0.01, biases 0."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, 0.0, 0.01)

@@ -1,8 +1,8 @@
-"""Residual networks: the large ones for ImageNet, the small ones for CIFAR.
+"""Residual networks: large ones for ImageNet, small ones for CIFAR.
 
-He et al. 2016, Deep Residual Learning for Image Recognition: table 1 and section 4.2. The
-names and first weights of the large ones are torchvision's, and so is the place of the
-stride in a bottleneck: its 3x3 convolution.
+He et al. 2016, Deep Residual Learning for Image Recognition, table 1 and section 4.2. Names and
+initial weights of the large networks are torchvision's; as there, the stride of a bottleneck is in
+its 3x3 convolution.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from raydl.models.parts import channels_last, he_convolutions_
 
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 """Blocks of each of the four stages, by depth."""
-_FIRST_WITH_BOTTLENECKS = 50
 
 
 class ResNet(nn.Module):
-    """A residual network for ImageNet: a 7x7 convolution, four stages, a mean, the classes.
+    """A residual network for ImageNet: a 7x7 convolution, four stages, pooling, the logits.
 
     Args:
         image_shape: channels, height, width; any size, made for 224.
@@ -34,7 +33,7 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, padding=1)
-        block = Bottleneck if depth >= _FIRST_WITH_BOTTLENECKS else BasicBlock
+        block = Bottleneck if depth >= 50 else BasicBlock
         channels = 64
         for stage, count in enumerate(_BLOCKS[depth]):
             width, stride = 64 * 2**stage, 1 if stage == 0 else 2
@@ -57,12 +56,12 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, a 1x1 convolution where the shape changes.
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes.
 
     Args:
-        channels: of the maps that come in.
-        width: channels of the maps that go out.
-        stride: of the first convolution.
+        channels: input channels.
+        width: output channels.
+        stride: stride of the first convolution.
     """
 
     expansion = 1
@@ -85,12 +84,12 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; four times as many channels go out.
+    """1x1, 3x3 and 1x1 convolutions and a shortcut.
 
     Args:
-        channels: of the maps that come in.
-        width: channels between; 4 * width go out.
-        stride: of the 3x3 convolution.
+        channels: input channels.
+        width: inner channels; the output has 4 * width.
+        stride: stride of the 3x3 convolution.
     """
 
     expansion = 4
@@ -118,8 +117,8 @@ class Bottleneck(nn.Module):
 class CifarResNet(nn.Module):
     """A residual network for 32x32 pictures: three stages of 16, 32 and 64 channels.
 
-    A shortcut has no parameters: where the shape changes it takes every other pixel and adds
-    channels of zeros (option A).
+    A shortcut has no parameters: if the shape changes, it takes every other pixel and adds channels
+    of zeros (option A).
 
     Args:
         image_shape: channels, height, width; any size, made for 32.
@@ -151,11 +150,11 @@ class CifarResNet(nn.Module):
 
 
 class PlainShortcutBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut without parameters.
+    """Two 3x3 convolutions and a shortcut without parameters.
 
     Args:
-        channels: of the maps that come in.
-        width: channels of the maps that go out; where it is larger, the sides are halved.
+        channels: input channels.
+        width: output channels; if there are more than input channels, the sides are halved.
     """
 
     def __init__(self, channels: int, width: int) -> None:

@@ -1,7 +1,7 @@
 """VGG: stacks of 3x3 convolutions, with and without batch norm, for large and small pictures.
 
 Simonyan and Zisserman 2015, Very Deep Convolutional Networks for Large-Scale Image
-Recognition, table 1, columns A, D and E; names and first weights are torchvision's.
+Recognition, table 1, columns A, D and E; names and initial weights are torchvision's.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from raydl.models.parts import he_convolutions_, require_size, small_linears_
 
-_SMALLEST = 32
 _WIDTHS = (64, 128, 256, 512, 512)
 _CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Convolutions before each of the five poolings, by depth."""
 
 
 class VGG(nn.Module):
-    """VGG for ImageNet: five stacks of 3x3 convolutions, then 4,096, 4,096 units and the classes.
+    """VGG for ImageNet: five stacks of 3x3 convolutions, two layers of 4,096 units, the logits.
 
     Args:
         image_shape: channels, height, width; sides of 32 or more, made for 224.
@@ -26,7 +25,7 @@ class VGG(nn.Module):
         has_batch_norm: whether each convolution is followed by batch norm.
 
     Raises:
-        ShapeError: the pictures are too small.
+        ShapeError: if the pictures are too small.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class VGG(nn.Module):
         has_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        require_size(f"vgg{depth}", image_shape, _SMALLEST)
+        require_size(f"vgg{depth}", image_shape, 32)
         self.features = _stacks(image_shape[0], depth, has_batch_norm, ceil_mode=False)
         self.avgpool = nn.AdaptiveAvgPool2d(7)
         self.classifier = nn.Sequential(
@@ -60,14 +59,14 @@ class VGG(nn.Module):
 
 
 class CifarVGG(nn.Module):
-    """VGG for 32x32 pictures: the same stacks, then one linear layer to the classes.
+    """VGG for 32x32 pictures: the same stacks, then one linear layer to the logits.
 
-    The poolings round up, so pictures of any size pass; at 32x32 there is nothing to round.
+    The poolings round up, for pictures of any size; at 32x32 this changes nothing.
 
     Args:
         image_shape: channels, height, width; any size, made for 32.
         num_classes: logits per picture.
-        depth: 11, 16 or 19, as in the large form.
+        depth: layers with weights of the large variant: 11, 16 or 19.
         has_batch_norm: whether each convolution is followed by batch norm.
     """
 

@@ -45,7 +45,7 @@ class RayBlocks:
         """Return the name of a block, for messages."""
         return f"{_SOURCE}, block {number}"
 
-    def some(self, numbers: Sequence[int]) -> RayBlocks:
+    def select(self, numbers: Sequence[int]) -> RayBlocks:
         """Return some of the blocks."""
         refs = tuple(self.refs[n] for n in numbers)
         return replace(self, refs=refs, sizes=tuple(self.sizes[n] for n in numbers))

@@ -33,7 +33,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from raydl.config import STRATEGIES
-from raydl.config.checks import is_positive, require
+from raydl.config.checks import require, require_positive
 from raydl.core.cost_model import Network, choose
 from raydl.errors import ConfigError, UnknownNameError
 
@@ -151,7 +151,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise UnknownNameError("strategy", self.strategy, STRATEGIES)
-        require(is_positive(self.step_s), "step_s", "a positive number of seconds", self.step_s)
+        require_positive("step_s", self.step_s, "a positive number of seconds")
         for name in ("period", "num_bytes", "batch_size", "center_shards"):
             require(getattr(self, name) >= 1, name, "1 or more", getattr(self, name))
         if self.strategy == "sync" and self.center_shards > 1:

@@ -204,7 +204,7 @@ class Worker:
         round = self.runner.open_round()
         steps = round.steps()
         if steps:
-            self._feed.expect(steps, round.ahead)
+            self._feed.prefetch(steps, round.ahead)
         for epoch, positions in steps:
             self._call_before_step()
             num_cuts = self.runner.entered().num_cuts

@@ -94,15 +94,15 @@ def test_workers_are_a_number_or_a_range():
         (["--epoch", "5"], "raydl train has no option --epoch; did you mean --epochs?"),
         (["--optimizer.lr=5"], "raydl train has no option --optimizer.lr; did you mean --lr?"),
         (["--xyzzy"], "raydl train has no option --xyzzy; --help lists them"),
-        (["--deterministic", "yes"], "raydl train does not know what 'yes' is for; an option"),
-        (["--resume"], "run.resume needs run.run_dir: the run to go on with"),
+        (["--deterministic", "yes"], "raydl train takes no argument 'yes'; an option begins"),
+        (["--resume"], "run.resume needs run.run_dir, the folder of the run to resume"),
         (
             ["--resume", "--run-dir", "no/run"],
             "no/run: no run is there; give the folder that raydl train printed",
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_sentence_before_anything_starts(capsys, options, sentence):
+def test_a_mistake_is_reported_in_one_sentence_before_anything_starts(capsys, options, sentence):
     assert error_of(capsys, "train", "--workers", "0", *options).startswith(sentence)
 
 
@@ -124,17 +124,17 @@ def test_a_word_none_takes_a_limit_away():
     assert cli.parse_train(["--optimizer.nesterov", "true"]).optimizer.nesterov is True
 
 
-def test_help_shows_no_type_that_a_person_can_not_type(capsys):
+def test_help_shows_no_type_that_a_user_cannot_type(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     text = capsys.readouterr().out
     assert "{None}" not in text
     assert "(default: None)" not in text
-    sentence = "on one node where they fit; only such groups exchange with the center."
+    sentence = "on one node if they fit; each group exchanges with the center as one."
     assert sentence in " ".join(text.replace("│", " ").split())
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_printed(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"raydl {metadata.version('elastic-raydl')}\n"
 
@@ -149,7 +149,7 @@ def test_the_version_is_told(capsys):
         (("evaluate", "no/run"), "no/run: no run is there; give the folder that raydl train"),
     ],
 )
-def test_what_a_command_does_not_know_is_told_and_not_passed_over(capsys, words, sentence):
+def test_unknown_arguments_are_refused(capsys, words, sentence):
     assert error_of(capsys, *words).startswith(sentence)
 
 
@@ -185,13 +185,13 @@ def run_that_ended(folder, state="finished"):
     ControlChannel(Storage(str(folder))).close(dataclasses.replace(STATUS, state=state))
 
 
-def test_status_is_read_at_a_glance(tmp_path, capsys):
+def test_status_is_a_short_table(tmp_path, capsys):
     run_that_ended(tmp_path, "stopped")
     assert cli.main(["status", str(tmp_path)]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
         "stopped",
         "epoch 2.5, 157,952 samples in 0:01:05, center accuracy 97.31%",
-        "generation 3, round 1,234, workers asked for: 2:4",
+        "generation 3, round 1,234, workers requested: 2:4",
         "",
         "worker  state         for  node    round    step    a step   waited",
         "w0      training  0:01:05  node-a  1,234  12,340   12.3 ms  0:00:04",
@@ -242,7 +242,7 @@ def test_status_before_any_worker_is_three_lines(tmp_path, capsys):
     assert "center accuracy -\n" in out
 
 
-def test_status_of_a_silent_driver_begins_with_that(tmp_path, capsys, monkeypatch):
+def test_status_of_a_silent_driver_begins_with_its_silence(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run_control_channel, "LOOK_AGAIN_S", 0.01)
     halt_the_clock(monkeypatch)
     values = dataclasses.asdict(STATUS) | {"driver": "process 12 on node-a, 0a1b2c3d"}
@@ -253,12 +253,12 @@ def test_status_of_a_silent_driver_begins_with_that(tmp_path, capsys, monkeypatc
     out = capsys.readouterr().out
     assert out.startswith(
         "the driver, process 12 on node-a, has not reported for 37 s: it may be lost; "
-        "the same command with --resume resumes the run\nlast told: training\n"
+        "the same command with --resume resumes the run\nlast state: training\n"
     )
     assert "\nnewest checkpoint 0:01:02 ago\n" in out
 
 
-def test_status_as_json_holds_all_that_is_known(tmp_path, capsys):
+def test_status_as_json_is_complete(tmp_path, capsys):
     run_that_ended(tmp_path)
     assert cli.main(["status", str(tmp_path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
@@ -267,7 +267,7 @@ def test_status_as_json_holds_all_that_is_known(tmp_path, capsys):
     assert values["workers"][2]["state"] == "left out"
 
 
-def test_remove_prints_what_the_driver_says(tmp_path, capsys):
+def test_remove_prints_the_answer_of_the_driver(tmp_path, capsys):
     control_channel = ControlChannel(Storage(str(tmp_path)), clock=itertools.count().__next__)
     is_over = threading.Event()
 
@@ -294,7 +294,7 @@ def test_remove_prints_what_the_driver_says(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", [["status"], ["remove", "w0"]])
-def test_a_folder_without_a_run_is_told_in_one_sentence(tmp_path, capsys, command):
+def test_a_folder_without_a_run_is_reported_in_one_sentence(tmp_path, capsys, command):
     name, *worker = command
     sentence = error_of(capsys, name, str(tmp_path), *worker)
     assert sentence.startswith(f"{tmp_path}: no run is there; give the folder that raydl train")
@@ -399,7 +399,7 @@ def test_a_longer_run_continues_its_curves_without_gaps_or_doubles(tmp_path):
     assert any(tag.startswith("settings") for tag in events.Tags()["tensors"])
 
 
-def test_a_place_elsewhere_keeps_the_whole_run(tmp_path):
+def test_a_storage_path_keeps_the_whole_run(tmp_path):
     run = tmp_path / "local" / "name"
     store = tmp_path / "store"
     train(run, "--epochs", "2", "--storage-path", store.as_uri())

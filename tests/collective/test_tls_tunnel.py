@@ -66,17 +66,17 @@ def test_the_files_are_those_that_ray_uses(files, on):
 def test_a_missing_setting_is_named(files, name):
     environment = environment_of(files)
     del environment[name]
-    with pytest.raises(ConfigError, match=f"{name} must name a file in PEM, since RAY_USE_TLS"):
+    with pytest.raises(ConfigError, match=f"{name} must name a PEM file, since RAY_USE_TLS"):
         tls_files(environment)
 
 
 @pytest.mark.parametrize("field", ["cert", "key", "ca"])
 def test_a_missing_file_or_one_that_is_no_pem_is_named(files, tmp_path, field):
     missing = dataclasses.replace(files, **{field: str(tmp_path / "missing.pem")})
-    assert f"can not be read: {tmp_path}/missing.pem: No such file" in refused(missing)
+    assert f"cannot be read: {tmp_path}/missing.pem: No such file" in refused(missing)
     (tmp_path / "text").write_text("no certificate")
     other = dataclasses.replace(files, **{field: str(tmp_path / "text")})
-    assert f"must be a file in PEM, which {tmp_path}/text is not" in refused(other)
+    assert f"must be a PEM file, got {tmp_path}/text" in refused(other)
 
 
 def test_a_key_of_another_certificate_is_refused(files, others):

@@ -63,7 +63,10 @@ from raydl.run.trainer import Trainer
             lambda: RunConfig(progress="loud"),
             "run.progress must be one of auto, panel, plain, none, got loud",
         ),
-        (lambda: RunConfig(resume=True), "run.resume needs run.run_dir: the run to go on with"),
+        (
+            lambda: RunConfig(resume=True),
+            "run.resume needs run.run_dir, the folder of the run to resume",
+        ),
         (lambda: CheckpointConfig(keep=0), "checkpoint.keep must be 1 or more, got 0"),
         (
             lambda: CheckpointConfig(every_s=0),
@@ -140,7 +143,7 @@ def test_all_workers_may_be_the_quorum():
     assert ElasticConfig(quorum=1.0, max_restarts=1).quorum == 1.0
 
 
-def test_how_workers_come_and_go_is_set_by_dotted_names_and_the_fault_plan_by_a_short_one():
+def test_elasticity_is_set_by_dotted_names_and_the_fault_plan_by_a_short_one():
     options = "--elastic.lease-s 3 --elastic.no-leave-out-slow --fault-plan faults.yaml"
     config = parse_train(options.split())
     assert to_dict(config.elastic) == to_dict(ElasticConfig(lease_s=3.0, leave_out_slow=False))
@@ -190,7 +193,7 @@ def test_a_run_of_an_earlier_version_is_read_by_the_names_it_was_written_with(
     assert from_dict(cls, {former: value}) == cls(**{now: value})
 
 
-def test_resources_are_said_in_ray_trains_words():
+def test_resources_are_named_as_in_ray_train():
     assert ScalingConfig().resources() == {"CPU": 1.0}
     gpu = ScalingConfig(use_gpu=True, resources_per_worker={"CPU": 4.0, "spot": 1.0})
     assert gpu.resources() == {"CPU": 4.0, "GPU": 1.0, "spot": 1.0}

@@ -206,10 +206,10 @@ def test_a_run_takes_a_custom_rule(tmp_path, strategy):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("no_such_module:Rule", "method.name no_such_module:Rule can not be imported: No module"),
+        ("no_such_module:Rule", "method.name no_such_module:Rule cannot be imported: No module"),
         (
             "test_methods_by_hand:Nothing",
-            "method.name test_methods_by_hand:Nothing can not be imported: module",
+            "method.name test_methods_by_hand:Nothing cannot be imported: module",
         ),
         (
             "test_methods_by_hand:Slope",

@@ -222,12 +222,12 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
         ({"name": "lbfgs"}, "optimizer.name can not be lbfgs: it evaluates the loss several times"),
         ({"name": "sparseadam"}, "it needs sparse gradients, and replicas have dense ones"),
         ({"name": "adamm"}, "optimizer.name has no 'adamm'; did you mean adam"),
-        ({"name": "nowhere:at_all"}, "optimizer.name nowhere:at_all can not be imported"),
-        ({"options": "eps"}, "optimizer.options must be NAME=VALUE by comma"),
-        ({"options": "eps=open('x')"}, "optimizer.options must be NAME=VALUE by comma"),
-        ({"options": "**{'eps': 1}"}, "optimizer.options must be NAME=VALUE by comma"),
-        ({"options": "a=1)(b=2"}, "optimizer.options must be NAME=VALUE by comma"),
-        ({"options": "lr=0.1"}, "optimizer.options must not have lr: set optimizer.lr"),
+        ({"name": "nowhere:at_all"}, "optimizer.name nowhere:at_all cannot be imported"),
+        ({"options": "eps"}, "optimizer.options must be NAME=VALUE separated by commas"),
+        ({"options": "eps=open('x')"}, "optimizer.options must be NAME=VALUE separated by commas"),
+        ({"options": "**{'eps': 1}"}, "optimizer.options must be NAME=VALUE separated by commas"),
+        ({"options": "a=1)(b=2"}, "optimizer.options must be NAME=VALUE separated by commas"),
+        ({"options": "lr=0.1"}, "optimizer.options can not hold lr: set optimizer.lr"),
         ({"name": "adam", "options": "bettas=(0.9, 0.99)"}, "has no 'bettas'; did you mean betas"),
         ({"name": "adam", "options": "betas=(2, 3)"}, "is not accepted by adam: Invalid beta"),
         ({"name": "adam", "options": "betas=3"}, "optimizer.options 'betas=3' is not accepted by"),
@@ -260,8 +260,8 @@ def problem_of(*, method="sync-easgd", exchange=None, training=None, **optimizer
             },
             "training.deterministic is not possible with optimizer.lr_schedule plateau",
         ),
-        ({"milestones": "0.5,x"}, "optimizer.milestones must be numbers by comma"),
-        ({"milestones": "0.7,0.5"}, "optimizer.milestones must be rising shares"),
+        ({"milestones": "0.5,x"}, "optimizer.milestones must be numbers separated by commas"),
+        ({"milestones": "0.7,0.5"}, "optimizer.milestones must be increasing shares"),
         ({"lr_schedule": "step", "milestones": "0.01"}, "must come after the warm-up of 0.05"),
         ({"gamma": 1.5}, "optimizer.gamma must be in (0, 1), got 1.5"),
         ({"training": {"precision": "fp8"}}, "training.precision has no 'fp8'"),
@@ -320,7 +320,7 @@ def test_a_center_without_a_lock_accepts_only_sgd():
 
 def test_smoothing_is_for_models_by_name():
     trainer = Trainer(Classification(linear), training=TrainingConfig(label_smoothing=0.1))
-    with pytest.raises(ConfigError, match=r"training\.label_smoothing is for a model by name"):
+    with pytest.raises(ConfigError, match=r"training\.label_smoothing must be 0 with your own"):
         trainer.fit()
     with pytest.raises(ConfigError, match="a name, an OptimizerConfig or a function"):
         Trainer(optimizer=3)

@@ -59,7 +59,7 @@ def settings(augment=ALL, **training):
 # chance
 
 
-def test_the_numbers_are_those_they_have_always_been():
+def test_the_random_numbers_never_change():
     rows = torch.tensor([0, 1, 2, 59_999, 2**40])
     numbers = (uniform(0, 0, rows, 0) * 2**24).long().tolist()
     assert numbers == [8595764, 2175092, 837519, 16023219, 11665317]
@@ -106,7 +106,7 @@ def correlation(first, second):
     return abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1]))
 
 
-def test_numbers_of_other_seeds_epochs_rows_and_draws_know_nothing_of_each_other():
+def test_numbers_of_different_seeds_epochs_rows_and_draws_are_uncorrelated():
     rows = torch.arange(50_000)
     keys = list(itertools.product((0, 1, 2), (0, 1, 2), (0, 1, 2)))
     drawn = [uniform(seed, epoch, rows, draw) for seed, epoch, draw in keys]
@@ -126,7 +126,7 @@ def test_two_draws_of_a_row_fill_the_square_evenly():
 # what each change does
 
 
-def test_a_flip_exchanges_left_and_right_of_those_it_is_for():
+def test_a_flip_exchanges_left_and_right_of_the_selected_pictures():
     pictures = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]] * 2)
     flipped = flip(pictures, torch.tensor([True, False]))
     assert flipped.tolist() == [[[[2.0, 1.0], [4.0, 3.0]]], [[[1.0, 2.0], [3.0, 4.0]]]]
@@ -202,7 +202,7 @@ def test_pictures_of_any_size_keep_theirs(shape):
     assert torch.equal(pictures, torch.ones(shape))
 
 
-def test_what_is_moved_in_and_cut_out_is_the_mean_colour():
+def test_pixels_shifted_in_or_cut_out_have_the_mean_color():
     data = dataset()
     config = settings("crop,cutout")
     after, _ = preparation_for(data, config)(data.train.fetch(np.arange(24)), np.arange(24), 0)
@@ -216,7 +216,7 @@ def test_what_is_moved_in_and_cut_out_is_the_mean_colour():
 # what they follow from
 
 
-def test_a_sample_becomes_the_same_in_whatever_batch_it_falls():
+def test_the_augmentation_of_a_sample_does_not_depend_on_its_batch():
     pictures = pictures_of(24, 8)
     whole = changed(ALL, pictures, epoch=3)
     for size in (1, 5, 24):
@@ -229,7 +229,7 @@ def test_a_sample_becomes_the_same_in_whatever_batch_it_falls():
     assert torch.equal(changed(ALL, pictures[order], order, epoch=3), whole[order])
 
 
-def test_other_epochs_seeds_and_rows_give_other_changes():
+def test_different_epochs_seeds_and_rows_give_different_augmentations():
     pictures = pictures_of(24, 32)
     first = changed("crop", pictures)
     assert not torch.equal(first, changed("crop", pictures, epoch=1))
@@ -242,14 +242,14 @@ def test_the_order_of_the_names_changes_nothing():
     assert torch.equal(changed("flip,crop,cutout", pictures), changed("cutout,flip,crop", pictures))
 
 
-def test_a_change_does_the_same_whether_or_not_there_are_others():
+def test_an_augmentation_does_not_depend_on_the_others():
     pictures = pictures_of(24, 32)
     for names in itertools.combinations(AUGMENTATIONS, 2):
         one_by_one = changed(names[1], changed(names[0], pictures))
         assert torch.equal(one_by_one, changed(",".join(names), pictures))
 
 
-def test_a_flip_says_nothing_of_how_a_picture_is_moved():
+def test_a_flip_is_uncorrelated_with_a_crop():
     pictures = pictures_of(600, 8, channels=1)
     is_flipped = (changed("flip", pictures) != pictures).flatten(1).any(1)
     shifts = [shift(*pair) for pair in zip(pictures, changed("crop", pictures), strict=True)]
@@ -258,14 +258,14 @@ def test_a_flip_says_nothing_of_how_a_picture_is_moved():
         assert found == set(itertools.product((-1, 0, 1), repeat=2))
 
 
-def test_no_generator_is_asked_or_moved():
+def test_augmentation_uses_no_stateful_generator():
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     changed(ALL, pictures_of(8))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.array_equal(np.random.get_state()[1], before[1])
 
 
-def test_read_only_rows_are_taken():
+def test_read_only_rows_are_accepted():
     rows = np.arange(8)
     rows.flags.writeable = False
     assert torch.equal(changed(ALL, pictures_of(8), rows), changed(ALL, pictures_of(8)))
@@ -273,7 +273,7 @@ def test_read_only_rows_are_taken():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_device_draws_and_changes_to_the_bits_of_the_cpu():
+def test_a_gpu_gives_the_same_bits_as_the_cpu():
     rows = torch.cat([torch.arange(10_000), torch.arange(2**40, 2**40 + 10_000)])
     for seed, epoch, draw in [(0, 0, 0), (-1, 10**6, 4), (2**62, 3, 1)]:
         on_device = uniform(seed, epoch, rows.cuda(), draw)
@@ -322,7 +322,7 @@ def seen_by(num_workers, **training):
     return spy.seen
 
 
-def test_a_sample_becomes_the_same_under_any_number_of_workers():
+def test_the_augmentation_of_a_sample_does_not_depend_on_the_number_of_workers():
     alone = seen_by(1)
     assert set(alone) == set(itertools.product(range(2), range(25)))
     assert seen_by(3) == alone
@@ -349,7 +349,7 @@ def test_a_run_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(num_wo
     assert not np.array_equal(plain.newest.weights, whole.newest.weights)
 
 
-def test_what_is_scored_is_never_changed():
+def test_evaluated_samples_are_never_augmented():
     data = dataset()
     rows = np.arange(24)
     prepare = preparation_for(data, settings())
@@ -362,7 +362,7 @@ def test_what_is_scored_is_never_changed():
     assert torch.equal(labels, trained_labels)
 
 
-def test_it_travels_to_another_process():
+def test_an_augmentation_can_be_pickled():
     data = dataset()
     prepare, rows = preparation_for(data, settings()), np.arange(24)
     there = pickle.loads(pickle.dumps(prepare))
@@ -373,11 +373,11 @@ def test_it_travels_to_another_process():
 # what is asked for
 
 
-def test_without_augmentation_pictures_are_normalised_alone():
+def test_without_augmentation_pictures_are_only_normalized():
     assert isinstance(preparation_for(dataset(), settings("none")), Normalizer)
 
 
-def test_the_names_are_told_by_comma_and_may_have_spaces():
+def test_names_are_separated_by_commas_and_may_have_spaces():
     assert InputConfig().augmentations == ()
     assert InputConfig(augment="crop, flip").augmentations == ("crop", "flip")
     pictures = pictures_of(8)
@@ -385,7 +385,7 @@ def test_the_names_are_told_by_comma_and_may_have_spaces():
         assert not torch.equal(changed(name, pictures), pictures), name
 
 
-def test_an_unknown_name_is_told_with_those_there_are():
+def test_an_unknown_name_lists_the_known_ones():
     message = "input.augment has no 'flop'; did you mean flip.* known: none, flip, crop, cutout"
     with pytest.raises(UnknownNameError, match=message):
         InputConfig(augment="crop,flop")
@@ -416,7 +416,7 @@ class Text:
     def fetch(self, rows):
         return torch.zeros(len(rows), 16), torch.zeros(len(rows), dtype=torch.int64)
 
-    def expect(self, rows):
+    def prefetch(self, rows):
         pass
 
 
@@ -427,8 +427,8 @@ def test_other_data_than_pictures_are_refused_before_anything_starts(tmp_path):
         "run": RunConfig(run_dir=str(tmp_path / "run"), progress="none"),
     }
     message = (
-        "^input.augment changes pictures, got flip for texts of 16 tokens out of 65; "
-        "set it to none$"
+        "^input.augment must be none for texts of 16 tokens out of 65, got flip: it changes "
+        "pictures only$"
     )
     task = Classification(lambda shape, num_classes: torch.nn.Linear(16, num_classes))
     with pytest.raises(ConfigError, match=message):

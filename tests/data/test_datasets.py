@@ -230,10 +230,10 @@ def broken(tmp_path, case):
     ("case", "sentence"),
     [
         ("missing", "there is no such file or folder"),
-        ("empty folder", r"holds nothing that is known here: train-\*.parquet"),
+        ("empty folder", r"holds no data set: train-\*.parquet"),
         ("truncated parquet", "is not a whole Parquet file"),
         ("empty parquet", "holds no rows"),
-        ("no label column", "needs a column label or labels or fine_label; it has image, class"),
+        ("no label column", "must have a column label or labels or fine_label, got image, class"),
         ("null label", "column 'label' is null in row 1"),
         ("negative label", "row 5 has label -1; labels must be 0 to 0"),
         ("label beyond the names", "row 11 has label 7; labels must be 0 to 1"),
@@ -242,14 +242,14 @@ def broken(tmp_path, case):
         ("two sizes", "the picture in row 11 is 7x7, the first one 5x6"),
         ("test of another size", "training pictures are 1x5x6 .* test pictures are 1x7x7"),
         ("too few to split", "only 5 pictures: too few to split"),
-        ("idx cut off", "should hold 360 bytes after its header .* it holds 353"),
-        ("idx magic", "must begin with 00000803 .* begins with 00000d03"),
+        ("idx cut off", "must hold 360 bytes after its header .* got 353"),
+        ("idx magic", "must begin with 00000803 .* got 00000d03"),
         ("idx labels", "has 12 pictures but 11 labels"),
-        ("idx without test", "has IDX files for training .* none for t10k"),
-        ("gzip cut off", "is a gzip file that was cut off"),
-        ("cifar cut off", "must hold whole rows of 3073 bytes .* it holds 3072"),
-        ("npz of floats", "images must be uint8 pixels .* it is float64"),
-        ("npz without arrays", "needs the arrays x_train, .* it has a"),
+        ("idx without test", "has IDX files for training .* no t10k"),
+        ("gzip cut off", "is a truncated gzip file"),
+        ("cifar cut off", "must hold whole rows of 3073 bytes .* got 3072"),
+        ("npz of floats", "images must be uint8 pixels .* got float64"),
+        ("npz without arrays", "must hold the arrays x_train, .* got a"),
         ("npz broken", "is not a whole .npz file"),
         ("unknown file", "a single file must be .parquet or .npz"),
         ("glob without match", "no file matches"),
@@ -263,7 +263,7 @@ def test_broken_input_is_named_in_one_sentence(tmp_path, case, sentence):
 
 
 @pytest.mark.parametrize("case", ["missing", "idx without test", "glob without match"])
-def test_what_is_not_there_is_told_alike_by_a_run_and_by_info(tmp_path, case):
+def test_a_run_and_info_report_missing_data_alike(tmp_path, case):
     source = broken(tmp_path, case)
     with pytest.raises(DataError) as loaded:
         load(source)
@@ -272,7 +272,7 @@ def test_what_is_not_there_is_told_alike_by_a_run_and_by_info(tmp_path, case):
     assert str(loaded.value) == str(inspected.value)
 
 
-def test_the_bundled_digits_are_streamed_where_that_is_asked_for():
+def test_the_bundled_digits_can_be_streamed():
     assert load("digits", input=InputConfig(stream="always")).train.is_streamed
     assert not load("digits").train.is_streamed
 
@@ -282,8 +282,8 @@ def test_a_misspelt_bundled_set_lists_the_nearest():
         load("digts")
 
 
-def test_no_file_system_for_a_scheme_is_said():
-    with pytest.raises(DataError, match="nosuch://bucket: can not be opened"):
+def test_a_scheme_without_a_file_system_is_reported():
+    with pytest.raises(DataError, match="nosuch://bucket: cannot be opened"):
         load("nosuch://bucket")
 
 

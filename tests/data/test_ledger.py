@@ -33,7 +33,7 @@ def test_claims_run_along_the_epoch_and_stop_at_its_end():
     assert ledger.epoch == 1
 
 
-def test_what_a_lost_worker_had_claimed_goes_back():
+def test_claims_of_a_lost_worker_become_free():
     ledger = Ledger(10)
     ledger.claim("w0", 4)
     ledger.claim("w1", 4)
@@ -44,25 +44,25 @@ def test_what_a_lost_worker_had_claimed_goes_back():
     assert (ledger.epoch, ledger.num_done_ever) == (1, 10)
 
 
-def test_a_full_round_gives_everyone_a_full_share():
+def test_a_full_round_gives_each_worker_a_full_share():
     share = share_round(10_000, num_workers=3, batch_size=64, max_steps=10)
     assert (share.num_steps, share.counts) == (10, (640, 640, 640))
 
 
-def test_the_last_round_splits_what_remains_evenly():
+def test_the_last_round_splits_the_remaining_samples_evenly():
     share = share_round(131, num_workers=2, batch_size=64, max_steps=10)
     assert (share.num_steps, share.counts) == (2, (66, 65))
     assert share_round(1, num_workers=2, batch_size=64, max_steps=10).counts == (1, 0)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_with_nothing_left_a_round_is_an_exchange_around_one_empty_step(num_workers):
+def test_without_samples_a_round_is_an_exchange_around_one_empty_step(num_workers):
     share = share_round(0, num_workers=num_workers, batch_size=64, max_steps=10)
     assert (share.num_steps, share.counts) == (1, (0,) * num_workers)
 
 
 @pytest.mark.parametrize(("remaining", "num_steps"), [(119, 2), (120, 2), (121, 2), (59, 1)])
-def test_around_a_full_round_the_steps_are_as_few_as_hold_the_samples(remaining, num_steps):
+def test_a_round_has_the_fewest_steps_that_hold_its_samples(remaining, num_steps):
     share = share_round(remaining, num_workers=2, batch_size=30, max_steps=2)
     assert share.num_steps == num_steps
     assert sum(share.counts) == min(remaining, 120)
@@ -73,7 +73,7 @@ def test_parts_differ_by_one_at_most():
     assert split_evenly(0, 2) == [0, 0]
 
 
-def test_a_saved_ledger_frees_what_was_under_way():
+def test_a_saved_ledger_counts_claims_as_free():
     ledger = Ledger(8)
     ledger.claim("w0", 3)
     ledger.complete("w0")
@@ -94,7 +94,7 @@ def busy_ledger():
     return ledger
 
 
-def test_a_ledger_saved_with_its_claims_goes_on_as_if_it_had_not_been():
+def test_a_ledger_saved_with_its_claims_continues_unchanged():
     ledger = busy_ledger()
     state = ledger.state_dict(with_claims=True)
     assert state == {
@@ -115,7 +115,7 @@ def test_a_ledger_saved_with_its_claims_goes_on_as_if_it_had_not_been():
         assert each.claim("w2", 100) == (1, [(4, 10)])
 
 
-def test_without_its_claims_all_that_was_under_way_is_free():
+def test_without_its_claims_a_restored_ledger_has_all_claimed_positions_free():
     again = Ledger.from_state_dict(busy_ledger().state_dict())
     assert again.claimants == ()
     assert (again.num_done_ever, again.num_claimed, again.num_free) == (2, 0, 8)
@@ -123,7 +123,7 @@ def test_without_its_claims_all_that_was_under_way_is_free():
     assert again.claim("w7", 100) == (1, [(0, 4), (4, 10)])
 
 
-def test_a_saved_ledger_does_not_change_with_the_one_it_was_saved_from():
+def test_a_saved_ledger_does_not_change_with_its_original():
     ledger = busy_ledger()
     states = [ledger.state_dict(with_claims=with_claims) for with_claims in (False, True)]
     before = copy.deepcopy(states)
@@ -133,7 +133,7 @@ def test_a_saved_ledger_does_not_change_with_the_one_it_was_saved_from():
     assert states == before
 
 
-def test_release_frees_what_is_not_kept():
+def test_release_frees_all_claims_that_are_not_kept():
     ledger = busy_ledger()
     assert ledger.release(keep=("w0", "w5")) == 9
     assert (ledger.claimants, ledger.num_claimed) == (("w0",), 3)
@@ -143,7 +143,7 @@ def test_release_frees_what_is_not_kept():
     assert ledger.release() == 0
 
 
-def test_who_has_claimed_nothing_is_no_claimant():
+def test_a_worker_without_claims_is_no_claimant():
     ledger = Ledger(4)
     assert ledger.claim("w0", 0) == (0, [])
     assert ledger.claimants == ()
@@ -166,14 +166,14 @@ def test_a_worker_claims_from_its_own_blocks_first():
     assert ledger.num_free == 23
 
 
-def test_who_helps_takes_the_end_of_what_another_has_reserved():
+def test_a_worker_that_helps_claims_from_the_end_of_a_reservation():
     ledger = in_blocks()
     assert ledger.claim("w2", 3) == (0, [(17, 20)])
     assert ledger.reserved_by("w0") == [(0, (4, 10)), (0, (10, 17))]
     assert ledger.claim("w0", 8) == (0, [(4, 10), (10, 12)])
 
 
-def test_a_lost_worker_gives_its_reserve_to_the_others_though_it_has_claimed_nothing():
+def test_reservations_of_a_lost_worker_without_claims_become_free():
     ledger = in_blocks()
     ledger.complete("w0")
     assert ledger.release(keep=("w1",)) == 0
@@ -182,14 +182,14 @@ def test_a_lost_worker_gives_its_reserve_to_the_others_though_it_has_claimed_not
     assert ledger.claim("w2", 6) == (0, [(4, 10)])
 
 
-def test_claims_can_be_freed_while_those_who_go_on_keep_their_reserves():
+def test_claims_can_be_freed_while_members_keep_their_reservations():
     ledger = in_blocks()
     assert ledger.release(members=("w1",)) == 8
     assert (ledger.reserved_by("w0"), ledger.claimants) == ([], ())
     assert ledger.claim("w1", 7) == (0, [(24, 30), (30, 31)])
 
 
-def test_a_saved_ledger_keeps_who_has_reserved_what():
+def test_a_saved_ledger_keeps_the_reservations():
     ledger = in_blocks()
     again = Ledger.from_state_dict(ledger.state_dict(), cuts=lambda epoch: [10, 20, 30, 40])
     assert again.claimants == ()
@@ -294,7 +294,7 @@ class WorkersComeAndGo(RuleBasedStateMachine):
 
     @rule()
     def what_is_told_is_the_same_in_fewer_spans(self):
-        told = json.loads(json.dumps(self.ledger.as_told()))
+        told = json.loads(json.dumps(self.ledger.compact_state()))
         saved = Ledger.from_state_dict(self.ledger.state_dict(), cuts=self.cuts).state_dict()
         again = Ledger.from_state_dict(told, cuts=self.cuts).state_dict()
         assert positions_in(again) == positions_in(saved)
@@ -352,7 +352,7 @@ class WorkersComeAndGo(RuleBasedStateMachine):
 test_workers_come_and_go_and_every_position_is_completed_once = WorkersComeAndGo.TestCase
 
 
-def test_claims_beyond_what_was_trained_go_back_and_those_of_others_stay():
+def test_only_a_workers_claims_beyond_its_trained_samples_are_given_back():
     ledger = Ledger(20)
     ledger.claim("w0", 8)
     ledger.claim("w1", 6)
@@ -361,7 +361,7 @@ def test_claims_beyond_what_was_trained_go_back_and_those_of_others_stay():
     assert ledger.claim("w2", 4) == (0, [(5, 8), (14, 15)])
 
 
-def test_what_was_trained_is_compared_with_the_claims_in_their_order():
+def test_completed_samples_are_counted_in_claim_order():
     ledger, trained = Ledger(20), TrainedPositions()
     epoch, _ = ledger.claim("w0", 6)
     claims = ledger.claims_of("w0")
@@ -389,7 +389,7 @@ def test_each_change_of_claims_counts_once():
     assert Ledger.from_state_dict(without).num_changes == 0
 
 
-def test_what_is_done_of_all_open_epochs_counts_as_done():
+def test_completed_positions_of_all_open_epochs_count():
     ledger = Ledger(10)
     for worker_id, count in (("w0", 4), ("w1", 6), ("w2", 3)):
         ledger.claim(worker_id, count)

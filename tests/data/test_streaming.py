@@ -64,7 +64,7 @@ def folder(tmp_path):
 # the same samples as in memory
 
 
-def test_a_streamed_set_holds_what_the_same_set_in_memory_does(folder):
+def test_a_streamed_set_holds_the_same_samples_as_in_memory(folder):
     whole, streamed = load(str(folder)), load(str(folder), input=STREAMED)
     assert streamed.train.is_streamed
     assert not whole.train.is_streamed
@@ -77,17 +77,17 @@ def test_a_streamed_set_holds_what_the_same_set_in_memory_does(folder):
             assert torch.equal(got, expected)
 
 
-def test_a_streamed_set_travels_to_another_process_without_what_it_has_read(folder):
+def test_a_streamed_set_is_pickled_without_its_cache(folder):
     streamed = load(str(folder), input=STREAMED).train
     rows = np.arange(23)
     before = streamed.fetch(rows)
     again = pickle.loads(pickle.dumps(streamed))
-    assert not again._groups._read
+    assert not again._groups._cached
     assert torch.equal(again.fetch(rows)[0], before[0])
 
 
 @pytest.mark.parametrize(("side", "by"), [(128, "decode"), (127, "MainThread")])
-def test_threads_decode_large_pictures_and_who_asks_decodes_small_ones(
+def test_threads_decode_large_pictures_and_the_caller_decodes_small_ones(
     tmp_path, monkeypatch, side, by
 ):
     cells = [encoded(np.zeros((side, side), np.uint8))] * 6
@@ -107,7 +107,7 @@ def test_threads_decode_large_pictures_and_who_asks_decodes_small_ones(
 
 def test_a_set_whose_bad_samples_are_skipped_is_streamed(folder):
     assert load(str(folder), input=InputConfig(on_bad_sample="skip")).train.is_streamed
-    with pytest.raises(ConfigError, match=r"input.stream must be auto or always for .* skip"):
+    with pytest.raises(ConfigError, match=r"input.stream must be auto or always with .* skip"):
         InputConfig(stream="never", on_bad_sample="skip")
 
 
@@ -158,7 +158,7 @@ def test_a_block_is_whole_row_groups_and_mixes_their_rows():
 
 
 @pytest.mark.parametrize("block_samples", [1, 7, 1000])
-def test_blocks_hold_as_many_samples_as_asked_for_or_one_row_group(block_samples):
+def test_blocks_hold_the_requested_samples_or_one_row_group(block_samples):
     sizes = np.random.default_rng(0).integers(1, 20, 40)
     cuts = InBlocks(sizes, 0, block_samples=block_samples).cuts(2)
     assert cuts[-1] == sizes.sum()
@@ -187,29 +187,29 @@ class Counted:
     def name(self, number):
         return f"row group {number}"
 
-    def some(self, numbers):
+    def select(self, numbers):
         raise AssertionError("nobody splits this")
 
 
-def test_a_row_group_is_read_once_while_it_is_expected_and_forgotten_after():
+def test_a_row_group_is_read_once_while_prefetched_and_then_dropped():
     groups = Counted([4] * 6)
     cache = GroupCache(groups, lambda table, number: number)
-    cache.expect(np.arange(8))
+    cache.prefetch(np.arange(8))
     assert [cache.get(n) for n in (0, 1, 0, 1)] == [0, 1, 0, 1]
     assert groups.reads == [0, 1]
-    cache.expect(np.arange(8, 16))
+    cache.prefetch(np.arange(8, 16))
     assert cache.get(2) == 2
-    assert sorted(cache._read) == [2, 3]
+    assert sorted(cache._cached) == [2, 3]
 
 
-def test_row_groups_that_nobody_expected_are_kept_but_for_a_few():
+def test_few_row_groups_that_were_not_prefetched_are_cached():
     cache = GroupCache(Counted([1] * 50), lambda table, number: number)
     for number in range(50):
         assert cache.get(number) == number
-    assert len(cache._read) <= 3
+    assert len(cache._cached) <= 3
 
 
-def test_memory_is_bounded_by_the_blocks_that_a_worker_holds():
+def test_memory_is_bounded_by_the_blocks_that_a_worker_reserves():
     groups = Counted([10] * 40)
     order = InBlocks(groups.sizes, 0, block_samples=20)
     ledger, cache = Ledger(400, cuts=order.cuts), GroupCache(groups, lambda table, number: number)
@@ -218,8 +218,8 @@ def test_memory_is_bounded_by_the_blocks_that_a_worker_holds():
         epoch, spans = ledger.claim("w0", 7)
         held = [(epoch, span) for span in spans] + ledger.reserved_by("w0")
         rows = [order.rows(e, np.arange(*span)) for e, span in held]
-        cache.expect(np.concatenate(rows))
-        most = max(most, len(cache._read))
+        cache.prefetch(np.concatenate(rows))
+        most = max(most, len(cache._cached))
         ledger.complete("w0")
     assert most <= 6  # the block that ends, the one it goes on with, the next: two groups each
 
@@ -234,8 +234,8 @@ def test_a_worker_reads_its_own_row_groups_and_not_those_of_the_others():
             epoch, spans = ledger.claim(worker_id, 7)
             held = [span for e, span in ledger.reserved_by(worker_id) if e == epoch == 0]
             positions = [np.arange(*span) for span in [*spans, *held]]
-            cache.expect(order.rows(epoch, np.concatenate(positions)))
-            for number in np.unique(cache.places(order.rows(epoch, positions[0]))[0]).tolist():
+            cache.prefetch(order.rows(epoch, np.concatenate(positions)))
+            for number in np.unique(cache.locate(order.rows(epoch, positions[0]))[0]).tolist():
                 cache.get(number)
             ledger.complete(worker_id)
     assert set(groups.reads) == set(range(40))
@@ -245,7 +245,7 @@ def test_a_worker_reads_its_own_row_groups_and_not_those_of_the_others():
 # the feed
 
 
-def test_batches_of_the_round_and_of_the_next_are_there_before_they_are_asked_for(folder):
+def test_batches_of_this_round_and_the_next_are_fetched_ahead(folder):
     data, parts = load(str(folder), input=STREAMED), TimeParts()
     feed = Feed(
         Batches(data.train, lambda batch, rows, epoch: batch),
@@ -254,8 +254,8 @@ def test_batches_of_the_round_and_of_the_next_are_there_before_they_are_asked_fo
         time_parts=parts,
     )
     steps = [np.arange(0, 4), np.arange(4, 8)]
-    feed.expect([(0, positions) for positions in steps], [(0, (8, 16))])
-    assert len(feed._ahead) == 4
+    feed.prefetch([(0, positions) for positions in steps], [(0, (8, 16))])
+    assert len(feed._prefetched) == 4
     order = data.train.order(0)
     for positions in (*steps, np.arange(8, 12)):
         got = feed.batch(0, positions)
@@ -281,7 +281,7 @@ def test_each_batch_is_fetched_once_round_after_round(folder):
     assert beyond.total() <= 4 * 3  # the first batches of an epoch that does not begin
 
 
-def test_what_others_took_meanwhile_is_fetched_no_more(folder):
+def test_batches_that_other_workers_claimed_are_no_longer_fetched(folder):
     data, fetched, may_fetch = load(str(folder), input=STREAMED).train, [], threading.Event()
     fetch = data.fetch_readable
 
@@ -298,8 +298,8 @@ def test_what_others_took_meanwhile_is_fetched_no_more(folder):
         device=torch.device("cpu"),
         time_parts=TimeParts(),
     )
-    feed.expect([(0, np.arange(0, 4))], [(0, (4, 16))])
-    feed.expect([(0, np.arange(0, 4))], [(0, (16, 20))])  # the rest went to somebody else
+    feed.prefetch([(0, np.arange(0, 4))], [(0, (4, 16))])
+    feed.prefetch([(0, np.arange(0, 4))], [(0, (16, 20))])  # the rest went to somebody else
     may_fetch.set()
     for positions in (np.arange(0, 4), np.arange(16, 20)):
         feed.batch(0, positions)
@@ -333,7 +333,7 @@ def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epoc
             for i, (round, count) in enumerate(zip(rounds, share.counts, strict=True)):
                 round.claims.append(Claim(*ledger.claim(f"w{i}", count), share.num_steps))
         for i, (feed, round) in enumerate(zip(feeds, rounds, strict=True)):
-            feed.expect(round.steps(), ledger.reserved_by(f"w{i}"))
+            feed.prefetch(round.steps(), ledger.reserved_by(f"w{i}"))
             for epoch, positions in round.steps():
                 batch = feed.batch(epoch, positions)
                 rows = order.rows(epoch, positions)
@@ -341,7 +341,7 @@ def fed(groups, *, num_workers=1, block_samples, period, batch_size=20, num_epoc
                     batch["x"].tolist()
                     == np.searchsorted(np.cumsum(groups.sizes), rows, "right").tolist()
                 )
-                most = max(most, len(tables[i]._groups._read))
+                most = max(most, len(tables[i]._groups._cached))
             ledger.complete(f"w{i}")
     return most
 
@@ -360,13 +360,13 @@ def test_the_first_row_group_is_read_no_more_often_than_others():
     assert groups.reads.count(0) <= 1 + 2
 
 
-def test_workers_that_help_at_the_end_of_an_epoch_expect_what_they_take():
+def test_workers_that_help_at_the_end_of_an_epoch_prefetch_their_rows():
     groups = Counted([20] * 100)
     unexpected = []
     get = GroupCache.get
 
     def noted(cache, number):
-        if cache._expected and number not in cache._expected:
+        if cache._prefetched and number not in cache._prefetched:
             unexpected.append(number)
         return get(cache, number)
 
@@ -385,7 +385,7 @@ def test_a_set_in_memory_starts_no_thread():
         time_parts=TimeParts(),
     )
     before = set(threading.enumerate())  # some of other tests may end meanwhile
-    feed.expect([(0, np.arange(4))], [])
+    feed.prefetch([(0, np.arange(4))], [])
     feed.batch(0, np.arange(4))
     assert not set(threading.enumerate()) - before
 
@@ -462,7 +462,7 @@ def test_a_streamed_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     assert np.array_equal(resumed.newest.weights, uninterrupted.newest.weights)
 
 
-def test_workers_of_every_strategy_take_blocks_of_their_own(folder):
+def test_workers_of_every_strategy_reserve_different_blocks(folder):
     """A worker's first round lies in one block, and it knows what comes after."""
     data = load(str(folder), input=STREAMED)
     cuts = data.train.order(0).cuts(0)
@@ -525,11 +525,11 @@ def test_a_bad_sample_can_be_skipped_and_is_counted(tmp_path, how):
     assert ensemble.newest.progress.num_samples == 2 * 23
 
 
-def test_a_file_that_was_cut_off_meanwhile_is_named(folder):
+def test_a_file_that_was_truncated_during_a_run_is_named(folder):
     data = load(str(folder), input=STREAMED)
     path = folder / "train-0.parquet"
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(DataError, match=r"train-0.parquet, row group 4: can not be read"):
+    with pytest.raises(DataError, match=r"train-0.parquet, row group 4: cannot be read"):
         data.train.fetch(np.array([22]))
 
 
@@ -597,13 +597,17 @@ def test_only_the_columns_that_are_named_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "named", "sentence"),
     [
-        ({"note": ["text"] * 20}, "", "column 'note' holds string, no numbers; name the columns"),
+        (
+            {"note": ["text"] * 20},
+            "",
+            "column 'note' must hold numbers, got string; name the columns",
+        ),
         ({"z": [[1.0]] * 19 + [[1.0, 2.0]]}, "", "column 'z' holds lists of 1 to 2 values"),
         ({"z": [1.0] * 19 + [None]}, "", "column 'z' is null in row 19"),
-        ({}, "x,w", "needs a column w; it has x, y, n"),
+        ({}, "x,w", "must have a column w, got x, y, n"),
     ],
 )
-def test_a_table_that_can_not_be_read_is_told_in_one_sentence(tmp_path, columns, named, sentence):
+def test_a_table_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, columns, named, sentence):
     write_table(tmp_path / "t.parquet", 20, **columns)
     with pytest.raises(DataError, match=sentence):
         load(str(tmp_path), input=InputConfig(columns=named))

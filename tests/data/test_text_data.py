@@ -39,7 +39,7 @@ def read(source, context=4):
 # the samples
 
 
-def test_a_sample_is_a_stretch_of_tokens_and_the_same_stretch_one_further():
+def test_a_sample_is_a_slice_of_tokens_and_its_next_tokens():
     tokens = TokenSet(np.arange(10, dtype=np.uint8), 3, 256)
     inputs, following = tokens.fetch(np.array([2, 0]))
     assert inputs.tolist() == [[6, 7, 8], [0, 1, 2]]
@@ -73,7 +73,7 @@ def test_every_sample_comes_once_in_an_epoch():
     rows = tokens.order(7).rows(0, np.arange(tokens.num_samples))
     assert sorted(rows) == list(range(33))
     assert not tokens.is_streamed
-    assert tokens.expect(rows) is None
+    assert tokens.prefetch(rows) is None
 
 
 # what is read
@@ -90,13 +90,13 @@ def test_the_bytes_of_a_text_are_its_tokens_and_its_last_tenth_is_the_test_set(t
 
 
 @pytest.mark.parametrize("name", ["a.md", "notes.rst", "no-ending"])
-def test_a_file_of_any_name_is_a_text_if_one_says_so(tmp_path, name):
+def test_a_file_of_any_name_can_be_given_as_text(tmp_path, name):
     path = write(tmp_path / name, b"to be or not to be " * 10)
     assert read(f"text:{path}").train.num_samples == 42
     assert read(f"text:file://{path}").train.num_samples == 42
 
 
-def test_texts_that_match_a_pattern_follow_one_another(tmp_path):
+def test_texts_that_match_a_pattern_are_concatenated(tmp_path):
     for name in ("b.md", "a.md", "c.txt"):
         write(tmp_path / name, name[0].encode() * 50)
     data = read(f"text:{tmp_path}/*.md")
@@ -118,11 +118,11 @@ def test_tokens_are_read_from_npy_and_the_greatest_makes_the_vocabulary(tmp_path
     ("content", "sentence"),
     [
         (b"", "is empty: a text needs tokens"),
-        (b"x" * 49, "is too short: of its 49 tokens the last tenth is the test set, and 4 tokens "
-                    "make no sample of input.context 4 and the token after it; give 50 tokens or "
-                    "lower input.context"),
-        (b"x" * 70 + b"\xff" * 30, "is not a text in utf-8: invalid start byte at byte 70"),
-        ("ü".encode()[:1] + b"x" * 99, "is not a text in utf-8: invalid continuation byte"),
+        (b"x" * 49, "is too short: the last tenth of its 49 tokens is the test set, and 4 tokens "
+                    "are less than one sample of input.context 4 and its next token; give 50 "
+                    "tokens or lower input.context"),
+        (b"x" * 70 + b"\xff" * 30, "is not a text in UTF-8: invalid start byte at byte 70"),
+        ("ü".encode()[:1] + b"x" * 99, "is not a text in UTF-8: invalid continuation byte"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_text_is_one_sentence(tmp_path, content, sentence):
@@ -135,9 +135,9 @@ def test_what_is_wrong_with_a_text_is_one_sentence(tmp_path, content, sentence):
     ("array", "sentence"),
     [
         (np.arange(0), "is empty"),
-        (np.arange(100.0), "must hold integers, the tokens of a text, it is float64"),
-        (np.array(["a"] * 100), "must hold integers, the tokens of a text, it is <U1"),
-        (np.zeros((10, 10), int), r"must hold tokens of shape \[num_tokens\], it has \[10, 10\]"),
+        (np.arange(100.0), "must hold integers, the tokens of a text, got float64"),
+        (np.array(["a"] * 100), "must hold integers, the tokens of a text, got <U1"),
+        (np.zeros((10, 10), int), r"must hold tokens of shape \[num_tokens\], got \[10, 10\]"),
         (np.array([0, 1, -3] * 40), "token 2 is -3; tokens must be 0 or more"),
         (np.array([None] * 100), "is not a whole .npy file: "),
     ],
@@ -148,20 +148,20 @@ def test_what_is_wrong_with_tokens_is_one_sentence(tmp_path, array, sentence):
         read(str(tmp_path / "tokens.npy"))
 
 
-def test_a_cut_off_npy_and_an_archive_under_its_name_are_told(tmp_path):
+def test_a_truncated_npy_and_an_archive_named_npy_are_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(1000))
     cut = write(tmp_path / "cut.npy", (tmp_path / "a.npy").read_bytes()[:500])
     with pytest.raises(DataError, match=r"cut.npy: is not a whole .npy file"):
         read(cut)
     np.savez(tmp_path / "b.npz", tokens=np.arange(1000))
     archive = write(tmp_path / "b.npy", (tmp_path / "b.npz").read_bytes())
-    with pytest.raises(DataError, match="must hold integers, the tokens of a text, it is an arch"):
+    with pytest.raises(DataError, match="must hold integers, the tokens of a text, got an arch"):
         read(archive)
 
 
 @pytest.mark.parametrize("name", ["text:{}/none", "{}/none.txt", "text:{}", "text:{}/*.md"])
-def test_a_text_that_is_not_there_is_told(tmp_path, name):
-    with pytest.raises(DataError, match=r"can not be read|no file matches"):
+def test_a_missing_text_is_reported(tmp_path, name):
+    with pytest.raises(DataError, match=r"cannot be read|no file matches"):
         read(name.format(tmp_path))
 
 
@@ -208,7 +208,7 @@ def test_a_perplexity_beyond_all_numbers_is_infinite():
     assert LanguageModel().derived({"loss": 1e4}) == {"perplexity": float("inf")}
 
 
-def test_the_data_say_which_task_a_model_is_for():
+def test_the_data_decide_the_task_of_a_model():
     assert isinstance(task_for("gpt-nano", TEXTS), LanguageModel)
     assert isinstance(task_for("lenet", PICTURES), Classification)
     with pytest.raises(UnknownNameError, match="did you mean gpt-nano"):
@@ -219,10 +219,10 @@ def test_the_data_say_which_task_a_model_is_for():
     ("model", "shape", "sentence"),
     [
         ("lenet", TEXTS, "model lenet: takes pictures, the data are texts of 4 tokens out of 256; "
-                         "gpt-nano, gpt-mini, gpt2 would take them"),
+                         "choose gpt-nano, gpt-mini, gpt2"),
         ("mlp", TEXTS, "model mlp: takes pictures"),
         ("gpt-nano", PICTURES, "model gpt-nano: takes texts, the data are 1x8x8 pictures of 10 "
-                               "classes; lenet, lenet5, mlp would take them"),
+                               "classes; choose lenet, lenet5, mlp"),
         ("lenet", DataShape((), 0, columns={"x": (), "y": ()}),
          "model lenet: takes pictures, the data are rows of x, y; they need your own task"),
     ],
@@ -232,7 +232,7 @@ def test_a_model_of_another_kind_of_data_is_refused_in_one_sentence(model, shape
         task_for(model, shape).build_model(shape)
 
 
-def test_a_function_of_ones_own_may_be_called_as_one_of_the_table():
+def test_a_custom_function_may_have_the_name_of_a_known_model():
     def lenet(input_shape, vocabulary):
         return nn.Embedding(vocabulary, vocabulary)
 
@@ -301,7 +301,7 @@ def test_a_run_on_a_text_that_is_resumed_ends_with_the_bits_of_one_that_was_not(
 
 
 @pytest.mark.parametrize(("model", "data"), [("lenet", "{}/a.txt"), ("gpt-nano", "digits")])
-def test_a_model_and_data_that_do_not_fit_are_told_before_anything_starts(
+def test_a_model_that_does_not_fit_the_data_is_refused_before_anything_starts(
     run, tmp_path, capsys, model, data
 ):
     assert train(tmp_path / "run", data.format(run.parent), "--model", model) == 2
@@ -348,7 +348,7 @@ def test_a_task_without_accuracy_is_shown_reported_and_looked_at(run, tmp_path, 
         ({"loss": 0.5, "accuracy": 0.9, "perplexity": 1.6}, "accuracy 90.00%, loss 0.5, perplex"),
     ],
 )
-def test_the_last_line_has_what_the_task_measures(monkeypatch, capsys, scores, words):
+def test_the_last_line_has_the_metrics_of_the_task(monkeypatch, capsys, scores, words):
     figures = {
         "samples": 10, "seconds": 1.0, "lacks_score": False,
         "evaluations": [{"round": 1, "samples": 10, "seconds": 1.0, **scores}],
@@ -407,7 +407,7 @@ def test_methods_are_compared_on_a_task_without_accuracy(tmp_path):
     assert (tmp_path / "time_parts.png").exists()
 
 
-def test_texts_are_prepared_as_they_are(run):
+def test_texts_need_no_preparation(run):
     data = read(str(run.parent / "a.txt"))
     config = cli.parse_train([])
     batch = data.train.fetch(np.arange(2))

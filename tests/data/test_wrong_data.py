@@ -106,11 +106,11 @@ def picture_table(labels, name="image"):
 @pytest.mark.parametrize(
     ("labels", "sentence"),
     [
-        (["cat", "dog"] * 4, "column 'label' must hold integers, it is string"),
-        (pa.array([None] * 8, pa.int64()), "holds no labels of 0 or more"),
+        (["cat", "dog"] * 4, "column 'label' must hold integers, got string"),
+        (pa.array([None] * 8, pa.int64()), "must hold labels of 0 or more, got none"),
     ],
 )
-def test_labels_that_are_none_are_told_in_one_sentence(tmp_path, labels, sentence):
+def test_wrong_labels_are_refused_in_one_sentence(tmp_path, labels, sentence):
     table = picture_table(labels)
     with pytest.raises(DataError, match=sentence):
         load(write(tmp_path, train_0=table, test_0=table), input=ALWAYS)
@@ -120,7 +120,7 @@ def test_labels_that_are_none_are_told_in_one_sentence(tmp_path, labels, sentenc
 def test_files_that_name_the_pictures_differently_are_refused(tmp_path, input):
     one, other = picture_table([0, 1]), picture_table([0, 1], name="img")
     source = write(tmp_path, train_0=one, train_1=other, test_0=one)
-    with pytest.raises(DataError, match=r"train-1.*needs a column image; it has img, label"):
+    with pytest.raises(DataError, match=r"train-1.*must have a column image, got img, label"):
         load(source, input=input)
 
 
@@ -134,7 +134,7 @@ def test_mean_and_deviation_are_taken_of_many_pictures_though_row_groups_are_sma
     table = pa.table(picture_table([0] * 3000))
     pq.write_table(table, tmp_path / "train-0.parquet", row_group_size=10)
     write(tmp_path, test_0=picture_table([0, 0]))
-    rows = load(str(tmp_path), input=ALWAYS).train.rows_across()
+    rows = load(str(tmp_path), input=ALWAYS).train.statistics_rows()
     assert 2048 <= len(rows) == len(set(rows.tolist())) <= 3000
     assert rows.min() < 100
     assert rows.max() > 2900
@@ -175,7 +175,7 @@ def tensors(dtype):
 
 def test_decoded_pictures_must_be_uint8():
     for dtype in (np.float32, np.int64):
-        with pytest.raises(DataError, match="decoded ones must be uint8"):
+        with pytest.raises(DataError, match="must hold decoded pictures as uint8"):
             streamed(tensors(dtype), tensors(dtype), names=("a", "b"), source="", input=ALWAYS)
     fine = streamed(tensors(np.uint8), tensors(np.uint8), names=("a", "b"), source="", input=ALWAYS)
     assert fine.train.shape.input_shape == (3, 2, 2)

@@ -164,13 +164,10 @@ def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
     [
         (["--", "--beta", "1.8"], "method.beta must be in (0, 1]"),
         (["--", "--workers", "0"], "scaling.num_workers must be 1 or more in a job"),
-        (["--epochs", "2"], "submit has no option --epochs; options of raydl train come after"),
+        (["--epochs", "2"], "raydl submit has no option --epochs; the options of raydl train come"),
         (["--retries", "-1"], "submit.retries must be 0 or more, got -1"),
-        (["--retries", "1", "--no-follow"], "submit.retries needs a job submitted here"),
-        (
-            ["--run-name", "a/b"],
-            "submit.run_name must be a name of letters, digits, _ . and - that ",
-        ),
+        (["--retries", "1", "--no-follow"], "submit.retries needs a job that is submitted here"),
+        (["--run-name", "a/b"], "submit.run_name must be a name of letters, digits, _ . and -, "),
         (["--run-name", ""], "submit.run_name must be a name"),
         (["--run-name", ".."], "submit.run_name must be a name"),
         (["--run-name", "a b"], "submit.run_name must be a name"),
@@ -178,7 +175,7 @@ def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
         (["--", "--run-dir", "."], "the last part of run.run_dir must be a name"),
         (["--", "--run-dir", "/"], "the last part of run.run_dir must be a name"),
         (["--", "--run-dir", "/shared/.."], "the last part of run.run_dir must be a name"),
-        (["--", "--run-dir", "s3://b/a"], "run.run_dir names a folder; a URI goes into --storage"),
+        (["--", "--run-dir", "s3://b/a"], "run.run_dir must be a folder, got s3://b/a; give a URI"),
         (["--follow", "x", "--", "--epochs", "1"], "submit.follow submits nothing"),
         (["--follow", "x", "--no-follow"], "submit.follow and submit.no_follow exclude each other"),
         (
@@ -195,7 +192,10 @@ def test_a_folder_that_is_too_large_for_ray_is_refused_with_its_largest_entries(
             "submit.run_name and run.run_dir exclude each other",
         ),
         (["--", "--resume"], "run.resume needs run.run_dir"),
-        (["--working-dir", "no/such"], "submit.working_dir is no folder here: no/such"),
+        (
+            ["--working-dir", "no/such"],
+            "submit.working_dir must be a folder of this machine, got no/such",
+        ),
         (["--wait-s", "0"], "submit.wait_s must be a positive number, got 0"),
     ],
 )

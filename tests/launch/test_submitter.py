@@ -218,7 +218,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(capsys):
     submitter = Submitter(jobs, PLAN, retries=2)
     assert submitting._watch(options, submitter) == 130
     out = capsys.readouterr().out
-    assert "the job goes on; nobody sends it again now" in out
+    assert "the job continues, but a lost driver is no longer resubmitted" in out
     assert f"raydl submit --address http://head:8265 --follow {submitter.job_id}" in out
     assert f"ray job stop --address http://head:8265 {submitter.job_id}" in out
 
@@ -244,9 +244,9 @@ def test_ctrl_c_while_a_job_is_submitted_says_that_the_cluster_may_have_it(capsy
     options = submitting._SubmitOptions(address="h:8265")
     assert submitting._watch(options, submitter, ray="RAY_AUTH_MODE=token ray") == 130
     out = capsys.readouterr().out
-    assert f"the cluster may have {submitter.sending} already; RAY_AUTH_MODE=token ray job" in out
+    assert f"the cluster may have {submitter.sending} already: see RAY_AUTH_MODE=token ray" in out
     assert "RAY_AUTH_MODE=token ray job stop --address http://h:8265 digits-" in out
-    assert "goes on" not in out
+    assert "continues" not in out
 
 
 def test_a_printed_command_is_quoted():

@@ -77,14 +77,14 @@ def test_an_axis_from_zero_shows_how_large_a_change_is():
 
 @pytest.mark.parametrize("kind", ["linear", "zero", "count", "log", "accuracy"])
 @pytest.mark.parametrize("value", [0, -3, 4, 1e-12, 1e12])
-def test_one_value_alone_has_an_axis_around_it(value, kind):
+def test_a_single_value_has_an_axis_around_it(value, kind):
     svg = drawn([value], y=kind)
     assert len(beside(svg)) >= 2
     [circle] = svg.iter("circle")
     assert 12 <= float(circle.get("cy")) <= 218
 
 
-def test_a_logarithmic_axis_gives_each_decade_the_same_room():
+def test_a_logarithmic_axis_gives_each_decade_the_same_length():
     heights = beside(drawn([0.01, 1], y="log"))
     assert list(heights) == ["0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1"]
     assert heights["0.1"] == pytest.approx(heights["1"] / 2, abs=0.2)
@@ -173,7 +173,7 @@ def test_the_colours_of_lines_repeat_dashed():
     assert ["stroke-dasharray" in style for style in lines] == [False] * 8 + [True] * 2
 
 
-def test_points_of_a_line_tell_their_values_and_few_of_them_are_seen():
+def test_points_of_a_line_have_tooltips_and_few_of_them_are_visible():
     few = drawn([1, 2, 4], xs=[0, 600, 1200], x="seconds")
     [group] = few.iter("g")
     assert group.get("class") == "dot few"
@@ -184,13 +184,13 @@ def test_points_of_a_line_tell_their_values_and_few_of_them_are_seen():
     assert len(group) <= 60
 
 
-def test_of_several_lines_each_point_says_whose_it_is():
+def test_tooltips_name_the_line_if_there_are_several():
     assert [title.text for title in drawn([1], [2]).iter("title")] == [
         "line-0: 1 at 0", "line-1: 2 at 0"
     ]  # fmt: skip
 
 
-def test_a_mark_says_what_happened_there():
+def test_a_mark_has_its_event_as_tooltip():
     marks = (Mark(30.0, 2.0, "generation 2: w1 joins"),)
     line = Line("a", [0, 30, 60], [1, 2, 2], numbered(0), is_step=True, marks=marks)
     svg = ElementTree.fromstring(lines_in_page(Chart(lines=[line], x="seconds")).svg("t"))
@@ -241,7 +241,7 @@ def test_a_stack_of_one_moment_and_of_no_time_is_drawn():
     assert areas([(5, dict.fromkeys(TIME_PARTS, 0.0))] * 2).pixels().shape == (348, 440, 3)
 
 
-def test_a_bar_is_as_wide_as_its_seconds_and_says_them():
+def test_a_bar_is_as_wide_as_its_seconds_and_shows_them():
     svg = bar_in_page({"forward_backward": 1.0, "data_io": 3.0}, longest=8.0).svg("t")
     widths = {}
     for path in ElementTree.fromstring(svg).iter("path"):
@@ -253,7 +253,7 @@ def test_a_bar_is_as_wide_as_its_seconds_and_says_them():
     assert list(widths) == list(STACK)
 
 
-def test_bars_lie_in_the_order_in_which_they_are_given():
+def test_bars_keep_their_order():
     figure = bars_in_file({"b": {"data_io": 2.0}, "a": {"data_io": 1.0}}, x_label="x").figure
     [axes] = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
@@ -268,7 +268,7 @@ def test_bars_lie_in_the_order_in_which_they_are_given():
 # forms
 
 
-def test_an_svg_brings_nothing_that_another_one_in_its_page_could_meet():
+def test_an_svg_has_no_ids_that_could_collide():
     for svg in (
         lines_in_page(chart(range(50), [1, 2])).svg("t"),
         bar_in_page({"data_io": 1.0}, longest=1.0).svg("t"),
@@ -282,19 +282,19 @@ def test_the_same_chart_is_the_same_svg():
     assert first == second
 
 
-def test_all_colours_of_a_page_are_its_own():
+def test_all_colors_of_a_page_are_variables():
     svg = lines_in_page(chart(range(50), [1, 2], target=3.0)).svg("t")
     assert set(re.findall(r"(?:fill|stroke|color):([^;\"]+)", svg)) == {
         "none", "var(--c0)", "var(--c1)", "var(--soft)", "var(--rule)"
     }  # fmt: skip
 
 
-def test_no_two_colours_are_the_same():
+def test_all_colors_are_different():
     colors = [*PALETTE.values(), *STACK.values()]
     assert len(set(colors)) == len(colors)
 
 
-def test_words_in_an_svg_are_escaped_and_credentials_left_out():
+def test_text_in_an_svg_is_escaped_and_credentials_are_removed():
     hostile = '<script>"&'
     mark = Mark(0.0, 1.0, f"{hostile} s3://KEY:SECRET@bucket/a")
     line = Line(hostile, [0, 1], [1, 2], numbered(0), marks=(mark,))
@@ -306,7 +306,7 @@ def test_words_in_an_svg_are_escaped_and_credentials_left_out():
     assert [title.text for title in tree.iter("title")] == [f"{hostile} s3://bucket/a"]
 
 
-def test_what_a_user_has_set_for_own_charts_does_not_change_ours_nor_ours_theirs():
+def test_global_settings_of_matplotlib_are_neither_used_nor_changed():
     plain = lines_in_page(chart(range(50))).svg("t")
     parts = dict.fromkeys(TIME_PARTS, 1.0)
     pixels = areas([(0, parts), (9, parts)]).pixels()

@@ -33,7 +33,7 @@ LOCAL = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--data",
 LOCAL += ["--period", "2"]
 
 
-def test_the_page_has_its_categories_in_the_order_a_person_asks():
+def test_the_page_has_its_categories_in_the_order_of_importance():
     assert [category.title for category in make_layout().category] == [
         "Accuracy and loss",
         "Throughput and workers",
@@ -81,7 +81,7 @@ def test_a_history_of_any_length_stays_bounded_and_keeps_its_newest_point():
     assert samples[-1] == 4999
 
 
-def test_memberships_are_told_newest_first_and_who_trains():
+def test_memberships_are_listed_newest_first_with_their_workers():
     table = MembershipTable()
     table.add(1, ("w0", "w1"), "w0, w1 start", num_samples=0)
     table.add(2, ("w0",), "w1 was lost: a | b", num_samples=12_000)
@@ -101,7 +101,7 @@ class Spy:
         return lambda *args, **settings: self.calls.append((name, *args))
 
 
-def test_all_writers_get_all():
+def test_all_writers_receive_all_calls():
     spies = Spy(), Spy()
     tee = Tee(*spies)
     tee.scalars({"train/lr": 0.1}, num_samples=1)
@@ -178,7 +178,7 @@ class Disk:
         self.written.append("closed")
 
 
-def test_a_writer_that_fails_is_told_once_made_again_and_the_others_go_on():
+def test_a_writer_that_fails_is_reported_once_and_replaced_while_the_others_continue():
     told, now, made, other = [], [0.0], [], Disk(room=9)
 
     def make(is_first):
@@ -196,13 +196,13 @@ def test_a_writer_that_fails_is_told_once_made_again_and_the_others_go_on():
     assert [disk.written for disk in made] == [[1], [], [6, 7, 8, "closed"]]
     assert other.written == [*range(1, 9), "closed"]
     reason = "[Errno 28] No space left on device"
-    again = "training goes on, and they are tried again every 10 s"
+    again = "training continues, with a retry every 10 s"
     assert told == [
-        f"the curves can not be written ({reason}); {again}", "the curves are written again"
+        f"the curves cannot be written ({reason}); {again}", "the curves are written again"
     ]  # fmt: skip
 
 
-def test_a_center_that_goes_back_while_curves_can_not_be_written_hides_what_it_must():
+def test_a_rollback_while_curves_cannot_be_written_hides_the_later_points():
     now, made = [0.0], []
 
     class Marked(Disk):
@@ -223,7 +223,7 @@ def test_a_center_that_goes_back_while_curves_can_not_be_written_hides_what_it_m
     assert made[1].written == ["back to 20", 26]
 
 
-def test_a_writer_that_fails_again_and_again_is_tried_ever_more_rarely():
+def test_a_writer_that_fails_repeatedly_is_retried_less_often():
     told, now = [], [0.0]
     curves = Forgiving(lambda _: Disk(room=0), "the curves", told.append, clock=lambda: now[0])
     for now[0] in range(2000):
@@ -231,7 +231,7 @@ def test_a_writer_that_fails_again_and_again_is_tried_ever_more_rarely():
     assert len(told) < 20
 
 
-def test_the_curves_of_a_disk_that_was_full_go_on(small_disk):
+def test_the_curves_continue_after_a_full_disk(small_disk):
     """As TensorBoard reads them: the points of before stay, those of after are there."""
     folder, told, now = small_disk / "run", [], [0.0]
     curves = Forgiving(
@@ -272,7 +272,7 @@ def test_the_history_of_the_stack_covers_the_whole_run_in_a_bounded_number_of_po
     assert max(b - a for a, b in pairwise(samples)) <= 50_000 / 250
 
 
-def test_the_gauges_of_a_worker_end_a_minute_after_its_last_news(monkeypatch):
+def test_the_gauges_of_a_worker_end_a_minute_after_its_last_report(monkeypatch):
     now = [0.0]
     writer, made = on_fake_ray(monkeypatch, clock=lambda: now[0])
     for now[0] in (0.0, 50.0, 70.0):
@@ -291,7 +291,7 @@ def test_the_names_that_ray_exports_are_all_different():
     assert all(re.fullmatch(r"ray_raydl_[a-z_]+", name) for name in names)
 
 
-def test_the_dashboard_asks_only_for_what_is_exported(root):
+def test_the_dashboard_uses_only_exported_metrics(root):
     text = (root / "cluster_configs/grafana/raydl.json").read_text()
     names = {exported_name(tag) for tag in EXPORTED}
     assert set(re.findall(r"\bray_\w+", text)) <= names
@@ -308,7 +308,7 @@ def test_the_dashboard_asks_only_for_what_is_exported(root):
     assert sum(map(len, places)) == len(set.union(*places)), "panels overlap"
 
 
-def test_what_a_comparison_adds_is_in_the_docs(root):
+def test_the_tags_of_a_comparison_are_in_the_docs(root):
     text = (root / "docs/metrics.md").read_text()
     assert all(f"`{name}`" in text for name in COMPARED)
 

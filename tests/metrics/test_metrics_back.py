@@ -60,7 +60,7 @@ def went_back(folder, store=None):
     return recorder, memory
 
 
-def test_the_lines_of_tensorboard_go_on_where_the_center_does(tmp_path):
+def test_the_curves_continue_where_the_center_does(tmp_path):
     went_back(tmp_path)
     loss = scalars(tmp_path, "train/loss")
     assert [samples for samples, _ in loss] == [10, 20, 25, 35]
@@ -69,7 +69,7 @@ def test_the_lines_of_tensorboard_go_on_where_the_center_does(tmp_path):
     assert {text for _, text in tensors(tmp_path, LAYOUT)} == {make_layout().SerializeToString()}
 
 
-def test_the_texts_of_tensorboard_say_that_the_center_went_back_and_who_trains(tmp_path):
+def test_the_texts_of_tensorboard_report_the_rollback_and_the_members(tmp_path):
     _, memory = went_back(tmp_path)
     sentence = "the center went back from 40 samples: the curves continue from 25"
     assert memory.sentences.count(sentence) == 1
@@ -79,7 +79,7 @@ def test_the_texts_of_tensorboard_say_that_the_center_went_back_and_who_trains(t
     assert b"| 2 |" in table
 
 
-def test_the_report_has_one_branch_and_all_that_was_told(tmp_path):
+def test_the_report_has_one_branch_and_all_messages(tmp_path):
     went_back(tmp_path)
     history = read_history(files_of(tmp_path))
     loss = history.curves["train/loss"]
@@ -115,7 +115,7 @@ def test_a_run_that_went_back_and_is_resumed_shows_as_one_line(tmp_path):
     assert history.num_starts == 2
 
 
-def test_the_picture_of_the_stack_forgets_what_lies_beyond():
+def test_the_chart_of_the_stack_drops_later_points():
     history = StackHistory()
     parts = dict.fromkeys(TIME_PARTS, 1.0)
     for num_samples in range(2000):
@@ -131,7 +131,7 @@ def test_the_picture_of_the_stack_forgets_what_lies_beyond():
     assert history.points == ()
 
 
-def test_a_first_start_marks_its_beginning_so_that_a_resumed_one_is_heard(tmp_path):
+def test_a_first_start_writes_a_mark_so_that_the_mark_of_a_resumed_start_counts(tmp_path):
     for purge_after, points in ((None, (10, 20, 30)), (20, (25,))):
         writer = TensorBoardWriter(str(tmp_path), purge_after=purge_after)
         for num_samples in points:
@@ -141,7 +141,7 @@ def test_a_first_start_marks_its_beginning_so_that_a_resumed_one_is_heard(tmp_pa
     assert [samples for samples, _ in tensors(tmp_path, "events/text_summary")] == [10, 20, 25]
 
 
-def test_a_run_that_begins_anew_shows_nothing_of_the_attempt_before(tmp_path):
+def test_a_run_that_begins_again_hides_the_earlier_attempt(tmp_path):
     run = tmp_path / "run"
     options = ["--workers", "0", "--run.progress", "none", "--model", "mlp", "--period", "2"]
     command = ["train", *options, "--data", "synthetic:96", "--run-dir", str(run)]
@@ -161,7 +161,7 @@ def test_a_run_that_begins_anew_shows_nothing_of_the_attempt_before(tmp_path):
     assert curve.values[-1] == pytest.approx(1.0)
 
 
-def test_the_time_that_is_left_is_known_only_while_samples_are_seen():
+def test_the_remaining_time_is_known_only_while_samples_are_trained():
     recorder, memory = make(Store())
     recorder.record(record_at(5), {})
     recorder.show(State.TRAINING, {"training": 1})

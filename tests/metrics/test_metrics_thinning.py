@@ -54,7 +54,7 @@ def test_a_run_of_a_week_writes_fewer_than_forty_thousand_points():
     assert 30_000 < len(points.points) < 40_000
 
 
-def test_a_young_run_writes_every_record_those_of_one_moment_too():
+def test_a_young_run_writes_every_record():
     writer, points, now = make()
     for num_samples in range(3000):
         now[0] += 0.9 if num_samples % 3 == 0 else 0.0
@@ -117,7 +117,7 @@ def test_scores_texts_and_pictures_of_an_old_run_are_all_written():
     assert points.others == [("events", 2), ("events", 3)]
 
 
-def test_what_waits_is_dropped_where_the_center_goes_back():
+def test_a_rollback_drops_unwritten_records():
     writer, points, now = make(seconds_before=DAY_S)
     writer.scalars({"train/loss": 9.0}, num_samples=100)
     writer.go_back(num_samples=60)

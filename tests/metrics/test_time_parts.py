@@ -77,7 +77,7 @@ def period(device, parts, *, steps, exchange_s):
         device.queue(0.01)
 
 
-def test_the_compute_of_a_period_is_not_taken_for_communication(device, parts):
+def test_the_computation_of_a_period_does_not_count_as_communication(device, parts):
     period(device, parts, steps=10, exchange_s=0.0)
     device.wait()
     seconds = parts.as_dict()
@@ -89,7 +89,7 @@ def test_the_compute_of_a_period_is_not_taken_for_communication(device, parts):
     assert seconds["data_io"] == pytest.approx(0.001)
 
 
-def test_what_an_exchange_takes_longer_than_the_compute_is_communication(device, parts):
+def test_only_the_exposed_part_of_an_exchange_is_communication(device, parts):
     period(device, parts, steps=2, exchange_s=0.5)
     device.wait()
     seconds = parts.as_dict()
@@ -98,7 +98,7 @@ def test_what_an_exchange_takes_longer_than_the_compute_is_communication(device,
     assert sum(seconds.values()) == pytest.approx(device.now), "the parts are all of the time"
 
 
-def test_nobody_waits_for_a_mark(device, parts):
+def test_no_thread_waits_for_a_mark(device, parts):
     with parts.measure("forward_backward"):
         device.queue(1.0)
     assert parts.as_dict()["forward_backward"] == 0.0
@@ -108,7 +108,7 @@ def test_nobody_waits_for_a_mark(device, parts):
     assert parts.as_dict()["forward_backward"] == pytest.approx(1.0), "counted once"
 
 
-def test_marks_are_used_again(device, parts):
+def test_marks_are_reused(device, parts):
     for _ in range(100):
         period(device, parts, steps=3, exchange_s=0.0)
         device.wait()
@@ -116,7 +116,7 @@ def test_marks_are_used_again(device, parts):
     assert device.num_marks <= 2 * (3 * 3 + 2)
 
 
-def test_two_threads_may_ask_at_once(device, parts):
+def test_two_threads_may_read_at_once(device, parts):
     for _ in range(200):
         with parts.measure("forward_backward"):
             device.queue(0.01)
@@ -140,7 +140,7 @@ def test_a_part_that_raises_is_counted(device, parts):
     assert parts.since("data_io") == 0.0
 
 
-def test_marks_stand_in_the_queue_of_the_workers_own_device(monkeypatch, device):
+def test_marks_are_in_the_queue_of_the_workers_device(monkeypatch, device):
     """A worker may compute on a GPU that is not the current one of its process."""
     streams = []
 
@@ -163,7 +163,7 @@ def test_marks_stand_in_the_queue_of_the_workers_own_device(monkeypatch, device)
     assert streams == ["stream of cuda:1"] * 2
 
 
-def test_on_the_host_a_part_is_what_its_clock_says(monkeypatch):
+def test_on_the_host_a_part_is_wall_time(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     parts = TimeParts.on(torch.device("cpu"))
@@ -176,7 +176,7 @@ def test_on_the_host_a_part_is_what_its_clock_says(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_queued_kernels_count_as_compute_and_not_to_who_waits_for_them():
+def test_on_a_gpu_queued_kernels_count_as_computation_and_not_as_waiting():
     device = torch.device("cuda")
     parts = TimeParts.on(device)
     matrix = torch.randn(4096, 4096, device=device)

@@ -70,7 +70,7 @@ def test_the_order_of_the_tokens_matters():
     assert not torch.allclose(here, there)
 
 
-def test_what_embeds_a_token_also_tells_it():
+def test_input_and_output_embeddings_are_tied():
     model = untrained()
     names = {name for name, _ in model.named_parameters()}
     assert model.lm_head.weight is model.wte.weight
@@ -86,7 +86,7 @@ def test_the_first_loss_is_that_of_a_guess_among_all_tokens():
     assert loss.item() == pytest.approx(np.log(256), abs=0.1)
 
 
-def test_the_first_weights_follow_from_torchs_seed_and_have_their_spread():
+def test_initial_weights_follow_from_torchs_seed_and_have_the_expected_spread():
     first, again = untrained(), untrained()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=1))
     assert first.wte.weight.std().item() == pytest.approx(0.02, rel=0.1)
@@ -95,12 +95,12 @@ def test_the_first_weights_follow_from_torchs_seed_and_have_their_spread():
 
 
 def test_pictures_are_refused_in_a_sentence():
-    with pytest.raises(ShapeError, match=r"model gpt: reads texts of shape \[tokens\], got \[3"):
+    with pytest.raises(ShapeError, match=r"model gpt: takes texts of shape \[tokens\], got \[3"):
         tiny((3, 32, 32), 10)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused_in_a_sentence():
-    with pytest.raises(ShapeError, match="width 16 is no multiple of num_heads 3"):
+    with pytest.raises(ShapeError, match="width 16 is not a multiple of num_heads 3"):
         GPT((4,), 256, num_layers=1, num_heads=3, width=16)
 
 
@@ -162,7 +162,7 @@ def test_a_saved_center_holds_both_names_of_the_tied_weights_and_comes_back():
     assert torch.equal(flat.flatten(state)[0], weights)
 
 
-def test_a_model_of_ones_own_takes_its_place():
+def test_a_custom_model_can_replace_gpt():
     model = LanguageModel(lambda shape, vocabulary: nn.Embedding(vocabulary, vocabulary))
     tokens = TokenSet(TEXT, 8, 256)
     assert model.loss(model.build_model(tokens.shape), tokens.fetch(np.arange(2))).shape == ()

@@ -151,7 +151,7 @@ def test_a_few_steps_lower_the_loss(name, side):
 
 
 @pytest.mark.parametrize("name", [*LIGHT, "googlenet", "resnet18"])
-def test_the_first_weights_follow_from_torchs_seed(name):
+def test_initial_weights_follow_from_torchs_seed(name):
     def first_weights(seed):
         torch.manual_seed(seed)
         (channels, *_), _ = MODELS[name].made_for
@@ -179,7 +179,7 @@ def test_local_normalisation_worked_by_hand():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_channels_of_a_pixel_lie_side_by_side_where_that_is_faster(channels):
+def test_channels_last_is_used_where_it_is_faster(channels):
     pictures = torch.arange(2.0 * channels * 12).view(2, channels, 3, 4)
     laid_out = channels_last(pictures)
     assert torch.equal(laid_out, pictures)
@@ -187,7 +187,7 @@ def test_the_channels_of_a_pixel_lie_side_by_side_where_that_is_faster(channels)
 
 
 @pytest.mark.parametrize("name", ["lenet", "lenet5", "alexnet-cifar", "resnet20"])
-def test_a_model_says_the_same_of_pictures_in_either_layout(name, monkeypatch):
+def test_a_model_gives_the_same_output_in_either_layout(name, monkeypatch):
     row = MODELS[name]
     model = row.build(*row.made_for).eval()
     pictures = torch.randn(3, *row.made_for[0])
@@ -197,7 +197,7 @@ def test_a_model_says_the_same_of_pictures_in_either_layout(name, monkeypatch):
     assert torch.allclose(model(pictures), found, atol=1e-5)
 
 
-def test_lenet5_sets_digits_of_28_into_a_field_of_32():
+def test_lenet5_pads_digits_of_28_to_32():
     small, large = (MODELS["lenet5"].build((1, side, side), 10) for side in (28, 32))
     large.load_state_dict(small.state_dict())
     images = torch.randn(2, 1, 28, 28)
@@ -219,7 +219,7 @@ def run_with_batch_norm(method):
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "async-easgd", "diloco"])
-def test_the_statistics_of_batch_norm_travel_to_the_center_and_are_used(method):
+def test_the_center_receives_and_uses_the_statistics_of_batch_norm(method):
     ensemble = run_with_batch_norm(method)
     flat, center = ensemble.flat, ensemble.center()
     buffers = torch.tensor(center.buffers)
@@ -277,7 +277,7 @@ def own_module(tmp_path, monkeypatch):
     sys.modules.pop("raydl_own_net", None)
 
 
-def test_a_function_of_ones_own_is_found_where_the_command_is_given(own_module):
+def test_a_custom_function_is_found_in_the_current_folder(own_module):
     task = Classification(f"{own_module}:build")
     assert task.name == "raydl_own_net:build"
     assert task.build_model(DataShape((1, 2, 2), 5))(torch.zeros(2, 1, 2, 2)).shape == (2, 5)
@@ -286,21 +286,21 @@ def test_a_function_of_ones_own_is_found_where_the_command_is_given(own_module):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("no_such_module:build", "model no_such_module:build can not be imported: No module named"),
-        ("raydl_own_net:biuld", "model raydl_own_net:biuld can not be imported: module "),
-        ("raydl_own_net:width", "model raydl_own_net:width is no function of "),
+        ("no_such_module:build", "model no_such_module:build cannot be imported: No module named"),
+        ("raydl_own_net:biuld", "model raydl_own_net:biuld cannot be imported: module "),
+        ("raydl_own_net:width", "model must be a function or class of .*, got raydl_own_net:width"),
         (":build", "model must be written module:name, got :build"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_told(own_module, name, sentence):
+def test_a_name_that_cannot_be_imported_is_reported(own_module, name, sentence):
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         Classification(name)
 
 
-def test_torchvision_is_asked_for_only_where_it_is_named(monkeypatch):
+def test_torchvision_is_imported_only_if_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     assert Classification("resnet18").name == "resnet18"
-    with pytest.raises(ConfigError, match="torchvision:NAME needs a torchvision that fits"):
+    with pytest.raises(ConfigError, match="torchvision:NAME needs a torchvision that matches"):
         Classification("torchvision:resnet18")
 
 
@@ -337,7 +337,7 @@ def test_a_model_that_torchvision_lacks_names_the_nearest(torchvision):
 
 
 @pytest.mark.parametrize("name", [*MODELS, "torchvision:squeezenet1_1"])
-def test_a_factory_travels_to_another_process(torchvision, name):
+def test_a_factory_can_be_pickled(torchvision, name):
     found = models.find(name)
     again = pickle.loads(pickle.dumps(found))
     assert getattr(again, "func", again) is getattr(found, "func", found)
@@ -380,22 +380,18 @@ def fails(x):
     ("factory", "error", "sentence"),
     [
         (lambda shape, classes: 3, ShapeError, r"must be a torch.nn.Module, .* of type int$"),
-        (lambda shape: 3, ShapeError, r"\(image shape, number of classes\), it takes \(shape\)"),
+        (lambda shape: 3, ShapeError, r"\(image shape, number of classes\), got \(shape\)"),
         (
             lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)),
             ShapeError,
-            r"logits of shape \[2, 10\] for 2 samples of 10 classes, it returned shape \[2, 3\]$",
+            r"logits of shape \[2, 10\] for 2 samples of 10 classes, got shape \[2, 3\]$",
         ),
-        (lambda shape, classes: Numbers(lambda x: (x, x)), ShapeError, "it returned a tuple$"),
-        (
-            lambda shape, classes: nn.Linear(3, 10),
-            ShapeError,
-            "does not accept 1x8x8 pictures of 10",
-        ),
+        (lambda shape, classes: Numbers(lambda x: (x, x)), ShapeError, "got a tuple$"),
+        (lambda shape, classes: nn.Linear(3, 10), ShapeError, "does not take 1x8x8 pictures of 10"),
         (lambda shape, classes: Numbers(fails), KeyError, "no such key"),
     ],
 )
-def test_a_model_of_ones_own_that_does_not_fit_is_told_before_anything_starts(
+def test_a_custom_model_that_does_not_fit_is_refused_before_anything_starts(
     tmp_path, factory, error, sentence
 ):
     run = RunConfig(run_dir=str(tmp_path / "a"), progress="none")

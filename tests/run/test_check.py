@@ -33,7 +33,7 @@ def kept_files(folder):
 def test_an_undamaged_run_is_reported_as_such(run, capsys):
     assert check_run(str(run)) == []
     assert cli.main(["check", str(run)]) == 0
-    assert capsys.readouterr().out == "all that the run has kept is as it was written\n"
+    assert capsys.readouterr().out == "all files of the run match their checksums\n"
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):

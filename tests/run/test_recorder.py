@@ -257,7 +257,7 @@ def test_every_worker_has_curves_that_end_with_its_last_new_report():
 
 def test_a_name_without_a_sentence_is_not_written():
     assert tag_of("worker_step_s/w12").name == "worker_step_s/ID"
-    with pytest.raises(AssertionError, match="worker_speed/w0 has no sentence"):
+    with pytest.raises(AssertionError, match="worker_speed/w0 has no description"):
         tag_of("worker_speed/w0")
 
 

@@ -81,7 +81,7 @@ def test_a_folder_of_others_is_refused_and_keeps_all_it_has(tmp_path, capsys, mo
 def test_a_folder_whose_driver_lives_is_refused(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     begin(run, monkeypatch, "ours")
-    monkeypatch.setattr(resume_job, "HOLD_WAIT_S", 0.0)
+    monkeypatch.setattr(resume_job, "LOCK_WAIT_S", 0.0)
     with held(Storage(str(run)), "run.run_dir"):
         assert resume_job.resume(options_of(run)) == 2
     assert "is in use by process" in capsys.readouterr().err
@@ -123,6 +123,6 @@ def test_a_storage_that_fails_a_second_attempt_is_one_sentence(tmp_path, capsys,
     monkeypatch.setattr(RunFolder, "begun_by", fail)
     assert resume_job.resume(options_of(tmp_path / "run")) == 2
     error = capsys.readouterr().err
-    assert error == f"error: checkpoint {tmp_path}/run: can not be read: the disk is gone\n"
+    assert error == f"error: checkpoint {tmp_path}/run: cannot be read: the disk is gone\n"
     assert resume_job.resume(["--run-dir", "s3://b/a"]) == 2
-    assert capsys.readouterr().err.startswith("error: run.run_dir names a folder; a URI goes into")
+    assert capsys.readouterr().err.startswith("error: run.run_dir must be a folder, got s3://b/a; ")

@@ -268,16 +268,16 @@ def test_what_a_cut_left_is_not_taken_for_a_set(source, tmp_path, is_there):
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree(place, kept)
         if is_there:
-            with pytest.raises(DataError, match=r"is not whole|holds nothing"):
+            with pytest.raises(DataError, match=r"is incomplete|holds no data set"):
                 load(str(kept))
         seen.append(num_done)
-        with pytest.raises(DataError, match="goes on or was cut off; if none goes on, delete it"):
+        with pytest.raises(DataError, match="or was interrupted; if none is running, delete it"):
             convert(path, str(out))
 
     convert(path, str(out), SMALL, on_rows=look)
     assert len(seen) == 13
     if is_there:
-        with pytest.raises(DataError, match=r"kept: is not whole: \.unfinished in it says"):
+        with pytest.raises(DataError, match=r"kept: is incomplete: its \.unfinished shows"):
             load(f"{kept}/*.parquet")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out", "source"]
     assert len([*out.iterdir()]) == 4
@@ -309,9 +309,9 @@ def test_an_object_store_is_written_whole_or_not_at_all(bucket, tmp_path):
     def cut(part, num_done, num_rows):
         if (part, num_done) == ("test", 359):
             assert storage.list_dir("") == [UNFINISHED, "train-00000-of-00001.parquet"]
-            with pytest.raises(DataError, match=r"new/digits\?.*: is not whole: .unfinished in it"):
+            with pytest.raises(DataError, match=r"new/digits\?.*: is incomplete: its .unfinished"):
                 load(uri)
-            with pytest.raises(DataError, match="if none goes on, delete it"):
+            with pytest.raises(DataError, match="if none is running, delete it"):
                 convert("digits", uri)
             raise KeyboardInterrupt
 
@@ -329,7 +329,7 @@ def test_an_object_store_is_written_whole_or_not_at_all(bucket, tmp_path):
     found = inspect(uri)
     assert [part.num_rows for part in found.parts] == [1438, 359]
     missing = bucket.format("x").replace("s3://sets", "s3://nowhere").replace("true", "false")
-    with pytest.raises(DataError, match="can not be written: the bucket does not exist"):
+    with pytest.raises(DataError, match="cannot be written: the bucket does not exist"):
         convert("digits", missing)
 
 
@@ -383,13 +383,13 @@ def broken(tmp_path, case):
 
 
 SENTENCES = {
-    "target not empty": r"out: is not empty, it holds mine\.txt; name a folder that is new or",
-    "target is a file": "out: is a file; name a folder that is new or empty",
-    "parent is a file": "out: can not be (written|reached): ",
+    "target not empty": r"out: is not empty, it holds mine\.txt; give a new or empty",
+    "target is a file": "out: is a file; give a new or empty folder",
+    "parent is a file": "out: cannot be (written|reached): ",
     "no such source": "none: there is no such file or folder",
     "misspelt source": "did you mean digits",
     "text": r"a\.txt: is a text; pictures and tables alone become Parquet",
-    "empty folder": "in: holds nothing that is known here",
+    "empty folder": "in: holds no data set",
     "null picture": r"in\.parquet: column 'image' is null in row 7",
     "label of no class": r"in\.parquet: row 7 has label 5; labels must be 0 to 1",
     "cut off": r"in\.parquet: is not a whole Parquet file",
@@ -512,7 +512,7 @@ def test_info_tells_the_columns_of_a_table_and_the_tokens_of_a_text(tmp_path, ca
     assert found.decoded_bytes == 100
     assert cli.main(["data", "info", str(tmp_path / "t.parquet")]) == 0
     out = capsys.readouterr().out
-    assert "no test part: a run splits a tenth off, by its seed" in out
+    assert "no test part: a run splits off a tenth, by its seed" in out
     assert "no numbers" in out
 
 
@@ -545,7 +545,7 @@ def test_the_commands_convert_and_tell_in_plain_lines(tmp_path, capsys):
         "pictures of 8x8 grey",
         "10 classes",
         "438 to 500",
-        "112.3 KiB decoded; it is read",
+        "112.3 KiB decoded; a run reads it at the start",
     ):
         assert words in text
     assert cli.main(["data", "info", out, "--json"]) == 0

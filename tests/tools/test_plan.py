@@ -500,7 +500,10 @@ def test_a_network_of_ones_own_needs_only_its_size_and_time(capsys):
         (["--batch-size", "0"], "batch_size must be 1 or more, got 0"),
         (["--period", "0"], "method.period must be 1 or more, got 0"),
         (["--out", "plan.txt"], "out must end in .png, .svg, .pdf, got plan.txt"),
-        (["--out", "no/such/plan.png"], "out is in a folder that does not exist: no/such"),
+        (
+            ["--out", "no/such/plan.png"],
+            "out must be in a folder that exists, got no/such/plan.png",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -517,7 +520,7 @@ def test_a_picture_is_drawn(tmp_path, capsys):
     out = tmp_path / "plan.png"
     assert run_plan("--workers", "2:8", "--method", "sync-sgd,async-sgd", "--out", str(out)) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert f"picture: {out}" in capsys.readouterr().out
+    assert f"chart: {out}" in capsys.readouterr().out
 
 
 @pytest.mark.processes

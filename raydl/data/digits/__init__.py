@@ -1,1 +1,1 @@
-"""The bundled digits, as Parquet files; README.md names their source."""
+"""The bundled digits, as Parquet files; README.md gives their source."""

@@ -1,4 +1,4 @@
-"""Write the bundled digits from scikit-learn's copy: python -m raydl.data.digits.make FOLDER."""
+"""Write the bundled digits from scikit-learn's data: python -m raydl.data.digits.make FOLDER."""
 
 from __future__ import annotations
 
