@@ -96,8 +96,12 @@ def test_all_means_every_method_and_seeds_count_up_from_the_first(tmp_path):
             {"method": dataclasses.replace(BASE.method, beta=1.8)},
             r"method.beta must be in \(0, 1\].* \(for sync-easgd\)",
         ),
-        ("sync-easgd", {"training": TrainingConfig()}, "training.samples or seconds or epochs"),
-        (" , ", {}, "methods names none"),
+        (
+            "sync-easgd",
+            {"training": TrainingConfig()},
+            "training.samples or seconds, epochs or steps must be set",
+        ),
+        (" , ", {}, "methods is empty"),
     ],
 )
 def test_a_mistake_is_told_before_the_first_run(tmp_path, methods, changes, sentence):
@@ -136,7 +140,7 @@ def test_a_comparison_started_again_does_only_what_is_not_complete(tmp_path, cap
     again = FakeFit()
     assert compare(make(tmp_path), fit=again) == 0
     assert again.done == [("async-easgd", 1)]
-    assert capsys.readouterr().out.count("taken, not repeated") == 3
+    assert capsys.readouterr().out.count("already complete, not repeated") == 3
     assert "failed" not in report(tmp_path)
     more = FakeFit()
     assert compare(make(tmp_path, "sync-easgd,diloco", seeds=3), fit=more) == 0
@@ -147,7 +151,7 @@ def test_runs_of_other_settings_are_not_taken(tmp_path):
     compare(make(tmp_path), fit=FakeFit())
     training = dataclasses.replace(BASE.training, samples=200)
     fit = FakeFit()
-    sentence = "training.samples was 100 and not 200; name another folder"
+    sentence = "has training.samples 100 instead of 200; name another folder"
     with pytest.raises(ConfigError, match=sentence):
         compare(make(tmp_path, base=dataclasses.replace(BASE, training=training)), fit=fit)
     assert fit.done == []
@@ -165,7 +169,7 @@ def test_a_signal_keeps_what_there_is_and_the_rest_can_be_done_later(
     tmp_path, capsys, answer, status
 ):
     assert compare(make(tmp_path), fit=FakeFit({("sync-easgd", 1): answer})) == status
-    assert "does the other 2" in capsys.readouterr().out
+    assert "runs the other 2" in capsys.readouterr().out
     assert "2 of 4 runs are complete" in report(tmp_path)
     again = FakeFit()
     assert compare(make(tmp_path), fit=again) == 0
@@ -280,13 +284,16 @@ def test_options_of_train_hold_for_all_runs(root):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--method sync-sgd", "method.name is one method; a comparison takes --methods"),
-        ("--run-dir there", "run.run_dir and the like give way to --out in a comparison"),
+        ("--method sync-sgd", "method.name can not be set in a comparison; use --methods"),
+        (
+            "--run-dir there",
+            "run.run_dir, run.storage_path and run.resume can not be set in a comparison; use --",
+        ),
         ("--seeds 0", "seeds must be 1 or more, got 0"),
-        ("--target 98.5", "target must be in (0, 1], as 0.985 is, got 98.5"),
+        ("--target 98.5", "target must be in (0, 1], for example 0.985, got 98.5"),
         ("--samples 9 --seconds 9", "training.samples and training.seconds exclude each other"),
         ("--methods sync-egsd --samples 9", "method.name has no 'sync-egsd'; did you mean"),
-        ("--methods diloco", "training.samples or seconds or epochs must be set, equal for all"),
+        ("--methods diloco", "training.samples or seconds, epochs or steps must be set, the same"),
         (
             "--model lnet --samples 9",
             "model has no 'lnet'; did you mean lenet or lenet5 or alexnet?",

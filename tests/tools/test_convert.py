@@ -388,13 +388,13 @@ SENTENCES = {
     "parent is a file": "out: can not be (written|reached): ",
     "no such source": "none: there is no such file or folder",
     "misspelt source": "did you mean digits",
-    "text": r"a\.txt: is a text; pictures and tables alone become Parquet",
+    "text": r"a\.txt: is a text; only pictures and tables can be converted to Parquet",
     "empty folder": "in: holds nothing that is known here",
     "null picture": r"in\.parquet: column 'image' is null in row 7",
     "label of no class": r"in\.parquet: row 7 has label 5; labels must be 0 to 1",
     "cut off": r"in\.parquet: is not a whole Parquet file",
     "cut inside": r"in\.parquet: can not be read: ",
-    "other columns": r"b\.parquet: has other columns than .*a\.parquet: ",
+    "other columns": r"b\.parquet: does not have the columns of .*a\.parquet: ",
     "other classes": "the training set and the test set name different classes",
 }
 
@@ -417,7 +417,7 @@ def test_settings_out_of_range_are_refused(capsys):
         assert cli.main(["data", "convert", "digits", "out", *words]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {words[0][2:].replace('-', '_')} must be ")
-    with pytest.raises(DataError, match="is copied in its own order; leave --shuffle out"):
+    with pytest.raises(DataError, match="is copied in its own order; omit --shuffle"):
         convert("digits", "out", ConvertConfig(shuffle=True))
 
 
@@ -483,16 +483,20 @@ def test_info_warns_of_rows_that_are_sorted_by_class(source, tmp_path):
         convert(path, out, ConvertConfig(rows_per_group=8, shuffle=is_shuffled))
         warnings = inspect(out).warnings
         assert len(warnings) == (not is_shuffled)
-    assert "a row group holds 1.0 of 3" in inspect(str(tmp_path / "False")).warnings[0]
+    assert "a row group holds 1.0 of 3 classes" in inspect(str(tmp_path / "False")).warnings[0]
 
 
 def test_info_warns_of_labels_that_no_class_has_and_of_sets_that_do_not_stream(tmp_path):
     write_parquet(tmp_path / "a.parquet", pictures(4), [0, None, 1, 7], ["a", "b"])
     found = inspect(str(tmp_path))
     assert found.parts[0].num_unlabelled == 2
-    assert found.warnings[0].startswith("train has 2 rows whose label is missing or of no class")
+    sentence = "train has 2 rows whose label is missing or belongs to no class"
+    assert found.warnings[0].startswith(sentence)
     (warning,) = inspect("synthetic:64", input=InputConfig(max_memory_bytes=999)).warnings
-    assert warning.startswith("takes 61.2 KiB decoded, and only Parquet is streamed: raydl data c")
+    assert warning == (
+        "takes 61.2 KiB decoded, more than input.max_memory_bytes, and only Parquet can be "
+        "streamed; convert it with raydl data convert SRC DST"
+    )
 
 
 def test_info_tells_the_columns_of_a_table_and_the_tokens_of_a_text(tmp_path, capsys):
@@ -505,7 +509,7 @@ def test_info_tells_the_columns_of_a_table_and_the_tokens_of_a_text(tmp_path, ca
         ("y", "int64", ()),
         ("note", "string", None),
     ]
-    assert found.warnings[0].startswith("note: no numbers, a run can not read them")
+    assert found.warnings[0].startswith("note: not numeric, a run can not read such a column")
     np.save(tmp_path / "t.npy", np.arange(50, dtype=np.uint16))
     found = inspect(str(tmp_path / "t.npy"))
     assert (found.holds, found.num_tokens, found.vocabulary) == ("text", 50, 50)

@@ -380,8 +380,11 @@ def test_sums_among_processes_take_what_was_predicted(tmp_path):
         ({"period": 0}, "period must be 1 or more, got 0"),
         ({"num_bytes": 0}, "num_bytes must be 1 or more, got 0"),
         ({"strategy": "rounds"}, "strategy has no 'rounds'; did you mean round_robin?"),
-        ({"center_shards": 2}, "center_shards has no meaning where all exchange at once"),
-        ({"strategy": "round_robin", "overlaps": True}, "overlaps has no meaning in round_robin"),
+        ({"center_shards": 2}, "center_shards must be 1 with the strategy sync, where every rank"),
+        (
+            {"strategy": "round_robin", "overlaps": True},
+            "overlaps must be False with the strategy round_robin, where only one worker is active",
+        ),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(settings, sentence):

@@ -11,9 +11,9 @@ from run_pages import CONFIG, Walk, facts_of, write_run
 from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
 from raydl.metrics import STACK, TIME_PARTS
-from raydl.tools.report import make_page, read_run, with_names_apart, write_report
+from raydl.tools.report import make_page, read_run, with_unique_names, write_report
 from raydl.tools.report.curves import samples_at
-from raydl.tools.report.events import Curve, Formed, History, Told
+from raydl.tools.report.events import Curve, History, LoggedEvent, MembershipRow
 from raydl.tools.report.html import element, table
 from raydl.tools.report.sections import byte_size, duration
 from raydl.tools.report.style import CSS
@@ -124,14 +124,14 @@ def test_every_chart_has_a_label_for_screen_readers(page):
 def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     error = capsys.readouterr().err
-    assert "no run is there: it has no config.json" in error
+    assert "contains no run, config.json is missing" in error
     assert error.count("\n") == 1
 
 
 def test_a_folder_of_runs_names_those_below(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
-    with pytest.raises(DataError, match="below it are a, b: name one or several of them"):
+    with pytest.raises(DataError, match=r"name one or several of the runs in it: a, b$"):
         read_run(str(tmp_path))
 
 
@@ -152,7 +152,7 @@ def test_a_damaged_configuration_is_one_sentence(tmp_path):
     with pytest.raises(DataError, match=r"config\.json is damaged"):
         read_run(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(DataError, match="holds no settings"):
+    with pytest.raises(DataError, match="contains no settings"):
         read_run(str(tmp_path))
 
 
@@ -170,7 +170,7 @@ def test_a_page_that_can_not_be_written_is_one_sentence(tmp_path):
 
 def test_a_run_without_events_is_a_page_that_says_so(tmp_path):
     text = Walk(make_page([read_run(str(write_run(tmp_path / "a")))])).text
-    assert "no event files, so there are no curves" in text
+    assert "Event files are missing: there are no curves" in text
     assert "Center accuracy 75.00%" in text
     assert "No membership was recorded" in text
 
@@ -178,7 +178,7 @@ def test_a_run_without_events_is_a_page_that_says_so(tmp_path):
 def test_a_run_that_has_not_ended_says_how_it_stands(tmp_path):
     folder = write_run(tmp_path / "a", state="training", result={"samples": 7})
     text = Walk(make_page([read_run(str(folder))])).text
-    assert "not ended: training, as told at 1970-01-01 00:00:00 UTC" in text
+    assert "not ended: training, last reported at 1970-01-01 00:00:00 UTC" in text
     assert "written no result yet" in text
     assert "1,234" in text, "the result is of an earlier start"
 
@@ -214,8 +214,8 @@ def test_damaged_files_are_told_and_the_rest_is_shown(tmp_path):
     (folder / "checkpoints/round-1").mkdir(parents=True)
     (folder / "checkpoints/round-1/manifest.json").write_text("[]")
     text = Walk(make_page([read_run(str(folder))])).text
-    assert "Its result.json can not be read" in text
-    assert "Its status.json can not be read" in text
+    assert "result.json can not be read" in text
+    assert "status.json can not be read" in text
     assert "round-1" in text
 
 
@@ -234,7 +234,7 @@ def test_without_events_the_scores_of_the_result_are_the_curve(tmp_path):
 
 def test_a_hostile_name_does_nothing():
     hostile = "<script>alert('x')</script>\"&"
-    told = (Told(f"generation 1: {hostile}", 1, 0, 0.0),)
+    events = (LoggedEvent(f"generation 1: {hostile}", 1, 0, 0.0),)
     curves = {
         "center/accuracy": Curve((1, 2), (1.0, 2.0), (0.1, 0.2)),
         f"worker_step_s/{hostile}": Curve((1,), (1.0,), (0.1,)),
@@ -247,7 +247,7 @@ def test_a_hostile_name_does_nothing():
         versions={hostile: hostile},
         commit=hostile,
         result={"faults_fired": [hostile], "allreduce": {"algorithm": hostile}},
-        history=History(curves, told, num_starts=1),
+        history=History(curves, events, num_starts=1),
         checkpoints=({"name": hostile, "workers": [hostile]},),
         notes=(hostile,),
     )
@@ -263,14 +263,14 @@ def test_a_hostile_name_does_nothing():
 
 def long_run(num_generations):
     """Return a run in which a worker is replaced every 30 s."""
-    told, formed = [], {}
+    events, memberships = [], {}
     for number in range(1, num_generations + 1):
         reason = f"w{number} was lost, w{number + 8} joins"
-        told.append(Told(f"generation {number}: {reason}", 1, 640 * number, 30.0 * number))
+        events.append(LoggedEvent(f"generation {number}: {reason}", 1, 640 * number, 30.0 * number))
         workers = tuple(f"w{number + i}" for i in range(1, 9))
-        formed[1, number] = Formed(640 * number, workers, 8)
+        memberships[1, number] = MembershipRow(640 * number, workers, 8)
     curve = Curve((1, 640 * num_generations), (1.0, 30.0 * num_generations), (8.0, 8.0))
-    history = History({"workers/count": curve}, tuple(told), formed, num_starts=1)
+    history = History({"workers/count": curve}, tuple(events), memberships, num_starts=1)
     return facts_of("long", history=history)
 
 
@@ -291,7 +291,7 @@ def test_of_more_workers_than_are_drawn_the_spread_over_all_is():
     curves |= {f"workers/{n}_{w}": step for n in ("step_s", "waited_s") for w in whiches}
     text = Walk(make_page([facts_of("many", history=History(curves, num_starts=1))])).text
     assert "Seconds of a local step: least, median and most of all workers, over time" in text
-    assert "Seconds waited: least, median and most of all workers, over time" in text
+    assert "Seconds waited in a round: least, median and most of all workers, over time" in text
 
 
 def test_samples_at_a_moment_lie_between_two_points():
@@ -325,7 +325,7 @@ def test_each_run_has_a_line_and_a_colour_of_its_own():
 
 def test_runs_of_one_name_are_told_apart_by_their_folder():
     runs = [facts_of(root="x/a"), facts_of(root="y/a"), facts_of("b")]
-    assert [run.name for run in with_names_apart(runs)] == ["x/a", "y/a", "b"]
+    assert [run.name for run in with_unique_names(runs)] == ["x/a", "y/a", "b"]
 
 
 def test_a_run_may_lie_behind_a_uri(tmp_path):
@@ -356,11 +356,11 @@ def test_the_query_of_a_uri_stays_at_its_end_and_out_of_the_title(tmp_path, monk
 
 def test_no_key_of_a_uri_reaches_the_page():
     uri = "s3://KEY:SE'C@RET@bucket/runs"
-    told = (Told(f"the checkpoint is at {uri}/a", 1, 0, 0.0),)
+    events = (LoggedEvent(f"the checkpoint is at {uri}/a", 1, 0, 0.0),)
     run = facts_of(
         f"{uri}/a",
         config={"run.storage_path": uri, "data": f"{uri}?mail=me@here"},
-        history=History({}, told, num_starts=1),
+        history=History({}, events, num_starts=1),
         notes=(f"{uri} does not answer.",),
     )
     for page in (make_page([run]), make_page([run, facts_of("b")])):
@@ -384,8 +384,8 @@ def test_a_run_named_twice_is_one_run(tmp_path):
 
 
 def test_a_timeline_of_very_many_generations_is_folded():
-    told = tuple(Told(f"generation {i}: w{i} joins", 1, 0, 0.0) for i in range(100))
-    text = Walk(make_page([facts_of(history=History({}, told, num_starts=1))])).text
+    events = tuple(LoggedEvent(f"generation {i}: w{i} joins", 1, 0, 0.0) for i in range(100))
+    text = Walk(make_page([facts_of(history=History({}, events, num_starts=1))])).text
     assert "All 100 generations" in text
     assert "w99 joins" in text
 

@@ -8,7 +8,7 @@ from run_pages import Walk, facts_of, write_run
 from raydl.metrics import TensorBoardWriter
 from raydl.tools.report import make_page, read_run
 from raydl.tools.report.curves import charts_of
-from raydl.tools.report.events import Curve, History, Told, read_history
+from raydl.tools.report.events import Curve, History, LoggedEvent, read_history
 
 
 def event_files(folder):
@@ -34,8 +34,8 @@ def test_curves_and_sentences_come_back_from_the_event_files(tmp_path):
     history = read_history([write_start(tmp_path, points, sentences=sentences)])
     assert history.curves["train/loss"].samples == (10, 20)
     assert history.curves["train/loss"].values == (2.0, 1.5)
-    assert [told.sentence for told in history.told] == sentences
-    assert history.told[0].seconds == 0.0
+    assert [event.sentence for event in history.events] == sentences
+    assert history.events[0].seconds == 0.0
     assert history.damage == ""
 
 
@@ -62,14 +62,16 @@ def test_the_files_of_a_comparison_are_no_starts(tmp_path):
 
 
 def test_the_line_of_workers_leaves_out_what_a_resumed_start_took_back():
-    told = [(1, 0.0), (2, 91.0), (3, 60.0), (4, 100.0)]
+    generations = [(1, 0.0), (2, 91.0), (3, 60.0), (4, 100.0)]
     counts = (2.0, 3.0, 1.0, 1.0)
     curves = {
         "workers/count": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), counts),
         "workers/generation": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), (1.0, 2.0, 3.0, 4.0)),
     }
-    sentences = tuple(Told(f"generation {n}: why", 1 + n // 3, n - 1, s) for n, s in told)
-    run = facts_of(history=History(curves, sentences, num_starts=2))
+    events = tuple(
+        LoggedEvent(f"generation {n}: why", 1 + n // 3, n - 1, s) for n, s in generations
+    )
+    run = facts_of(history=History(curves, events, num_starts=2))
     [figure] = [f for f in charts_of([run]) if "Workers that train" in f]
     [line] = re.findall(r'stroke:var\(--c0\)[^"]*" d="([^"]*)"', figure)
     xs = [float(x) for x in re.findall(r"[ML]([\d.]+)", line)]
@@ -104,8 +106,8 @@ def test_sentences_of_one_moment_have_one_number_of_samples(tmp_path, purge_afte
     for step in steps:
         writer.text("events", f"said at {step}", num_samples=step)
     writer.close()
-    told = read_history(event_files(tmp_path)).told
-    assert [t.samples for t in told] == samples
+    events = read_history(event_files(tmp_path)).events
+    assert [event.samples for event in events] == samples
 
 
 def test_a_score_counts_when_its_samples_were_trained_not_when_it_was_written(tmp_path):
@@ -130,6 +132,6 @@ def test_no_number_that_is_none_reaches_a_curve(tmp_path):
 
 
 def test_faults_of_all_starts_are_listed(tmp_path):
-    told = tuple(Told(f"fault {i}: kill w{i} at step 4", i, 0, 0.0) for i in (1, 2))
-    run = facts_of(history=History({}, told, num_starts=2), result={"faults_fired": ["fault 2"]})
-    assert run.faults == [t.sentence for t in told]
+    events = tuple(LoggedEvent(f"fault {i}: kill w{i} at step 4", i, 0, 0.0) for i in (1, 2))
+    run = facts_of(history=History({}, events, num_starts=2), result={"faults_fired": ["fault 2"]})
+    assert run.faults == [event.sentence for event in events]
