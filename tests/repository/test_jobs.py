@@ -68,9 +68,12 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--workers", "1,two"], "workers must be like 1,2,4, got 1,two"),
-        (["--epochs", "2"], "training.steps of each worker are what stays the same"),
-        (["--run-dir", "x"], "run.run_dir and the like give way to --out"),
+        (["--workers", "1,two"], "workers must be numbers as in 1,2,4, got 1,two"),
+        (
+            ["--epochs", "2"],
+            "training.epochs, training.samples and training.seconds can not be set",
+        ),
+        (["--run-dir", "x"], "run.run_dir, run.storage_path and run.resume can not be set"),
     ],
 )
 def test_a_mistake_in_weak_scaling_is_told_in_one_sentence(options, sentence):
