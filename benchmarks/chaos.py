@@ -315,13 +315,13 @@ def tell(report: Report, found: dict[str, Seen]) -> None:
         "method", "strikes", "nodes started again", "checkpoints", "stale", "samples out",
         "refused", "longest pause",
     )  # fmt: skip
-    report.table(columns, rows)
+    report.add_table(columns, rows)
     for rule, seen in found.items():
         hits = ", ".join(f"{count} {kind}" for kind, count in seen.hits.items())
-        report.say(f"{rule}: {hits}. Longest pause: {seen.paused_by}.")
+        report.add_text(f"{rule}: {hits}. Longest pause: {seen.paused_by}.")
         for sentence in (*seen.stale, *seen.ended):
-            report.say(f"{rule}: {sentence}")
-        report.judge(*figures_of(rule, seen))
+            report.add_text(f"{rule}: {sentence}")
+        report.add_figures(*figures_of(rule, seen))
 
 
 if __name__ == "__main__":

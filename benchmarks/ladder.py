@@ -127,7 +127,7 @@ def calibrate(hosts: Cluster, report: Report, data: str, options: argparse.Names
         )
         mbit = next_rate(mbit, result)
     hosts.limit(mbit)
-    report.say(
+    report.add_text(
         f"Links of {mbit:.1f} Mbit/s, after {tries} tries; a gradient pauses for "
         f"{options.pause_s * 1000:.0f} ms."
     )
@@ -144,7 +144,7 @@ def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.N
     rates = {rung: [r["steady_samples_per_s"] for r in of] for rung, of in runs.items()}
     up = {rung: ratios(of, rates["original"]) for rung, of in rates.items()}
     shares = {rung: Spread.of([share(rung, r) for r in of]) for rung, of in runs.items()}
-    report.table(
+    report.add_table(
         ("rung", "speed-up", "samples/s", "communication", "settings"),
         [
             (rung, f"{up[rung].text()}", f"{Spread.of(rates[rung]).median:,.0f}",
@@ -153,11 +153,11 @@ def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.N
         ],
     )  # fmt: skip
     _tell_parts(report, runs)
-    report.judge(Figure(name="ladder.original.communication", value=shares["original"]))
-    report.judge(Figure(name="ladder.easgd3.communication", value=shares["easgd3"]))
+    report.add_figures(Figure(name="ladder.original.communication", value=shares["original"]))
+    report.add_figures(Figure(name="ladder.easgd3.communication", value=shares["easgd3"]))
     for rung in rungs[1:]:
         target = None if options.quick else TARGETS.get(rung)  # they are for four workers
-        report.judge(Figure(name=f"ladder.{rung}.speedup", value=up[rung], target=target))
+        report.add_figures(Figure(name=f"ladder.{rung}.speedup", value=up[rung], target=target))
 
 
 def _num_samples(rung: str) -> int:
@@ -176,11 +176,11 @@ def _tell_parts(report: Report, runs: Mapping[str, Sequence[Result]]) -> None:
         ]
         rows.append((rung, f"{total_s:.1f} s", *told))
     parts = next(iter(runs.values()))[-1]["time_parts"]
-    report.say(
+    report.add_text(
         "A worker's time by part, in the last repeat: shares of what comes after initialization. "
         "In `original`, device_device_parameters has the wait for the others' turns, too."
     )
-    report.table(("rung", "time", *parts), rows)
+    report.add_table(("rung", "time", *parts), rows)
 
 
 def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace) -> None:
@@ -188,7 +188,7 @@ def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace
     hosts.limit(UNLIMITED_MBIT)
     seeds = range(options.repeats or 2)
     found = {rung: [_accuracy(hosts, options.data, rung, s) for s in seeds] for rung in SCORED}
-    report.table(
+    report.add_table(
         (f"accuracy after {SCORED_SAMPLES:,} samples", *(f"seed {seed}" for seed in seeds)),
         [(rung, *(f"{accuracy:.2%}" for accuracy in of)) for rung, of in found.items()],
     )
@@ -196,7 +196,7 @@ def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace
         pairs = zip(found["original"], found[rung], strict=True)
         points = Spread.of([100 * (original - own) for original, own in pairs])
         name = f"ladder.{rung}.points_below_original"
-        report.judge(Figure(name=name, value=points, target=1.0, is_better="less"))
+        report.add_figures(Figure(name=name, value=points, target=1.0, is_better="less"))
 
 
 def _accuracy(hosts: Cluster, data: str, rung: str, seed: int) -> float:
@@ -218,14 +218,14 @@ def main(argv: Sequence[str] | None = None) -> Any:
     options.data = data_at(options.data)
     report = Report.of_command("ladder", options)
     num_workers = QUICK_WORKERS if options.quick else NUM_WORKERS
-    report.say(f"LeNet on MNIST, {num_workers} hosts with one worker each, and a master.")
+    report.add_text(f"LeNet on MNIST, {num_workers} hosts with one worker each, and a master.")
     try:
         with cluster(num_workers, pause_s=options.pause_s, has_master=True) as hosts:
             cut = cut_set(options.data, hosts.folder / "set", num_train=CUT)
             calibrate(hosts, report, cut, options)
             measure_speed(hosts, report, cut, options)
             if options.quick:
-                report.say("The accuracy is measured in the full form alone.")
+                report.add_text("The accuracy is measured in the full form alone.")
             else:
                 measure_accuracy(hosts, report, options)
     except RunError as error:

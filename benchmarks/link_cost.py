@@ -99,13 +99,13 @@ def by_turns(
 
 def tell(report: Report, speeds: Mapping[str, Sequence[float]], mbits: Sequence[int]) -> None:
     """Report what ``by_turns`` returned, and what is kept at each rate."""
-    report.table(
+    report.add_table(
         ("link", "steps per second"),
         [(name, Spread.of(of).text(".1f")) for name, of in speeds.items()],
     )
     for mbit in mbits:
         kept = ratios(speeds[f"{mbit} Mbit/s"], speeds["unlimited"])
-        report.judge(Figure(name=f"{report.name}.{mbit}.kept", value=kept))
+        report.add_figures(Figure(name=f"{report.name}.{mbit}.kept", value=kept))
 
 
 def _trains(run: Watched) -> bool:

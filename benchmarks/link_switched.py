@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     data, words = data_at(options.data), shlex.split(options.settings)
     repeats = options.repeats or (2 if options.quick else 10)
     report = Report.of_command("link_switched", options)
-    report.say(f"`{options.settings}`, packets of {options.mtu:,} bytes.")
+    report.add_text(f"`{options.settings}`, packets of {options.mtu:,} bytes.")
     for mbit in MBITS[:1] if options.quick else MBITS:
         try:
             found = speeds(data, words, mbit=mbit, mtu=options.mtu, repeats=repeats)

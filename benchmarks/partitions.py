@@ -177,11 +177,11 @@ def main() -> None:
         "method", "partitions", "checkpoints", "stale", "refused", "back (median)",
         "nodes started again",
     )  # fmt: skip
-    report.table(columns, rows)
+    report.add_table(columns, rows)
     for watched in seen.values():
         for sentence in watched.stale:
-            report.say(sentence)
-    report.judge(*figures_of(list(seen.values())))
+            report.add_text(sentence)
+    report.add_figures(*figures_of(list(seen.values())))
     report.close(options.out)
 
 

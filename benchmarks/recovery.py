@@ -121,7 +121,7 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
         num_workers = int(workers.rpartition(":")[2])
         victim, killed_at = _kill_one(run, num_workers, turn)
         again = f"{num_workers} workers train again"
-        run.wait_until(lambda: run.num_at_work() > num_workers, again, within_s=_BACK_S)
+        run.wait_until(lambda: run.num_training() > num_workers, again, within_s=_BACK_S)
         time.sleep(_AFTER_S)
         run.end(within_s=_END_S)
         steps = run.steps()
@@ -167,7 +167,7 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
             return _beyond_at(new_steps(), _began_again(run, killed_at), reached) is not None
 
         run.wait_until(
-            lambda: run.num_at_work() >= 2 * num_workers, "it trains again", within_s=_BACK_S
+            lambda: run.num_training() >= 2 * num_workers, "it trains again", within_s=_BACK_S
         )
         run.wait_until(is_beyond, "it is further than it was", within_s=_BACK_S)
         after, from_samples = new_steps(), _began_again(run, killed_at)
@@ -188,7 +188,7 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
 def _kill_one(run: Watched, num_workers: int, turn: list[int]) -> tuple[int, float]:
     """Wait for steady training and kill a worker; return its process id, and when that was."""
     start = f"{num_workers} workers train"
-    run.wait_until(lambda: run.num_at_work() >= num_workers, start, within_s=_UP_S)
+    run.wait_until(lambda: run.num_training() >= num_workers, start, within_s=_UP_S)
     time.sleep(_STEADY_S)
     enough = 2 * CHECKPOINT_SAMPLES // BATCH_SIZE  # so that there is a checkpoint
     run.wait_until(lambda: run.num_steps() > enough, "some steps are taken", within_s=_UP_S)
@@ -245,7 +245,7 @@ def _by_time(step: Step) -> float:
 def tell(report: Report, results: dict[str, list[Recovery]]) -> None:
     """Put the table and the figures into a report."""
     columns = ("", "pause, s", "pauses, s", "thrown away, samples", "thrown away, s")
-    report.table(
+    report.add_table(
         (*columns, "lost progress, s", "full strength, s"),
         [(name, *_cells(of_case)) for name, of_case in results.items()],
     )
@@ -254,11 +254,11 @@ def tell(report: Report, results: dict[str, list[Recovery]]) -> None:
         lost, short = [r.lost_s for r in of_case], f"recovery.{name.replace(' ', '-').lower()}"
         is_elastic = ":" in name
         target, tenth = (1.0, 0.1) if is_elastic else (None, None)
-        report.judge(_figure(f"{short}.lost_s", Spread.of(lost), target))
+        report.add_figures(_figure(f"{short}.lost_s", Spread.of(lost), target))
         if name != PEER:
             full = ratios([r.full_s for r in of_case], [r.full_s for r in peer])
             of_peer = ratios(lost, [r.lost_s for r in peer])
-            report.judge(
+            report.add_figures(
                 _figure(f"{short}.lost_of_ray_train", of_peer, tenth),
                 _figure(f"{short}.full_strength_of_ray_train", full, None),
             )
@@ -293,7 +293,7 @@ def main() -> None:
             tell(report, interleaved(cases, repeats=repeats))
         except WatchError as error:
             sys.exit(f"the recovery was not measured: {error}")
-    report.say(
+    report.add_text(
         f"{num_workers} workers on {os.cpu_count()} cores. A newcomer imports torch while the "
         f"others train, so that on few cores they pause for that, too."
     )

@@ -113,9 +113,9 @@ def main() -> None:
         group.fill()
         taken.append(group.lose_one())
     rows = [[f"{1e3 * seconds:.0f}" for seconds in times] for times in taken]
-    report.table(("failed ms", "formed ms", "summed ms"), rows)
+    report.add_table(("failed ms", "formed ms", "summed ms"), rows)
     summed = Spread.of([summed_s for _, _, summed_s in taken])
-    report.judge(Figure(name="regroup.3.kill-to-sum-s", value=summed))
+    report.add_figures(Figure(name="regroup.3.kill-to-sum-s", value=summed))
     report.close(options.out)
     ray.shutdown()
 

@@ -28,7 +28,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.hosts import Hosts
-from benchmarks.programs import LINES_TOLD, ROOT, RunError, end_cleanly, wait_for
+from benchmarks.programs import LOG_LINES, ROOT, RunError, end_cleanly, wait_for
 from benchmarks.ray_on_hosts import PULL_MS, start_ray
 
 UNLIMITED_MBIT = 10_000
@@ -190,7 +190,7 @@ def _started(hosts: Hosts, folder: Path, pull_ms: str) -> Mapping[str, str]:
         return start_ray(hosts, folder, {"RAY_object_manager_pull_timeout_ms": pull_ms})
     except (RuntimeError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "output", None) or error)
-        end = "\n".join(said.splitlines()[-LINES_TOLD:])
+        end = "\n".join(said.splitlines()[-LOG_LINES:])
         raise RunError(f"Ray did not start in the hosts: {end}") from error
 
 

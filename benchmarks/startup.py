@@ -85,7 +85,7 @@ def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> 
     """
     with Watched([*words, "--data", data], cluster) as run:
         first = f"{NUM_WORKERS} workers have taken a step"
-        run.wait_until(lambda: run.num_at_work() >= NUM_WORKERS, first, within_s=_UP_S)
+        run.wait_until(lambda: run.num_training() >= NUM_WORKERS, first, within_s=_UP_S)
         steps, built = run.steps(), run.built()
         moments = {
             _PROCESS: max(started_at(pid) for pid in steps),
@@ -139,12 +139,12 @@ def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, re
         case()
         print(f"  {form}: {name}, not measured", flush=True)
     results = interleaved(cases, repeats=repeats)
-    report.table(
+    report.add_table(
         (f"{form}: seconds from the command until …", *results),
         [(moment, *(_cell(runs, moment) for runs in results.values())) for moment in MOMENTS],
     )
     totals = {name: [run[_END] for run in runs] for name, runs in results.items()}
-    report.judge(
+    report.add_figures(
         Figure(
             name=f"startup.{form}.of_ray_train",
             value=ratios(totals["raydl"], totals["Ray Train"]),
@@ -186,9 +186,9 @@ def main() -> None:
     except WatchError as error:
         sys.exit(f"the start was not measured: {error}")
     parts = [(name, f"{s:.2f}") for name, s in seconds_of_parts(data).items()]
-    report.table(("part of raydl's driver", "s"), parts)
+    report.add_table(("part of raydl's driver", "s"), parts)
     packages = [(name, f"{s:.2f}") for name, s in seconds_by_package()]
-    report.table(("its imports by package, without those inside", "s"), packages)
+    report.add_table(("its imports by package, without those inside", "s"), packages)
     report.close(options.out)
 
 

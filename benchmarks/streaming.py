@@ -120,7 +120,7 @@ def main() -> None:
     trained_s = sum(seconds for part, seconds in parts.items() if part != "initialization")
     share = parts["data_io"] / trained_s
     report = Report.of_command("streaming", options)
-    report.table(
+    report.add_table(
         ("what", "value"),
         [
             (f"rows of the set, {num_bytes / 1e9:.1f} GB", f"{num_rows:,}"),
@@ -128,7 +128,7 @@ def main() -> None:
             ("peak of a worker, the set streamed", f"{peak / 1e6:,.0f} MB"),
         ],
     )
-    report.judge(
+    report.add_figures(
         Figure(
             name="streaming.megabytes_above",
             value=Spread.of([above]),

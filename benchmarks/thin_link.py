@@ -116,7 +116,7 @@ def measure_rates(
                 cases[f"{name}.{mbit}"] = partial(train, hosts, mbit, data, num["ours"], words)
         cases[f"ddp.{mbit}"] = partial(train_ddp, hosts, mbit, data, num[f"ddp.{mbit}"])
     rates = interleaved(cases, repeats=options.repeats or (1 if options.quick else 5))
-    report.table(
+    report.add_table(
         ("case", "samples/s", "of the unlimited", "settings"),
         [
             (name, Spread.of(of).text(",.0f"), f"{ratios(of, rates['unlimited']).median:.1%}",
@@ -125,7 +125,7 @@ def measure_rates(
         ],
     )  # fmt: skip
     for mbit in mbits:
-        report.judge(*_rate_figures(rates, mbit))
+        report.add_figures(*_rate_figures(rates, mbit))
 
 
 def _rate_figures(rates: Mapping[str, Sequence[float]], mbit: int) -> list[Figure]:
@@ -149,16 +149,16 @@ def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace
         for name, words in words_of.items():
             found[name].append(samples_to(hosts, options.data, seed, words))
             print(f"  seed {seed} {name}: {found[name][-1]:,.0f} samples", flush=True)
-    report.table(
+    report.add_table(
         (f"samples to {ACCURACY:.1%}", *(f"seed {seed}" for seed in seeds)),
         [(name, *(f"{count:,.0f}" for count in counts)) for name, counts in found.items()],
     )
     name = "thin_link.ours.samples_to_98.5"
     if math.inf in found["defaults"]:  # no ratio to that says anything
-        report.say(f"The defaults did not come to {ACCURACY:.1%} with each seed: no figure.")
+        report.add_text(f"The defaults did not come to {ACCURACY:.1%} with each seed: no figure.")
         return
     more = ratios(found["ours"], found["defaults"])
-    report.judge(Figure(name=name, value=more, target=MORE_SAMPLES, is_better="less"))
+    report.add_figures(Figure(name=name, value=more, target=MORE_SAMPLES, is_better="less"))
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
@@ -173,13 +173,13 @@ def main(argv: Sequence[str] | None = None) -> Any:
     options.data = data_at(options.data)
     mbits = MBITS[:1] if options.quick else MBITS
     report = Report.of_command("thin_link", options)
-    report.say("LeNet on MNIST, two hosts with one worker each, 64 samples a step.")
+    report.add_text("LeNet on MNIST, two hosts with one worker each, 64 samples a step.")
     try:
         with cluster(2) as hosts:
             cut = partial(cut_set, options.data, hosts.folder / "set", num_train=CUT)
             measure_rates(hosts, report, cut() if options.quick else options.data, options, mbits)
             if options.quick:
-                report.say(
+                report.add_text(
                     "Runs of seconds, in which processes warm up and connections open, tell little "
                     "of what is kept. Samples to 98.5% are measured in the full form alone."
                 )

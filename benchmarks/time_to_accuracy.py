@@ -197,21 +197,21 @@ def _failed(method: str, error: RunError) -> Reached:
 
 def tell(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
     """Add the table and the figures to a report."""
-    report.table(
+    report.add_table(
         ("case", "seconds", "without the peer's scores", "samples", "reached", "best score"),
         [(name, *_row(found)) for name, found in cases.items()],
     )
     ours = [found.seconds for found in cases[OURS]]
     has_missed = not all(found.is_reached for found in cases[OURS])
     if has_missed:
-        report.say(f"{OURS} did not reach the accuracy with each seed: no figure is met.")
+        report.add_text(f"{OURS} did not reach the accuracy with each seed: no figure is met.")
     for name, found in cases.items():
         if name == OURS:
             continue
         target = {PEER: OVER_PEER, TIED: TIE, ALSO: None}.get(name, 1.0)
         value = ratios([one.seconds for one in found], ours)
         figure = f"time_to_accuracy.{name.lower().replace(' ', '-')}_over_{OURS}"
-        report.judge(
+        report.add_figures(
             Figure(name=figure, value=Spread(0.0, 0.0, 0.0) if has_missed else value, target=target)
         )
 
@@ -263,7 +263,7 @@ def main() -> None:
         rate = RATES[1] if options.quick else best_rate(place, data, plan, RATES)
         cases = cases_of(place, data, plan, rate, methods)
         found = interleaved(cases, repeats=options.repeats or (1 if options.quick else 3))
-    report.say(
+    report.add_text(
         f"{plan.accuracy:.1%} of the test set, scored every {plan.scored_every:,} samples of at "
         f"most {plan.samples:,}; {PEER} at a learning rate of {rate}."
     )

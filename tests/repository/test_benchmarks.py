@@ -74,11 +74,11 @@ def test_each_repeat_takes_every_case_and_begins_with_another(capsys):
 
 def test_a_report_has_its_tables_and_says_which_figures_are_met(tmp_path, capsys):
     report = Report("bench", "python -m benchmarks.bench", is_quick=True)
-    report.table(("case", "seconds"), [("one", 2)])
-    report.say("A sentence.")
+    report.add_table(("case", "seconds"), [("one", 2)])
+    report.add_text("A sentence.")
     printed = capsys.readouterr().out
     assert printed == "| case | seconds |\n| --- | --- |\n| one | 2 |\n\nA sentence.\n\n"
-    report.judge(figure(2.0, target=1.0), figure(0.5, target=1.0), figure(3.0))
+    report.add_figures(figure(2.0, target=1.0), figure(0.5, target=1.0), figure(3.0))
     report.close(tmp_path)
     text = (tmp_path / "bench.md").read_text()
     assert text.startswith("# bench (quick)\n\n    python -m benchmarks.bench\n\n")
