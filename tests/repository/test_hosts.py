@@ -194,8 +194,8 @@ def test_no_process_is_left_however_the_hosts_end(permitted, root, tmp_path, num
 def test_a_machine_that_permits_no_hosts_says_why(monkeypatch):
     monkeypatch.setattr(module.os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "")
-    assert why_not() == "`ip` is not here; install iproute2"
+    assert why_not() == "`ip` is missing; install iproute2"
     monkeypatch.setattr(module.os, "geteuid", lambda: 1000)
-    assert why_not() == "only root can make network namespaces; run this as root"
+    assert why_not() == "only root can create network namespaces; run this as root"
     with pytest.raises(HostsError, match="only root"), Hosts(1, mbit=100):
         pass
