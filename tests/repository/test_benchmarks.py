@@ -9,7 +9,7 @@ import torch
 from benchmarks import watching
 from benchmarks.efficiency import speed, total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
-from benchmarks.peers.loop import Run, Settings, as_it_is, positions_of_step
+from benchmarks.peers.loop import Run, Settings, positions_of_step, unwrapped
 from benchmarks.programs import RunError
 from benchmarks.runs import Trained, workplace
 from benchmarks.time_to_accuracy import reached_by_peer, reached_by_raydl
@@ -124,9 +124,9 @@ class InMemory:
 
 
 def test_a_peer_of_one_process_is_torchs_sgd_on_the_batches_of_raydl():
-    data, keeps = load("synthetic:128x1x8x8", seed=3), InMemory()
+    data, store = load("synthetic:128x1x8x8", seed=3), InMemory()
     settings = Settings(samples=256, lr=0.1, warmup=0.0, seed=3, checkpoint_every=256)
-    result = Run(settings, data, wrap=as_it_is, keeps=keeps).train()
+    result = Run(settings, data, wrap=unwrapped, store=store).train()
     assert (result["steps"], result["samples"], result["ranks"]) == (4, 256, 1)
     assert (result["accuracy"], result["evaluations"]) == (None, [])
 
@@ -143,7 +143,7 @@ def test_a_peer_of_one_process_is_torchs_sgd_on_the_batches_of_raydl():
         torch.nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
     for name, weights in model.state_dict().items():
-        torch.testing.assert_close(keeps.states[0]["model"][name], weights)
+        torch.testing.assert_close(store.states[0]["model"][name], weights)
 
 
 def test_a_peer_learns_scores_on_its_grid_and_stops_at_an_accuracy(tmp_path):
@@ -151,16 +151,16 @@ def test_a_peer_learns_scores_on_its_grid_and_stops_at_an_accuracy(tmp_path):
         samples=12_800, lr=0.05, evaluate_every=256, stop_at_accuracy=0.9,
         events=str(tmp_path / "events"), result=str(tmp_path / "result"),
     )  # fmt: skip
-    result = Run(settings, load("synthetic:256x1x8x8", seed=0), wrap=as_it_is).train()
+    result = Run(settings, load("synthetic:256x1x8x8", seed=0), wrap=unwrapped).train()
     assert result["accuracy"] >= 0.9
     assert result["samples"] < 12_800
     assert [samples for _, samples, _ in result["evaluations"]] == list(
         range(256, result["samples"] + 1, 256)
     )
-    told = json.loads((tmp_path / "result").read_text())
-    assert told["accuracy"] == result["accuracy"]
-    assert told["scored_s"][-1] - told["evaluation_seconds"] == pytest.approx(
-        told["evaluations"][-1][0], abs=1e-3
+    written = json.loads((tmp_path / "result").read_text())
+    assert written["accuracy"] == result["accuracy"]
+    assert written["scored_s"][-1] - written["evaluation_seconds"] == pytest.approx(
+        written["evaluations"][-1][0], abs=1e-3
     )
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert (events[0]["event"], events[0]["samples"]) == ("first_step", 0)
@@ -170,14 +170,14 @@ def test_a_peer_learns_scores_on_its_grid_and_stops_at_an_accuracy(tmp_path):
 def test_a_peer_goes_on_from_its_checkpoint_to_the_same_bits():
     data = load("synthetic:256x1x8x8", seed=0)
     settings = Settings(samples=1024, lr=0.05, momentum=0.9, checkpoint_every=512)
-    keeps = InMemory()
-    whole = Run(settings, data, wrap=as_it_is, keeps=keeps)
+    store = InMemory()
+    whole = Run(settings, data, wrap=unwrapped, store=store)
     whole.train()
-    last = keeps.states.pop()
-    again = Run(settings, data, wrap=as_it_is, keeps=keeps)
-    assert keeps.load()["num_done"] == 512
+    last = store.states.pop()
+    again = Run(settings, data, wrap=unwrapped, store=store)
+    assert store.load()["num_done"] == 512
     again.train()
-    end = keeps.states[-1]
+    end = store.states[-1]
     assert end["num_done"] == last["num_done"] == 1024
     for name, weights in last["model"].items():
         assert torch.equal(weights, end["model"][name])
