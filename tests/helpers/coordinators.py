@@ -1,4 +1,4 @@
-"""Coordinators and shards with messages to them, as a worker would send them."""
+"""Coordinators and shards, and messages as a worker sends them."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from raydl.parameter_server.shard import Shard
 
 
 class Add(Rule):
-    """c <- c + message: two updates at once show at once."""
+    """c <- c + message: lost updates are visible."""
 
     sends = Sends.PROGRESS
 
@@ -46,7 +46,7 @@ def request(
     worker_id, sequence, values, *, generation=0, incarnation=0, span=None, completion=None
 ):
     values = np.asarray(values)
-    if values.dtype != np.uint8:  # those are a codec's
+    if values.dtype != np.uint8:  # uint8 values come from a codec
         values = values.astype(np.float32)
     return Request(
         message_id=MessageId(worker_id, generation, incarnation, sequence),
@@ -110,7 +110,7 @@ def settling(worker_id, sequence, values, **message_id):
 
 
 def waiting(pool, call, *args):
-    """Begin a call in a thread, and return once it waits for somebody."""
+    """Start a call in a thread, and return its future once it blocks."""
     future = pool.submit(call, *args)
     with pytest.raises(TimeoutError):
         future.result(timeout=0.05)
