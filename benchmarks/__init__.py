@@ -1,1 +1,1 @@
-"""Measurements that need more than a test, beside what one would take instead of raydl."""
+"""Benchmarks: measurements of raydl beside its alternatives."""

@@ -1,16 +1,16 @@
-"""The center's accuracy beside that of plain PyTorch on one core, for the same samples.
+"""Compares the center's accuracy with that of plain PyTorch after the same number of samples.
 
 Command:   python -m benchmarks.accuracy --model resnet20 --samples 500000
            (--quick: 4,000 samples)
 
-Plain PyTorch is a loop of twenty lines: one process, one thread, torch's SGD, the same network
-from the same seed, the same augmentation, schedule and clipping. raydl trains as many samples with
-two workers. Both are scored on the whole test set.
+Plain PyTorch is a loop of twenty lines in one process with one thread: torch's SGD and the same
+network, seed, augmentation, learning-rate schedule and clipping. raydl trains with two workers.
+Both are evaluated on the whole test set.
 
-Half of the batch of plain PyTorch in each of two workers makes as many steps of as many samples.
-The elastic force leaves the sum of all replicas and the center as it is, so a step that both
-workers take moves them and the center by two thirds of it: by p / (p + 1). Hence the workers'
-learning rate is half as much again.
+Each of the two workers has half the batch of plain PyTorch, so both sides take the same number of
+steps. The elastic force does not change the sum of all replicas and the center: a step that both
+workers take moves replicas and center by only p / (p + 1) = 2/3 of it. Therefore the workers'
+learning rate is 1.5 times as high.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raydl.worker.evaluator import score
 
 
 def train_plainly(data: Dataset, config: TrainConfig, *, lr: float) -> tuple[float, float]:
-    """Return (test accuracy, seconds of training) of a plain loop over the samples."""
+    """Return (test accuracy, seconds of training) of the plain loop."""
     assert config.training.samples is not None
     torch.manual_seed(config.training.seed)
     task = Classification(config.model)
@@ -67,7 +67,7 @@ def train_plainly(data: Dataset, config: TrainConfig, *, lr: float) -> tuple[flo
 def train_elastically(
     data: Dataset, config: TrainConfig, options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Return (center test accuracy, seconds of training) of two workers over as many samples."""
+    """Return (test accuracy of the center, seconds of training) of two workers."""
     training = replace(config.training, batch_size=options.batch // 2)
     with tempfile.TemporaryDirectory() as folder:
         result = raydl.Trainer(
@@ -85,16 +85,16 @@ def train_elastically(
 
 
 def main() -> None:
-    """Train both ways, and tell the points between them."""
+    """Train both ways and report the difference in percentage points."""
     parser = options_of(
         __doc__,
         model={"default": "resnet20"},
         data={"default": "../shared/data/cifar10"},
         samples={"type": int, "default": 100_000},
         method={"default": "sync-easgd"},
-        period={"type": int, "default": 4, "help": "of the exchanges"},
-        batch={"type": int, "default": 64, "help": "of plain PyTorch; a worker has half of it"},
-        lr={"type": float, "default": 0.1, "help": "of plain PyTorch; a worker has 1.5 times it"},
+        period={"type": int, "default": 4, "help": "local steps per exchange"},
+        batch={"type": int, "default": 64, "help": "batch of plain PyTorch; half per worker"},
+        lr={"type": float, "default": 0.1, "help": "rate of plain PyTorch; workers take 1.5 times"},
         momentum={"type": float, "default": 0.9},
         augment={"default": "none"},
         seed={"type": int, "default": 0},
@@ -115,14 +115,14 @@ def main() -> None:
     elastic, elastic_s = train_elastically(data, config, options)
     plain, plain_s = train_plainly(data, config, lr=options.lr)
     report = Report.of_command("accuracy", options)
-    report.table(
+    report.add_table(
         ("what", "test accuracy", "seconds of training"),
         [
             ("plain PyTorch, one core", f"{plain:.2%}", f"{plain_s:.0f}"),
             (f"{options.method}, 2 workers", f"{elastic:.2%}", f"{elastic_s:.0f}"),
         ],
     )
-    report.judge(
+    report.add_figures(
         Figure(
             name=f"accuracy.{options.model}.points_below_plain",
             value=Spread.of([100 * (plain - elastic)]),

@@ -1,13 +1,14 @@
-"""Whether two versions of raydl train the same bits: for changes that should change nothing.
+"""Checks that two versions of raydl train the same bits, for changes that must not change them.
 
-Command:   python -m benchmarks.bits before.json            (records what this version trains)
+Command:   python -m benchmarks.bits before.json            (records the bits of this version)
            python -m benchmarks.bits before.json --check    (compares; --only NAME ... for some)
 
-A record holds the SHA-256 of the trained weights of runs whose bits do not depend on time: every
-synchronous method with three workers, their exchanges in each form, a resumed run, one whose
-workers are killed at stated rounds, and the methods with messages with one worker, or with workers
-that take turns. Of those whose workers meet by chance it holds the samples that were counted.
-Bits depend on the machine and on torch: compare on one machine, in one environment.
+The record contains the SHA-256 of the trained weights of all runs whose bits do not depend on
+timing: each synchronous method with three workers, each form of their exchanges, resumed runs, a
+run whose workers are killed at given rounds, and the methods with messages with one worker or with
+workers that take turns. For runs whose order of exchanges depends on timing the record contains the
+number of counted samples. Bits depend on the machine and on torch: compare on one machine and in
+one environment.
 """
 
 from __future__ import annotations
@@ -54,26 +55,27 @@ _KILLS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and what of it is compared."""
+    """A run whose outcome is compared."""
 
     name: str
-    words: tuple[str, ...]
+    options: tuple[str, ...]
     faults: tuple[dict[str, str], ...] = ()
-    then: tuple[str, ...] = ()
-    """Options of a second start, which resumes it; none: there is only one."""
+    resume_options: tuple[str, ...] = ()
+    """Options of a second start, which resumes the run; empty: there is none."""
     has_bits: bool = True
-    """Whether the same weights come of it each time."""
+    """Whether the weights are the same each time; else only the samples are compared."""
 
     def run(self, place: Workplace) -> str:
-        """Return what came of it."""
-        words = (*_COMMON, *self.words)
+        """Return the outcome."""
+        options = (*_COMMON, *self.options)
         if self.faults:
             plan = place.folder / f"{self.name}.yaml"
             plan.write_text(json.dumps({"faults": self.faults}))  # JSON is YAML, too
-            words += ("--fault-plan", str(plan))
-        trained = place.train(*words)
-        if self.then:
-            trained = place.train(*words, *self.then, "--resume", run_dir=trained.folder)
+            options += ("--fault-plan", str(plan))
+        trained = place.train(*options)
+        if self.resume_options:
+            options += (*self.resume_options, "--resume")
+            trained = place.train(*options, run_dir=trained.folder)
         assert trained.folder is not None
         if not self.has_bits:
             return f"{trained.result['samples']} samples"
@@ -84,54 +86,50 @@ class Case:
 def cases() -> Iterator[Case]:
     """Yield all runs."""
     for name, method in METHODS.items():
-        chosen = ("--method", name)
-        if method.strategy == "sync":
-            yield Case(name, (*chosen, *_THREE))
-            continue
-        if method.strategy == "round_robin":
-            yield Case(name, (*chosen, *_THREE))
+        if method.strategy in ("sync", "round_robin"):
+            yield Case(name, ("--method", name, *_THREE))
         else:
-            yield Case(f"{name}, alone", (*chosen, *_ALONE))
-            yield Case(f"{name}, three", (*chosen, *_THREE[:-1]), has_bits=False)
-    for name, words in _FORMS.items():
-        yield Case(name, (*_THREE, *words))
+            yield Case(f"{name}, alone", ("--method", name, *_ALONE))
+            yield Case(f"{name}, three", ("--method", name, *_THREE[:-1]), has_bits=False)
+    for name, options in _FORMS.items():
+        yield Case(name, (*_THREE, *options))
     yield Case("center in shards", ("--method", "async-measgd", *_ALONE, "--center-shards", "3"))
-    constant = ("--lr-schedule", "constant")
-    yield Case("resumed", (*_THREE, *constant), then=("--epochs", "9"))
-    yield Case("resumed with fewer", (*_THREE, *constant), then=("--epochs", "9", "--workers", "2"))
+    start, longer = (*_THREE, "--lr-schedule", "constant"), ("--epochs", "9")
+    yield Case("resumed", start, resume_options=longer)
+    yield Case("resumed with fewer", start, resume_options=(*longer, "--workers", "2"))
     yield Case("killed", _THREE, faults=_KILLS)
     yield Case(
-        "killed by messages", ("--method", "async-easgd", *_THREE[:-1]), _KILLS[:1], (), False
+        "killed by messages", ("--method", "async-easgd", *_THREE[:-1]), _KILLS[:1], has_bits=False
     )
 
 
 def record(chosen: Iterable[Case]) -> dict[str, str]:
-    """Run all, and return what came of each."""
-    found = {}
+    """Run the cases and return the outcome of each."""
+    outcomes = {}
     with workplace() as place:
         for case in chosen:
-            found[case.name] = case.run(place)
-            print(f"{case.name:24} {found[case.name][:16]}", flush=True)
-    return found
+            outcomes[case.name] = case.run(place)
+            print(f"{case.name:24} {outcomes[case.name][:16]}", flush=True)
+    return outcomes
 
 
 def main(words: list[str] | None = None) -> int:
-    """Record or compare; return 1 where something differs."""
+    """Record or compare, and return 1 if an outcome differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("path", type=Path, help="the record, a JSON file")
     parser.add_argument("--check", action="store_true", help="compare with the record")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these runs alone")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these runs")
     options = parser.parse_args(words)
-    found = record(case for case in cases() if not options.only or case.name in options.only)
+    now = record(case for case in cases() if not options.only or case.name in options.only)
     if not options.check:
         before = json.loads(options.path.read_text()) if options.path.exists() else {}
-        options.path.write_text(json.dumps({**before, **found}, indent=1))
+        options.path.write_text(json.dumps({**before, **now}, indent=1))
         return 0
     before = json.loads(options.path.read_text())
-    differing = [name for name, bits in found.items() if before.get(name) != bits]
-    print(f"{len(found) - len(differing)} of {len(found)} are as recorded")
+    differing = [name for name, outcome in now.items() if before.get(name) != outcome]
+    print(f"{len(now) - len(differing)} of {len(now)} are as recorded")
     for name in differing:
-        print(f"differs: {name}: {before.get(name, 'not recorded')}, now {found[name]}")
+        print(f"differs: {name}: {before.get(name, 'not recorded')}, now {now[name]}")
     return int(bool(differing))
 
 

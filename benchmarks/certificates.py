@@ -1,4 +1,4 @@
-"""Certificates for tests and benchmarks: an authority of one's own, and a node's certificate.
+"""Makes a certificate authority and the certificate of a node, for tests and benchmarks.
 
 files = make_certificates(folder, ["10.77.0.1", "10.77.0.2"])
 """
@@ -19,12 +19,12 @@ from raydl.config.tls import TlsFiles
 
 
 def make_certificates(folder: Path, addresses: Sequence[str], *, days: float = 2.0) -> TlsFiles:
-    """Write a new authority's certificate, and one for all addresses with its key.
+    """Write the certificate of a new authority, and one certificate with its key for all nodes.
 
     Args:
-        folder: of the files; it is made.
-        addresses: of the nodes that use the certificate.
-        days: how long it is valid from now on; below 0, it no longer is.
+        folder: folder of the files; it is created.
+        addresses: IP addresses of the nodes.
+        days: days until the nodes' certificate expires; below 0, it has expired.
     """
     folder.mkdir(parents=True, exist_ok=True)
     authority, node = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
@@ -46,7 +46,7 @@ def make_certificates(folder: Path, addresses: Sequence[str], *, days: float = 2
 
 
 def environment_of(files: TlsFiles) -> dict[str, str]:
-    """Return what tells Ray and raydl to use the files."""
+    """Return the environment variables with which Ray and raydl use the files."""
     return {
         "RAY_USE_TLS": "1",
         "RAY_TLS_SERVER_CERT": files.cert,

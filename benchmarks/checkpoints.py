@@ -1,23 +1,22 @@
-"""What a checkpoint costs: the memory of the driver, and a pause of the training.
+"""Measures the cost of checkpoints: memory of the driver, and pauses of the training.
 
 Command:   python -m benchmarks.checkpoints         (--quick: two workers of 60 MB, once)
 
-Workers train a network whose parameters are nearly all of it, with momentum, so that each one's
-state (weights, gradients, momentum) is three times its replica; its size is ``--megabytes``. A
-checkpoint is written every few seconds. Looked at from outside:
+Workers train a network of almost only parameters, with momentum, so that a worker's state (weights,
+gradients, momentum) is three times its weights; its size is ``--megabytes``. A checkpoint is
+written every few seconds. Measured from outside the run:
 
-driver, private     the most private memory of the driver (RssAnon) while checkpoints are written,
-                    less its most before the first one, in replicas: thirds of a state
-driver, all         the same of all its memory (VmRSS), with what it shares with other processes
-pause               the longest time between two steps of a worker around a checkpoint, less the
-                    median over its rounds of the longest time in each: the notes of each step
-                    (``watching.py``)
+driver, private     peak of the driver's private memory (RssAnon) while checkpoints are written,
+                    minus its peak before the first one, in replicas (thirds of a state)
+driver, all         the same for all memory of the driver (VmRSS), including shared memory
+pause               the longest time between two steps of a worker near a checkpoint, minus the
+                    median over its rounds of the longest time within a round (``watching.py``)
 MB/s                bytes of a checkpoint's files over the time from its folder to its manifest
 
-The memory is read every 10 ms from /proc. Workers, driver and disk share one machine, which has to
-hold some twelve replicas for each worker. With ``--center-megabytes`` the weights are only so
-large, and the rest of a state is what the optimizer remembers, which lies in memory but once, as
-the copy to be written: for many workers with large files on one machine.
+The memory is sampled every 10 ms from /proc. Workers, driver and disk share one machine, which must
+hold about twelve replicas per worker. ``--center-megabytes`` sets the size of the weights; the rest
+of a state is then an optimizer state that is in memory only as the copy to be written. This permits
+many workers with large files on one machine.
 """
 
 from __future__ import annotations
@@ -38,44 +37,45 @@ from benchmarks.watching import Step, Watched
 
 NUM_WORKERS, QUICK_WORKERS = 4, 2
 MEGABYTES, QUICK_MEGABYTES = 500, 60
-"""Of a worker's state."""
+"""Size of a worker's state."""
 NUM_CHECKPOINTS, QUICK_CHECKPOINTS = 3, 1
 PRIVATE_TARGET, PAUSE_TARGET_S = 1.2, 1.0
 _EVERY_S = 8.0
 _PERIOD = 4
-_LOOK_EVERY_S = 0.01
+_SAMPLE_EVERY_S = 0.01
 _UP_S, _END_S = 240.0, 180.0
 _ENDLESS = "1000000000"
 
 
 @dataclass(frozen=True)
-class Look:
+class MemorySample:
     """The memory of the driver at one moment, in bytes."""
 
     at: float
+    """Unix time."""
     private: int
     all: int
 
 
-class Looking(threading.Thread):
-    """Looks at the memory of a process until it is told to stop.
+class MemorySampler(threading.Thread):
+    """Samples the memory of a driver, and notes new checkpoints, until ``ended`` is set.
 
     Args:
-        pid: of the process.
-        folder: of its run.
+        pid: process id of the driver.
+        folder: folder of its run.
     """
 
     def __init__(self, pid: int, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.looks: list[Look] = []
+        self.samples: list[MemorySample] = []
         self.begun: dict[str, float] = {}
-        """When each checkpoint's folder was first seen, by name, Unix time."""
+        """Unix time at which each checkpoint's folder appeared, by name."""
         self.ended = threading.Event()
         self._status, self._folder = Path(f"/proc/{pid}/status"), folder / "checkpoints"
 
     def run(self) -> None:
-        """Look."""
-        while not self.ended.wait(_LOOK_EVERY_S):
+        """Sample until the end."""
+        while not self.ended.wait(_SAMPLE_EVERY_S):
             try:
                 lines = self._status.read_text().splitlines()
                 names = os.listdir(self._folder) if self._folder.exists() else []
@@ -83,39 +83,39 @@ class Looking(threading.Thread):
                 return
             kib = {line.split(":")[0]: line.split()[1] for line in lines if line.endswith("kB")}
             if "RssAnon" in kib:
-                look = Look(time.time(), int(kib["RssAnon"]) << 10, int(kib["VmRSS"]) << 10)
-                self.looks.append(look)
+                private, everything = (int(kib[name]) << 10 for name in ("RssAnon", "VmRSS"))
+                self.samples.append(MemorySample(time.time(), private, everything))
             for name in names:
                 self.begun.setdefault(name.removeprefix(".partial-"), time.time())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What checkpoints cost."""
+    """The cost of checkpoints."""
 
     private: float
-    """In replicas."""
+    """Private memory of the driver, in replicas."""
     private_megabytes: float
     all: float
-    """In replicas."""
+    """All memory of the driver, in replicas."""
     pause_s: float
     step_s: float
-    """Of a usual step."""
+    """Median seconds of a step."""
     megabytes_per_s: float
     megabytes: float
-    """Of a checkpoint."""
+    """Size of a checkpoint."""
 
 
 def pause_of(
     steps: Sequence[Step], windows: Sequence[tuple[float, float]]
 ) -> tuple[float, float] | None:
-    """Return (longest pause of a worker around checkpoints, its usual step), in seconds.
+    """Return (longest pause of a worker near checkpoints, its median step), in seconds.
 
-    None: it was gone before the first one.
+    Return None if the worker did not train near a checkpoint.
 
     Args:
-        steps: of the worker.
-        windows: from the vote to the end of the write, by the clock of the steps.
+        steps: steps of the worker.
+        windows: for each checkpoint (vote, end of the write), on the clock of the steps.
     """
     gaps = [(b.began_at, b.began_at - a.began_at) for a, b in pairwise(steps)]
     if len(gaps) < _PERIOD:
@@ -131,20 +131,20 @@ def pause_of(
 def cost_of(
     num_workers: int, megabytes: int, num_checkpoints: int, center_megabytes: int | None = None
 ) -> Cost:
-    """Return what checkpoints cost in one run.
+    """Return the cost of checkpoints in one run.
 
     Args:
-        num_workers: how many.
-        megabytes: of each worker's state.
-        num_checkpoints: that are waited for.
-        center_megabytes: of the weights; None: weights, gradients and momentum are the state.
+        num_workers: number of workers.
+        megabytes: size of each worker's state.
+        num_checkpoints: checkpoints to wait for.
+        center_megabytes: size of the weights; None: a third of the state.
 
     Raises:
-        WatchError: the run did not do what was waited for.
+        WatchError: if the run timed out.
     """
     state = megabytes * 1_000_000
     replica = state // 3 if center_megabytes is None else center_megabytes * 1_000_000
-    os.environ.update(sizes(weights=replica, memory=state - 3 * replica))
+    os.environ.update(sizes(weights=replica, state=state - 3 * replica))
     words = [
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--batch-size", "4",
         "--workers", str(num_workers), "--period", str(_PERIOD), "--samples", _ENDLESS,
@@ -156,44 +156,45 @@ def cost_of(
     words += ["--momentum", "0.9"] if center_megabytes is None else ["--optimizer", LIGHT_OPTIMIZER]
     with Watched(words) as run:
         folder = run.folder / "run"
-        looking = Looking(run.process.pid, folder)
-        looking.start()
-        run.wait_until(lambda: run.num_at_work() == num_workers, "all train", within_s=_UP_S)
-        whole: dict[str, tuple[float, int]] = {}
+        sampler = MemorySampler(run.process.pid, folder)
+        sampler.start()
+        all_train = "all workers train"
+        run.wait_until(lambda: run.num_training() == num_workers, all_train, within_s=_UP_S)
+        complete: dict[str, tuple[float, int]] = {}
 
         def are_enough() -> bool:
             for manifest in folder.glob("checkpoints/round-*/manifest.json"):
                 files = manifest.parent.iterdir()
                 size = sum(file.stat().st_size for file in files)
-                whole.setdefault(manifest.parent.name, (manifest.stat().st_mtime, size))
-            return len(whole) >= num_checkpoints
+                complete.setdefault(manifest.parent.name, (manifest.stat().st_mtime, size))
+            return len(complete) >= num_checkpoints
 
         run.wait_until(are_enough, f"{num_checkpoints} checkpoints", within_s=_UP_S)
         steps = run.steps()
-        looking.ended.set()
+        sampler.ended.set()
         run.end(within_s=_END_S)
-    return _cost(looking, whole, steps, state // 3)
+    return _cost(sampler, complete, steps, state // 3)
 
 
 def _cost(
-    looking: Looking,
-    whole: dict[str, tuple[float, int]],
+    sampler: MemorySampler,
+    complete: dict[str, tuple[float, int]],
     steps: dict[int, list[Step]],
     replica: int,
 ) -> Cost:
-    first = min(looking.begun.values())
-    # The states are collected a moment before the folder is there.
-    before = [look for look in looking.looks if look.at < first - 3.0]
-    after = [look for look in looking.looks if look.at >= first - 3.0]
+    first = min(sampler.begun.values())
+    # The states are collected shortly before the folder appears.
+    before = [sample for sample in sampler.samples if sample.at < first - 3.0]
+    after = [sample for sample in sampler.samples if sample.at >= first - 3.0]
     to_monotonic = time.monotonic() - time.time()
     windows = [
-        (looking.begun[name] - 3.0 + to_monotonic, ended + 1.0 + to_monotonic)
-        for name, (ended, _) in whole.items()
+        (sampler.begun[name] - 3.0 + to_monotonic, ended + 1.0 + to_monotonic)
+        for name, (ended, _) in complete.items()
     ]
-    pauses = [pause for one in steps.values() if (pause := pause_of(one, windows)) is not None]
-    print(f"{len(pauses)} of {len(steps)} processes trained around a checkpoint")
-    seconds = sum(ended - looking.begun[name] for name, (ended, _) in whole.items())
-    num_bytes = sum(size for _, size in whole.values())
+    pauses = [p for of_worker in steps.values() if (p := pause_of(of_worker, windows)) is not None]
+    print(f"{len(pauses)} of {len(steps)} processes trained near a checkpoint")
+    seconds = sum(ended - sampler.begun[name] for name, (ended, _) in complete.items())
+    num_bytes = sum(size for _, size in complete.values())
     private = max(x.private for x in after) - max(x.private for x in before)
     return Cost(
         private=private / replica,
@@ -202,18 +203,18 @@ def _cost(
         pause_s=max(pause for pause, _ in pauses),
         step_s=median(step for _, step in pauses),
         megabytes_per_s=num_bytes / seconds / 1e6,
-        megabytes=num_bytes / len(whole) / 1e6,
+        megabytes=num_bytes / len(complete) / 1e6,
     )
 
 
 def main() -> None:
-    """Measure, judge and tell."""
+    """Measure and report."""
     end_cleanly()
     parser = options_of(
         __doc__,
-        workers={"type": int, "help": "how many"},
-        megabytes={"type": int, "help": "of a worker's state"},
-        center_megabytes={"type": int, "help": "of the weights; a third of the state"},
+        workers={"type": int, "help": "number of workers"},
+        megabytes={"type": int, "help": "size of a worker's state"},
+        center_megabytes={"type": int, "help": "size of the weights; a third of the state"},
     )
     options = parser.parse_args()
     quick = options.quick
@@ -229,8 +230,8 @@ def main() -> None:
         )
         for _ in range(options.repeats or 1)
     ]
-    report.table(
-        ("driver, private", "in MB", "driver, all", "pause s", "usual step s", "MB/s", "MB"),
+    report.add_table(
+        ("driver, private", "in MB", "driver, all", "pause s", "median step s", "MB/s", "MB"),
         [
             (f"{c.private:.2f}", f"{c.private_megabytes:.1f}", f"{c.all:.2f}",
              f"{c.pause_s:.2f}", f"{c.step_s:.2f}",
@@ -239,7 +240,7 @@ def main() -> None:
         ],
     )  # fmt: skip
     case = f"checkpoints.{num_workers}x{megabytes}MB"
-    report.judge(
+    report.add_figures(
         Figure(
             name=f"{case}.driver-private-replicas",
             value=Spread.of([c.private for c in costs]), target=PRIVATE_TARGET, is_better="less",

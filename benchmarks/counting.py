@@ -1,6 +1,6 @@
-"""A task and two rules that count: each sample adds one to a weight of its own at the center.
+"""A task and two rules that count: each sample adds one to its own weight at the center.
 
-So no figure of a run needs to be trusted to know how often each sample was trained.
+The trained weights show how often each sample was trained, without relying on the run's figures.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from raydl.core.rules import Outer, Tally
 NUM_SAMPLES = 600
 BATCH_SIZE = 10
 MOST_OUT = 4 * 2 * BATCH_SIZE
-"""Samples that one loss may count twice, or not at all, by messages: what four workers at most have
-under way, a period of two batches each."""
+"""Samples that one lost worker may make a method with messages count twice or not at all: those in
+flight of at most four workers, a period of two batches each."""
 OPTIONS = (
     "--task", "benchmarks.counting:Count", "--batch-size", str(BATCH_SIZE), "--period", "2",
     "--optimizer", "sgd", "--lr", "1", "--momentum", "0", "--optimizer.warmup", "0",
     "--optimizer.clip-grad-norm", "None", "--lr-schedule", "constant",
     "--optimizer.weight-decay", "0",
 )  # fmt: skip
-"""A step of rate 1 along a gradient of -1 adds one."""
+"""Plain SGD: a step with rate 1 along a gradient of -1 adds one."""
 
 
 def write_table(path: Path) -> str:
-    """Write a table of samples that have a number each, beside one for the test."""
+    """Write a training table and a test table of numbered samples."""
     path.mkdir()
     for name, count in (("train", NUM_SAMPLES), ("test", BATCH_SIZE)):
         pq.write_table(pa.table({"id": list(range(count))}), path / f"{name}.parquet")
@@ -46,41 +46,41 @@ class Counts(torch.nn.Module):
 
 
 class Count:
-    """A step of rate 1 adds one to the weight of each sample of the batch."""
+    """A task whose steps add one to the weight of each sample in the batch."""
 
     name = "count"
 
     def build_model(self, shape: object) -> Counts:
-        """Return a model of which nothing is counted yet."""
+        """Return a model with all counts 0."""
         return Counts()
 
     def loss(self, model: Any, batch: Any) -> torch.Tensor:
-        """Return what has a gradient of -1 in the weight of each sample of the batch."""
-        time.sleep(0.02)  # a run lasts as long as what is done to it
+        """Return a loss whose gradient is -1 for the weight of each sample in the batch."""
+        time.sleep(0.02)  # the run must last as long as its faults
         total: torch.Tensor = -model.counts[batch["id"]].sum()
         return total
 
     def metrics(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:
-        """Return how often the samples of the batch were counted."""
+        """Return the sum of the counts of the samples in the batch."""
         return {"loss": model.counts[batch["id"]].sum()}
 
 
 class AllProgress(Outer):
-    """c <- c + sum of (x_i - c): all that the workers did, and no mean of it."""
+    """c <- c + sum of (x_i - c): adds the progress of all workers instead of averaging it."""
 
     period = 2
 
     def make_center_optimizer(self, tensors: list[torch.Tensor]) -> None:
-        """Return none."""
+        """Return None: the center has no optimizer."""
 
     def update_center_(
         self, center: torch.Tensor, total: torch.Tensor, tally: Tally, optimizer: object
     ) -> None:
-        """Add what all workers did."""
+        """Add the progress of all workers."""
         center.sub_(total)
 
 
 class AllProgressByMessages(AllProgress):
-    """The same, as it comes."""
+    """The same with asynchronous messages."""
 
     strategy = "async"

@@ -1,8 +1,8 @@
-"""Workers in Ray actors that do nothing but exchange, by the classes that a run uses.
+"""Runs workers in Ray actors that only exchange, through the classes of a run.
 
-A worker has a replica of one vector, whose local step is empty: what is left of a step is what an
-exchange takes, the moves of replica and center with it. Beside it, in the same process, stand what
-it is compared with: a process group of torch without anything around it, and a plain copy.
+The replica of a worker is one vector and its local step is empty, so the time of a step is the time
+of an exchange with the updates of replica and center. The same process measures the limits: a bare
+process group of torch, and a plain copy.
 
     with ray_here(), Crowd(431_080, num_workers=2) as crowd:
         crowd.enter("async-easgd")
@@ -48,10 +48,10 @@ from raydl.ray_backend.actors import CenterActor
 from raydl.worker.user_loop import ENDLESS, Endless, UserLoop, endless_training
 
 _BOUND_S = 120.0
-"""The longest wait for an answer of an actor, in seconds."""
+"""Time-out of a call to an actor, in seconds."""
 _TOGETHER_S = 0.05
-"""From an order to several workers until all begin at once, in seconds."""
-_dist: Any = torch.distributed  # torch's stubs do not export what its documentation does
+"""Seconds from the calls to several workers until all of them begin simultaneously."""
+_dist: Any = torch.distributed  # torch's stubs omit some documented names
 
 
 class Vector(nn.Module):
@@ -62,8 +62,8 @@ class Vector(nn.Module):
         self.values = nn.Parameter(torch.rand(num_parameters))
 
 
-class Still(Optimizer):
-    """An optimizer that moves nothing, so that a local step takes no time."""
+class NullOptimizer(Optimizer):
+    """An optimizer without effect: a local step takes no time."""
 
     def step(self, closure: Any = None) -> Any:
         """Do nothing."""
@@ -71,24 +71,24 @@ class Still(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """What one exchange took, in seconds: the mean over several."""
+    """Seconds of an exchange, as the mean over several exchanges."""
 
     whole_s: float
-    """All of it: sent, waited for, replica and center moved, the round settled."""
+    """The whole exchange: sending, waiting, updating replica and center, completing the round."""
     message_s: float
-    """Until all has been sent and has arrived."""
+    """Sending and waiting for the answer."""
     moved_s: float
-    """All but the wait for an answer, and what a round takes besides: by memory, all that moves
-    replica and center."""
+    """The step without the wait for the answer: through shared memory, the update of replica and
+    center."""
 
 
-class Party:
-    """One worker: a replica, and each way in which it exchanges, by the method's name.
+class ExchangingWorker:
+    """A worker with one replica and a strategy per method.
 
     Args:
-        num_parameters: of its vector.
-        seed: of its first values.
-        environment: in which it joins the others; it may ask for TLS.
+        num_parameters: length of its vector.
+        seed: seed of the vector's values.
+        environment: environment variables while it joins a group, for example of TLS.
     """
 
     def __init__(self, num_parameters: int, seed: int, environment: dict[str, str]) -> None:
@@ -100,7 +100,7 @@ class Party:
             FlatModel(Vector(num_parameters)),
             UserLoop("vector"),
             rule=resolve(settings("sync-easgd", 1)).rule,
-            make_optimizer=lambda tensors: Still(tensors, {}),
+            make_optimizer=lambda tensors: NullOptimizer(tensors, {}),
             time_parts=self._parts,
         )
         self._replica.flat.release_gradients()
@@ -109,14 +109,14 @@ class Party:
         self._bare: Any = None
         self._in_steps_s = 0.0
 
-    def place(self) -> tuple[str, int]:
-        """Return the address of the host, and the process id."""
-        return ray.util.get_node_ip_address(), os.getpid()
+    def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
 
     def enter(
-        self, job: Job, worker_id: str, place: GroupAddress, snapshot: Any, center: Any
+        self, job: Job, worker_id: str, address: GroupAddress, snapshot: Any, center: Any
     ) -> None:
-        """Join the others, or the center, for a method."""
+        """Join the group of workers or the center of a method."""
         membership = members(job.config.scaling.max_workers)
         context = WorkerContext(
             config=job.config, method=job.method, membership=membership, worker_id=worker_id,
@@ -125,26 +125,26 @@ class Party:
         if job.method.is_sync:
             rank = membership.worker_ids.index(worker_id)
             with mock.patch.dict(os.environ, self._environment):
-                group = CollectiveGroup(place, membership.worker_ids, rank, center=center)
+                group = CollectiveGroup(address, membership.worker_ids, rank, center=center)
             strategy: Strategy = SyncStrategy(context, group, snapshot, TrainedPositions())
         else:
-            client = RayCenterClient([center], timeout_s=place.timeout_s)
+            client = RayCenterClient([center], timeout_s=address.timeout_s)
             strategy = AsyncStrategy(context, client, snapshot, local_step=0)
         self._strategies[job.method.name] = strategy
 
-    def enter_bare(self, place: GroupAddress, rank: int, num_workers: int, center: Any) -> None:
+    def enter_bare(self, address: GroupAddress, rank: int, num_workers: int, center: Any) -> None:
         """Form a process group of torch, as a program without raydl would."""
         options = _dist.ProcessGroupGloo._Options()
-        host = ray.util.get_node_ip_address()  # gloo's own guess may be another interface
+        host = ray.util.get_node_ip_address()  # by default gloo may choose another interface
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=place.timeout_s)
-        # Python must keep it as long as the group is
-        self._store = CenterStore(center, place, num_workers)
+        options._timeout = timedelta(seconds=address.timeout_s)
+        # The store must live as long as the group.
+        self._store = CenterStore(center, address, num_workers)
         self._bare = _dist.ProcessGroupGloo(self._store, rank, num_workers, options)
         self._summed = torch.ones_like(self._replica.flat.weights)
 
     def exchange(self, method: str, count: int, begin_at: float) -> Times:
-        """Exchange so many times; return the mean times of one."""
+        """Exchange ``count`` times from a given time on, and return the mean times."""
         strategy = self._strategies[method]
         _wait_until(begin_at)
         in_steps_s = self._in_steps_s
@@ -153,7 +153,7 @@ class Party:
             self._exchange_once(strategy)
         whole_s = (time.perf_counter() - began) / count
         if isinstance(strategy, SyncStrategy):
-            strategy.pop_records()  # as a controller does; else they would pile up
+            strategy.pop_records()  # as in a run: else the records would accumulate
         return Times(
             whole_s=whole_s,
             message_s=(self._waited_s() - waited_s) / count,
@@ -166,14 +166,14 @@ class Party:
         step_plan = StepPlan.around(strategy.exchanges, [0], [0], make_header=Header)
         [exchange] = strategy.exchanges
         began = time.perf_counter()
-        with mock.patch.object(exchange, "wait", self._answered(exchange.wait)):
+        with mock.patch.object(exchange, "wait", self._uncounted(exchange.wait)):
             sums = self._replica.step_with_given_gradients(step_plan)
         self._in_steps_s += time.perf_counter() - began
         self._num_steps += 1
         strategy.settle(sums or Header(), self._num_steps)
 
-    def _answered(self, wait: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a wait whose time counts to no step."""
+    def _uncounted(self, wait: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that waits without counting the time in ``moved_s``."""
 
         def wait_uncounted() -> Any:
             began = time.perf_counter()
@@ -187,7 +187,7 @@ class Party:
         return self._parts.as_dict()["device_device_parameters"]
 
     def allreduce(self, count: int) -> float:
-        """Return the mean seconds of the bare group's all-reduce of a vector of that size."""
+        """Return the mean seconds of the bare group's all-reduce of the vector."""
         self._summed.fill_(1.0)
         began = time.perf_counter()
         for _ in range(count):
@@ -195,7 +195,7 @@ class Party:
         return (time.perf_counter() - began) / count
 
     def copy(self, num_floats: int, count: int, begin_at: float) -> float:
-        """Return the mean seconds of a copy of so many floats, one read and one write of each."""
+        """Return the mean seconds of a copy, which reads and writes each float once."""
         source, target = torch.ones(num_floats), torch.ones(num_floats)
         _wait_until(begin_at)
         began = time.perf_counter()
@@ -205,7 +205,7 @@ class Party:
 
 
 def settings(method: str, num_workers: int) -> TrainConfig:
-    """Return the settings of a method, by its defaults, with an exchange in every step."""
+    """Return the default settings of a method, with an exchange in every step."""
     return TrainConfig(
         method=MethodConfig(name=method, period=1),
         scaling=ScalingConfig(num_workers=num_workers),
@@ -214,25 +214,26 @@ def settings(method: str, num_workers: int) -> TrainConfig:
 
 
 def members(num_workers: int) -> Membership:
-    """Return the membership of so many workers."""
+    """Return the first membership, of workers w0, w1, ..."""
     return Membership(1, tuple(f"w{rank}" for rank in range(num_workers)))
 
 
 def _wait_until(at: float) -> None:
-    """Sleep until a time of the clock that all processes of a machine share."""
+    """Sleep until a Unix time; processes of a machine share the clock."""
     time.sleep(max(0.0, at - time.time()))
 
 
 class Crowd:
-    """So many workers, and a center for each method that they have entered.
+    """Workers, and a center for each method that they have entered.
 
     Args:
-        num_parameters: of each replica.
-        num_workers: of them; all on this node, or one on each node there is.
-        is_spread: one on each node, the first one with the centers on the driver's.
-        environment: in which the workers join one another; it may ask for TLS.
+        num_parameters: length of each replica's vector.
+        num_workers: number of workers.
+        is_spread: place one worker per node, the first one and the centers on this node; else all
+            on this node.
+        environment: environment variables while workers join a group, for example of TLS.
 
-    Ray is connected with; all actors end with the context.
+    Ray must be connected. All actors end with the context.
     """
 
     def __init__(
@@ -246,21 +247,21 @@ class Crowd:
         self.num_parameters = num_parameters
         self.num_workers = num_workers
         self.centers: dict[str, tuple[Any, int]] = {}
-        """By method, the actor and its process id."""
+        """(actor, process id) by method."""
         here = ray.get_runtime_context().get_node_id()
         others = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         nodes = [here, *(node for node in others if node != here)]
-        actor = ray.remote(num_cpus=0)(Party)
+        actor = ray.remote(num_cpus=0)(ExchangingWorker)
         self.workers = [
             actor.options(scheduling_strategy=_on(nodes[rank if is_spread else 0])).remote(
                 num_parameters, rank, dict(environment)
             )
             for rank in range(num_workers)
         ]
-        self._home = here
+        self._center_node = here
         self._run_id = uuid.uuid4().hex[:8]
         self._snapshot = ray.put(first_snapshot(FlatModel(Vector(num_parameters)), ENDLESS))
-        self.pids = [pid for _, pid in _answers([w.place.remote() for w in self.workers])]
+        self.pids = _answers([worker.pid.remote() for worker in self.workers])
 
     def __enter__(self) -> Crowd:
         return self
@@ -270,18 +271,17 @@ class Crowd:
             ray.kill(actor)
 
     def enter(self, method: str) -> None:
-        """Open a center, and let all workers join for a method; also for the bare group."""
+        """Start the center of a method and let all workers join; sync forms the bare group, too."""
         config = settings(method, self.num_workers)
         job = Job(config, resolve(config), UserLoop("vector"), DataShape((), 0), Endless())
         threads = 1 if job.method.is_sync else 2 * self.num_workers + 4
-        actor: Any = CenterActor  # Ray's decorator gave it what no type checker sees
+        actor: Any = CenterActor  # Ray's decorator adds options(), which type checkers do not see
         center = actor.options(
-            max_concurrency=threads, scheduling_strategy=_on(self._home)
+            max_concurrency=threads, scheduling_strategy=_on(self._center_node)
         ).remote()
-        opened = center.start_center.remote(job, self._snapshot, [])
-        [(_, pid)] = _answers([opened])
+        [(_, pid)] = _answers([center.start_center.remote(job, self._snapshot, [])])
         self.centers[method] = center, pid
-        place = GroupAddress(f"{self._run_id}-{method}", 1, "cpu", _BOUND_S / 2)
+        address = GroupAddress(f"{self._run_id}-{method}", 1, "cpu", _BOUND_S / 2)
         if not job.method.is_sync:
             [(_, snapshot)] = _answers([center.form.remote(members(self.num_workers))])
         else:
@@ -289,7 +289,7 @@ class Crowd:
         ids = members(self.num_workers).worker_ids
         _answers(
             [
-                worker.enter.remote(job, worker_id, place, snapshot, center)
+                worker.enter.remote(job, worker_id, address, snapshot, center)
                 for worker_id, worker in zip(ids, self.workers, strict=True)
             ]
         )
@@ -301,20 +301,20 @@ class Crowd:
             )
 
     def exchange(
-        self, method: str, count: int, *, num_workers: int | None = None, far: bool = False
+        self, method: str, count: int, *, num_workers: int | None = None, only_last: bool = False
     ) -> Times:
-        """Let workers exchange at once; return the mean of their times.
+        """Let workers exchange simultaneously, and return the mean of their times.
 
         Args:
-            method: one that they have entered.
-            count: exchanges of each.
-            num_workers: so many of them; None: all.
-            far: the last one alone.
+            method: a method that they have entered.
+            count: exchanges of each worker.
+            num_workers: number of workers that exchange; None: all.
+            only_last: whether only the last worker exchanges.
         """
-        at = time.time() + _TOGETHER_S
-        workers = self.workers[-1:] if far else self.workers[:num_workers]
-        times = _answers([w.exchange.remote(method, count, at) for w in workers])
-        _answers([self.centers[method][0].poll.remote()])  # takes the records, as a run does
+        begin_at = time.time() + _TOGETHER_S
+        workers = self.workers[-1:] if only_last else self.workers[:num_workers]
+        times = _answers([w.exchange.remote(method, count, begin_at) for w in workers])
+        _answers([self.centers[method][0].poll.remote()])  # collects the records, as in a run
         return Times(
             whole_s=_mean([t.whole_s for t in times]),
             message_s=_mean([t.message_s for t in times]),
@@ -326,16 +326,16 @@ class Crowd:
         return _mean(_answers([w.allreduce.remote(count) for w in self.workers]))
 
     def copy(self, num_floats: int, count: int, *, num_workers: int | None = None) -> float:
-        """Return the mean seconds of a copy while the first so many workers copy at once."""
-        at = time.time() + _TOGETHER_S + num_floats * 1e-8
+        """Return the mean seconds of a copy while the first workers copy simultaneously."""
+        begin_at = time.time() + _TOGETHER_S + num_floats * 1e-8
         workers = self.workers[:num_workers]
-        return _mean(_answers([w.copy.remote(num_floats, count, at) for w in workers]))
+        return _mean(_answers([w.copy.remote(num_floats, count, begin_at) for w in workers]))
 
-    def swing_bytes(self, method: str, count: int) -> int:
-        """Return the memory that comes and goes with an exchange of one worker, at its peak.
+    def fresh_bytes(self, method: str, count: int) -> int:
+        """Return the bytes that an exchange of one worker allocates and frees again.
 
-        How far the resident memory of worker and center rises above what they hold between
-        exchanges; other than page faults it does not depend on the size of pages.
+        This is the peak of the resident memory of worker and center, above its value between
+        exchanges. Unlike a number of page faults it does not depend on the page size.
         """
         pids = [self.pids[0], self.centers[method][1]]
         before = sum(map(_start_peak, pids))
@@ -357,17 +357,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _start_peak(pid: int) -> int:
-    """Let the peak of a process's memory be counted from now on; return what it holds now."""
+    """Reset the peak memory of a process and return its resident memory in bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return _status_bytes(pid, "VmRSS")
 
 
 def own_bytes(pid: int) -> int:
-    """Return the memory that a process holds and shares with no other."""
+    """Return the bytes of a process's private memory."""
     return _status_bytes(pid, "RssAnon")
 
 
 def _status_bytes(pid: int, name: str) -> int:
-    """Return a size that Linux tells of a process."""
+    """Return a size in bytes from Linux's status of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -1,21 +1,20 @@
-"""What of two cores' speed is left when two workers train one model on them.
+"""Measures the share of two cores' speed that remains when two workers train one model on them.
 
 Command:   python -m benchmarks.efficiency          (--quick: LeNet, three of the cases, once)
 
-The limit is what two processes of plain PyTorch come to that run at the same time and know nothing
-of one another: their samples per second, added. Beside it: raydl's methods, DistributedDataParallel
-started by torchrun, and Ray Train's TorchTrainer; LeNet on MNIST and ResNet-20 on CIFAR-10, batch
-64, two workers of one thread, float32 on the CPU, SGD without momentum. raydl trains by its
-defaults, clipping of gradients too; the peers do not clip. All read the same decoded pictures from
-memory and normalise each batch in the same way (``peers/loop.py``).
+The limit is the total samples per second of two independent, simultaneous processes of plain
+PyTorch. It is compared with raydl's methods, DistributedDataParallel started by torchrun, and Ray
+Train's TorchTrainer: LeNet on MNIST and ResNet-20 on CIFAR-10, batch 64, two workers with one
+thread each, float32 on the CPU, SGD without momentum. raydl trains with its default settings, which
+clip gradients; the peers do not clip. All sides read the same decoded pictures from memory and
+normalize each batch in the same way (``peers/loop.py``).
 
-What is compared is steady speed. Every side trains for the same number of seconds and notes now and
-then how many samples are done: the peers in their loop every 0.1 s, raydl as it does in every run,
-in its curves, about every 0.25 s. The speed is the slope of the line through these points (least
-squares), without those of the first seconds: starting processes, meeting and first steps count
-nowhere. Of the two plain processes only the time counts in which both train. Nobody scores the test
-set meanwhile, and no checkpoint falls into so short a run. What else a side needs while it trains
-is part of its speed: raydl's driver and center, Ray's own processes.
+The figure is steady speed. Each side trains for the same number of seconds and records its number
+of samples: the peers every 0.1 s in their loop, raydl about every 0.25 s in its curves. The speed
+is the slope of the least-squares line through these points, without the first seconds, so that
+starting processes, rendezvous and first steps do not count. Of the two plain processes only the
+time counts in which both train. No evaluation and no checkpoint falls into the measured time. The
+CPU time of raydl's driver and center and of Ray's own processes is included.
 
 The full form takes about half an hour on two cores.
 """
@@ -35,18 +34,18 @@ from benchmarks.runs import Point, Workplace, workplace
 NUM_WORKERS = 2
 LIMIT, DDP, RAY_TRAIN = "two plain processes", "torchrun DDP", "Ray Train"
 OVER_DDP = 1.25
-"""What sync-easgd should be above either DDP, for LeNet."""
+"""Target for the speed of sync-easgd over that of either DDP, for LeNet."""
 _NO_SCORES = ("--evaluation.every-epochs", "100000")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method at a period."""
+    """A method with a period."""
 
     method: str
     period: int
     target: float
-    """The share of the limit that it should reach."""
+    """Target for the share of the limit."""
 
     @property
     def name(self) -> str:
@@ -64,11 +63,11 @@ SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long each case trains."""
+    """Training time of each case."""
 
     seconds: float
     skipped: float
-    """Seconds at the start that do not count."""
+    """Seconds at the start that are not measured."""
 
 
 FULL = Length(seconds=14.0, skipped=2.0)
@@ -76,11 +75,11 @@ QUICK = Length(seconds=5.0, skipped=1.0)
 
 
 def speed(points: Sequence[Point], *, start: float, stop: float) -> float:
-    """Return samples per second: the slope of the line through the points of a time.
+    """Return samples per second: the slope of the line through the points of an interval.
 
     Args:
-        points: at least two of them in that time.
-        start, stop: on the clock of the points.
+        points: progress, with at least two points in the interval.
+        start, stop: the interval, on the clock of the points.
     """
     within = [(at, samples) for at, samples in points if start <= at <= stop]
     assert len(within) > 1, f"{len(within)} points from {start:.1f} s to {stop:.1f} s are too few"
@@ -89,11 +88,11 @@ def speed(points: Sequence[Point], *, start: float, stop: float) -> float:
 
 
 def total_speed(runs: Sequence[Sequence[Point]], *, skipped: float) -> float:
-    """Return the added speed of runs in the time in which all of them train.
+    """Return the total speed of runs in the time in which all of them train.
 
     Args:
-        runs: the points of each, on one clock.
-        skipped: seconds of the last one to begin that do not count.
+        runs: the points of each run, on one clock.
+        skipped: seconds after the latest start that are not measured.
     """
     start = max(points[0][0] for points in runs) + skipped
     stop = min(points[-1][0] for points in runs)
@@ -103,7 +102,7 @@ def total_speed(runs: Sequence[Sequence[Point]], *, skipped: float) -> float:
 def cases_of(
     place: Workplace, model: str, data: str, length: Length, settings: Sequence[Setting]
 ) -> dict[str, Callable[[], float]]:
-    """Return what measures the speed of each case in samples per second, the limit first."""
+    """Return functions that measure samples per second, by case, the limit first."""
     common = ("--model", model, "--data", data, "--seconds", str(length.seconds))
     skipped = length.skipped
 
@@ -126,19 +125,19 @@ def cases_of(
     return {LIMIT: limit, **ours, DDP: ddp, RAY_TRAIN: ray_train}
 
 
-def tell(report: Report, model: str, speeds: Mapping[str, Sequence[float]]) -> None:
+def add_results(report: Report, model: str, speeds: Mapping[str, Sequence[float]]) -> None:
     """Add the table and the figures of a model to a report."""
     limit = speeds[LIMIT]
     rows = [
-        (name, Spread.of(found).text(",.0f"), ratios(found, limit).text(".3f"))
-        for name, found in speeds.items()
+        (name, Spread.of(values).text(",.0f"), ratios(values, limit).text(".3f"))
+        for name, values in speeds.items()
     ]
-    report.say(f"{model}, {NUM_WORKERS} workers, {len(limit)} repeats")
-    report.table(("case", "samples per second", "of the limit"), rows)
+    report.add_text(f"{model}, {NUM_WORKERS} workers, {len(limit)} repeats")
+    report.add_table(("case", "samples per second", "of the limit"), rows)
     targets = {setting.name: setting.target for setting in SETTINGS}
     for name in list(speeds)[1:]:
         figure = f"efficiency.{model}.{name.lower().replace(' ', '-')}"
-        report.judge(
+        report.add_figures(
             Figure(name=figure, value=ratios(speeds[name], limit), target=targets.get(name))
         )
     best = SETTINGS[0].name
@@ -147,22 +146,22 @@ def tell(report: Report, model: str, speeds: Mapping[str, Sequence[float]]) -> N
             figure = f"efficiency.{model}.{best}_over_{peer.lower().replace(' ', '-')}"
             target = OVER_DDP if model == "lenet" else None
             value = ratios(speeds[best], speeds[peer])
-            report.judge(Figure(name=figure, value=value, target=target))
+            report.add_figures(Figure(name=figure, value=value, target=target))
 
 
 def _parser() -> argparse.ArgumentParser:
     data = "../shared/data"
     return options_of(
         __doc__,
-        models={"default": None, "help": "lenet, resnet20, or both by comma"},
-        data={"default": f"{data}/mnist", "help": "for LeNet"},
-        cifar={"default": f"{data}/cifar10", "help": "for ResNet-20"},
-        seconds={"type": float, "help": "of training of each case"},
+        models={"default": None, "help": "lenet, resnet20, or both with a comma"},
+        data={"default": f"{data}/mnist", "help": "data for LeNet"},
+        cifar={"default": f"{data}/cifar10", "help": "data for ResNet-20"},
+        seconds={"type": float, "help": "seconds of training of each case"},
     )
 
 
 def main() -> None:
-    """Measure, and tell."""
+    """Measure and report."""
     options = _parser().parse_args()
     length = QUICK if options.quick else FULL
     if options.seconds:
@@ -173,13 +172,13 @@ def main() -> None:
     with workplace() as place:
         for model in models:
             source = options.data if model == "lenet" else options.cifar
-            # raydl scores the center once more at its end: a small test set shortens that.
+            # raydl evaluates the center at its end: a small test set shortens that.
             data = place.arrays(source, num_test=500)
             settings = SETTINGS[:1] if options.quick else SETTINGS
             cases = cases_of(place, model, data, length, settings)
             if options.quick:
-                del cases[RAY_TRAIN]  # which takes its time to start
-            tell(report, model, interleaved(cases, repeats=repeats))
+                del cases[RAY_TRAIN]  # it starts slowly
+            add_results(report, model, interleaved(cases, repeats=repeats))
     report.close(options.out)
 
 

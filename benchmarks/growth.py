@@ -1,19 +1,19 @@
-"""How costs grow: with the parameters, with the workers, with the number of exchanges.
+"""Measures how costs grow with the parameters, the workers and the number of exchanges.
 
 Command:   python -m benchmarks.growth        (--quick: the controller, and two sizes)
 
-- An exchange (``crowd.py``) of 1e4 to 1e8 parameters, and of 1 to 8 workers, over what the same
-  processes measured in the same repeat: in sync a bare all-reduce of the size and of the workers,
-  in async four passes over the vector, as two copies of a vector of that size are. The slope of
-  log seconds over log size is 1 on a straight line; it counts from a million on, below which the
-  messages that every exchange needs take longer than its vector. Of all workers together, p of them
-  take p times as long for one exchange each where memory or cores are the limit.
-- The controller's CPU seconds for one poll, over those with 10 workers, per worker. A worker
-  group in memory answers it, so Ray's own work for the answers is not in it.
-- The memory of workers and center after 10,000 exchanges over that after 1,000.
-- What ``raydl.tools.plan`` predicts of the communication share of runs with 2 and 4 workers on
-  hosts with links of 25 and of 250 Mbit/s (``hosts.py``), over what the runs say. A run's own step
-  time goes in.
+- An exchange (``crowd.py``) of 1e4 to 1e8 parameters, and of 1 to 8 workers, over a limit that the
+  same processes measure in the same repeat: for sync a bare all-reduce of the same size and
+  workers, for async four passes over the vector, the cost of copying it twice. The slope of log
+  seconds over log size is 1 if the cost is linear. It is measured from a million parameters on: an
+  exchange of fewer is dominated by its messages. If memory or cores are the limit, p workers take p
+  times as long for one exchange each.
+- CPU seconds of the controller for one poll, per worker, over those with 10 workers. A fake worker
+  group answers the poll, so Ray's work is not included.
+- The memory of workers and center after 10,000 exchanges, over that after 1,000.
+- The communication share that ``raydl.tools.plan`` predicts for runs with 2 and 4 workers on hosts
+  with links of 25 and of 250 Mbit/s (``hosts.py``), over the measured share. The prediction takes
+  the measured step time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.crowd import Crowd, own_bytes
 from benchmarks.hosts import Hosts, why_not
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
-from benchmarks.parts import connected, parser_of_parts, ray_here, write_answer
+from benchmarks.parts import parser_of_parts, ray_here, run_part, write_answer
 from benchmarks.ray_on_hosts import start_ray
 
 METHODS = ("sync-easgd", "async-easgd")
@@ -43,10 +43,10 @@ _PART_S = 600.0
 _RUN_S = 180.0
 _POLL_S = 0.25
 LATENCY_S, PERIOD, BATCH_SIZE = 2e-4, 10, 36
-"""Of the runs that are predicted: an epoch of the digits is so whole rounds."""
+"""Settings of the predicted runs, with which an epoch of the digits is a whole number of rounds."""
 NUM_ROUNDS = {25.0: 20, 250.0: 120}
-"""Of them, by the rate of their links in Mbit/s: at the first nearly all is communication, at the
-second about half."""
+"""Rounds of the predicted runs by link rate in Mbit/s. The communication share is nearly 1 at the
+first rate and about 1/2 at the second."""
 
 Series = dict[str, list[float]]
 
@@ -55,7 +55,7 @@ Series = dict[str, list[float]]
 
 
 def exchanges(num_parameters: int, num_workers: int, repeats: int) -> Series:
-    """Return the seconds of exchanges and of their limits, one value per repeat."""
+    """Return the seconds of exchanges and of their limits by case, one value per repeat."""
     count = max(2, min(100, 10_000_000 // num_parameters))
     with Crowd(num_parameters, num_workers) as crowd:
         for method in METHODS:
@@ -71,36 +71,36 @@ def exchanges(num_parameters: int, num_workers: int, repeats: int) -> Series:
 
 
 def memory(num_parameters: int, first: int, last: int) -> dict[str, float]:
-    """Return the bytes of all processes after so many exchanges over those after fewer."""
-    grown = {}
+    """Return the memory after ``last`` exchanges over that after ``first``, by method."""
+    ratios_of_methods = {}
     with Crowd(num_parameters, num_workers=2) as crowd:
         for method in METHODS:
             crowd.enter(method)
             pids = [*crowd.pids, crowd.centers[method][1]]
             crowd.exchange(method, first)
             before = sum(map(own_bytes, pids))
-            for _ in range(9):  # in parts: the records are taken in between, as in a run
+            for _ in range(9):  # in parts: records are collected in between, as in a run
                 crowd.exchange(method, (last - first) // 9)
-            grown[method] = sum(map(own_bytes, pids)) / before
-    return grown
+            ratios_of_methods[method] = sum(map(own_bytes, pids)) / before
+    return ratios_of_methods
 
 
-def tell_sizes(report: Report, sizes: list[int], repeats: int) -> None:
-    """Judge the growth with the parameters: two workers, both at once."""
-    found = {n: _measured(n, 2, repeats) for n in sizes}
+def report_sizes(report: Report, sizes: list[int], repeats: int) -> None:
+    """Report the growth with the parameters, of two workers that exchange simultaneously."""
+    measured = {n: _measure(n, 2, repeats) for n in sizes}
     rows = [
         (f"{n:,}", ratios(s["sync"], s["bare"]).text(), ratios(s["async"], s["passes"]).text())
-        for n, s in found.items()
+        for n, s in measured.items()
     ]
-    report.table(("parameters", "sync / all-reduce", "async / four passes"), rows)
-    line = [n for n in sizes if n >= STRAIGHT_FROM]
+    report.add_table(("parameters", "sync / all-reduce", "async / four passes"), rows)
+    linear = [n for n in sizes if n >= STRAIGHT_FROM]
     for case in ("sync", "async", "bare", "passes"):
         slopes = [
-            _slope([(math.log(n), math.log(found[n][case][r])) for n in line])
+            _slope([(math.log(n), math.log(measured[n][case][r])) for n in linear])
             for r in range(repeats)
         ]
         is_ours = case in ("sync", "async")
-        report.judge(
+        report.add_figures(
             Figure(
                 name=f"growth.parameters.{case}-slope", value=Spread.of(slopes),
                 target=SLOPE_TARGET if is_ours else None, is_better="less",
@@ -108,51 +108,51 @@ def tell_sizes(report: Report, sizes: list[int], repeats: int) -> None:
         )  # fmt: skip
 
 
-def tell_workers(report: Report, workers: list[int], num_parameters: int, repeats: int) -> None:
-    """Judge the growth with the workers: the seconds in which each exchanges once."""
-    found = {p: _measured(num_parameters, p, repeats) for p in workers}
+def report_workers(report: Report, workers: list[int], num_parameters: int, repeats: int) -> None:
+    """Report the growth with the workers, of the seconds in which each exchanges once."""
+    measured = {p: _measure(num_parameters, p, repeats) for p in workers}
     rows = [
         (p, ratios(s["sync"], s["bare"]).text(), ratios(s["async"], s["passes"]).text())
-        for p, s in found.items()
+        for p, s in measured.items()
     ]
-    report.table(("workers", "sync / all-reduce", "async / four passes"), rows)
-    # One worker sums with nobody, and sync begins at two.
+    report.add_table(("workers", "sync / all-reduce", "async / four passes"), rows)
+    # A single worker has no all-reduce, so sync starts at two.
     most, fewest = workers[-1], {"sync": 2, "async": 1, "bare": 2, "passes": 1}
     for case, p in fewest.items():
-        share = [s * p / most for s in found[most][case]]
-        report.judge(
+        share = [s * p / most for s in measured[most][case]]
+        report.add_figures(
             Figure(
                 name=f"growth.workers.{case}-{most}-per-worker-over-{p}",
-                value=ratios(share, found[p][case]),
+                value=ratios(share, measured[p][case]),
                 target=SLOPE_TARGET if case in ("sync", "async") and most > 2 else None,
                 is_better="less",
             )
         )  # fmt: skip
 
 
-def _measured(num_parameters: int, num_workers: int, repeats: int) -> Series:
+def _measure(num_parameters: int, num_workers: int, repeats: int) -> Series:
     words = (
         "--part", "exchanges", "--parameters", str(num_parameters),
         "--workers", str(num_workers), "--repeats", str(repeats),
     )  # fmt: skip
     print(f"{num_parameters:,} parameters, {num_workers} workers", flush=True)
-    found: Series = connected("benchmarks.growth", *words, timeout_s=_PART_S)
-    return found
+    series: Series = run_part("benchmarks.growth", *words, timeout_s=_PART_S)
+    return series
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    """Return the slope of the straight line that lies nearest to some points."""
+    """Return the slope of the least-squares line through some points."""
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
     above = sum((a - x) * (b - y) for a, b in points)
     return float(above / sum((a - x) ** 2 for a, _ in points))
 
 
-def tell_memory(report: Report, num_parameters: int, first: int, last: int) -> None:
-    """Judge the memory after many exchanges; before a thousand, allocators are yet to settle."""
+def report_memory(report: Report, num_parameters: int, first: int, last: int) -> None:
+    """Report the growth of memory; the allocators need the first exchanges to settle."""
     words = ("--part", "memory", "--parameters", str(num_parameters), "--first", str(first))
-    grown = connected("benchmarks.growth", *words, "--last", str(last), timeout_s=_PART_S)
-    for method, ratio in grown.items():
-        report.judge(
+    answer = run_part("benchmarks.growth", *words, "--last", str(last), timeout_s=_PART_S)
+    for method, ratio in answer.items():
+        report.add_figures(
             Figure(
                 name=f"growth.memory.{method}-{last}-over-{first}", value=Spread.of([ratio]),
                 target=1.02, is_better="less",
@@ -163,8 +163,8 @@ def tell_memory(report: Report, num_parameters: int, first: int, last: int) -> N
 # the controller
 
 
-class MemoryCrew:
-    """A worker group without processes: all workers answer every poll, and always go on."""
+class FakeWorkerGroup:
+    """A worker group without processes, whose workers report progress at every poll."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -173,20 +173,20 @@ class MemoryCrew:
         self._events: list[Any] = []
 
     def request_worker(self, worker_id: str, own_state: Any = None) -> None:
-        """Let a worker be up at once."""
+        """Add a worker that is ready at once."""
         from raydl.core.worker_group import WorkerReady
 
         self._workers.append(worker_id)
         self._events.append(WorkerReady(worker_id, "node"))
 
     def form(self, membership: Any, round: int, own_states: Any) -> None:
-        """Let them train, and be known to the center."""
+        """Confirm the membership."""
         from raydl.core.worker_group import Changed
 
         self._events.append(Changed())
 
     def poll(self, timeout_s: float) -> list[Any]:
-        """Return a report of each worker, of ten more rounds, and what the center says."""
+        """Return events: reports of all workers after ten more rounds, and one of the center."""
         from raydl.core.reports import WorkerReport
         from raydl.core.worker_group import Published, Reported
 
@@ -203,8 +203,8 @@ class MemoryCrew:
         return lambda *words, **more: ""
 
 
-class NoRecorder:
-    """Takes what a controller tells."""
+class NullRecorder:
+    """Ignores all records of a controller."""
 
     is_writing = is_given_up = False
 
@@ -213,14 +213,14 @@ class NoRecorder:
 
 
 def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
-    """Return the CPU seconds of one poll of a controller while so many workers train."""
+    """Return the CPU seconds of a controller for one poll of ``num_workers`` workers."""
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
     from raydl.core.methods import resolve
     from raydl.elastic.controller import Controller
     from raydl.elastic.state import State
 
-    worker_group: Any = MemoryCrew()
-    recorder: Any = NoRecorder()
+    worker_group: Any = FakeWorkerGroup()
+    recorder: Any = NullRecorder()
     config = TrainConfig(
         method=MethodConfig(name=METHODS[0] if is_sync else METHODS[1]),
         scaling=ScalingConfig(num_workers=num_workers),
@@ -242,8 +242,8 @@ def poll_s(num_workers: int, num_polls: int, *, is_sync: bool) -> float:
     return seconds
 
 
-def tell_controller(report: Report, repeats: int) -> None:
-    """Judge the controller's load with 10, 50 and 200 workers."""
+def report_controller(report: Report, repeats: int) -> None:
+    """Report the load of the controller with 10, 50 and 200 workers."""
     workers, num_polls = (10, 50, 200), 100
     rows = []
     for kind, is_sync in (("rounds", True), ("messages", False)):
@@ -251,27 +251,28 @@ def tell_controller(report: Report, repeats: int) -> None:
         def case(p: int, is_sync: bool = is_sync) -> Callable[[], float]:
             return lambda: poll_s(p, num_polls, is_sync=is_sync)
 
-        found = interleaved({str(p): case(p) for p in workers}, repeats=repeats)
+        measured = interleaved({str(p): case(p) for p in workers}, repeats=repeats)
         for p in workers:
-            load = Spread.of([s / _POLL_S for s in found[str(p)]])
+            load = Spread.of([s / _POLL_S for s in measured[str(p)]])
             rows.append((kind, p, load.text(".2%")))
-        per_worker = [s / 200 * 10 for s in found["200"]]
-        report.judge(
+        per_worker = [s / 200 * 10 for s in measured["200"]]
+        report.add_figures(
             Figure(
                 name=f"growth.controller.{kind}-200-per-worker-over-10",
-                value=ratios(per_worker, found["10"]), target=SLOPE_TARGET, is_better="less",
+                value=ratios(per_worker, measured["10"]), target=SLOPE_TARGET, is_better="less",
             )
         )  # fmt: skip
-    report.table(("controller", "workers", f"share of a core at a poll in {_POLL_S} s"), rows)
+    head = ("controller", "workers", f"share of a core with a poll every {_POLL_S} s")
+    report.add_table(head, rows)
 
 
 # the cost model
 
 
-def tell_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
-    """Judge the prediction of runs on hosts: (method, workers), where this machine permits it."""
+def report_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
+    """Report predictions for runs (method, workers) on hosts, if this machine permits hosts."""
     if reason := why_not():
-        report.say(f"No run is predicted: {reason}.")
+        report.add_text(f"Predictions are not measured: {reason}.")
         return
     folder = Path(tempfile.mkdtemp(prefix="raydl-"))
     try:
@@ -282,10 +283,17 @@ def tell_plan(report: Report, cases: Sequence[tuple[str, int]]) -> None:
                 case = f"{method}-{num_workers}-{mbit:.0f}-mbit"
                 words = _words(folder / case, method, num_workers, NUM_ROUNDS[mbit])
                 hosts.run(0, words, env=environment, timeout_s=_RUN_S)
-                found, predicted = _shares(folder / case, method, num_workers, hosts)
-                _judge_plan(report, case, found, predicted)
+                share, predicted = _shares(folder / case, method, num_workers, hosts)
+                report.add_text(f"{case}: share {share:.1%} measured, {predicted:.1%} predicted.")
+                report.add_figures(
+                    Figure(
+                        name=f"growth.plan.{case}-off",
+                        value=Spread.of([abs(predicted / share - 1)]), target=0.2,
+                        is_better="less",
+                    )
+                )  # fmt: skip
     except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"a run on hosts:\n{error.output[-4000:]}") from error
+        raise RuntimeError(f"a run on hosts failed:\n{error.output[-4000:]}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -301,13 +309,13 @@ def _words(run_dir: Path, method: str, num_workers: int, num_rounds: int) -> lis
 
 
 def _shares(run_dir: Path, method: str, num_workers: int, hosts: Hosts) -> tuple[float, float]:
-    """Return a run's communication share, and what is predicted of it."""
+    """Return the measured and the predicted communication share of a run."""
     from raydl.tools.plan import Plan, parse_network, predict
     from raydl.tools.report.events import read_history
 
     files = sorted(run_dir.glob("**/events.out.tfevents.*"))
     curves = read_history([file.read_bytes() for file in files]).curves
-    # In their first points the workers have just come together.
+    # The first points are left out: they include the forming of the generation.
     steps = [c.values[1:] for tag, c in curves.items() if tag.startswith("worker_step_s/")]
     result = json.loads((run_dir / "result.json").read_text())
     plan = Plan(
@@ -320,18 +328,8 @@ def _shares(run_dir: Path, method: str, num_workers: int, hosts: Hosts) -> tuple
     return result["communication_share"], predicted
 
 
-def _judge_plan(report: Report, case: str, found: float, predicted: float) -> None:
-    report.say(f"{case}: a share of {found:.1%} measured, {predicted:.1%} predicted.")
-    report.judge(
-        Figure(
-            name=f"growth.plan.{case}-off", value=Spread.of([abs(predicted / found - 1)]),
-            target=0.2, is_better="less",
-        )
-    )  # fmt: skip
-
-
 def main() -> None:
-    """Measure, and print tables and a line of JSON per figure."""
+    """Measure and report."""
     numbers = ("parameters", "workers", "first", "last")
     options = parser_of_parts(__doc__, **{name: {"type": int} for name in numbers}).parse_args()
     repeats = options.repeats or (2 if options.quick else 5)
@@ -339,27 +337,27 @@ def main() -> None:
         _measure_part(vars(options), repeats)
         return
     report = Report.of_command("growth", options)
-    tell_controller(report, repeats)
+    report_controller(report, repeats)
     if options.quick:
-        tell_sizes(report, [1_000_000, 10_000_000], repeats)
-        report.say("More workers than two, memory and predictions are in the full form alone.")
+        report_sizes(report, [1_000_000, 10_000_000], repeats)
+        report.add_text("Only the full form measures more workers, memory and predictions.")
     else:
-        tell_sizes(report, [10**e for e in range(4, 9)], repeats)
-        tell_workers(report, [1, 2, 4, 8], 1_000_000, repeats)
-        tell_memory(report, 100_000, 1_000, 10_000)
-        tell_plan(report, [(method, p) for method in ("sync-sgd", "sync-easgd") for p in (2, 4)])
+        report_sizes(report, [10**e for e in range(4, 9)], repeats)
+        report_workers(report, [1, 2, 4, 8], 1_000_000, repeats)
+        report_memory(report, 100_000, 1_000, 10_000)
+        report_plan(report, [(method, p) for method in ("sync-sgd", "sync-easgd") for p in (2, 4)])
     report.close(options.out)
 
 
 def _measure_part(options: Mapping[str, Any], repeats: int) -> None:
-    """Measure one thing beside a Ray of its own, and write it."""
+    """Measure one part in this process, with its own Ray, and write the answer."""
     n = options["parameters"]
     with ray_here():
         if options["part"] == "memory":
-            found: Mapping[str, Any] = memory(n, options["first"], options["last"])
+            answer: Mapping[str, Any] = memory(n, options["first"], options["last"])
         else:
-            found = exchanges(n, options["workers"], repeats)
-        write_answer(options["answer"], found)
+            answer = exchanges(n, options["workers"], repeats)
+        write_answer(options["answer"], answer)
 
 
 if __name__ == "__main__":

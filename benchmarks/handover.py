@@ -1,18 +1,18 @@
-"""What it costs to hand the replica of a worker that leaves to the one that comes.
+"""Measures the handover of a leaving worker's replica to its replacement.
 
 Command:   python -m benchmarks.handover           (--quick: 60 MB instead of 4 GB)
 
-Two workers train, with the default lease, each on a node; one node drains, and another worker comes
-in the place of its own. With ``--remove`` it is ``raydl remove`` that takes a worker out, and fewer
-may not train: then all wait meanwhile, and a checkpoint is written first. Nearly all of a replica
-is what its optimizer remembers (``large_replicas.py``), so that 24 GB hold three of them. Ray's
-object stores have 200 MB each. Looked at from outside:
+Two workers train on a node each, with the default lease. One node drains, and a replacement takes
+over the replica of its worker. With ``--remove`` the worker is removed by ``raydl remove`` and two
+workers are the minimum: a checkpoint is written, and training waits for the replacement. Nearly all
+of a replica is the state of its optimizer (``large_replicas.py``), so that three replicas fit into
+24 GB. Each of Ray's object stores has 200 MB. Measured from outside the run:
 
-driver, private     the most private memory of the driver (RssAnon) from the drain until both
-                    train again, less its most before, in replicas
-driver, all         the same of all its memory (VmRSS)
-handed over MB      the most that lay in the run's ``handovers``
-to join s           from the drain to the first step of the new worker
+driver, private     peak of the driver's private memory (RssAnon) from the drain until two workers
+                    train again, minus its peak before, in replicas
+driver, all         the same for all memory of the driver (VmRSS)
+handed over MB      peak size of the run's folder ``handovers``
+to join s           from the drain to the first step of the replacement
 pause s             the longest time between two steps of the worker that stays
 """
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.checkpoints import Looking
+from benchmarks.checkpoints import MemorySampler
 from benchmarks.large_replicas import MODEL, OPTIMIZER, sizes
 from benchmarks.measure import Figure, Report, Spread, options_of
 from benchmarks.programs import ROOT, end_cleanly
@@ -44,31 +44,31 @@ _ENDLESS = "1000000000"
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a handover cost."""
+    """The cost of a handover."""
 
     private: float
-    """In replicas."""
+    """Private memory of the driver, in replicas."""
     all: float
-    """In replicas."""
+    """All memory of the driver, in replicas."""
     megabytes: float
     join_s: float
     pause_s: float
 
 
 def cost_of(method: str, megabytes: int, *, removes: bool) -> Cost:
-    """Return what one handover cost.
+    """Return the cost of one handover.
 
     Args:
-        method: of the training.
-        megabytes: of a replica.
-        removes: the worker is taken out; else its node drains.
+        method: training method.
+        megabytes: size of a replica.
+        removes: whether the worker is removed; else its node drains.
 
     Raises:
-        WatchError: the run did not do what was waited for, a worker was lost, or the new one did
-            not get the replica.
+        WatchError: if the run timed out, a worker was lost, or the replacement did not get the
+            replica.
     """
     replica, center = megabytes * 1_000_000, CENTER_MEGABYTES * 1_000_000
-    os.environ.update(sizes(weights=center, memory=max(4, replica - 3 * center)))
+    os.environ.update(sizes(weights=center, state=max(4, replica - 3 * center)))
     words = [
         "-m", "raydl", "train", "--data", "digits", "--model", MODEL, "--optimizer", OPTIMIZER,
         "--batch-size", "4", "--workers", "2" if removes else "1:2", "--period", "4",
@@ -78,14 +78,14 @@ def cost_of(method: str, megabytes: int, *, removes: bool) -> Cost:
     ]  # fmt: skip
     with Cluster(num_nodes=3) as cluster, Watched(words, cluster) as run:
         folder = run.folder / "run"
-        looking = Looking(run.process.pid, folder)
-        looking.start()
+        sampler = MemorySampler(run.process.pid, folder)
+        sampler.start()
 
         def have_stepped(num_workers: int) -> bool:
             steps = run.steps().values()
             return sum(len(of_worker) >= _STEPS for of_worker in steps) == num_workers
 
-        run.wait_until(lambda: have_stepped(2), "both train", within_s=_UP_S)
+        run.wait_until(lambda: have_stepped(2), "both workers train", within_s=_UP_S)
         removed_at, wall = time.monotonic(), time.time()
         if removes:
             _remove(folder)
@@ -97,16 +97,16 @@ def cost_of(method: str, megabytes: int, *, removes: bool) -> Cost:
             sizes_seen.append(_bytes_in(folder / "handovers"))
             return have_stepped(3)
 
-        run.wait_until(has_joined, "the new one trains", within_s=_JOIN_S)
-        looking.ended.set()
-        steps, said = run.steps(), run.said()
-    if "was lost" in said or "starts from the center" in said or "not handed over" in said:
-        raise WatchError(said)
+        run.wait_until(has_joined, "the replacement trains", within_s=_JOIN_S)
+        sampler.ended.set()
+        steps, log = run.steps(), run.log()
+    if "was lost" in log or "starts from the center" in log or "not handed over" in log:
+        raise WatchError(log)
     newcomer = max(steps.values(), key=lambda of_worker: of_worker[0].began_at)
     stays = max(steps.values(), key=len)
     gaps = [b.began_at - a.began_at for a, b in pairwise(stays) if b.began_at > removed_at]
-    before = [look for look in looking.looks if look.at < wall]
-    after = [look for look in looking.looks if look.at >= wall]
+    before = [sample for sample in sampler.samples if sample.at < wall]
+    after = [sample for sample in sampler.samples if sample.at >= wall]
     return Cost(
         private=(max(x.private for x in after) - max(x.private for x in before)) / replica,
         all=(max(x.all for x in after) - max(x.all for x in before)) / replica,
@@ -125,9 +125,9 @@ def _remove(folder: Path) -> None:
 
 
 def _drain(cluster: Cluster, folder: Path) -> None:
-    """Give the node of the last worker notice, as an operator does."""
+    """Drain the node of the last worker, as an operator would."""
     workers = json.loads((folder / "status.json").read_text())["workers"]
-    nodes = re.findall(r"^node (\w+)$", cluster.said(), re.MULTILINE)
+    nodes = re.findall(r"^node (\w+)$", cluster.log(), re.MULTILINE)
     (node,) = [node for node in nodes if node.endswith(workers[-1]["node"])]
     words = [
         str(Path(sys.executable).with_name("ray")), "drain-node",
@@ -140,23 +140,23 @@ def _drain(cluster: Cluster, folder: Path) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    found = 0
+    num_bytes = 0
     for entry in os.scandir(folder) if folder.exists() else ():
         try:
-            found += entry.stat().st_size
-        except FileNotFoundError:  # it has its name by now
+            num_bytes += entry.stat().st_size
+        except FileNotFoundError:  # a temporary file that has been renamed
             continue
-    return found
+    return num_bytes
 
 
 def main() -> None:
-    """Measure, judge and tell."""
+    """Measure and report."""
     end_cleanly()
     parser = options_of(
         __doc__,
-        megabytes={"type": int, "help": "of a replica"},
-        method={"default": "sync-easgd", "help": "of the training"},
-        remove={"action": "store_true", "help": "the worker, instead of a drain of its node"},
+        megabytes={"type": int, "help": "size of a replica"},
+        method={"default": "sync-easgd", "help": "training method"},
+        remove={"action": "store_true", "help": "remove the worker, instead of draining its node"},
     )
     options = parser.parse_args()
     megabytes = options.megabytes or (QUICK_MEGABYTES if options.quick else MEGABYTES)
@@ -165,7 +165,7 @@ def main() -> None:
         cost_of(options.method, megabytes, removes=options.remove)
         for _ in range(options.repeats or 1)
     ]
-    report.table(
+    report.add_table(
         ("driver, private", "driver, all", "handed over MB", "to join s", "pause s"),
         [
             (f"{c.private:.3f}", f"{c.all:.3f}", f"{c.megabytes:.0f}", f"{c.join_s:.1f}",
@@ -174,7 +174,7 @@ def main() -> None:
         ],
     )  # fmt: skip
     case = f"handover.{megabytes}MB.{options.method}{'.remove' if options.remove else ''}"
-    report.judge(
+    report.add_figures(
         Figure(
             name=f"{case}.driver-private-replicas",
             value=Spread.of([c.private for c in costs]), target=TARGET, is_better="less",

@@ -1,17 +1,18 @@
-"""Several hosts on one machine, joined by links of a stated rate: how a run does on thin ones.
+"""Simulates several hosts on one machine, connected by links of a given rate.
 
     with Hosts(4, mbit=100) as hosts:
         server = hosts.popen(0, ["python", "-m", "http.server", "--bind", hosts.address(0)])
 
-A host has its own network (a namespace of Linux, with a loopback and one address, 10.77.0.1 for
-host 0) and its own processes: it sees no others. Files and CPUs are the machine's. All hosts hang
-on a bridge in one more namespace, the switch. A token bucket (tbf) at both ends of a link holds
-each direction to its rate. The machine's own network is not touched, and from a host nothing
-outside is reached.
+A host has its own network namespace, with a loopback and one address (10.77.0.1 for host 0), and
+its own process namespace: it does not see other processes. It shares the files and CPUs of the
+machine. All hosts are connected to a bridge in another namespace, the switch. A token bucket (tbf)
+at both ends of a link limits each direction to the rate. The network of the machine is unchanged,
+and hosts can not reach it.
 
-The namespaces have no names, so that any number of ``Hosts`` may be up at once. In each one process
-waits for the end of its input. It is the namespace's first: Linux kills all others with it. However
-the process that made the hosts ends, its side of that pipe closes, and nothing is left behind.
+The namespaces have no names, so several ``Hosts`` may exist simultaneously. The first process of
+each namespace waits for the end of its input; when it ends, Linux kills all other processes of the
+namespace. However the creator of the hosts ends, its end of that pipe closes, so no process
+remains.
 
 Needs root, iproute2 and util-linux.
 """
@@ -33,9 +34,9 @@ _MOST_HOSTS = 250
 _LEAST_BURST_BYTES = 16_384
 _LEAST_QUEUE_BYTES = 100_000
 _QUEUE_S = 0.2
-"""The longest that a byte waits in a link's queue; what comes then is dropped, and sent again."""
+"""The longest time that a byte waits in a link's queue; a full queue drops frames."""
 _ETHERNET_BYTES, _IP_AND_TCP_BYTES = 14, 52
-"""Of headers in a frame, and in its IP packet."""
+"""Bytes of headers in an Ethernet frame, and in its IP packet."""
 _BOUND_S = 20.0
 _TOOLS = {
     "ip": "iproute2",
@@ -44,16 +45,16 @@ _TOOLS = {
     "nsenter": "util-linux",
     "setpriv": "util-linux",
 }
-# Orphans in the namespace become its children, and stay as zombies where it does not ignore them.
+# It ignores SIGCHLD, so that orphans in the namespace, which become its children, leave no zombies.
 _KEEPER = ("env", "--ignore-signal=CHLD", "cat")
 
 
 class HostsError(RuntimeError):
-    """This machine does not permit such hosts; its text is one sentence."""
+    """This machine does not permit hosts; the text is one sentence."""
 
 
 def why_not() -> str:
-    """Return in one sentence why this machine does not permit such hosts; empty: it does."""
+    """Return a sentence that says why this machine does not permit hosts, or "" if it does."""
     try:
         with Hosts(1, mbit=100):
             return ""
@@ -62,19 +63,19 @@ def why_not() -> str:
 
 
 class Hosts:
-    """So many hosts, each with a link of its own to one switch, while this context is entered.
+    """Hosts with a link each to one switch, which exist while this context is entered.
 
     Args:
-        number: hosts, 1 to 250.
-        mbit: the rate of each link in each direction, in Mbit/s of whole Ethernet frames: of 1514
-            bytes of a full one TCP has 1448, 95.6%.
-        mtu: the most bytes of an IP packet; larger ones than Ethernet's 1500 are "jumbo" frames.
-        burst_bytes: what a link that was idle takes at once, whatever its rate: so much too fast
-            is a message. Unset: what passes in a millisecond, at least 16 KB; a bucket that is
-            smaller runs over between two turns of the kernel, and slows the link.
+        number: number of hosts, 1 to 250.
+        mbit: rate of each link in each direction, in Mbit/s of whole Ethernet frames. A full frame
+            of 1514 bytes has 1448 bytes of TCP payload, 95.6%.
+        mtu: largest IP packet in bytes; above Ethernet's 1500, frames are "jumbo" frames.
+        burst_bytes: bytes that an idle link transfers without delay, by which each message is too
+            fast. Unset: the bytes of a millisecond, at least 16 KB. A smaller bucket overflows
+            between two runs of the kernel's scheduler and slows the link.
 
     Raises:
-        HostsError: on entering, if the machine does not permit it.
+        HostsError: on entering, if the machine does not permit hosts.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Hosts:
         assert 1 <= number <= _MOST_HOSTS, f"1 to {_MOST_HOSTS} hosts, not {number}"
         self.number = number
         self.mtu = mtu
-        self._asked_burst_bytes = burst_bytes
+        self._fixed_burst_bytes = burst_bytes
         self._set_rate(mbit)
         self._hosts: list[_Namespace] = []
         self._switch: _Namespace | None = None
@@ -92,15 +93,15 @@ class Hosts:
     def _set_rate(self, mbit: float) -> None:
         assert mbit > 0, "a link needs a rate"
         self.mbit = mbit
-        self.burst_bytes = self._asked_burst_bytes or max(_LEAST_BURST_BYTES, round(mbit * 125))
-        whole = self.burst_bytes >= self.mtu + _ETHERNET_BYTES
-        assert whole, "a bucket that holds no whole frame lets none pass"
+        self.burst_bytes = self._fixed_burst_bytes or max(_LEAST_BURST_BYTES, round(mbit * 125))
+        fits = self.burst_bytes >= self.mtu + _ETHERNET_BYTES
+        assert fits, "a frame larger than the bucket never passes"
 
     def limit(self, mbit: float) -> None:
-        """Give all links another rate, in Mbit/s; connections stay, and go on at it.
+        """Set the rate of all links, in Mbit/s; connections stay open.
 
         Raises:
-            HostsError: the machine does not permit it; some links may have the new rate.
+            HostsError: if the machine does not permit it; some links may have the new rate.
         """
         self._set_rate(mbit)
         for number, host in enumerate(self._hosts):
@@ -108,20 +109,20 @@ class Hosts:
             self._switched().configure("tc", f"qdisc change dev port{number} root {self._bucket()}")
 
     def cut(self, host: int) -> None:
-        """Let nothing through between a host and all others, in either direction.
+        """Partition the network between a host and all others, in both directions.
 
-        Its link stays up: what is sent is lost, and nobody is told, as in a network that is parted.
+        The link stays up: packets are lost without an error.
 
         Raises:
-            HostsError: the machine does not permit it.
+            HostsError: if the machine does not permit it.
         """
         self._switched().configure("ip", f"link set port{range(self.number)[host]} nomaster")
 
     def join(self, host: int) -> None:
-        """Let everything through again after ``cut``.
+        """Connect a host again after ``cut``.
 
         Raises:
-            HostsError: the machine does not permit it.
+            HostsError: if the machine does not permit it.
         """
         self._switched().configure("ip", f"link set port{range(self.number)[host]} master bridge")
 
@@ -131,12 +132,12 @@ class Hosts:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds that a link takes for each byte of a TCP connection, headers counted in."""
+        """Seconds that a link needs per byte of TCP payload, including headers."""
         frame_bytes, data_bytes = self.mtu + _ETHERNET_BYTES, self.mtu - _IP_AND_TCP_BYTES
         return 8e-6 / self.mbit * frame_bytes / data_bytes
 
     def address(self, host: int) -> str:
-        """Return the address of a host, by its number from 0."""
+        """Return the IP address of a host, by its number from 0."""
         return f"{_NETWORK}.{range(self.number)[host] + 1}"
 
     def popen(
@@ -147,17 +148,18 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> subprocess.Popen[Any]:
-        """Start a process in a host; it is killed with the hosts if it has not ended by then.
+        """Start a process in a host; it is killed at the latest with the hosts.
 
         Args:
-            host: its number from 0.
+            host: number of the host, from 0.
             argv: the program and its arguments.
-            env: what its environment has besides that of this process, or instead.
-            options: of ``subprocess.Popen``.
+            env: environment variables, in addition to those of this process.
+            options: options of ``subprocess.Popen``.
 
         Returns:
-            What waits for the process beside the host, and ends as it does. Its ``terminate()``
-            and ``kill()`` both kill the process; its ``pid`` is not the one within the host.
+            A process outside the host that waits for the one in the host and exits with its
+            status. Its ``terminate()`` and ``kill()`` both kill the process in the host; its
+            ``pid`` differs from the one in the host.
         """
         environment = {**os.environ, **(env or {})}
         words = self._hosts[host].inside(argv)
@@ -173,22 +175,22 @@ class Hosts:
         timeout_s: float,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Run a program in a host and return what it printed, errors included.
+        """Run a program in a host and return its output, including stderr.
 
         Raises:
-            subprocess.CalledProcessError: it failed; ``output`` has what it said.
-            subprocess.TimeoutExpired: it did not end in time, and was killed.
+            subprocess.CalledProcessError: if it failed; ``output`` has its output.
+            subprocess.TimeoutExpired: if it did not end in time; it is killed.
         """
-        said: str = subprocess.run(
+        output: str = subprocess.run(
             self._hosts[host].inside(argv), env={**os.environ, **(env or {})}, check=True,
             timeout=timeout_s, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         ).stdout  # fmt: skip
-        return said
+        return output
 
     def processes(self, host: int) -> dict[int, str]:
-        """Return the processes of a host: their ids outside of it, and their command lines.
+        """Return the command lines of a host's processes, by process id outside of the host.
 
-        The host's first process, with which all others end, is not among them.
+        The first process of the host, the keeper, is not included.
         """
         return self._hosts[host].processes()
 
@@ -215,10 +217,10 @@ class Hosts:
         self._switch.forward()
         for number in range(self.number):
             self._hosts.append(_Namespace())
-            self._lay_link(number, self._hosts[number], self._switch)
+            self._add_link(number, self._hosts[number], self._switch)
 
-    def _lay_link(self, number: int, host: _Namespace, switch: _Namespace) -> None:
-        """Lay the link between a host and the switch."""
+    def _add_link(self, number: int, host: _Namespace, switch: _Namespace) -> None:
+        """Add the link between a host and the switch."""
         port = f"port{number}"
         switch.configure(
             "ip",
@@ -231,14 +233,14 @@ class Hosts:
             "link set lo up",
             f"address add {self.address(number)}/24 dev eth0",
             "link set eth0 up",
-            # Nothing is there, but a program finds its own address by asking for the way out.
+            # The gateway leads nowhere, but programs find their own address by the default route.
             f"route add default via {_GATEWAY}",
         )
         host.configure("tc", f"qdisc add dev eth0 root {self._bucket()}")
         switch.configure("tc", f"qdisc add dev {port} root {self._bucket()}")
 
     def _bucket(self) -> str:
-        """Return the words that limit one direction of a link."""
+        """Return the tc parameters that limit one direction of a link."""
         bits = round(self.mbit * 1e6)
         queue = max(round(bits / 8 * _QUEUE_S), _LEAST_QUEUE_BYTES)
         return f"tbf rate {bits}bit burst {self.burst_bytes} limit {self.burst_bytes + queue}"
@@ -254,22 +256,22 @@ class Hosts:
 
 
 class _Namespace:
-    """A network and a table of processes of its own, and its first process, the keeper."""
+    """A network namespace, a process namespace, and its first process, the keeper."""
 
     def __init__(self) -> None:
-        # A session of its own: what interrupts a terminal's programs must not end it first.
+        # In its own session, so that Ctrl-C in the terminal does not end it first.
         self.keeper = subprocess.Popen(
             ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", *_KEEPER],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
         )  # fmt: skip
-        said = self._echo("ready\n")
-        if said != "ready\n":
+        reply = self._echo("ready\n")
+        if reply != "ready\n":
             self.close()
-            raise HostsError(f"no network namespace can be made here: {said.strip()}")
+            raise HostsError(f"a network namespace can not be created here: {reply.strip()}")
 
     def _echo(self, line: str) -> str:
-        """Return the first line from the keeper, which repeats what it is told once it is there."""
+        """Send a line to the keeper, which echoes its input, and return its first line."""
         assert self.keeper.stdin is not None
         assert self.keeper.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -278,72 +280,75 @@ class _Namespace:
         return self.keeper.stdout.readline()
 
     def inside(self, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs a program in here, and kills it if it is killed itself."""
-        here = f"/proc/{self.keeper.pid}/ns"
+        """Return the command that runs a program in the namespaces and is killed with it."""
+        namespaces = f"/proc/{self.keeper.pid}/ns"
         return [
-            "nsenter", f"--net={here}/net", f"--mount={here}/mnt",
-            f"--pid={here}/pid_for_children", "setpriv", "--pdeathsig", "KILL", *map(str, argv),
+            "nsenter", f"--net={namespaces}/net", f"--mount={namespaces}/mnt",
+            f"--pid={namespaces}/pid_for_children", "setpriv", "--pdeathsig", "KILL",
+            *map(str, argv),
         ]  # fmt: skip
 
     def processes(self) -> dict[int, str]:
-        """Return the ids, as outside, and command lines of all processes here but the first."""
-        here = os.readlink(f"/proc/{self.keeper.pid}/ns/pid_for_children")
-        found = {}
+        """Return the command lines of all processes but the keeper, by process id outside."""
+        namespace = os.readlink(f"/proc/{self.keeper.pid}/ns/pid_for_children")
+        commands = {}
         for entry in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                if os.readlink(f"/proc/{entry}/ns/pid") == here and not _is_first(entry):
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
+                if os.readlink(f"/proc/{entry}/ns/pid") == namespace and not _is_first(entry):
                     words = Path(f"/proc/{entry}/cmdline").read_bytes()
-                    found[int(entry)] = words.replace(b"\0", b" ").decode(errors="replace")
-        return found
+                    commands[int(entry)] = words.replace(b"\0", b" ").decode(errors="replace")
+        return commands
 
     def configure(self, tool: str, *lines: str) -> None:
-        """Let ``ip`` or ``tc`` carry out lines on the network here."""
-        self._do(
-            [tool, "-batch", "-"], f"do `{tool} {lines[0]}` and what follows", "\n".join(lines)
-        )
+        """Run lines of ``ip`` or ``tc`` commands on the network."""
+        self._run([tool, "-batch", "-"], f"`{tool} {lines[0]}` or a later line", "\n".join(lines))
 
     def forward(self) -> None:
-        """Be a router, which tells at once that nothing lies beyond, rather than keep silent."""
+        """Enable IP forwarding: unreachable addresses then fail at once instead of timing out."""
         setting = "/proc/sys/net/ipv4/ip_forward"
-        self._do(["sh", "-c", f"echo 1 > {setting}"], f"set {setting}")
+        self._run(["sh", "-c", f"echo 1 > {setting}"], f"setting {setting}")
 
-    def _do(self, argv: Sequence[str], what: str, said: str = "") -> None:
-        """Run a program of the machine on the network here.
+    def _run(self, argv: Sequence[str], what: str, input: str = "") -> None:
+        """Run a program of the machine on the network.
 
         Raises:
-            HostsError: it failed.
+            HostsError: if it failed.
         """
         words = ["nsenter", f"--net=/proc/{self.keeper.pid}/ns/net", *argv]
         done = subprocess.run(
-            words, input=said, text=True, check=False, timeout=_BOUND_S,
+            words, input=input, text=True, check=False, timeout=_BOUND_S,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         if done.returncode:
             reason = done.stdout.strip().partition("\n")[0]
-            raise HostsError(f"this machine does not let us {what}: {reason}")
+            raise HostsError(f"this machine does not permit hosts: {what} failed: {reason}")
 
     def close(self) -> None:
-        """End it with all that is in it."""
+        """End all processes of the namespaces."""
         try:
             self.keeper.communicate(timeout=_BOUND_S)
         except subprocess.TimeoutExpired:
-            self.keeper.kill()  # and with it, by --kill-child, the namespace's first process
+            self.keeper.kill()  # with --kill-child, this kills the first process, too
             self.keeper.communicate()
 
 
 def _is_first(pid: str) -> bool:
-    """Return whether a process is the first of its namespace."""
+    """Return whether a process is the first one of its namespace."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (ids,) = [line for line in lines if line.startswith("NSpid:")]
     return ids.split()[-1] == "1"
 
 
 def _check_machine() -> None:
-    """Say what is missing, as far as that can be seen without trying."""
+    """Check the system, the user and the tools.
+
+    Raises:
+        HostsError: if one of them does not permit hosts.
+    """
     if sys.platform != "linux":
-        raise HostsError(f"hosts are network namespaces of Linux, and this is {sys.platform}")
+        raise HostsError(f"hosts are network namespaces of Linux; this system is {sys.platform}")
     if os.geteuid() != 0:
-        raise HostsError("only root can make network namespaces; run this as root")
+        raise HostsError("only root can create network namespaces; run this as root")
     for tool, package in _TOOLS.items():
         if shutil.which(tool) is None:
-            raise HostsError(f"`{tool}` is not here; install {package}")
+            raise HostsError(f"`{tool}` is missing; install {package}")

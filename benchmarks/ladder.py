@@ -1,20 +1,20 @@
-"""SC17's ladder on thin links: Original EASGD, Sync EASGD 1, 2 and 3, and what raydl adds.
+"""Measures SC17's ladder on thin links: Original EASGD, Sync EASGD 1 to 3, and raydl's additions.
 
 Command:   python -m benchmarks.ladder               (--quick: two hosts and rungs, no accuracy)
 
-Four hosts train, one worker in each, and one more is SC17's master, with driver and center (network
-namespaces, ``hosts.py``). The rate of their links is found in the run: at it Original EASGD spends
-87% of its time in communication, as in SC17. Since in Original one worker is active at a time, that
-is the share of the time in which no worker computes; waiting for others' turns is left out.
+Four hosts train, one worker in each; another host is SC17's master, with driver and center (network
+namespaces, ``hosts.py``). The benchmark calibrates the link rate so that Original EASGD spends 87%
+of its time in communication, as in SC17. In Original one worker is active at a time, so this is the
+share of time in which no worker computes; waiting for the turns of other workers does not count.
 
-LeNet on MNIST, 64 samples a step. A gradient takes ``--pause-s`` longer than its arithmetic, a
-pause that needs no CPU, as if a device computed it: four workers whose arithmetic shares the cores
-of one machine would slow one another, and could be only so much faster than one as there are cores.
+LeNet on MNIST, 64 samples a step. A gradient takes ``--pause-s`` longer than its computation,
+without using the CPU, as if a device computed it: otherwise four workers would slow down each other
+on the cores of one machine.
 
-A speed-up is in samples per second within one repeat, from a run's first record of a round to the
-last one before the center goes back. Faster rungs get more samples, that all may take as long;
-scores and checkpoints are off. The accuracy is the center's after the same samples, without pauses
-and on links that limit nothing: with one seed the bits are the same.
+A speed-up compares samples per second within one repeat, from a run's first record of a round to
+the last one before the center is sent back. Faster rungs get more samples, so that all take about
+the same time. Evaluations and checkpoints are off. The accuracy is that of the center after equally
+many samples, without pauses and on unlimited links: with one seed the bits are the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.runs_on_hosts import (
 
 NUM_WORKERS, QUICK_WORKERS, BATCH_SIZE = 4, 2, 64
 SHARE = 0.87
-"""Of the time that Original EASGD communicates, in SC17 and here."""
+"""Share of its time in which Original EASGD communicates, in SC17 and here."""
 _SYNC = ("--method", "sync-easgd")
 _IN_PARTS = ("--fragments", "2", "--exchange-delay", "4", "--compression", "int8")
 RUNGS: dict[str, tuple[str, ...]] = {
@@ -50,20 +50,20 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "delay": (*_SYNC, "--period", "10", "--exchange-delay", "9"),
     "ours": (*_SYNC, "--period", "10", *_IN_PARTS),
 }
-"""What ``raydl train`` is told on each rung."""
+"""Options of ``raydl train`` on each rung."""
 TARGETS = {"easgd3": 5.3, "ours": 20.0}
 QUICK = {"original": 768, "easgd3": 2560}
-"""Rungs of the quick form, each with its samples."""
+"""Samples of each rung in the quick form."""
 SCORED = ("original", "easgd1", "easgd3", "ours")
 NUM_SAMPLES = {"original": 2560, "easgd": 10_240, "others": 51_200}
-"""Of a run of the full form, by the kind of its rung."""
+"""Samples of a run in the full form, by kind of rung."""
 SCORED_SAMPLES = 120_000
 CUT = 2560
-"""Training samples of the runs for speed: few, since they pass the links once, and an epoch is a
-round of 10 steps."""
+"""Training samples of the runs for speed: few, since they are sent over the links once. An epoch is
+a round of 10 steps."""
 LENET_BYTES = 4 * 431_080
 LENET_S = 0.02
-"""Seconds of LeNet's arithmetic in a step, for the first guess of a rate."""
+"""Seconds of LeNet's computation in a step, for the first guess of the rate."""
 COMPUTING = ("data_io", "forward_backward", "replica_update", "center_update")
 NUM_TRIES = 2
 
@@ -79,7 +79,7 @@ def train(
     model: str = PAUSING_MODEL,
     seed: int = 0,
 ) -> Result:
-    """Return the figures of a run on a rung, on the links as they are."""
+    """Return the figures of a run on a rung, at the current link rate."""
     return hosts.train(
         "--data", data, "--model", model, "--workers", str(hosts.num_workers), "--seed", str(seed),
         "--batch-size", str(BATCH_SIZE), "--samples", str(num_samples), *RUNGS[rung],
@@ -87,36 +87,36 @@ def train(
 
 
 def split(result: Result) -> tuple[float, float]:
-    """Return a worker's (seconds in which it computed, all seconds) since initialization."""
+    """Return a worker's (seconds of computation, all seconds) since initialization."""
     parts = result["time_parts"]
     total = sum(seconds for part, seconds in parts.items() if part != "initialization")
     return sum(parts[part] for part in COMPUTING), total
 
 
 def share(rung: str, result: Result) -> float:
-    """Return the share of communication; in Original, the others' computing is not in it."""
+    """Return the communication share; in Original without the computation of other workers."""
     computed_s, total_s = split(result)
     return 1 - computed_s * (result["workers"] if rung == "original" else 1) / total_s
 
 
 def first_rate(pause_s: float) -> float:
-    """Return the rate in Mbit/s at which Original should communicate for 87% of its time.
+    """Return the estimated rate in Mbit/s at which Original communicates for 87% of its time.
 
-    All transfers of a worker, to the master and back, lie within its turn.
+    A worker's turn includes both of its transfers, to the master and back.
     """
     communicates_s = (pause_s + LENET_S) * SHARE / (1 - SHARE)
     return 2 * LENET_BYTES * 8e-6 * 1514 / 1448 / communicates_s
 
 
 def next_rate(mbit: float, result: Result) -> float:
-    """Return a better rate than the one at which Original gave this result."""
+    """Return an improved rate, given the result of Original at a rate."""
     computed_s, total_s = split(result)
     computed_s *= int(result["workers"])
     return mbit * (total_s - computed_s) / (computed_s * SHARE / (1 - SHARE))
 
 
 def calibrate(hosts: Cluster, report: Report, data: str, options: argparse.Namespace) -> None:
-    """Give the links the rate at which Original communicates for 87% of its time."""
+    """Set the link rate at which Original communicates for 87% of its time."""
     mbit = first_rate(options.pause_s)
     tries = 0 if options.quick else NUM_TRIES
     for number in range(tries):
@@ -127,14 +127,14 @@ def calibrate(hosts: Cluster, report: Report, data: str, options: argparse.Names
         )
         mbit = next_rate(mbit, result)
     hosts.limit(mbit)
-    report.say(
+    report.add_text(
         f"Links of {mbit:.1f} Mbit/s, after {tries} tries; a gradient pauses for "
         f"{options.pause_s * 1000:.0f} ms."
     )
 
 
 def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.Namespace) -> None:
-    """Run all rungs, interleaved, and report speed-ups and the eight parts of the time."""
+    """Run all rungs, interleaved, and report speed-ups and the eight time parts."""
     num_samples = QUICK if options.quick else {rung: _num_samples(rung) for rung in RUNGS}
     rungs = tuple(num_samples)
     runs = interleaved(
@@ -144,7 +144,7 @@ def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.N
     rates = {rung: [r["steady_samples_per_s"] for r in of] for rung, of in runs.items()}
     up = {rung: ratios(of, rates["original"]) for rung, of in rates.items()}
     shares = {rung: Spread.of([share(rung, r) for r in of]) for rung, of in runs.items()}
-    report.table(
+    report.add_table(
         ("rung", "speed-up", "samples/s", "communication", "settings"),
         [
             (rung, f"{up[rung].text()}", f"{Spread.of(rates[rung]).median:,.0f}",
@@ -152,12 +152,12 @@ def measure_speed(hosts: Cluster, report: Report, data: str, options: argparse.N
             for rung in rungs
         ],
     )  # fmt: skip
-    _tell_parts(report, runs)
-    report.judge(Figure(name="ladder.original.communication", value=shares["original"]))
-    report.judge(Figure(name="ladder.easgd3.communication", value=shares["easgd3"]))
+    _add_parts(report, runs)
+    report.add_figures(Figure(name="ladder.original.communication", value=shares["original"]))
+    report.add_figures(Figure(name="ladder.easgd3.communication", value=shares["easgd3"]))
     for rung in rungs[1:]:
-        target = None if options.quick else TARGETS.get(rung)  # they are for four workers
-        report.judge(Figure(name=f"ladder.{rung}.speedup", value=up[rung], target=target))
+        target = None if options.quick else TARGETS.get(rung)  # the targets are for four workers
+        report.add_figures(Figure(name=f"ladder.{rung}.speedup", value=up[rung], target=target))
 
 
 def _num_samples(rung: str) -> int:
@@ -165,38 +165,38 @@ def _num_samples(rung: str) -> int:
     return NUM_SAMPLES[kind]
 
 
-def _tell_parts(report: Report, runs: Mapping[str, Sequence[Result]]) -> None:
-    """Tell the eight parts of the last repeat."""
+def _add_parts(report: Report, runs: Mapping[str, Sequence[Result]]) -> None:
+    """Add the eight time parts of the last repeat to the report."""
     rows = []
     for rung, results in runs.items():
         parts, (_, total_s) = results[-1]["time_parts"], split(results[-1])
-        told = [
+        cells = [
             f"{seconds:.1f} s" if part == "initialization" else f"{seconds / total_s:.1%}"
             for part, seconds in parts.items()
         ]
-        rows.append((rung, f"{total_s:.1f} s", *told))
+        rows.append((rung, f"{total_s:.1f} s", *cells))
     parts = next(iter(runs.values()))[-1]["time_parts"]
-    report.say(
-        "A worker's time by part, in the last repeat: shares of what comes after initialization. "
-        "In `original`, device_device_parameters has the wait for the others' turns, too."
+    report.add_text(
+        "A worker's time by part, in the last repeat, as shares of the time after initialization. "
+        "In `original`, device_device_parameters includes the wait for the turns of other workers."
     )
-    report.table(("rung", "time", *parts), rows)
+    report.add_table(("rung", "time", *parts), rows)
 
 
 def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace) -> None:
-    """Take the center's accuracy after the same samples, a seed per repeat, and report it."""
+    """Measure and report the accuracy after equally many samples, with a seed per repeat."""
     hosts.limit(UNLIMITED_MBIT)
     seeds = range(options.repeats or 2)
-    found = {rung: [_accuracy(hosts, options.data, rung, s) for s in seeds] for rung in SCORED}
-    report.table(
+    accuracies = {rung: [_accuracy(hosts, options.data, rung, s) for s in seeds] for rung in SCORED}
+    report.add_table(
         (f"accuracy after {SCORED_SAMPLES:,} samples", *(f"seed {seed}" for seed in seeds)),
-        [(rung, *(f"{accuracy:.2%}" for accuracy in of)) for rung, of in found.items()],
+        [(rung, *(f"{accuracy:.2%}" for accuracy in of)) for rung, of in accuracies.items()],
     )
     for rung in SCORED[1:]:
-        pairs = zip(found["original"], found[rung], strict=True)
+        pairs = zip(accuracies["original"], accuracies[rung], strict=True)
         points = Spread.of([100 * (original - own) for original, own in pairs])
         name = f"ladder.{rung}.points_below_original"
-        report.judge(Figure(name=name, value=points, target=1.0, is_better="less"))
+        report.add_figures(Figure(name=name, value=points, target=1.0, is_better="less"))
 
 
 def _accuracy(hosts: Cluster, data: str, rung: str, seed: int) -> float:
@@ -207,25 +207,25 @@ def _accuracy(hosts: Cluster, data: str, rung: str, seed: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
-    """Measure, and report; the return value is what ``sys.exit`` takes."""
+    """Measure and report; return the argument of ``sys.exit``."""
     options = options_of(
         __doc__,
         data={"default": "../shared/data/mnist", "help": "MNIST as a folder of Parquet"},
-        pause_s={"type": float, "default": 0.06, "help": "of each gradient, beside its arithmetic"},
+        pause_s={"type": float, "default": 0.06, "help": "pause of each gradient, in seconds"},
     ).parse_args(argv)
     if reason := why_not():
         return reason
     options.data = data_at(options.data)
     report = Report.of_command("ladder", options)
     num_workers = QUICK_WORKERS if options.quick else NUM_WORKERS
-    report.say(f"LeNet on MNIST, {num_workers} hosts with one worker each, and a master.")
+    report.add_text(f"LeNet on MNIST, {num_workers} hosts with one worker each, and a master.")
     try:
         with cluster(num_workers, pause_s=options.pause_s, has_master=True) as hosts:
             cut = cut_set(options.data, hosts.folder / "set", num_train=CUT)
             calibrate(hosts, report, cut, options)
             measure_speed(hosts, report, cut, options)
             if options.quick:
-                report.say("The accuracy is measured in the full form alone.")
+                report.add_text("Only the full form measures the accuracy.")
             else:
                 measure_accuracy(hosts, report, options)
     except RunError as error:

@@ -1,8 +1,8 @@
-"""Replicas as large as one likes, that take no more memory than they must.
+"""Makes large replicas that need little memory.
 
-Weights cost some twelve times their size in a worker: gradients, momentum, the center, what is
-under way. What an optimizer remembers costs no more than itself, and goes into a replica's file all
-the same. The sizes come from the environment, since each process builds its own.
+A byte of weights costs about twelve bytes in a worker: gradients, momentum, the center, buffers of
+an exchange. A byte of optimizer state costs one, and is part of a replica's file as well. The sizes
+come from environment variables, since each process builds its own model and optimizer.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.watching import _note
+from benchmarks.watching import with_notes
 
 MODEL = "benchmarks.large_replicas:wide"
-"""What ``--model`` takes for a network of so many bytes, whose steps are noted."""
-OPTIMIZER = "benchmarks.large_replicas:remembering"
-"""What ``--optimizer`` takes for SGD that remembers so many bytes."""
-LIGHT_OPTIMIZER = "benchmarks.large_replicas:repeating"
-"""The same, but all that it remembers is one number: it takes no memory before it is copied."""
-_WEIGHTS, _MEMORY = "RAYDL_BENCHMARK_WEIGHT_BYTES", "RAYDL_BENCHMARK_MEMORY_BYTES"
+"""Value of ``--model`` for a network of the given size that notes its steps."""
+OPTIMIZER = "benchmarks.large_replicas:with_state"
+"""Value of ``--optimizer`` for an SGD with optimizer state of the given size."""
+LIGHT_OPTIMIZER = "benchmarks.large_replicas:with_expanded_state"
+"""The same, but the state is an expanded number: it needs no memory until it is copied."""
+_WEIGHTS, _STATE = "RAYDL_BENCHMARK_WEIGHT_BYTES", "RAYDL_BENCHMARK_STATE_BYTES"
 _FIRST = 3
-"""The step with which an optimizer begins to remember; a driver that tries one takes fewer."""
+"""The step at which the state is allocated; the driver's check of an optimizer takes fewer."""
 
 
-def sizes(*, weights: int, memory: int = 0) -> Mapping[str, str]:
-    """Return the environment of processes with so many bytes of weights and of memory."""
-    return {_WEIGHTS: str(weights), _MEMORY: str(memory)}
+def sizes(*, weights: int, state: int = 0) -> Mapping[str, str]:
+    """Return the environment variables for the bytes of weights and of optimizer state."""
+    return {_WEIGHTS: str(weights), _STATE: str(state)}
 
 
 def wide(image_shape: tuple[int, int, int], num_classes: int) -> Any:
-    """Return a network of as many bytes as the environment says, that notes its steps."""
+    """Return a network of the given size that notes its steps."""
     import torch
 
     pixels = image_shape[0] * image_shape[1] * image_shape[2]
@@ -38,42 +38,35 @@ def wide(image_shape: tuple[int, int, int], num_classes: int) -> Any:
     model = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(pixels, width), torch.nn.Linear(width, num_classes)
     )
-    _note("built", 0)
-
-    def note_step(_: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            outputs.register_hook(lambda _: _note("steps", len(inputs[0])))
-
-    model.register_forward_hook(note_step)
-    return model
+    return with_notes(model)
 
 
-def remembering(parameters: list[Any]) -> Any:
-    """Return an SGD that remembers as many bytes as the environment says, and changes some."""
+def with_state(parameters: list[Any]) -> Any:
+    """Return an SGD with a state of the given size, of which each step changes a number."""
     import torch
 
     return _sgd(parameters, lambda count: torch.full((count,), 0.5))
 
 
-def repeating(parameters: list[Any]) -> Any:
-    """Return an SGD that remembers one number, as often as the environment says."""
+def with_expanded_state(parameters: list[Any]) -> Any:
+    """Return an SGD with a state of the given size that is one expanded number."""
     import torch
 
     return _sgd(parameters, lambda count: torch.full((1,), 0.5).expand(count))
 
 
-def _sgd(parameters: list[Any], remember: Callable[[int], Any]) -> Any:
+def _sgd(parameters: list[Any], make_state: Callable[[int], Any]) -> Any:
     import torch
 
-    class Remembering(torch.optim.SGD):
+    class LargeSgd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             loss = super().step(closure)
             state: Any = self.state[self.param_groups[0]["params"][0]]
             number = state["num_steps"] = state.get("num_steps", 0) + 1
             if number >= _FIRST and "memory" not in state:
-                state["memory"] = remember(int(os.environ[_MEMORY]) // 4)
+                state["memory"] = make_state(int(os.environ[_STATE]) // 4)
             if number > _FIRST:
                 state["memory"][number % len(state["memory"])] += 1
             return loss
 
-    return Remembering(parameters, lr=0.0001, momentum=0.9)
+    return LargeSgd(parameters, lr=0.0001, momentum=0.9)

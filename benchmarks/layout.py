@@ -1,11 +1,11 @@
-"""What a CPU gains where the channels of a pixel lie side by side, model by model.
+"""Measures which models are faster on a CPU if the channels of a pixel are adjacent in memory.
 
 Command:   python -m benchmarks.layout            (--quick: the models for small pictures, once)
 
-Loss and gradient of a batch of pictures (64 small ones, 4 of ImageNet's size), one thread, by each
-named model, with pictures and maps as [B, C, H, W] in memory and as [B, H, W, C]. A figure is the
-time of the first over that of the second: above 1 the model is faster with the channels last.
-``raydl.models.parts.channels_last`` is for those that gain.
+Each named model computes loss and gradient of a batch (64 small pictures, or 4 of ImageNet's size)
+with one thread, once with pictures and feature maps as [B, C, H, W] in memory and once as
+[B, H, W, C]. A figure is the time of the first over that of the second: above 1 the model is faster
+with the channels last and should use ``raydl.models.parts.channels_last``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from raydl.ray_backend.actors import keep_freed_memory
 
 LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
 CONVERTING = ("alexnet", "googlenet", "lenet", "resnet")
-"""Files of models that would choose by themselves."""
+"""Modules of models that convert their pictures."""
 _SMALL = 64
-"""The largest side of small pictures."""
+"""The largest side of a small picture."""
 
 
 @contextlib.contextmanager
 def as_given() -> Iterator[None]:
-    """Let models take pictures in the layout in which they come."""
+    """Prevent models from converting the layout of their pictures."""
     with contextlib.ExitStack() as stack:
         for name in CONVERTING:
             stack.enter_context(mock.patch(f"raydl.models.{name}.channels_last", lambda x: x))
@@ -40,12 +40,12 @@ def as_given() -> Iterator[None]:
 
 
 def is_small(row: ModelRow) -> bool:
-    """Whether a model is made for small pictures."""
+    """Whether a model is designed for small pictures."""
     return row.made_for[0][-1] <= _SMALL
 
 
 def cases(row: ModelRow) -> dict[str, Callable[[], float]]:
-    """Return what takes one gradient of a model in each layout, and returns its seconds."""
+    """Return functions that compute a gradient and return its seconds, by layout."""
     (shape, num_classes), batch_size = row.made_for, 64 if is_small(row) else 4
     torch.manual_seed(0)
     model = row.build(shape, num_classes)
@@ -61,7 +61,7 @@ def cases(row: ModelRow) -> dict[str, Callable[[], float]]:
 
 
 def main() -> None:
-    """Measure, and print a table and a line of JSON per figure."""
+    """Measure and report."""
     options = options_of(__doc__).parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -73,7 +73,7 @@ def main() -> None:
         with as_given():
             seconds = interleaved(cases(row), repeats=repeats)
         first, last = (seconds[layout][1:] for layout in LAYOUTS)
-        report.judge(Figure(name=f"layout.{name}", value=ratios(first, last)))
+        report.add_figures(Figure(name=f"layout.{name}", value=ratios(first, last)))
     report.close(options.out)
 
 

@@ -1,11 +1,11 @@
-"""What a link that is limited costs the cores beside it: the most that thin_link can keep.
+"""Measures the CPU cost of a limited link, an upper bound for the speed kept in ``thin_link.py``.
 
-Command:   python -m benchmarks.link_cost            (--quick: 2 repeats rather than 10)
+Command:   python -m benchmarks.link_cost            (--quick: 2 repeats instead of 10)
 
-Two hosts of ``hosts.py`` send one another as many bytes as the workers of thin_link do, 144 kB
-eleven times a second. Two plain PyTorch processes, one thread each, which have nothing to do with
-that, train LeNet meanwhile. Their steps per second, the link at a rate, over those with the same
-bytes on a link that limits nothing: the kernel holds back packets on the same cores.
+Two hosts of ``hosts.py`` send each other as many bytes as the workers of ``thin_link.py``, 144 kB
+eleven times a second. Meanwhile two independent processes of plain PyTorch train LeNet with one
+thread each. A figure is their steps per second with a limited link over those with the same bytes
+on an unlimited link: the kernel delays the packets on the same cores.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _TRAIN = (
 _UP_S, _SETTLE_S, _WINDOW_S = 60.0, 1.0, 3.0
 
 
-def step_plan(address: str) -> None:
-    """Send and receive for ever; an empty address waits for the other."""
+def exchange_bytes(address: str) -> None:
+    """Send to the other host and receive from it forever; an empty address waits for it."""
     connection = _connect(address) if address else _accept()
     connection.settimeout(None)
     threading.Thread(target=_receive, args=(connection,), daemon=True).start()
@@ -53,7 +53,7 @@ def _connect(address: str) -> socket.socket:
     while True:
         try:
             return socket.create_connection((address, _PORT), timeout=_UP_S)
-        except ConnectionRefusedError:  # the other has not come so far
+        except ConnectionRefusedError:  # the other host does not listen yet
             if time.monotonic() > until:
                 raise
             time.sleep(0.1)
@@ -72,12 +72,12 @@ def _receive(connection: socket.socket) -> None:
 
 
 def speed(hosts: Hosts, num_steps: Callable[[], int], mbit: float) -> float:
-    """Return the steps per second of all that train, with links of a rate.
+    """Return the steps per second of all training processes at a link rate.
 
     Args:
-        hosts: whose links get that rate.
-        num_steps: returns the steps of all so far.
-        mbit: the rate.
+        hosts: hosts whose links get the rate.
+        num_steps: returns the number of steps of all processes so far.
+        mbit: rate in Mbit/s.
     """
     hosts.limit(mbit)
     time.sleep(_SETTLE_S)
@@ -86,10 +86,10 @@ def speed(hosts: Hosts, num_steps: Callable[[], int], mbit: float) -> float:
     return (num_steps() - before) / (time.monotonic() - began)
 
 
-def by_turns(
+def measure_rates(
     hosts: Hosts, num_steps: Callable[[], int], mbits: Sequence[int], *, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the steps per second without a limit and at each rate; see ``speed``."""
+    """Return the steps per second on unlimited links and at each rate; see ``speed``."""
     cases = {
         "unlimited": partial(speed, hosts, num_steps, UNLIMITED_MBIT),
         **{f"{mbit} Mbit/s": partial(speed, hosts, num_steps, mbit) for mbit in mbits},
@@ -97,57 +97,57 @@ def by_turns(
     return interleaved(cases, repeats=repeats)
 
 
-def tell(report: Report, speeds: Mapping[str, Sequence[float]], mbits: Sequence[int]) -> None:
-    """Report what ``by_turns`` returned, and what is kept at each rate."""
-    report.table(
+def add_results(
+    report: Report, speeds: Mapping[str, Sequence[float]], mbits: Sequence[int]
+) -> None:
+    """Add the result of ``measure_rates``, and the share kept at each rate, to a report."""
+    report.add_table(
         ("link", "steps per second"),
         [(name, Spread.of(of).text(".1f")) for name, of in speeds.items()],
     )
     for mbit in mbits:
         kept = ratios(speeds[f"{mbit} Mbit/s"], speeds["unlimited"])
-        report.judge(Figure(name=f"{report.name}.{mbit}.kept", value=kept))
-
-
-def _trains(run: Watched) -> bool:
-    return run.num_steps() > 0
-
-
-def _num_steps(runs: Sequence[Watched]) -> int:
-    return sum(run.num_steps() for run in runs)
+        report.add_figures(Figure(name=f"{report.name}.{mbit}.kept", value=kept))
 
 
 def measure(data: str, repeats: int) -> dict[str, list[float]]:
-    """Return the steps per second at each rate.
+    """Return the steps per second on unlimited links and at each rate.
 
     Raises:
-        WatchError: nobody trained, or the hosts did not talk until the end.
+        WatchError: if a process did not train, or the hosts stopped sending.
     """
     with Hosts(2, mbit=UNLIMITED_MBIT) as hosts, ExitStack() as stack:
         runs = [
             stack.enter_context(Watched([*_TRAIN, "--data", data])) for _ in range(_NUM_TRAINING)
         ]
         program, paths = [sys.executable, "-m", "benchmarks.link_cost"], {"PYTHONPATH": str(ROOT)}
-        talking = [
-            hosts.popen(number, [*program, "--talk", other], env=paths)
+        senders = [
+            hosts.popen(number, [*program, "--send-to", other], env=paths)
             for number, other in enumerate(("", hosts.address(0)))
         ]
-        for run in runs:
-            run.wait_until(partial(_trains, run), "a step is taken", within_s=_UP_S)
-        speeds = by_turns(hosts, partial(_num_steps, runs), MBITS, repeats=repeats)
-        if any(process.poll() is not None for process in talking):
-            raise WatchError("the hosts did not talk to one another until the end")
+
+        def num_steps() -> int:
+            return sum(run.num_steps() for run in runs)
+
+        def all_train() -> bool:
+            return all(run.num_steps() > 0 for run in runs)
+
+        runs[0].wait_until(all_train, "all processes take a step", within_s=_UP_S)
+        speeds = measure_rates(hosts, num_steps, MBITS, repeats=repeats)
+        if any(process.poll() is not None for process in senders):
+            raise WatchError("the hosts stopped sending before the end")
         return speeds
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
-    """Measure, and report; the return value is what ``sys.exit`` takes."""
+    """Measure and report; return the argument of ``sys.exit``."""
     options = options_of(
         __doc__,
-        data={"default": "../shared/data/mnist", "help": "a folder"},
-        step_plan={"help": argparse.SUPPRESS},
+        data={"default": "../shared/data/mnist", "help": "folder of MNIST"},
+        send_to={"help": argparse.SUPPRESS},
     ).parse_args(argv)
-    if options.step_plan is not None:
-        return step_plan(options.step_plan)
+    if options.send_to is not None:
+        return exchange_bytes(options.send_to)
     if reason := why_not():
         return reason
     end_cleanly()
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
         speeds = measure(data_at(options.data), options.repeats or (2 if options.quick else 10))
     except WatchError as error:
         return f"{error}"
-    tell(report, speeds, MBITS)
+    add_results(report, speeds, MBITS)
     report.close(options.out)
     return 0
 

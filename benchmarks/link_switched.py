@@ -1,12 +1,12 @@
-"""What sync-easgd keeps on a thin link, by turns within one run: limited, not limited, and so on.
+"""Measures the speed of sync-easgd on a thin link within one run that alternates link rates.
 
-Command:   python -m benchmarks.link_switched     (--quick: at 100 Mbit/s, 2 turns rather than 10)
+Command:   python -m benchmarks.link_switched     (--quick: only 100 Mbit/s, 2 repeats, not 10)
 
-Two hosts of ``hosts.py``, one worker in each, LeNet on MNIST, as in ``thin_link.py``. A run trains
-while its links change every few seconds, and its steps are counted from outside: the pauses of a
-shared machine fall on both sides, and neither the first rounds nor the end of a run count. A run
-starts on the links it is judged on, which is what ``--settings="--period auto"`` chooses by.
-``--mtu`` sends larger frames than 1,500 bytes: fewer of them cost the cores less.
+Two hosts of ``hosts.py``, one worker in each, LeNet on MNIST, as in ``thin_link.py``. The links of
+a run change every few seconds between unlimited and limited, and its steps are counted from
+outside. So the pauses of a shared machine affect both rates, and neither the first rounds nor the
+end of a run count. A run starts with the limited rate, by which ``--settings="--period auto"``
+tunes itself. ``--mtu`` sets larger frames than 1,500 bytes: fewer frames need less CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.hosts import why_not
-from benchmarks.link_cost import by_turns, tell
+from benchmarks.link_cost import add_results, measure_rates
 from benchmarks.measure import Report, options_of
 from benchmarks.programs import ROOT, RunError, data_at, end_of
 from benchmarks.runs_on_hosts import UNSCORED, Cluster, cluster
@@ -33,16 +33,16 @@ from benchmarks.thin_link import MBITS, SETTINGS
 from benchmarks.watching import FOLDER, MODEL, num_steps_in
 
 _WARM_STEPS = 1000
-"""Of both workers: then steps are as fast as they get, and a exchange tuning has been chosen."""
+"""Steps of both workers until the steps have their final speed and the exchange is tuned."""
 _UP_S = 120.0
 
 
 @contextmanager
 def training(hosts: Cluster, data: str, words: Sequence[str]) -> Iterator[subprocess.Popen[Any]]:
-    """Yield a run in the hosts, which trains without an end while this context is entered.
+    """Yield a run in the hosts that trains endlessly while this context is entered.
 
     Raises:
-        RunError: it ended all the same; this one, and any from within, get what it said.
+        RunError: if the run ended; this error, and any from within, get the end of its log.
     """
     command = [
         sys.executable, "-m", "raydl", "train", "--data", data, "--model", MODEL,
@@ -50,17 +50,17 @@ def training(hosts: Cluster, data: str, words: Sequence[str]) -> Iterator[subpro
         "--samples", "1000000000", *UNSCORED, *words,
         "--run-dir", str(hosts.folder / "run"), "--run.progress", "plain",
     ]  # fmt: skip
-    log = hosts.folder / "log"
-    with log.open("w") as said:
+    log_path = hosts.folder / "log"
+    with log_path.open("w") as log:
         process = hosts.hosts.popen(
-            0, command, env=hosts.environment, cwd=ROOT, stdout=said, stderr=said
+            0, command, env=hosts.environment, cwd=ROOT, stdout=log, stderr=log
         )
     try:
         yield process
         if process.poll() is not None:
-            raise RunError("the run ended while it was watched")
+            raise RunError("the run ended before the measurement")
     except RunError as error:
-        raise RunError(f"{error}:\n{end_of(log)}") from error
+        raise RunError(f"{error}:\n{end_of(log_path)}") from error
     finally:
         process.kill()
         process.wait()
@@ -69,11 +69,11 @@ def training(hosts: Cluster, data: str, words: Sequence[str]) -> Iterator[subpro
 def speeds(
     data: str, words: Sequence[str], *, mbit: int, mtu: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the steps per second of both workers, without a limit and at a rate.
+    """Return the steps per second of both workers, on unlimited links and at a rate.
 
     Raises:
-        HostsError: this machine does not permit hosts.
-        RunError: the run failed, or did not begin.
+        HostsError: if this machine does not permit hosts.
+        RunError: if the run failed or did not start.
     """
     with tempfile.TemporaryDirectory(prefix="watched-") as folder:
         num_steps = partial(num_steps_in, Path(folder))
@@ -84,7 +84,7 @@ def speeds(
             hosts.limit(mbit)
             with training(hosts, data, words) as run:
                 _wait_for_steps(run, num_steps)
-                return by_turns(hosts.hosts, num_steps, (mbit,), repeats=repeats)
+                return measure_rates(hosts.hosts, num_steps, (mbit,), repeats=repeats)
 
 
 def _wait_for_steps(run: subprocess.Popen[Any], num_steps: Callable[[], int]) -> None:
@@ -96,25 +96,25 @@ def _wait_for_steps(run: subprocess.Popen[Any], num_steps: Callable[[], int]) ->
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
-    """Measure, and report; the return value is what ``sys.exit`` takes."""
+    """Measure and report; return the argument of ``sys.exit``."""
     options = options_of(
         __doc__,
         data={"default": "../shared/data/mnist", "help": "MNIST as a folder of Parquet"},
-        settings={"default": shlex.join(SETTINGS), "help": "of the run, as one word"},
-        mtu={"type": int, "default": 1500, "help": "the most bytes of a packet"},
+        settings={"default": shlex.join(SETTINGS), "help": "settings of the run, as one argument"},
+        mtu={"type": int, "default": 1500, "help": "largest IP packet, in bytes"},
     ).parse_args(argv)
     if reason := why_not():
         return reason
     data, words = data_at(options.data), shlex.split(options.settings)
     repeats = options.repeats or (2 if options.quick else 10)
     report = Report.of_command("link_switched", options)
-    report.say(f"`{options.settings}`, packets of {options.mtu:,} bytes.")
+    report.add_text(f"`{options.settings}`, packets of {options.mtu:,} bytes.")
     for mbit in MBITS[:1] if options.quick else MBITS:
         try:
-            found = speeds(data, words, mbit=mbit, mtu=options.mtu, repeats=repeats)
+            by_rate = speeds(data, words, mbit=mbit, mtu=options.mtu, repeats=repeats)
         except RunError as error:
             return f"{error}"
-        tell(report, found, (mbit,))
+        add_results(report, by_rate, (mbit,))
     report.close(options.out)
     return 0
 

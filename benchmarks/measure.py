@@ -1,8 +1,8 @@
-"""How a figure is taken on a noisy machine, judged and told.
+"""Measures figures on a noisy machine, compares them with targets, and reports them.
 
-Cases are compared within one run alone: each repeat takes every case once, in turning order, and a
-figure is the median over the repeats of the ratio within each. What is told is a Markdown table and
-a line of JSON per figure::
+Cases are compared only within one run of a benchmark: each repeat runs every case once, in rotating
+order, and a figure is the median over the repeats of the ratio within each repeat. The report is a
+Markdown table and a line of JSON per figure::
 
     {"name": "efficiency.lenet.sync-easgd-p10", "value": 0.98, "target": 0.97, "is_met": true, …}
 """
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of some values, and how far they lie apart."""
+    """The median, least and greatest of some values."""
 
     median: float
     least: float
@@ -33,29 +33,29 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of one value or more."""
+        """Return the spread of one or more values."""
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, form: str = ".3g") -> str:
-        """Return "median (least to greatest)", each in that form."""
+        """Return "median (least to greatest)", each formatted by ``form``."""
         return f"{self.median:{form}} ({self.least:{form}} to {self.greatest:{form}})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A measured value, and what it ought to be."""
+    """A measured value and its target."""
 
     name: str
     """BENCHMARK.CASE.WHAT."""
     value: Spread
     target: float | None = None
-    """None: it is told, not judged."""
+    """None: the figure has no target."""
     is_better: str = "greater"
-    """Which values meet the target besides the target itself: greater or less."""
+    """``greater`` if the target is a lower bound, ``less`` if it is an upper bound."""
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the median meets the target; None: there is none."""
+        """Whether the median meets the target, or None without a target."""
         if self.target is None:
             return None
         if self.is_better == "greater":
@@ -64,7 +64,7 @@ class Figure:
 
     def line(self) -> str:
         """Return the figure as a line of JSON."""
-        facts = {
+        values = {
             "name": self.name,
             "value": _short(self.value.median),
             "target": self.target,
@@ -73,15 +73,15 @@ class Figure:
             "least": _short(self.value.least),
             "greatest": _short(self.value.greatest),
         }
-        return json.dumps(facts)
+        return json.dumps(values)
 
 
 @dataclass
 class Report:
-    """What a benchmark has to tell: tables, and figures."""
+    """The report of a benchmark: paragraphs, tables and figures."""
 
     name: str
-    """Of the benchmark, as its file is named."""
+    """Name of the benchmark's module."""
     command: str
     is_quick: bool
     figures: list[Figure] = field(default_factory=list)
@@ -89,44 +89,36 @@ class Report:
 
     @classmethod
     def of_command(cls, name: str, options: argparse.Namespace) -> Report:
-        """Return the report of a benchmark that was started by its command."""
+        """Return an empty report of the benchmark that this process runs."""
         words = " ".join(sys.argv[1:])
         return cls(name, f"python -m benchmarks.{name} {words}".rstrip(), options.quick)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Add a table."""
-        self.say(_markdown(columns, rows))
+    def add_table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Add a table and print it."""
+        self.add_text(_markdown(columns, rows))
 
-    def say(self, paragraph: str) -> None:
-        """Add a paragraph, and print it at once: what comes after it may take an hour, or fail."""
+    def add_text(self, paragraph: str) -> None:
+        """Add a paragraph and print it at once: the rest may take an hour or fail."""
         self._parts.append(paragraph)
         print(f"{paragraph}\n", flush=True)
 
-    def judge(self, *figures: Figure) -> None:
-        """Add figures."""
+    def add_figures(self, *figures: Figure) -> None:
+        """Add figures, which are printed at the end."""
         self.figures += figures
 
-    def text(self) -> str:
-        """Return all of it as Markdown, the figures at the end."""
-        return "\n\n".join([*self._head(), *self._parts, self._judged()]) + "\n"
-
-    def _head(self) -> list[str]:
+    def close(self, out: Path | None) -> None:
+        """Print the figures, and write the report to NAME.md and NAME.json in a folder, if any."""
+        lines = "\n".join(figure.line() for figure in self.figures) + "\n"
         title = f"# {self.name}{' (quick)' if self.is_quick else ''}"
-        return [title, f"    {self.command}", machine()]
-
-    def _judged(self) -> str:
+        head = [title, f"    {self.command}", machine()]
         words = {True: "met", False: "missed", None: ""}
         rows = [(f.name, f.value.text(), _target(f), words[f.is_met]) for f in self.figures]
-        return _markdown(("figure", "median (least to greatest)", "target", ""), rows)
-
-    def close(self, out: Path | None) -> None:
-        """Print the figures, and write all as NAME.md and NAME.json into a folder, if given."""
-        lines = "\n".join(figure.line() for figure in self.figures) + "\n"
-        print("\n\n".join([*self._head(), self._judged()]), end="\n\n")
+        figures = _markdown(("figure", "median (least to greatest)", "target", ""), rows)
+        print("\n\n".join([*head, figures]), end="\n\n")
         print(lines, end="", flush=True)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            (out / f"{self.name}.md").write_text(self.text())
+            (out / f"{self.name}.md").write_text("\n\n".join([*head, *self._parts, figures]) + "\n")
             (out / f"{self.name}.json").write_text(lines)
 
 
@@ -136,16 +128,16 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def options_of(doc: str | None, **more: dict[str, Any]) -> argparse.ArgumentParser:
-    """Return a parser of the options that all benchmarks have.
+    """Return a parser for the options that all benchmarks have.
 
     Args:
-        doc: of the benchmark; its first line is the description.
+        doc: docstring of the benchmark; its first line is the description.
         more: further options by name, each with the arguments of ``add_argument``.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a look at it, in under 50 s")
-    parser.add_argument("--repeats", type=int, help="of each case")
-    parser.add_argument("--out", type=Path, help="a folder for NAME.md and NAME.json")
+    parser.add_argument("--quick", action="store_true", help="a short form, in under 50 s")
+    parser.add_argument("--repeats", type=int, help="repeats of each case")
+    parser.add_argument("--out", type=Path, help="folder for NAME.md and NAME.json")
     for name, arguments in more.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **arguments)
     return parser
@@ -154,7 +146,7 @@ def options_of(doc: str | None, **more: dict[str, Any]) -> argparse.ArgumentPars
 def interleaved(
     cases: Mapping[str, Callable[[], _Result]], *, repeats: int
 ) -> dict[str, list[_Result]]:
-    """Run every case once in each repeat, in an order that turns; return the results by case."""
+    """Run every case once per repeat, in rotating order, and return the results by case."""
     names, results = list(cases), dict[str, list[_Result]]()
     for repeat in range(repeats):
         first = repeat % len(names)
@@ -165,34 +157,25 @@ def interleaved(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Return the ratio within each repeat, over the repeats."""
+    """Return the spread over the repeats of the ratio within each repeat."""
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 def machine() -> str:
-    """Return in one sentence what this machine is, and how busy."""
+    """Return a sentence about this machine, its packages and its load."""
     import ray
     import torch
 
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in _lines("/proc/cpuinfo")
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    return (
-        f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, Ray {ray.__version__}; load average {os.getloadavg()[0]:.1f}."
-    )
-
-
-def _lines(path: str) -> list[str]:
     try:
-        return Path(path).read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
-        return []
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return (
+        f"{os.cpu_count()} cores of {(models or [platform.machine()])[0]}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, Ray {ray.__version__}; "
+        f"load average {os.getloadavg()[0]:.1f}."
+    )
 
 
 def _target(figure: Figure) -> str:

@@ -1,11 +1,10 @@
-"""A run on hosts, and what is seen of its folder from outside: is anything stale taken for new.
+"""Runs ``raydl train`` on hosts and checks from outside that it writes nothing stale.
 
-These must hold, whatever is done to the hosts meanwhile:
+These invariants must hold, whatever faults are injected into the hosts:
 
-manifests       a checkpoint is of the newest driver epoch and generation of all before it, and of
-                a higher round than those of its own generation
-samples         in each checkpoint every sample of an epoch that is under way is either done or
-                free, once
+manifests       a checkpoint has at least the driver epoch and generation of all earlier ones, and a
+                higher round than the earlier ones of its generation
+samples         in each checkpoint, every sample of an open epoch is either done or free, once
 curves          the generation never falls
 """
 
@@ -30,17 +29,17 @@ HEAD = 0
 """The host of driver and center."""
 LEASE_S = 6.0
 UP_S, BACK_S = 180.0, 150.0
-"""The longest waits: for the first rounds, and for all workers after what was done to them."""
+"""Time-outs for the first rounds, and for the recovery of all workers, in seconds."""
 _END_S, _SIGNAL_S = 120.0, 90.0
-"""The longest waits for the end of a run, and for a signal to it."""
+"""Time-outs for the end of a run, and for sending a signal to it, in seconds."""
 _ROUNDS_BACK = 10
-"""So many rounds of all workers say that they train again."""
-_LOOK_EVERY_S = 0.1
+"""Rounds that all workers must train together to count as recovered."""
+_POLL_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, order=True)
 class Written:
-    """What orders a checkpoint among those of its run."""
+    """The order of a checkpoint among the checkpoints of its run."""
 
     driver_epoch: int
     generation: int
@@ -48,37 +47,38 @@ class Written:
 
 
 @dataclass
-class Watched:
-    """What was seen of a run's folder from outside."""
+class Observed:
+    """Observations of a run's folder from outside."""
 
     stale: list[str] = field(default_factory=list)
-    """A sentence for each thing that should not be there."""
+    """A sentence for each violated invariant."""
     written: list[Written] = field(default_factory=list)
-    """Checkpoints, in the order in which they came."""
+    """Checkpoints, in the order of writing."""
     back_s: list[float] = field(default_factory=list)
-    """From the end of each partition until both workers train again."""
+    """Seconds from the end of each partition until both workers train again."""
     num_rejoined: int = 0
-    """Hosts whose Ray node had to be started again."""
+    """Number of restarts of Ray nodes."""
     refused: Counter[str] = field(default_factory=Counter)
-    _seen: set[str] = field(default_factory=set)
+    """Number of refused late arrivals, by kind."""
+    _names: set[str] = field(default_factory=set)
 
-    def look(self, run_dir: Path) -> None:
-        """Read the manifests that are new, in the order in which they were written.
+    def read_manifests(self, run_dir: Path) -> None:
+        """Read the new manifests in the order of writing.
 
-        Several may have come since the last look, and a later one may be of an earlier round.
+        Several may be new, and a later one may be of an earlier round.
         """
-        found: list[tuple[int, str, dict[str, Any]]] = []
+        new: list[tuple[int, str, dict[str, Any]]] = []
         for path in (run_dir / "checkpoints").glob("round-*/manifest.json"):
-            with contextlib.suppress(OSError, ValueError):  # it is deleted while it is read
-                if path.parent.name not in self._seen:
-                    at = path.stat().st_mtime_ns
-                    found.append((at, path.parent.name, json.loads(path.read_text())))
-        for _, name, manifest in sorted(found, key=lambda one: one[:2]):
-            self._seen.add(name)
-            self.note_manifest(name, manifest)
+            with contextlib.suppress(OSError, ValueError):  # deleted while it is read
+                if path.parent.name not in self._names:
+                    written_at = path.stat().st_mtime_ns
+                    new.append((written_at, path.parent.name, json.loads(path.read_text())))
+        for _, name, manifest in sorted(new, key=lambda entry: entry[:2]):
+            self._names.add(name)
+            self.add_manifest(name, manifest)
 
-    def note_manifest(self, name: str, manifest: dict[str, Any]) -> None:
-        """Note a checkpoint, and whether it belongs after those before it."""
+    def add_manifest(self, name: str, manifest: dict[str, Any]) -> None:
+        """Add a checkpoint, and a sentence if it is stale."""
         now = Written(manifest["driver_epoch"], manifest["generation"], manifest["round"])
         before = max(self.written, default=now)
         if now < before and "copy_of" not in manifest:
@@ -87,12 +87,12 @@ class Watched:
 
 
 class Run:
-    """``raydl train`` in host 0 of a cluster, for as long as this context is entered.
+    """``raydl train`` in host 0 of a cluster, as long as this context is entered.
 
     Args:
-        made: the cluster; all its workers train, or one at least.
-        run_dir: of the run.
-        words: of its command line.
+        made: the cluster, on which one to all of its workers train.
+        run_dir: folder of the run.
+        words: further options of the command.
     """
 
     def __init__(self, made: Cluster, run_dir: Path, *words: str) -> None:
@@ -112,7 +112,7 @@ class Run:
                 env=made.environment, cwd=ROOT, stdout=log, stderr=log,
             )  # fmt: skip
         self._pid_file = pid_file
-        self._num_told = 0
+        self._num_printed = 0
 
     def __enter__(self) -> Run:
         return self
@@ -121,32 +121,34 @@ class Run:
         self.process.kill()
         self.process.wait()
 
-    def until(self, holds: Callable[[], bool], bound_s: float, what: str, watched: Watched) -> None:
-        """Wait until something holds; look into the folder meanwhile.
+    def wait_until(
+        self, holds: Callable[[], bool], bound_s: float, what: str, observed: Observed
+    ) -> None:
+        """Wait until a condition holds, and read new manifests meanwhile.
 
         Raises:
-            RunError: the run ended, or it took too long.
+            RunError: if the run ended or the wait timed out.
         """
         deadline = time.monotonic() + bound_s
         while not holds():
-            watched.look(self.run_dir)
+            observed.read_manifests(self.run_dir)
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RunError(f"waited in vain for {what}:\n{end_of(self._log)}")
-            time.sleep(_LOOK_EVERY_S)
+                raise RunError(f"the run ended or timed out before {what}:\n{end_of(self._log)}")
+            time.sleep(_POLL_EVERY_S)
 
     def status(self) -> dict[str, Any]:
-        """Return what the run tells of itself."""
+        """Return the content of ``status.json``, or placeholders if it can not be read."""
         with contextlib.suppress(OSError, ValueError):
             status: dict[str, Any] = json.loads((self.run_dir / "status.json").read_text())
             return status
         return {"num_workers": 0, "round": -1, "state": ""}
 
-    def until_all_train(self, watched: Watched, bound_s: float) -> None:
+    def wait_until_all_train(self, observed: Observed, bound_s: float) -> None:
         """Wait until all workers have trained some rounds together."""
-        self.until(self.all_train(), bound_s, "all workers", watched)
+        self.wait_until(self.all_train(), bound_s, "all workers train", observed)
 
     def all_train(self) -> Callable[[], bool]:
-        """Return what says whether all workers have trained some rounds together since now."""
+        """Return a condition: all workers have trained some rounds together since this call."""
         since = math.inf
 
         def holds() -> bool:
@@ -160,41 +162,44 @@ class Run:
 
         return holds
 
-    def stop(self, watched: Watched) -> None:
-        """Let the run end after its round, with a checkpoint."""
+    def stop(self, observed: Observed) -> None:
+        """Stop the run by SIGTERM, which writes a checkpoint, and wait for its end."""
         pid = self._pid_file.read_text().strip()
         self._made.hosts.run(HEAD, ["kill", "-TERM", pid], timeout_s=_SIGNAL_S)
-        self.end(watched)
+        self.end(observed)
 
-    def end(self, watched: Watched) -> None:
-        """Wait for the end; note what was refused."""
+    def end(self, observed: Observed) -> None:
+        """Wait for the end, and collect refusals and violated invariants.
+
+        Raises:
+            RunError: if the run did not end in time.
+        """
         deadline = time.monotonic() + _END_S
         while self.process.poll() is None:
-            watched.look(self.run_dir)
+            observed.read_manifests(self.run_dir)
             if time.monotonic() > deadline:
-                raise RunError(f"the run did not end:\n{end_of(self._log)}")
-            time.sleep(_LOOK_EVERY_S)
-        watched.look(self.run_dir)
-        result = self.result()
-        watched.refused.update(result["refused"])
-        watched.stale += why_not_once(self.run_dir)
+                raise RunError(f"the run did not end within {_END_S:g} s:\n{end_of(self._log)}")
+            time.sleep(_POLL_EVERY_S)
+        observed.read_manifests(self.run_dir)
+        observed.refused.update(self.result()["refused"])
+        observed.stale += miscounted(self.run_dir)
 
     @property
-    def said(self) -> list[str]:
-        """Lines that this start of the run has printed."""
+    def log_lines(self) -> list[str]:
+        """The lines that this start of the run has printed."""
         return self._log.read_bytes()[self._began_at :].decode(errors="replace").splitlines()
 
-    def tell_refused(self) -> None:
-        """Print what the run has said of things that came too late."""
-        for line in [line for line in self.said if "refused" in line][self._num_told :]:
-            self._num_told += 1
+    def print_refused(self) -> None:
+        """Print new log lines about refused late arrivals."""
+        for line in [line for line in self.log_lines if "refused" in line][self._num_printed :]:
+            self._num_printed += 1
             print(f"    {line}", flush=True)
 
     def result(self) -> dict[str, Any]:
-        """Return the run's figures.
+        """Return the content of ``result.json``.
 
         Raises:
-            RunError: it wrote none.
+            RunError: if it can not be read.
         """
         with contextlib.suppress(OSError, ValueError):
             result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
@@ -202,28 +207,24 @@ class Run:
         raise RunError(f"the run has no result:\n{end_of(self._log)}")
 
 
-def why_not_once(run_dir: Path) -> list[str]:
-    """Return a sentence for each epoch in which a sample is lost, or counted twice."""
+def miscounted(run_dir: Path) -> list[str]:
+    """Return a sentence for each open epoch in which a sample is lost or counted twice."""
     from raydl.checkpoint.store import CheckpointStore  # imports torch
     from raydl.storage import Storage
 
     checkpoint, damage = CheckpointStore(Storage(str(run_dir))).read()
     ledger = checkpoint.state["ledger"]
-    found = list(damage)
+    sentences = list(damage)
     for epoch, num_done, free in ledger["open"]:
-        spans = sorted((*map(tuple, free), *reserved_in(ledger, epoch)))
+        reserved = [tuple(span) for _, of_epoch, span in ledger["reserved"] if of_epoch == epoch]
+        spans = sorted((*map(tuple, free), *reserved))
         num_free = sum(stop - start for start, stop in spans)
         overlaps = any(a[1] > b[0] for a, b in pairwise(spans))
         if overlaps or num_done + num_free != ledger["num_samples"]:
-            found.append(f"epoch {epoch}: {num_done} done and {num_free} free, {spans}")
-    return found
-
-
-def reserved_in(ledger: dict[str, Any], epoch: int) -> list[tuple[int, int]]:
-    """Return the positions of an epoch that workers have been promised, and have not begun."""
-    return [tuple(span) for _, of_epoch, span in ledger["reserved"] if of_epoch == epoch]
+            sentences.append(f"epoch {epoch}: {num_done} done and {num_free} free, {spans}")
+    return sentences
 
 
 def falls(curve: Sequence[float]) -> list[str]:
-    """Return a sentence for each place where a curve that should rise falls."""
+    """Return a sentence for each fall of the curve of generations."""
     return [f"the curve of generations falls from {a} to {b}" for a, b in pairwise(curve) if b < a]

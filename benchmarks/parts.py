@@ -1,8 +1,8 @@
-"""Parts of a benchmark that run in a process of their own, beside a Ray of their own.
+"""Runs parts of a benchmark in their own processes, each with its own Ray.
 
-    answer = connected("benchmarks.exchange", "--part", "one-node", timeout_s=100.0)
+    answer = run_part("benchmarks.exchange", "--part", "one-node", timeout_s=100.0)
 
-calls the same module again, which tells by its options that it is the part:
+starts the same module in a new process, which recognizes its part by the options:
 
     with ray_here():
         write_answer(options.answer, measure())
@@ -29,24 +29,24 @@ from raydl.ray_backend import session as ray_session
 
 
 def parser_of_parts(doc: str | None, **more: dict[str, Any]) -> argparse.ArgumentParser:
-    """Return a benchmark's options, with those for the processes that ``connected`` starts.
+    """Return a parser for a benchmark's options and the hidden ones of ``run_part``.
 
     Args:
-        doc: of the benchmark.
-        more: further options for those processes, as ``options_of`` takes them.
+        doc: docstring of the benchmark.
+        more: further hidden options, in the form of ``options_of``.
     """
     hidden = argparse.SUPPRESS
     own: dict[str, dict[str, Any]] = {"part": {}, "answer": {"type": Path}, **more}
     return options_of(doc, **{name: {**words, "help": hidden} for name, words in own.items()})
 
 
-def connected(module: str, *words: str, timeout_s: float) -> Any:
-    """Run ``python -m MODULE WORDS --answer FILE`` beside a Ray of its own; return its answer.
+def run_part(module: str, *words: str, timeout_s: float) -> Any:
+    """Run ``python -m MODULE WORDS --answer FILE`` and return its answer.
 
-    The process and all that it started have ended when this returns.
+    The process and all processes that it started have ended when this returns.
 
     Raises:
-        RuntimeError: it failed, or did not end in time; the text has what it said last.
+        RuntimeError: if the process failed or did not end in time; with the end of its log.
     """
     end_cleanly()
     with tempfile.TemporaryDirectory(prefix="raydl-", ignore_cleanup_errors=True) as folder:
@@ -70,14 +70,14 @@ def connected(module: str, *words: str, timeout_s: float) -> Any:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return the environment of a process that starts a Ray of its own, in a folder."""
+    """Return the environment of a process that starts its own Ray in a folder."""
     own = {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "token", "RAY_TMPDIR": folder}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @contextlib.contextmanager
 def ray_here() -> Iterator[None]:
-    """Be connected with a Ray of one's own, or that of ``RAY_ADDRESS``."""
+    """Connect to the Ray of ``RAY_ADDRESS``, or to a new one, until the block ends."""
     ray_session.prepare()
     ray_session.connect()
     try:
@@ -87,5 +87,5 @@ def ray_here() -> Iterator[None]:
 
 
 def write_answer(path: Path, answer: Mapping[str, Any]) -> None:
-    """Write what ``connected`` returns."""
+    """Write the answer that ``run_part`` returns."""
     path.write_text(json.dumps(answer))

@@ -1,4 +1,4 @@
-"""Programs that a benchmark starts beside itself, and the data they take."""
+"""Programs that a benchmark starts, and their data."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES_TOLD = 60
-"""Of what a program said, when it failed."""
+LOG_LINES = 60
+"""Last lines of a failed program's log that an error shows."""
 _STOP_S = 15.0
-"""What a program that was asked to end has time for."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class RunError(RuntimeError):
-    """A program failed or took too long; the text has which, and the end of what it said."""
+    """A program failed or took too long; the text names it, with the end of its log."""
 
 
 def end_cleanly() -> None:
-    """Let SIGTERM end this process with all that it has started, as an error would."""
+    """Let SIGTERM raise SystemExit, so that this process ends the programs that it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
 
 
 def end_sessions(started: Sequence[subprocess.Popen[Any]]) -> None:
-    """End programs, each of which leads a session, and what is left of theirs.
+    """End programs, each the leader of a session, and all other processes of their sessions.
 
-    First by asking: a Ray that is told takes its processes with it.
+    SIGTERM comes first: Ray then ends its processes itself.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in started:
@@ -49,10 +49,10 @@ def wait_for(
     *,
     bound_s: float,
 ) -> None:
-    """Wait for all.
+    """Wait for the end of all programs.
 
     Raises:
-        RunError: one has failed, or not ended within so many seconds; the others may still run.
+        RunError: if a program failed, or did not end within ``bound_s``; others may still run.
     """
     deadline = time.monotonic() + bound_s
     while any(process.poll() is None for process in started):
@@ -69,13 +69,13 @@ def wait_for(
 
 
 def end_of(log: Path) -> str:
-    """Return the last lines of what a program said."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LINES_TOLD:])
+    """Return the last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def data_at(place: str) -> str:
-    """Return the folder of a set, which may be given from the project's root; exit without it."""
+    """Return the path of a data set, absolute or relative to the project; exit if missing."""
     path = (ROOT / place).resolve()
     if not path.is_dir():
-        sys.exit(f"there is no data in {place}; name a folder with --data")
+        sys.exit(f"--data must be an existing folder, got {place}")
     return str(path)

@@ -1,4 +1,4 @@
-"""A Ray cluster on hosts of ``hosts.py``: a head in host 0, and a node in each other one.
+"""Starts a Ray cluster on hosts of ``hosts.py``: the head in host 0, a node in each other host.
 
 with Hosts(4, mbit=100) as hosts:
     environment = start_ray(hosts, folder)
@@ -17,16 +17,17 @@ from benchmarks.hosts import Hosts
 
 PORT = 6379
 START_S = 100.0
-"""The longest start of the head, or of all other nodes: some seconds where nobody else computes."""
+"""Time-out in seconds for the start of the head, or of all other nodes; an idle machine needs a few
+seconds."""
 OBJECT_STORE_BYTES = 100 << 20
 PULL_MS = "600000"
-"""How long a node waits for an object before it asks for it once more. By default 10 s: what takes
-a thin link longer is then sent a second time beside the first (Ray's issue 56523)."""
+"""Milliseconds until a node repeats its request for an object. With Ray's default of 10 s, an
+object that a thin link transfers more slowly is sent twice (Ray's issue 56523)."""
 USUAL_PULL_MS = "10000"
-"""The default, for hosts that are cut off: a question that is lost with one is asked again."""
+"""Ray's default, for hosts that are cut off: a lost request is repeated."""
 _LONGEST_FOLDER = 38
-_SAID = "said"
-"""What the start of a node printed, in its folder."""
+_LOG = "log"
+"""File with the output of a node's start, in its folder."""
 _COMMON = (
     "--num-cpus", "1", "--object-store-memory", str(OBJECT_STORE_BYTES),
     "--min-worker-port", "0", "--max-worker-port", "0",
@@ -36,23 +37,23 @@ _COMMON = (
 def start_ray(
     hosts: Hosts, folder: Path, more: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Start Ray in all hosts, one CPU each; return the environment of a driver in host 0.
+    """Start Ray with one CPU in each host, and return the environment of a driver in host 0.
 
     The cluster ends with the hosts.
 
     Args:
-        hosts: entered.
-        folder: of what Ray writes, a folder in it for each host; nobody removes it.
-        more: what else all nodes and the driver have in their environment.
+        hosts: hosts whose context is entered.
+        folder: folder for Ray's files, with a subfolder per host; the caller deletes it.
+        more: further environment variables of all nodes and of the driver.
 
     Raises:
-        RuntimeError: a node did not start; the text has what it said.
-        subprocess.SubprocessError: the head did not start.
+        RuntimeError: if a node did not start; with its output.
+        subprocess.SubprocessError: if the head did not start.
     """
-    # Ray's sockets lie deep below it, and the path of a socket has 107 bytes at most.
+    # The folder contains Ray's sockets, whose paths may have at most 107 bytes.
     assert len(str(folder)) <= _LONGEST_FOLDER, f"{folder} is too long for sockets below it"
     ray = str(Path(sys.executable).with_name("ray"))
-    # The token that all nodes share; one that is there stays as it is.
+    # Creates the token that all nodes share, unless there is one.
     subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
     address = f"{hosts.address(0)}:{PORT}"
     environment = {
@@ -70,35 +71,35 @@ def start_ray(
         for host in range(1, hosts.number)
     }  # fmt: skip
     for host, process in started.items():
-        said, _ = process.communicate(timeout=START_S)
+        output, _ = process.communicate(timeout=START_S)
         if process.returncode:
-            raise RuntimeError(f"the node of host {host} did not start:\n{said}")
+            raise RuntimeError(f"the node of host {host} did not start:\n{output}")
     return {**environment, "RAY_ADDRESS": address}
 
 
 def rejoin_ray(
     hosts: Hosts, host: int, folder: Path, environment: Mapping[str, str], *, timeout_s: float
 ) -> bool:
-    """Start the node of a host again if it has ended; return whether it had.
+    """Restart the node of a host if it has ended, and return whether it had.
 
-    Ray takes a node for lost that was cut off for some half a minute, and ends it when it hears of
-    it again.
+    Ray declares a node dead after about half a minute without contact, and ends it when it
+    reconnects.
 
     Args:
-        hosts: of the cluster.
-        host: not that of the head.
-        folder: a new one for what the node writes; its path is short.
-        environment: what ``start_ray`` returned.
-        timeout_s: the longest start.
+        hosts: hosts of the cluster.
+        host: number of the host, not that of the head.
+        folder: new folder for the node's files, with a short path.
+        environment: the environment that ``start_ray`` returned.
+        timeout_s: time-out of the start, in seconds.
 
     Raises:
-        subprocess.SubprocessError: it did not start.
+        subprocess.SubprocessError: if the node did not start.
     """
     if has_ray(hosts, host):
         return False
     code = join_ray(hosts, host, folder, environment).wait(timeout=timeout_s)
     if code:
-        raise subprocess.CalledProcessError(code, "ray start", (folder / _SAID).read_text())
+        raise subprocess.CalledProcessError(code, "ray start", (folder / _LOG).read_text())
     return True
 
 
@@ -110,23 +111,23 @@ def has_ray(hosts: Hosts, host: int) -> bool:
 def join_ray(
     hosts: Hosts, host: int, folder: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Begin to start the node of a host anew; return what ends, with 0, once it is up.
+    """Begin to restart the node of a host; the process returned ends with 0 once the node is up.
 
     Args:
-        hosts: of the cluster.
-        host: not that of the head.
-        folder: a new one for what the node writes; its path is short.
-        environment: what ``start_ray`` returned.
+        hosts: hosts of the cluster.
+        host: number of the host, not that of the head.
+        folder: new folder for the node's files, with a short path.
+        environment: the environment that ``start_ray`` returned.
     """
     ray = str(Path(sys.executable).with_name("ray"))
     words = [ray, "start", "--address", environment["RAY_ADDRESS"], *_place(hosts, host, folder)]
-    with (folder / _SAID).open("w") as log:
+    with (folder / _LOG).open("w") as log:
         environment = {**environment, "RAY_ADDRESS": ""}
         return hosts.popen(host, words, env=environment, stdout=log, stderr=log)
 
 
 def _place(hosts: Hosts, host: int, folder: Path) -> list[str]:
-    """Return the options of a host's node. Nodes that share a folder disturb one another."""
+    """Return the options of a host's node; nodes must not share a folder."""
     return [
         "--node-ip-address", hosts.address(host), "--temp-dir", str(folder / str(host)), *_COMMON,
     ]  # fmt: skip

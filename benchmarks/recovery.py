@@ -1,27 +1,27 @@
-"""What the loss of a worker costs the others, beside Ray Train's restart.
+"""Measures the cost of losing a worker, compared with a restart of Ray Train.
 
 Command:   python -m benchmarks.recovery            (--quick: sync-easgd and Ray Train, once, with
            two workers and a fifth of the training set)
 
-Three workers train LeNet on one Ray cluster; one of them is killed with SIGKILL in the middle, in
-each repeat another one. Every worker notes when it begins a step (``watching.py``), and from these
-notes alone, beside how many samples the run counted, come:
+Three workers train LeNet on one Ray cluster; one of them, another one in each repeat, gets SIGKILL
+during the training. Each worker notes when it begins a step (``watching.py``). These notes, and the
+samples that the run counted, give:
 
-pause           the longest time from one step of a survivor to its next, from the kill until all
-                three train again, less its usual step; the mean over the survivors
-pauses          the same of all times that are longer than any in the seconds before the kill: to
-                take in a newcomer is a pause, too
-thrown away     samples that were trained on and did not count, among them those that the killed
-                worker had in hand, in seconds at the pace before
-lost progress   pauses and what was thrown away; of Ray Train, which begins again from a checkpoint:
-                from the kill until it is further than it was
+pause           the longest time between two steps of a survivor, from the kill until all three
+                train again, minus a median step; mean over the survivors
+pauses          the same, as the sum of all times that are longer than any in the seconds before the
+                kill; to admit the newcomer is a pause, too
+thrown away     trained samples that did not count, including those of the killed worker's last
+                steps, also in seconds at the speed before the kill
+lost progress   pauses plus thrown away; for Ray Train, which restarts from a checkpoint: from the
+                kill until the training passes its earlier progress
 full strength   from the kill until three workers have completed a step again
 
-Ray Train keeps a checkpoint every second or so, which is to its advantage: with fewer it would
-throw more away. raydl keeps one every minute, and needs none for this. Both have the same cluster,
-which hands out three CPUs however many there are, the same batches, one thread per worker, and no
-scores. ``2:3`` may train with two workers, which is what the target is about. With a fixed number
-of workers all wait until the third one is back, by its setting.
+Ray Train writes a checkpoint about every second, to its advantage: with fewer it would throw away
+more. raydl writes one every minute and needs none for the recovery. Both sides have the same
+cluster, which offers three CPUs to Ray, the same batches, one thread per worker, and no
+evaluations. ``2:3`` may train with two workers; the target is for this case. With a fixed number of
+workers, the survivors wait for the replacement.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from benchmarks.watching import MODEL, Cluster, Step, Watched, WatchError
 NUM_WORKERS, QUICK_WORKERS = 3, 2
 BATCH_SIZE = 64
 CHECKPOINT_SAMPLES = 10_000
-"""From one checkpoint of Ray Train to the next, by all workers."""
+"""Samples of all workers between two checkpoints of Ray Train."""
 PEER = "Ray Train"
 CASES = {
     "sync-easgd 2:3": ("sync-easgd", "2:3"),
@@ -56,20 +56,20 @@ CASES = {
     "hogwild-easgd 2:3": ("hogwild-easgd", "2:3"),
     "sync-easgd 3": ("sync-easgd", "3"),
 }
-"""The method and the workers of each case."""
+"""Method and workers of each case."""
 _QUICK_SAMPLES = 12_000
 QUICK_CASES = {"sync-easgd 1:2": ("sync-easgd", "1:2")}
 _ENDLESS = "1000000000"
 _UP_S, _BACK_S, _END_S = 180.0, 180.0, 60.0
-"""The longest waits: for the first steps, for full strength again, for the end."""
+"""Time-outs for the first steps, for the recovery, and for the end, in seconds."""
 _STEADY_S = 3.0
-"""Of training before the kill."""
+"""Seconds of training before the kill."""
 _AFTER_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """What the kill of a worker cost, in seconds."""
+    """The cost of a killed worker."""
 
     pause_s: float
     pauses_s: float
@@ -82,34 +82,34 @@ class Recovery:
 def pauses_of(steps: list[Step], *, killed_at: float, until: float) -> tuple[float, list[float]]:
     """Return a survivor's longest pause and all its pauses, in seconds.
 
-    A pause is longer than any time between two steps just before the kill; the longest time
-    after the kill counts as one whether it is or not. Of each a usual step is taken off.
+    A pause is a time between two steps that is longer than any just before the kill; the longest
+    time after the kill always counts as a pause. The median step is subtracted from each.
 
     Args:
-        steps: of the survivor.
-        killed_at: when the first pause may end.
-        until: when the last one may begin.
+        steps: steps of the survivor.
+        killed_at: earliest end of a pause.
+        until: latest start of a pause.
     """
     times = [(a.began_at, b.began_at) for a, b in pairwise(steps)]
     before = [b - a for a, b in times if killed_at - _STEADY_S <= a and b < killed_at]
     after = [b - a for a, b in times if b > killed_at and a < until]
-    usual, longest = median(before), max(after)
-    pauses = [gap - usual for gap in after if gap > max(before) or gap == longest]
-    return longest - usual, pauses
+    step_s, longest = median(before), max(after)
+    pauses = [gap - step_s for gap in after if gap > max(before) or gap == longest]
+    return longest - step_s, pauses
 
 
 def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: list[int]) -> Recovery:
-    """Return what a kill costs raydl.
+    """Return the cost of a killed worker of raydl.
 
     Args:
-        cluster: where it trains.
-        data: a folder.
-        method: its name.
+        cluster: cluster of the run.
+        data: folder of the data set.
+        method: name of the method.
         workers: N, or MIN:MAX.
-        turn: how many were killed before; one is added.
+        turn: number of workers killed before, in a list; it is incremented.
 
     Raises:
-        WatchError: the run did not do what was waited for.
+        WatchError: if the run timed out.
     """
     words = [
         "-m", "raydl", "train", "--data", data, "--model", MODEL, "--method", method,
@@ -121,33 +121,33 @@ def raydl_case(cluster: Cluster, data: str, method: str, workers: str, turn: lis
         num_workers = int(workers.rpartition(":")[2])
         victim, killed_at = _kill_one(run, num_workers, turn)
         again = f"{num_workers} workers train again"
-        run.wait_until(lambda: run.num_at_work() > num_workers, again, within_s=_BACK_S)
+        run.wait_until(lambda: run.num_training() > num_workers, again, within_s=_BACK_S)
         time.sleep(_AFTER_S)
         run.end(within_s=_END_S)
         steps = run.steps()
         counted = json.loads((run.folder / "run" / "result.json").read_text())["samples"]
-    _, stragglers = _usual(list(steps.values()), killed_at)
+    _, speed = _before(list(steps.values()), killed_at)
     new = [s for s in steps.values() if s[0].began_at > killed_at]
     full_at = min(s[1].began_at for s in new if len(s) > 1)
     survivors = [s for pid, s in steps.items() if pid != victim and s not in new]
     pauses = [pauses_of(s, killed_at=killed_at, until=full_at) for s in survivors]
-    pauses_s = mean(sum(of_one) for _, of_one in pauses)
-    thrown = _samples(steps) - counted
+    pauses_s = mean(sum(of_worker) for _, of_worker in pauses)
+    thrown = sum(s.num_samples for of_worker in steps.values() for s in of_worker) - counted
     return Recovery(
         pause_s=mean(longest for longest, _ in pauses),
         pauses_s=pauses_s,
         thrown_samples=thrown,
-        thrown_s=thrown / stragglers,
-        lost_s=pauses_s + thrown / stragglers,
+        thrown_s=thrown / speed,
+        lost_s=pauses_s + thrown / speed,
         full_s=full_at - killed_at,
     )
 
 
 def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) -> Recovery:
-    """Return what a kill costs Ray Train with so many workers; see ``raydl_case``.
+    """Return the cost of a killed worker of Ray Train; see ``raydl_case``.
 
     Raises:
-        WatchError: the run did not do what was waited for.
+        WatchError: if the run timed out.
     """
     words = [
         "-m", "benchmarks.peers.ray_train", "--data", data, "--model", MODEL,
@@ -166,12 +166,13 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
         def is_beyond() -> bool:
             return _beyond_at(new_steps(), _began_again(run, killed_at), reached) is not None
 
-        run.wait_until(
-            lambda: run.num_at_work() >= 2 * num_workers, "it trains again", within_s=_BACK_S
-        )
-        run.wait_until(is_beyond, "it is further than it was", within_s=_BACK_S)
+        def trains_again() -> bool:
+            return run.num_training() >= 2 * num_workers
+
+        run.wait_until(trains_again, "all workers train again", within_s=_BACK_S)
+        run.wait_until(is_beyond, "training passes its earlier progress", within_s=_BACK_S)
         after, from_samples = new_steps(), _began_again(run, killed_at)
-    usual_s, stragglers = _usual(list(before.values()), killed_at)
+    step_s, speed = _before(list(before.values()), killed_at)
     beyond_at = _beyond_at(after, from_samples, reached)
     assert beyond_at is not None
     pause_s = min(s[0].began_at for s in after.values()) - killed_at
@@ -179,73 +180,67 @@ def peer_case(cluster: Cluster, data: str, num_workers: int, turn: list[int]) ->
         pause_s=pause_s,
         pauses_s=pause_s,
         thrown_samples=reached - from_samples,
-        thrown_s=(reached - from_samples) / stragglers,
-        lost_s=beyond_at - killed_at - usual_s,
+        thrown_s=(reached - from_samples) / speed,
+        lost_s=beyond_at - killed_at - step_s,
         full_s=max(s[1].began_at for s in after.values()) - killed_at,
     )
 
 
 def _kill_one(run: Watched, num_workers: int, turn: list[int]) -> tuple[int, float]:
-    """Wait for steady training and kill a worker; return its process id, and when that was."""
+    """Wait for steady training, kill a worker, and return (its process id, the time)."""
     start = f"{num_workers} workers train"
-    run.wait_until(lambda: run.num_at_work() >= num_workers, start, within_s=_UP_S)
+    run.wait_until(lambda: run.num_training() >= num_workers, start, within_s=_UP_S)
     time.sleep(_STEADY_S)
-    enough = 2 * CHECKPOINT_SAMPLES // BATCH_SIZE  # so that there is a checkpoint
-    run.wait_until(lambda: run.num_steps() > enough, "some steps are taken", within_s=_UP_S)
+    num_steps = 2 * CHECKPOINT_SAMPLES // BATCH_SIZE  # enough for a checkpoint
+    first = f"{num_steps} steps are taken"
+    run.wait_until(lambda: run.num_steps() > num_steps, first, within_s=_UP_S)
     victim = sorted(run.steps())[turn[0] % num_workers]
     turn[0] += 1
     os.kill(victim, signal.SIGKILL)
     return victim, time.monotonic()
 
 
-def _usual(workers: list[list[Step]], killed_at: float) -> tuple[float, float]:
-    """Return (seconds per step of a worker, samples per second of all) before the kill."""
+def _before(workers: list[list[Step]], killed_at: float) -> tuple[float, float]:
+    """Return (median seconds of a step, samples per second of all workers) before the kill."""
     since = killed_at - _STEADY_S
     steady = [[s for s in steps if since <= s.began_at < killed_at] for steps in workers]
     gaps = [b.began_at - a.began_at for steps in steady for a, b in pairwise(steps)]
     return median(gaps), sum(s.num_samples for steps in steady for s in steps) / _STEADY_S
 
 
-def _samples(steps: dict[int, list[Step]]) -> int:
-    return sum(step.num_samples for of_one in steps.values() for step in of_one)
-
-
 def _reached(steps: dict[int, list[Step]], killed_at: float) -> int:
-    """Return the samples of the steps that all workers had completed together."""
-    begun = [[s for s in of_one if s.began_at < killed_at] for of_one in steps.values()]
+    """Return the samples of the steps that all workers had completed before the kill."""
+    begun = [[s for s in of_worker if s.began_at < killed_at] for of_worker in steps.values()]
     complete = min(map(len, begun)) - 1
-    return sum(step.num_samples for of_one in begun for step in of_one[:complete])
+    return sum(step.num_samples for of_worker in begun for step in of_worker[:complete])
 
 
 def _began_again(run: Watched, killed_at: float) -> int:
-    """Return the samples at the checkpoint that Ray Train has gone on from."""
+    """Return the samples at the checkpoint from which Ray Train restarted."""
     lines = (run.folder / "events").read_text().splitlines()
     events: list[dict[str, Any]] = [json.loads(line) for line in lines]
     to_unix = time.time() - time.monotonic()
     starts = [e for e in events if e.get("event") == "first_step"]
     new = [e["samples"] for e in starts if e["time"] - to_unix > killed_at]
     if not new:
-        raise WatchError(f"Ray Train trains and has not said from where: {starts}")
+        raise WatchError(f"Ray Train trains again but has not logged its first step: {starts}")
     return int(new[-1])
 
 
 def _beyond_at(after: dict[int, list[Step]], samples: int, reached: int) -> float | None:
-    """Return when the steps after a restart at so many samples come to more than were reached."""
-    for step in sorted((s for of_one in after.values() for s in of_one), key=_by_time):
+    """Return when the steps after a restart at ``samples`` pass ``reached``, or None."""
+    steps = [step for of_worker in after.values() for step in of_worker]
+    for step in sorted(steps, key=lambda step: step.began_at):
         samples += step.num_samples
         if samples > reached:
             return step.began_at
     return None
 
 
-def _by_time(step: Step) -> float:
-    return step.began_at
-
-
-def tell(report: Report, results: dict[str, list[Recovery]]) -> None:
-    """Put the table and the figures into a report."""
+def add_results(report: Report, results: dict[str, list[Recovery]]) -> None:
+    """Add the table and the figures to a report."""
     columns = ("", "pause, s", "pauses, s", "thrown away, samples", "thrown away, s")
-    report.table(
+    report.add_table(
         (*columns, "lost progress, s", "full strength, s"),
         [(name, *_cells(of_case)) for name, of_case in results.items()],
     )
@@ -254,11 +249,11 @@ def tell(report: Report, results: dict[str, list[Recovery]]) -> None:
         lost, short = [r.lost_s for r in of_case], f"recovery.{name.replace(' ', '-').lower()}"
         is_elastic = ":" in name
         target, tenth = (1.0, 0.1) if is_elastic else (None, None)
-        report.judge(_figure(f"{short}.lost_s", Spread.of(lost), target))
+        report.add_figures(_figure(f"{short}.lost_s", Spread.of(lost), target))
         if name != PEER:
             full = ratios([r.full_s for r in of_case], [r.full_s for r in peer])
             of_peer = ratios(lost, [r.lost_s for r in peer])
-            report.judge(
+            report.add_figures(
                 _figure(f"{short}.lost_of_ray_train", of_peer, tenth),
                 _figure(f"{short}.full_strength_of_ray_train", full, None),
             )
@@ -274,8 +269,9 @@ def _cells(of_case: list[Recovery]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, and tell."""
-    parser = options_of(__doc__, data={"default": "../shared/data/mnist", "help": "a folder"})
+    """Measure and report."""
+    data_option = {"default": "../shared/data/mnist", "help": "folder of MNIST"}
+    parser = options_of(__doc__, data=data_option)
     options = parser.parse_args()
     end_cleanly()
     data = data_at(options.data)
@@ -290,12 +286,12 @@ def main() -> None:
         cases[PEER] = partial(peer_case, cluster, data, num_workers, [0])
         try:
             repeats = options.repeats or (1 if options.quick else 3)
-            tell(report, interleaved(cases, repeats=repeats))
+            add_results(report, interleaved(cases, repeats=repeats))
         except WatchError as error:
             sys.exit(f"the recovery was not measured: {error}")
-    report.say(
+    report.add_text(
         f"{num_workers} workers on {os.cpu_count()} cores. A newcomer imports torch while the "
-        f"others train, so that on few cores they pause for that, too."
+        f"others train; with few cores that causes pauses, too."
     )
     report.close(options.out)
 

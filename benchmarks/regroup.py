@@ -1,16 +1,16 @@
-"""How soon the actors of a user's group sum again after one of three is killed.
+"""Measures how soon a user's group of three actors sums again after one of them is killed.
 
 Command:   python -m benchmarks.regroup            (--quick: once)
 
-Three actors sum 1,000 numbers again and again by ``ray.util.collective``; one is killed with
-SIGKILL. The driver learns from the errors of the others which one is missing, and has them form the
-next generation and sum. Of each repeat, from the kill on, in milliseconds:
+Three actors repeatedly sum 1,000 numbers through ``ray.util.collective``; one gets SIGKILL. The
+errors of the others name the missing member, and the driver lets them form the next generation and
+sum. Milliseconds after the kill, for each repeat:
 
-failed      until both survivors have raised, with the name of the killed one
-formed      until both are in the new group
-summed      until the driver has the first sum of the new group
+failed      both survivors have raised an error that names the killed member
+formed      both have formed the new group
+summed      the driver has the first sum of the new group
 
-The newcomer of the next repeat is up before it begins.
+The newcomer of the next repeat is ready before that repeat begins.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NAME = "regroup"
 
 
 class Member:
-    """An actor with a place in the group."""
+    """An actor that is a member of the group."""
 
     def pid(self) -> int:
-        """Return its process id."""
+        """Return the process id."""
         return os.getpid()
 
     def form(self, members: list[str], member: str, generation: int) -> None:
@@ -45,13 +45,13 @@ class Member:
         raydl.init_collective_group(members, member, _NAME, generation=generation)
 
     def sum(self) -> float:
-        """Return the sum of one over all members."""
+        """Return the sum of ones over all members."""
         ones = np.ones(1000, np.float32)
         collective.allreduce(ones, _NAME)
         return float(ones[-1])
 
-    def sum_until_it_fails(self) -> tuple[str, ...]:
-        """Return the ids of the missing members, once there are some."""
+    def sum_until_failure(self) -> tuple[str, ...]:
+        """Sum repeatedly until an exchange fails, and return the ids of the missing members."""
         while True:
             try:
                 self.sum()
@@ -64,7 +64,7 @@ def _all(refs: list[Any]) -> list[Any]:
 
 
 class Group:
-    """The members, and the generations that they form."""
+    """The members and their generations."""
 
     def __init__(self) -> None:
         self._actors: dict[str, Any] = {}
@@ -72,7 +72,7 @@ class Group:
         self._num_started = 0
 
     def fill(self) -> None:
-        """Start members until there are three, and form a generation of them."""
+        """Start members until there are three, and form a generation."""
         while len(self._actors) < 3:
             member = ray.remote(num_cpus=0)(Member)
             self._actors[f"m{self._num_started}"] = member.remote()
@@ -80,16 +80,16 @@ class Group:
         self.form()
 
     def form(self) -> None:
-        """Form the next generation of all that are there."""
+        """Form the next generation of all members."""
         members = list(self._actors)
         _all([a.form.remote(members, m, self._generation) for m, a in self._actors.items()])
         self._generation += 1
 
     def lose_one(self) -> tuple[float, float, float]:
-        """Kill a member while all sum; return the seconds until failed, formed and summed."""
+        """Kill a member while all sum, and return the seconds until failed, formed and summed."""
         *_, lost = self._actors
         [pid] = _all([self._actors[lost].pid.remote()])
-        waiting = {m: a.sum_until_it_fails.remote() for m, a in self._actors.items()}
+        waiting = {m: a.sum_until_failure.remote() for m, a in self._actors.items()}
         time.sleep(_STEADY_S)
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -103,19 +103,19 @@ class Group:
 
 
 def main() -> None:
-    """Take the figures."""
+    """Measure and report."""
     options = options_of(__doc__).parse_args()
     report = Report.of_command("regroup", options)
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    group, taken = Group(), []
+    group, repeats = Group(), []
     for _ in range(options.repeats or (1 if options.quick else 5)):
         group.fill()
-        taken.append(group.lose_one())
-    rows = [[f"{1e3 * seconds:.0f}" for seconds in times] for times in taken]
-    report.table(("failed ms", "formed ms", "summed ms"), rows)
-    summed = Spread.of([summed_s for _, _, summed_s in taken])
-    report.judge(Figure(name="regroup.3.kill-to-sum-s", value=summed))
+        repeats.append(group.lose_one())
+    rows = [[f"{1e3 * seconds:.0f}" for seconds in times] for times in repeats]
+    report.add_table(("failed ms", "formed ms", "summed ms"), rows)
+    summed = Spread.of([summed_s for _, _, summed_s in repeats])
+    report.add_figures(Figure(name="regroup.3.kill-to-sum-s", value=summed))
     report.close(options.out)
     ray.shutdown()
 

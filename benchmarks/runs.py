@@ -1,12 +1,12 @@
-"""Runs of ``raydl train`` and of its peers on this machine, one after the other or side by side.
+"""Runs ``raydl train`` and its peers on this machine.
 
     with workplace() as place:
         data = place.arrays("../shared/data/mnist")
         run = place.train("--data", data, "--method", "sync-easgd", "--seconds", "10")
 
-All of them get one thread, the same decoded pictures, and a Ray of their own on this machine, which
-ends with them. What they write lies in one folder that goes at the end. A program that takes too
-long is asked to end, then killed.
+Each program has one thread, the same decoded pictures, and its own Ray, which ends with the
+program. All programs write into one folder, which is deleted at the end. A program that takes too
+long gets SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ from typing import Any
 from benchmarks.programs import ROOT, end_cleanly, end_sessions, wait_for
 
 BOUND_S = 300.0
-"""The longest run, its start and end counted in."""
+"""Time-out of a run in seconds, including its start and end."""
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",  # what a program said before it was killed is in its log
+    "PYTHONUNBUFFERED": "1",  # the log of a killed program is complete
     "RAY_ADDRESS": "",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 Point = tuple[float, int]
-"""(Seconds, samples by all workers until then)."""
+"""(Seconds, samples trained by all workers until then)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run came to."""
+    """The outcome of a run."""
 
     result: dict[str, Any]
-    """What it wrote: ``result.json`` of raydl, or that of ``peers/loop.py``."""
+    """The content of raydl's ``result.json``, or the result of ``peers/loop.py``."""
     points: tuple[Point, ...]
-    """Its progress, from its first steps to its last, rising."""
+    """Progress from the first step to the last, increasing."""
     folder: Path | None = None
-    """That of a run of raydl, as long as the workplace is there."""
+    """Folder of a run of raydl; it exists as long as the workplace."""
 
 
 @dataclass
 class Workplace:
-    """Where programs run and write."""
+    """Starts programs that write into a folder."""
 
     folder: Path
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def arrays(self, data: str, *, num_test: int | None = None) -> str:
-        """Return the path of an .npz file of a set, so that no program has to decode pictures.
+        """Write the decoded pictures of a data set to an .npz file and return its path.
 
         Args:
-            data: the set, as ``raydl train`` takes it.
-            num_test: samples of the test set that are kept, from its start; None: all.
+            data: the data set, as for ``raydl train``.
+            num_test: samples of the test set to keep, from its start; None: all.
         """
         import numpy as np
 
         from raydl.data import ImageSet, load
 
         if "/" in data and not (ROOT / data).exists():
-            sys.exit(f"no data at {data}; name them with --data")
+            sys.exit(f"--data must exist, got {data}")
         dataset = load(str(ROOT / data) if "/" in data else data)
         train, test = dataset.train, dataset.test
         assert isinstance(train, ImageSet)
@@ -87,11 +87,11 @@ class Workplace:
         """Run ``raydl train``.
 
         Args:
-            words: its options.
-            run_dir: the run's folder; None: a new one.
+            words: options.
+            run_dir: folder of the run; None: a new one.
 
         Raises:
-            RunError: it failed, or took too long.
+            RunError: if the run failed or took too long.
         """
         run_dir = run_dir or self._new("run")
         self._run([sys.executable, "-m", "raydl", "train", *words, "--run-dir", str(run_dir)])
@@ -99,10 +99,10 @@ class Workplace:
         return Trained(result=result, points=_points_of_run(run_dir), folder=run_dir)
 
     def plain(self, *words: str, copies: int = 1) -> list[Trained]:
-        """Run plain PyTorch in so many processes at once that know nothing of one another.
+        """Run plain PyTorch in independent, simultaneous processes.
 
         Raises:
-            RunError: one failed, or took too long.
+            RunError: if a process failed or took too long.
         """
         names = [self._new("plain") for _ in range(copies)]
         module = [sys.executable, "-m", "benchmarks.peers.plain"]
@@ -113,7 +113,7 @@ class Workplace:
         """Run DistributedDataParallel.
 
         Raises:
-            RunError: it failed, or took too long.
+            RunError: if the run failed or took too long.
         """
         name = self._new("ddp")
         start = ["-m", "torch.distributed.run", "--standalone"]
@@ -125,7 +125,7 @@ class Workplace:
         """Run Ray Train's TorchTrainer.
 
         Raises:
-            RunError: it failed, or took too long.
+            RunError: if the run failed or took too long.
         """
         name = self._new("ray-train")
         module = ["-m", "benchmarks.peers.ray_train", "--workers", str(num_workers)]
@@ -136,7 +136,7 @@ class Workplace:
         return self.folder / f"{name}-{next(self._numbers)}"
 
     def _run(self, *programs: Sequence[str]) -> None:
-        """Run programs side by side to their ends."""
+        """Run programs side by side and wait for their ends."""
         environment = {**os.environ, **_ENVIRONMENT, "RAY_TMPDIR": str(self.folder)}
         logs = [self._new("log") for _ in programs]
         started: list[subprocess.Popen[bytes]] = []
@@ -156,9 +156,9 @@ class Workplace:
 
 @contextmanager
 def workplace() -> Iterator[Workplace]:
-    """Yield a workplace; its folder goes at the end, and what runs in it, on SIGTERM too."""
+    """Yield a workplace; at its end, also by SIGTERM, end its programs and delete its folder."""
     end_cleanly()
-    folder = Path(tempfile.mkdtemp(prefix="raydl-"))  # short: Ray's sockets lie deep below it
+    folder = Path(tempfile.mkdtemp(prefix="raydl-"))  # short: paths of Ray's sockets are limited
     try:
         yield Workplace(folder)
     finally:
@@ -170,17 +170,17 @@ def _files(name: Path) -> tuple[str, ...]:
 
 
 def _read_peer(name: Path) -> Trained:
-    """Return the result of a peer, and its progress as rank 0 tells it, in Unix time."""
-    lines = Path(f"{name}.events").read_text().splitlines()
-    told = [json.loads(line) for line in lines]
-    points = tuple((line["time"], line["samples"]) for line in told if line["rank"] == 0)
+    """Return the result of a peer and the progress of its rank 0, in Unix time."""
+    events = map(json.loads, Path(f"{name}.events").read_text().splitlines())
+    points = tuple((event["time"], event["samples"]) for event in events if event["rank"] == 0)
     return Trained(result=json.loads(Path(f"{name}.json").read_text()), points=points)
 
 
 def _points_of_run(run_dir: Path) -> tuple[Point, ...]:
-    """Return the progress of a run by its own curves; the driver notes a point as it hears of it.
+    """Return the progress of a run from its curves, whose points have the driver's times.
 
-    Of points that came together the last counts: the others are older than they seem.
+    Of points that the driver received together only the last counts: the others are older than
+    their times say.
     """
     from raydl.tools.report.events import read_history
 

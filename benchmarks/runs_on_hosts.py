@@ -1,11 +1,11 @@
-"""Runs of ``raydl train`` on a Ray cluster on hosts, whose links are changed from run to run.
+"""Runs ``raydl train`` on a Ray cluster on hosts, with another link rate for each run.
 
     with cluster(2) as hosts:
         hosts.limit(25)
         result = hosts.train("--method", "sync-easgd", "--samples", "10000")
 
-Hosts and Ray start once, on links that limit nothing. A run starts on the links that it trains on:
-what it takes to send the training set and the center to the hosts is no part of its rate.
+Hosts and Ray start once, with unlimited links. A run starts with its own link rate; the time to
+send the training set and the center to the hosts is not part of the measured speed.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.hosts import Hosts
-from benchmarks.programs import LINES_TOLD, ROOT, RunError, end_cleanly, wait_for
+from benchmarks.programs import LOG_LINES, ROOT, RunError, end_cleanly, wait_for
 from benchmarks.ray_on_hosts import PULL_MS, start_ray
 
 UNLIMITED_MBIT = 10_000
-"""Of links that do not count: a message of LeNet takes 1.4 ms."""
+"""Rate of unlimited links: a message of LeNet takes 1.4 ms."""
 BOUND_S = 600.0
-"""The longest run."""
+"""Time-out of a run, in seconds."""
 PAUSING_MODEL = "benchmarks.runs_on_hosts:pausing_lenet"
-"""What ``--model`` takes for ``pausing_lenet``."""
+"""Value of ``--model`` for ``pausing_lenet``."""
 _PAUSE = "RAYDL_BENCHMARK_PAUSE_S"
 _FEWEST_RECORDS = 4
 _AT_ONCE_S = 0.1
-"""Records that come less apart came in one report; reports come every 0.5 s."""
+"""Records less than this apart came in one report; reports come every 0.5 s."""
 UNSCORED = ("--evaluation.every-epochs", "100000", "--checkpoint.every-s", "100000")
-"""Neither scores nor checkpoints while the seconds count; the center is scored at the end."""
+"""Options without evaluations and checkpoints in the measured time; the end is evaluated."""
 _RESERVE_HEAD = """
 import ray
 from ray.util.placement_group import placement_group
@@ -55,32 +55,34 @@ ray.get(group.ready(), timeout=60)
 
 @dataclass
 class Cluster:
-    """Hosts with a Ray node each, and what was started in them."""
+    """Hosts with a Ray node each, on which programs run."""
 
     hosts: Hosts
     environment: Mapping[str, str]
-    """Of a driver in host 0."""
+    """Environment variables of a driver in host 0."""
     folder: Path
-    """Of what is written; it goes with the cluster."""
+    """Folder of all files; it is deleted with the cluster."""
     num_workers: int
-    """Hosts that train."""
+    """Number of hosts that train."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def limit(self, mbit: float) -> None:
-        """Give all links a rate, in Mbit/s."""
+        """Set the rate of all links, in Mbit/s."""
         self.hosts.limit(mbit)
 
     def train(self, *words: str, is_scored: bool = False) -> dict[str, Any]:
-        """Run ``raydl train`` in host 0; return its figures, those of ``result.json``.
+        """Run ``raydl train`` in host 0 and return the figures of ``result.json``.
 
-        One more is ``steady_samples_per_s``, from the first record of its training to the last.
+        A further figure is ``steady_samples_per_s``, from the first record of the training to the
+        last.
 
         Args:
-            words: of the command line.
-            is_scored: scores and checkpoints come as the words say, not at the end alone.
+            words: options of the command.
+            is_scored: whether evaluations and checkpoints follow the options; else the center is
+                evaluated at the end only.
 
         Raises:
-            RunError: it failed, or did not come to its end in time.
+            RunError: if the run failed or did not end in time.
         """
         run_dir = self.folder / f"run-{next(self._numbers)}"
         quiet = () if is_scored else UNSCORED
@@ -92,7 +94,7 @@ class Cluster:
         result["steady_samples_per_s"] = _steady_rate(run_dir)
         shutil.rmtree(run_dir)
         if result["generations"] != 1:
-            print(f"  {result['generations']} generations: somebody was lost or late", flush=True)
+            print(f"  {result['generations']} generations: a worker was lost or late", flush=True)
         return result
 
     def run(
@@ -101,10 +103,10 @@ class Cluster:
         *,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Run the first program in host 0, the second in host 1, and so on, to their ends.
+        """Run the first program in host 0, the second in host 1, ..., and wait for their ends.
 
         Raises:
-            RunError: one failed, or did not come to its end in time; then all are ended.
+            RunError: if a program failed or did not end in time; all are then killed.
         """
         environment = {**self.environment, **(env or {})}
         logs = [self.folder / f"log-{next(self._numbers)}" for _ in programs]
@@ -133,18 +135,18 @@ def cluster(
     mtu: int = 1500,
     pull_ms: str = PULL_MS,
 ) -> Iterator[Cluster]:
-    """Yield so many hosts with a Ray node each, which trains one worker; all goes at the end.
+    """Yield hosts with a Ray node each, which runs one worker; all of it ends with the context.
 
     Args:
-        number: of hosts that train.
-        pause_s: of the workers of ``pausing_lenet``.
-        has_master: one host more, host 0, holds driver and center, and no worker.
-        mtu: of the links, see ``Hosts``.
-        pull_ms: how long a node waits for an object before it asks for it once more.
+        number: number of hosts that train.
+        pause_s: pause of ``pausing_lenet`` in a step, in seconds.
+        has_master: whether a further host, host 0, runs driver and center and no worker.
+        mtu: MTU of the links, see ``Hosts``.
+        pull_ms: milliseconds until a node repeats its request for an object.
 
     Raises:
-        HostsError: this machine does not permit hosts.
-        RunError: Ray did not start in one of them.
+        HostsError: if this machine does not permit hosts.
+        RunError: if Ray did not start in a host.
     """
     folder = Path(tempfile.mkdtemp(prefix="raydl-"))
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
@@ -168,19 +170,19 @@ def cluster(
 def _steady_rate(run_dir: Path) -> float:
     """Return the samples per second from a run's first record to the last one of its training.
 
-    What lies before is no training at a rate: the center goes to the workers, they meet, and take
-    their first steps. The run's last report comes when the center has gone back, by the link.
+    The time before, in which the center is sent and the workers form their group, does not count,
+    nor does the last report, which waits for the center to be sent back over the link.
 
     Raises:
-        RunError: there are too few records.
+        RunError: if there are too few records.
     """
     from raydl.tools.report.events import read_history
 
     files = [path.read_bytes() for path in sorted(run_dir.glob("events.out.tfevents*"))]
-    curve = read_history(files).curves["train/lr"]  # which has a point per record
+    curve = read_history(files).curves["train/lr"]  # has a point per record
     last = bisect.bisect_left(curve.seconds, curve.seconds[-1] - _AT_ONCE_S) - 1
     if last < _FEWEST_RECORDS - 1:
-        raise RunError(f"a run of {len(curve)} records is too short for a rate: more samples")
+        raise RunError(f"a run of {len(curve)} records is too short for a rate; use more samples")
     seconds = curve.seconds[last] - curve.seconds[0]
     return (curve.samples[last] - curve.samples[0]) / seconds
 
@@ -189,13 +191,13 @@ def _started(hosts: Hosts, folder: Path, pull_ms: str) -> Mapping[str, str]:
     try:
         return start_ray(hosts, folder, {"RAY_object_manager_pull_timeout_ms": pull_ms})
     except (RuntimeError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "output", None) or error)
-        end = "\n".join(said.splitlines()[-LINES_TOLD:])
+        output = str(getattr(error, "output", None) or error)
+        end = "\n".join(output.splitlines()[-LOG_LINES:])
         raise RunError(f"Ray did not start in the hosts: {end}") from error
 
 
 def cut_set(source: str, folder: Path, *, num_train: int, num_test: int = 1000) -> str:
-    """Write the first samples of a folder of Parquet into another one; return its path."""
+    """Write the first samples of a Parquet data set into a new folder and return its path."""
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True)
@@ -207,12 +209,12 @@ def cut_set(source: str, folder: Path, *, num_train: int, num_test: int = 1000) 
 
 
 def pausing_lenet(image_shape: tuple[int, int, int], num_classes: int) -> Any:
-    """Return a LeNet whose training steps last longer by a pause that takes no CPU.
+    """Return a LeNet whose training steps pause without using the CPU.
 
-    It is as long as the environment says. So a worker is like one whose gradient is computed by a
-    device of its own, and more of them than the machine has cores do not slow one another.
+    An environment variable sets the pause. It simulates a worker whose gradients are computed by
+    its own device, so more workers than cores do not slow down each other.
     """
-    import torch  # here, for the benchmark itself has no need of it
+    import torch  # here: the benchmark itself does not need it
 
     from raydl import models
 
@@ -220,7 +222,7 @@ def pausing_lenet(image_shape: tuple[int, int, int], num_classes: int) -> Any:
     model = models.find("lenet")(image_shape, num_classes)
 
     def pause_with_gradient(module: Any, inputs: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled():  # a driver that tries a model takes no gradient either
+        if torch.is_grad_enabled():  # the driver's check of the model takes no gradient
             outputs.register_hook(lambda _: time.sleep(pause_s))
 
     model.register_forward_hook(pause_with_gradient)

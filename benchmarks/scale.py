@@ -1,25 +1,25 @@
-"""What hundreds of workers cost: settling, the driver, a regroup, and memory in a day of churn.
+"""Measures the cost of hundreds of workers: settling, driver, regrouping, and memory under churn.
 
 Command:   python -m benchmarks.scale        (--quick: fewer repeats, and without Ray)
-           python -m benchmarks.scale --before FOLDER      (beside a checkout of an earlier raydl)
+           python -m benchmarks.scale --before FOLDER      (compared with an earlier checkout)
 
-Workers are light: what is measured is what stands around them. With ``--before`` both are measured
-in turns, each in processes of their own, and the second table has the ratios.
+The workers are light: only the cost of managing them is measured. With ``--before`` both versions
+are measured alternately, each in its own processes, and the table has the ratios.
 
-- **settling**: CPU time in which the coordinator settles an exchange, and in which its orders are
-  pickled, with 16, 256 and 1,024 workers that exchange in turn; the bytes of these orders, the
-  mean; and the bytes of all orders that the coordinator keeps, since a message may come twice.
-- **driver**: CPU time of the controller with a real recorder, its event files, its status and its
-  terminal, for one second of a run with 256 workers: two answers of each worker, four polls, five
-  records. A worker group in memory answers, so Ray is not in it.
-- **driver on Ray**: CPU time of a driver's process, Ray's threads included, with 32 actors that do
-  nothing but answer; for each worker, times 256.
-- **regroup**: seconds in which forked processes meet in a store, form a gloo group and sum 16
-  floats, and the connections of one of them.
-- **memory**: bytes that Python holds (``tracemalloc``), the median of the last four of 24 simulated
-  hours over that of the eighth to twelfth, while a worker is replaced every 30 s; of controller and
-  recorder, under both kinds of methods, and of the center. And the curve names of that day. With
-  256 workers it takes half an hour.
+- **settling**: CPU time in which the coordinator settles an exchange, and in which an assignment is
+  pickled, with 16, 256 and 1,024 workers that exchange in random order; mean bytes of an
+  assignment; and bytes of all assignments that the coordinator keeps for repeated messages.
+- **driver**: CPU time of the controller with a real recorder, its event files, status and terminal,
+  for one second of a run with 256 workers: two reports of each worker, four polls, five records. A
+  fake worker group answers, so Ray's work is not included.
+- **driver on Ray**: CPU time of a driver's process, including Ray's threads, with 32 actors that
+  only answer; scaled to 256 workers.
+- **regroup**: seconds in which forked processes find each other through a store, form a gloo group
+  and sum 16 floats, and the connections of one of them.
+- **memory**: bytes allocated by Python (``tracemalloc``) while a worker is replaced every 30 s: the
+  median of the last four of 24 simulated hours over that of the eighth to twelfth; for controller
+  and recorder under both kinds of methods, and for the center. Also the number of curve names.
+  With 256 workers this takes half an hour.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from benchmarks.parts import parser_of_parts, write_answer
 from benchmarks.programs import ROOT
 
 WORKERS = 256
-POLL_S, ASK_S, RECORDS_S = 0.25, 0.5, 0.2
+POLL_S, REPORT_S, RECORDS_S = 0.25, 0.5, 0.2
 REPLACED_EVERY_S = 30.0
 HOUR_S = 3600.0
 _PART_S = 900.0
 _RUN_S = 60.0
 
-Found = dict[str, float]
+Values = dict[str, float]
 
 
 # settling
 
 
-def settling(num_workers: int, num_turns: int) -> Found:
-    """Return CPU milliseconds and bytes of a settlement while so many workers train."""
+def settling(num_workers: int, num_turns: int) -> Values:
+    """Return CPU milliseconds and bytes of settling an exchange with ``num_workers`` members."""
     import numpy as np
 
     from raydl.config import MethodConfig, ScalingConfig, TrainConfig, TrainingConfig
@@ -85,12 +85,12 @@ def settling(num_workers: int, num_turns: int) -> Found:
     nothing, kept = np.empty(0, np.float32), {}
     shuffled, settle_s, pickle_s, num_bytes = random.Random(0), 0.0, 0.0, 0
     for turn in range(1, num_turns + 2):
-        if turn == 2:  # the first one is a warm-up
+        if turn == 2:  # the first turn is a warm-up
             settle_s = pickle_s = 0.0
             num_bytes = 0
         for worker_id in shuffled.sample(ids, num_workers):
             completion = Completion(Header(step_s=0.1), 10 * turn, 640 * turn, 0.1, 80)
-            message_id = MessageId(worker_id, 1, turn)
+            message_id = MessageId(worker_id, 1, 0, turn)
             push = Request(
                 message_id, (0, 0), nothing, nothing, num_workers, 640.0, 0.1, completion
             )
@@ -111,17 +111,17 @@ def settling(num_workers: int, num_turns: int) -> Found:
     }
 
 
-# workers that come and go, without processes
+# churn without processes
 
 
-class ChurningCrew:
-    """A worker group in memory: all workers answer, and at times one is lost.
+class ChurningWorkerGroup:
+    """A fake worker group whose workers report progress and are lost periodically.
 
     Args:
-        is_sync: the others leave their loops then, as in rounds.
-        poll_s: seconds that pass with a poll; half of the workers answer one of 0.25 s.
-        replaced_every_s: from one loss to the next; None: nobody is lost.
-        parts: what a worker tells of its time.
+        is_sync: whether a loss lets the other workers leave their loops, as in rounds.
+        poll_s: simulated seconds of a poll; half of the workers answer a poll of 0.25 s.
+        replaced_every_s: seconds between two losses; None: no worker is lost.
+        parts: time parts that a worker reports.
     """
 
     def __init__(
@@ -151,41 +151,38 @@ class ChurningCrew:
         self._num_polls = 0
 
     def request_worker(self, worker_id: str, own_state: Any = None) -> None:
-        """Let a worker be up with the next poll."""
+        """Add a worker that is ready at the next poll."""
         self._starting.append(worker_id)
 
     def end(self, worker_id: str) -> None:
-        """Let a worker be gone."""
+        """Remove a worker."""
         self._workers.pop(worker_id, None)
 
     def form(self, membership: Any, round: int, own_states: Any) -> None:
-        """Let all train."""
-        self._members, self._generation = membership.worker_ids, membership.generation
-        self._inside = set(self._members)
-        self._tell_change()
+        """Start a generation of all members."""
+        self._generation = membership.generation
+        self._members, self._inside = (), set()
+        self.change(membership, own_states)
 
     def change(self, membership: Any, own_states: Any) -> None:
-        """Let them train with newcomers."""
-        self._inside |= set(membership.worker_ids) - set(self._members)
-        self._members = membership.worker_ids
-        self._tell_change()
-
-    def _tell_change(self) -> None:
+        """Replace the members, and let newcomers train."""
         from raydl.core.worker_group import Changed
 
+        self._inside |= set(membership.worker_ids) - set(self._members)
+        self._members = membership.worker_ids
         self._events.append(Changed())
 
     def abandon(self, generation: int) -> None:
-        """Let all leave what they wait for."""
+        """End the round of all workers as broken."""
         self._leave("BROKEN")
 
     def vote(self, generation: int, **votes: float) -> None:
-        """Let all leave by vote."""
+        """End the round of all workers by a vote to regroup."""
         if votes.get("regroup"):
             self._leave("REGROUP")
 
     def publish(self, worker_id: str) -> None:
-        """Let the center have what a worker has."""
+        """Publish the round of a worker as the center's."""
         self._rounds = [self._round]
 
     def _leave(self, outcome: str) -> None:
@@ -200,7 +197,7 @@ class ChurningCrew:
         ]
 
     def poll(self, timeout_s: float) -> list[Any]:
-        """Return what happened while some seconds have passed."""
+        """Return the events of the next ``poll_s`` simulated seconds."""
         from raydl.core.worker_group import Lost, Published, Reported, WorkerReady
 
         self.now += self._poll_s
@@ -218,19 +215,19 @@ class ChurningCrew:
             self._events.append(Lost(lost, "its process was killed, or crashed"))
         if self._inside:
             self._round += 1
-        told = self._told()
+        reports = self._reports()
         records = () if self._is_sync else self._records()
         published = Published(tuple(self._rounds), records, told_s=self.now, process="center")
         events, self._events = self._events, []
-        return [*events, *map(Reported, told), published]
+        return [*events, *map(Reported, reports), published]
 
-    def _told(self) -> list[Any]:
+    def _reports(self) -> list[Any]:
         from raydl.core.reports import WorkerReport
 
-        number = round(ASK_S / self._poll_s) or 1
-        asked = [w for i, w in enumerate(self._workers) if i % number == self._num_polls % number]
+        number = round(REPORT_S / self._poll_s) or 1
+        due = [w for i, w in enumerate(self._workers) if i % number == self._num_polls % number]
         reports = []
-        for worker_id in asked:
+        for worker_id in due:
             is_first = bool(self._members) and worker_id == self._members[0]
             records = self._records() if self._is_sync and is_first and self._inside else ()
             reports.append(
@@ -260,7 +257,7 @@ class ChurningCrew:
         )  # fmt: skip
 
     def waiting_for(self) -> str:
-        """Return what is missing."""
+        """Return a description of the missing resources."""
         return "workers"
 
     def __getattr__(self, name: str) -> Callable[..., str]:
@@ -268,7 +265,7 @@ class ChurningCrew:
 
 
 class CountingWriter:
-    """Takes measurements, and counts their names."""
+    """A writer that only collects the names of curves."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -276,7 +273,7 @@ class CountingWriter:
     def scalars(
         self, values: Mapping[str, float], *, num_samples: int, unix_s: float | None = None
     ) -> None:
-        """Count the names."""
+        """Collect the names."""
         self.names.update(values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -284,14 +281,14 @@ class CountingWriter:
 
 
 class Driver:
-    """A controller with its recorder, and a worker group without processes.
+    """A controller with its recorder and a fake worker group.
 
     Args:
-        is_sync: rounds, or messages.
-        num_workers: of them.
-        writer: of the curves.
-        folder: of the run; None: no status is written.
-        more: see ``ChurningCrew``.
+        is_sync: whether the method is synchronous.
+        num_workers: number of workers.
+        writer: writer of the curves.
+        folder: folder of the run; None: no status is written.
+        more: arguments of ``ChurningWorkerGroup``.
     """
 
     def __init__(
@@ -327,7 +324,7 @@ class Driver:
             checkpoint=CheckpointConfig(every_s=None),
             elastic=ElasticConfig(max_restarts=10_000),
         )
-        self.worker_group = ChurningCrew(
+        self.worker_group = ChurningWorkerGroup(
             is_sync=is_sync, parts=dict.fromkeys(TIME_PARTS, 1.0), **more
         )
         storage = Storage(str(folder or "runs/none"))
@@ -357,21 +354,21 @@ class Driver:
         self._view, self._channel = view, ControlChannel(storage) if folder else None
 
     def step(self) -> None:
-        """Step as a run does."""
+        """Take a step of the driver's loop, as in a run."""
         self.controller.step()
         if self._channel:
             self._channel.report(self._view.status)
             self._channel.pop_requests()
 
     def begin(self) -> None:
-        """Step until all train."""
+        """Step until all workers train."""
         while self.controller.state.value != "training":
             self.step()
 
 
 @contextlib.contextmanager
 def simulated_clock(driver: Driver) -> Iterator[None]:
-    """Let the recorder see the driver's simulated time."""
+    """Replace the recorder's clock by the driver's simulated time."""
     clock = mock.Mock(
         monotonic=lambda: driver.worker_group.now, time=lambda: driver.worker_group.now
     )
@@ -379,11 +376,11 @@ def simulated_clock(driver: Driver) -> Iterator[None]:
         yield
 
 
-def driving(num_workers: int, seconds: float) -> Found:
-    """Return the CPU share of a driver with so many workers, Ray's own work not in it."""
+def driving(num_workers: int, seconds: float) -> Values:
+    """Return the CPU share of a driver by kind of method, without Ray's work."""
     from raydl.metrics import TensorBoardWriter, Thinned
 
-    found = {}
+    shares = {}
     for kind, is_sync in (("rounds", True), ("messages", False)):
         folder = Path(tempfile.mkdtemp(prefix="raydl-"))
         try:
@@ -397,69 +394,70 @@ def driving(num_workers: int, seconds: float) -> Found:
                 began, until = time.process_time(), driver.worker_group.now + seconds
                 while driver.worker_group.now < until:
                     driver.step()
-                found[kind] = (time.process_time() - began) / seconds
+                shares[kind] = (time.process_time() - began) / seconds
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return shares
 
 
-def day(num_workers: int, hours: float, poll_s: float) -> Found:
-    """Return how the memory of driver and center grows in a day of replacements."""
-    found: Found = {}
+def day(num_workers: int, hours: float, poll_s: float) -> Values:
+    """Return the growth of the memory of driver and center in a day of replacements."""
+    values: Values = {}
     for kind, is_sync in (("rounds", True), ("messages", False)):
         writer = CountingWriter()
         with open(os.devnull, "w") as out, contextlib.redirect_stdout(out):
-            found[kind], num_lost = _grown_driver(
+            values[kind], num_lost = _growth_of_driver(
                 writer, hours, is_sync=is_sync, num_workers=num_workers, poll_s=poll_s
             )
-        found[f"{kind}_lost"], found[f"{kind}_names"] = num_lost, float(len(writer.names))
-    found["center"] = _grown_center(num_workers, hours)
-    return found
+        values[f"{kind}_lost"], values[f"{kind}_names"] = num_lost, float(len(writer.names))
+    values["center"] = _growth_of_center(num_workers, hours)
+    return values
 
 
-class Levels:
-    """The bytes that Python holds in the middle and at the end of a time.
+class MemoryGrowth:
+    """Measures the growth of Python's memory from the middle of a time to its end.
 
-    Not at its begin: what is kept for each worker comes as the workers do, and with hundreds of
-    them hours pass until all of the first have been replaced.
+    The begin does not count: memory grows there until all of the first workers have been replaced,
+    which takes hours with hundreds of workers.
     """
 
     def __init__(self, hours: float) -> None:
         self._early = (hours / 3, hours / 2)
         self._late = (hours * 5 / 6, hours)
-        self._held: dict[tuple[float, float], list[int]] = {self._early: [], self._late: []}
+        self._sizes: dict[tuple[float, float], list[int]] = {self._early: [], self._late: []}
         self._next = 0.0
-        tracemalloc.start()  # what there is at the beginning does not count
+        tracemalloc.start()  # earlier allocations do not count
 
-    def look(self, hour: float) -> None:
-        """Take note of what is held now, every ten minutes."""
+    def sample(self, hour: float) -> None:
+        """Sample the memory, every ten minutes of simulated time."""
         if hour < self._next:
             return
         self._next = hour + 1 / 6
         gc.collect()
-        for (begin, end), held in self._held.items():
+        for (begin, end), sizes in self._sizes.items():
             if begin <= hour <= end:
-                held.append(tracemalloc.get_traced_memory()[0])
+                sizes.append(tracemalloc.get_traced_memory()[0])
 
-    def grown(self) -> float:
-        """Return late over early, of the medians."""
+    def ratio(self) -> float:
+        """Return the late median over the early one."""
         tracemalloc.stop()
-        return median(self._held[self._late]) / median(self._held[self._early])
+        return median(self._sizes[self._late]) / median(self._sizes[self._early])
 
 
-def _grown_driver(writer: Any, hours: float, **more: Any) -> tuple[float, float]:
+def _growth_of_driver(writer: Any, hours: float, **more: Any) -> tuple[float, float]:
+    """Return (growth of the memory, lost workers) of a driver whose workers are replaced."""
     driver = Driver(writer=writer, replaced_every_s=REPLACED_EVERY_S, **more)
     with simulated_clock(driver):
         driver.begin()
-        levels = Levels(hours)
+        growth = MemoryGrowth(hours)
         while driver.worker_group.now < hours * HOUR_S:
             driver.step()
-            levels.look(driver.worker_group.now / HOUR_S)
-    return levels.grown(), float(driver.worker_group.num_lost)
+            growth.sample(driver.worker_group.now / HOUR_S)
+    return growth.ratio(), float(driver.worker_group.num_lost)
 
 
-def _grown_center(num_workers: int, hours: float) -> float:
-    """Return how the memory of the center grows while its members are replaced."""
+def _growth_of_center(num_workers: int, hours: float) -> float:
+    """Return the growth of the memory of a center whose members are replaced."""
     import numpy as np
     import torch
 
@@ -482,40 +480,40 @@ def _grown_center(num_workers: int, hours: float) -> float:
     )
     job = Job(config, resolve(config), UserLoop("vector"), DataShape((), 0), Endless())
     flat = FlatModel(torch.nn.Linear(10, 1))
-    service = CenterServer(job, first_snapshot(flat, 60_000))
+    server = CenterServer(job, first_snapshot(flat, 60_000))
     members = [f"w{i}" for i in range(num_workers)]
-    service.begin_generation(Membership(1, tuple(members)))
+    server.begin_generation(Membership(1, tuple(members)))
     entered = dict.fromkeys(members, 1)
     trained = dict.fromkeys(members, 0)
     chance, weights, nothing = random.Random(0), np.zeros(11, np.float32), np.empty(0, np.float32)
     for worker_id in members:
-        service.enter(MessageId(worker_id, 1, 0), 0)
-    num_changes, levels = int(hours * HOUR_S / REPLACED_EVERY_S), Levels(hours)
+        server.enter(MessageId(worker_id, 1, 0), 0)
+    num_changes, growth = int(hours * HOUR_S / REPLACED_EVERY_S), MemoryGrowth(hours)
     for number in range(num_changes):
         for worker_id in chance.sample(members, min(num_workers, 16)):
             trained[worker_id] += 1
             step = trained[worker_id]
             completion = Completion(Header(step_s=0.1), 10 * step, 640 * step, 0.1, 80)
             message_id = MessageId(worker_id, entered[worker_id], step)
-            service.exchange(
+            server.exchange(
                 Request(message_id, (0, 11), weights, nothing, num_workers, 640.0, 0.1, completion)
             )
         lost, newcomer = chance.randrange(num_workers), f"w{num_workers + number}"
         del entered[members[lost]], trained[members[lost]]
         members[lost], entered[newcomer], trained[newcomer] = newcomer, number + 2, 0
-        service.change(Membership(number + 2, tuple(members)), [])
-        service.enter(MessageId(newcomer, number + 2, 0), 0)
-        service.coordinator.pop_records()
-        service.coordinator.pop_due()
-        levels.look(number / num_changes * hours)
-    return levels.grown()
+        server.change(Membership(number + 2, tuple(members)), [])
+        server.enter(MessageId(newcomer, number + 2, 0), 0)
+        server.coordinator.pop_records()
+        server.coordinator.pop_due()
+        growth.sample(number / num_changes * hours)
+    return growth.ratio()
 
 
 # the driver on Ray
 
 
-def driving_on_ray(num_workers: int, seconds: float) -> Found:
-    """Return the CPU share of a driver's process with so many actors that answer."""
+def driving_on_ray(num_workers: int, seconds: float) -> Values:
+    """Return the CPU share of a driver's process with ``num_workers`` light actors."""
     import ray
 
     from benchmarks.parts import ray_here
@@ -538,8 +536,8 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
     )
     job = Job(config, resolve(config), UserLoop("vector"), DataShape((), 0), Endless())
 
-    class Light:
-        """Answers."""
+    class LightWorker:
+        """A worker that only reports."""
 
         def __init__(self, worker_id: str) -> None:
             self._worker_id, self._round = worker_id, 0
@@ -547,53 +545,53 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
 
         @ray.method(concurrency_group="loop")  # type: ignore[untyped-decorator]
         def run(self) -> None:
-            """Never return: a worker in its loop."""
+            """Block, like the loop of a worker."""
             time.sleep(1e6)
 
         def report(self) -> WorkerReport:
-            """Tell what a worker tells."""
+            """Return the report of a worker."""
             self._round += 1
             return WorkerReport(self._worker_id, self._round, (), (), self._parts, step_s=0.1)
 
-    class Center:
-        """Answers."""
+    class LightCenter:
+        """A center that only answers polls."""
 
         def poll(self) -> Published:
-            """Tell what a center tells."""
+            """Return the answer of a center."""
             return Published((0,))
 
-    class LightCrew(RayWorkerGroup):
-        """Polls as a worker group does."""
+    class LightWorkerGroup(RayWorkerGroup):
+        """A worker group that polls light actors."""
 
         def __init__(self, workers: Mapping[str, Any]) -> None:
-            actor = ray.remote(num_cpus=0)(Center)
+            actor = ray.remote(num_cpus=0)(LightCenter)
             dataset: Any = mock.Mock(train=0, test=0)
             prepare: Any = mock.Mock()
             super().__init__(job, dataset, prepare, {}, Storage(tempfile.gettempdir()))
             self._workers = dict(workers)
             self._places = dict.fromkeys(["center", *workers], (self._home, os.getpid()))
             self._events = [WorkerReady(w) for w in workers]
-            self._shards, self._is_center_up = [actor.remote()], True
+            self._shards, self._is_open = [actor.remote()], True
             for worker_id, worker in workers.items():
                 self._calls.expect(worker.run.remote(), worker_id, lambda end: [], generation=1)
 
         def request_worker(self, worker_id: str, own_state: Any = None) -> None:
-            """Do nothing: it is up."""
+            """Do nothing: the workers are ready."""
 
         def form(self, membership: Any, round: int, own_states: Any) -> None:
-            """Do nothing: they run."""
+            """Confirm the membership."""
             self._events.append(Changed())
 
         def evaluate(self, round: int) -> None:
-            """Do nothing: there is nothing to score."""
+            """Do nothing: there is no model."""
 
     with ray_here():
-        actor = ray.remote(num_cpus=0, concurrency_groups={"loop": 1})(Light)
+        actor = ray.remote(num_cpus=0, concurrency_groups={"loop": 1})(LightWorker)
         workers = {f"w{i}": actor.remote(f"w{i}") for i in range(num_workers)}
         ray.get([w.report.remote() for w in workers.values()], timeout=_PART_S / 2)
         recorder: Any = CountingWriter()
         recorder.is_writing = False
-        worker_group: Any = LightCrew(workers)
+        worker_group: Any = LightWorkerGroup(workers)
         controller = Controller(
             worker_group, config, resolve(config), recorder, first_round=0, own_states={}
         )
@@ -601,19 +599,20 @@ def driving_on_ray(num_workers: int, seconds: float) -> Found:
         while controller.state.value != "training" and time.monotonic() < deadline:
             controller.step()
         assert controller.num_workers == num_workers
-        began, cpu, steps = time.monotonic(), time.process_time(), 0
+        began, cpu_s, steps = time.monotonic(), time.process_time(), 0
         while time.monotonic() < began + seconds:
             controller.step()
             steps += 1
-        lasted = time.monotonic() - began
-        return {"share": (time.process_time() - cpu) / lasted, "polls_s": steps / lasted}
+        elapsed_s = time.monotonic() - began
+        share = (time.process_time() - cpu_s) / elapsed_s
+        return {"share": share, "polls_s": steps / elapsed_s}
 
 
 # groups
 
 
-def regroup(num_workers: int) -> Found:
-    """Return the seconds in which forked processes form a gloo group and sum, once."""
+def regroup(num_workers: int) -> Values:
+    """Return the seconds in which forked processes form a gloo group and sum once."""
     import torch
     import torch.distributed
 
@@ -622,7 +621,7 @@ def regroup(num_workers: int) -> Found:
     bound = timedelta(seconds=_RUN_S)
     reader, writer = os.pipe()
     keeper = os.fork()
-    if not keeper:  # the store has a process of its own, as in a run
+    if not keeper:  # the store has its own process, as in a run
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=bound)
         os.write(writer, str(store.port).encode())
         time.sleep(2 * _RUN_S)
@@ -633,15 +632,15 @@ def regroup(num_workers: int) -> Found:
         for rank in range(num_workers):
             child = os.fork()
             if not child:
-                _be_member(dist, port, rank, num_workers, bound)
+                _run_member(dist, port, rank, num_workers, bound)
             children.append(child)
         store = dist.TCPStore("127.0.0.1", port, timeout=bound)
         _wait_for(store, "up", num_workers)
         began = time.monotonic()
         store.set("go", "1")
         _wait_for(store, "done", num_workers)
-        lasted = time.monotonic() - began
-        return {"seconds": lasted, "connections": float(store.get("connections"))}
+        seconds = time.monotonic() - began
+        return {"seconds": seconds, "connections": float(store.get("connections"))}
     finally:
         for child in children:
             with contextlib.suppress(ProcessLookupError):
@@ -653,12 +652,12 @@ def _wait_for(store: Any, key: str, count: int) -> None:
     deadline = time.monotonic() + _RUN_S
     while store.add(key, 0) < count:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{store.add(key, 0)} of {count} are {key}")
+            raise RuntimeError(f"timed out: {store.add(key, 0)} of {count} processes are {key}")
         time.sleep(0.01)
 
 
-def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedelta) -> None:
-    """Form a group and sum; never return."""
+def _run_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedelta) -> None:
+    """Form a group, sum, and exit the process."""
     import torch
 
     from raydl.collective.process_group import TorchGroup
@@ -671,14 +670,14 @@ def _be_member(dist: Any, port: int, rank: int, num_workers: int, bound: timedel
         store.add("up", 1)
         store.wait(["go"], bound)
         rendezvous = dist.PrefixStore("group", store)
-        if rank == 0:  # the center writes it in a run; an earlier raydl has no such key
+        if rank == 0:  # in a run the center writes the secret; earlier versions ignore it
             rendezvous.set("secret", "of this generation")
         group.connect(rendezvous, host="127.0.0.1")
         tensor = torch.ones(16)
         group.start_allreduce(tensor).wait()
         assert float(tensor[0]) == num_workers
         if rank == 1:
-            store.set("connections", str(_num_sockets() - before - 1))  # it listens with one
+            store.set("connections", str(_num_sockets() - before - 1))  # one socket listens
         store.add("done", 1)
         code = 0
         time.sleep(_RUN_S)
@@ -694,9 +693,9 @@ def _num_sockets() -> int:
     return count
 
 
-# all of it
+# all parts
 
-PARTS: dict[str, Callable[[int, float], Found]] = {
+PARTS: dict[str, Callable[[int, float], Values]] = {
     "settling": lambda p, turns: settling(p, int(turns)),
     "driver": driving,
     "driver-on-ray": driving_on_ray,
@@ -706,10 +705,10 @@ PARTS: dict[str, Callable[[int, float], Found]] = {
 
 
 class Trees:
-    """This raydl and, if given, one of before, each measured in processes of its own.
+    """This version of raydl and, if given, an earlier one, each measured in its own processes.
 
     Args:
-        before: a folder with an earlier raydl.
+        before: folder of a checkout of the earlier version.
     """
 
     def __init__(self, before: Path | None) -> None:
@@ -721,8 +720,8 @@ class Trees:
                 (self._folder / name / "raydl").symlink_to(raydl.resolve() / "raydl")
                 (self._folder / name / "benchmarks").symlink_to(ROOT / "benchmarks")
 
-    def measure(self, name: str, part: str, workers: int, amount: float) -> Found:
-        """Return what a part finds in a tree."""
+    def measure(self, name: str, part: str, workers: int, amount: float) -> Values:
+        """Measure a part with a version and return its values."""
         tree, answer = self._folder / name, self._folder / "answer"
         words = ("--part", part, "--workers", workers, "--amount", amount, "--answer", answer)
         environment = {
@@ -734,17 +733,17 @@ class Trees:
             command, cwd=tree, env=environment, timeout=_PART_S, capture_output=True, text=True
         )
         if done.returncode:
-            raise RuntimeError(f"{part} of {name}:\n{done.stderr[-4000:]}")
-        found: Found = json.loads(answer.read_text())
-        return found
+            raise RuntimeError(f"{part} of {name} failed:\n{done.stderr[-4000:]}")
+        values: Values = json.loads(answer.read_text())
+        return values
 
     def close(self) -> None:
-        """Remove what was laid out."""
+        """Delete the folder of both versions."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Table:
-    """What was measured, by case and tree, told and judged."""
+    """Measures parts and adds them to a report."""
 
     def __init__(self, report: Report, trees: Trees, repeats: int) -> None:
         self._report = report
@@ -756,46 +755,47 @@ class Table:
         self, part: str, workers: int, amount: float,
         targets: Mapping[str, tuple[str, float | None, float]],
     ) -> None:  # fmt: skip
-        """Measure a part in each tree.
+        """Measure a part with each version.
 
         Args:
-            part: which.
-            workers: so many.
-            amount: of what the part counts.
-            targets: by what is found, (its name, the most that is well, times what).
+            part: name of the part, in ``PARTS``.
+            workers: number of workers.
+            amount: length of the measurement, in the unit of the part.
+            targets: (title, upper limit or None, factor) of each value, by its name.
         """
 
-        def case(name: str) -> Callable[[], Found]:
+        def case(name: str) -> Callable[[], Values]:
             return lambda: self._trees.measure(name, part, workers, amount)
 
-        found = interleaved({name: case(name) for name in self._trees.names}, repeats=self._repeats)
-        for key, (what, most, times) in targets.items():
-            values = {name: [times * f[key] for f in all_] for name, all_ in found.items()}
-            now = values["now"]
-            before = values.get("before")
+        cases = {name: case(name) for name in self._trees.names}
+        measured = interleaved(cases, repeats=self._repeats)
+        for key, (title, most, factor) in targets.items():
+            by_version = {
+                name: [factor * values[key] for values in repeats]
+                for name, repeats in measured.items()
+            }
+            now, before = by_version["now"], by_version.get("before")
             ratio = ratios(now, before).text(".2g") if before and min(before) > 0 else ""
             spread_before = Spread.of(before).text() if before else ""
-            self._rows.append((what, str(workers), spread_before, Spread.of(now).text(), ratio))
-            self._report.judge(
+            self._rows.append((title, str(workers), spread_before, Spread.of(now).text(), ratio))
+            self._report.add_figures(
                 Figure(
                     name=f"scale.{part}-{workers}.{key}", value=Spread.of(now),
                     target=most, is_better="less",
                 )
             )  # fmt: skip
 
-    def tell(self) -> None:
-        """Tell all of it."""
-        self._report.table(("what", "workers", "before", "now", "now over before"), self._rows)
+    def close(self) -> None:
+        """Add the table to the report."""
+        self._report.add_table(("what", "workers", "before", "now", "now over before"), self._rows)
 
 
 def main() -> None:
-    """Measure, and print tables and a line of JSON per figure."""
+    """Measure and report."""
     own: dict[str, dict[str, Any]] = {"workers": {"type": int}, "amount": {"type": float}}
     parser = parser_of_parts(__doc__, **own)
-    parser.add_argument(
-        "--before", type=Path, help="a folder with an earlier raydl to compare with"
-    )
-    parser.add_argument("--only", choices=sorted(PARTS), help="measure this alone")
+    parser.add_argument("--before", type=Path, help="folder of an earlier checkout to compare with")
+    parser.add_argument("--only", choices=sorted(PARTS), help="measure only this part")
     options = parser.parse_args()
     if options.part:
         write_answer(options.answer, PARTS[options.part](options.workers, options.amount))
@@ -807,22 +807,22 @@ def main() -> None:
     try:
         for part in [options.only] if options.only else [p for p in PARTS if p not in left_out]:
             _measure(part, table, is_quick=options.quick)
-        table.tell()
+        table.close()
     finally:
         trees.close()
     report.close(options.out)
 
 
 def _measure(part: str, table: Table, *, is_quick: bool) -> None:
-    """Measure one part with each number of workers, and judge what is promised."""
+    """Measure one part with each number of workers, and compare it with its targets."""
     if part == "settling":
         for workers in (16, WORKERS, 1024):
             most_ms = 0.2 if workers == WORKERS else None
             table.add(part, workers, 3 if is_quick else 8, {
                 "settle_ms": ("settling, ms of CPU", most_ms, 1.0),
-                "pickle_ms": ("orders pickled, ms of CPU", None, 1.0),
-                "bytes": ("bytes of orders", None, 1.0),
-                "kept_bytes": ("MB of orders kept", None, 1e-6),
+                "pickle_ms": ("pickling an assignment, ms of CPU", None, 1.0),
+                "bytes": ("bytes of an assignment", None, 1.0),
+                "kept_bytes": ("MB of assignments kept", None, 1e-6),
             })  # fmt: skip
     elif part == "driver":
         table.add(part, WORKERS, 10.0 if is_quick else 60.0, {
@@ -833,7 +833,7 @@ def _measure(part: str, table: Table, *, is_quick: bool) -> None:
         for workers in (64, WORKERS) if is_quick else (64, 128, WORKERS):
             table.add(part, workers, 0.0, {
                 "seconds": ("regroup, s", 3.0 if workers == WORKERS else None, 1.0),
-                "connections": ("connections of one", None, 1.0),
+                "connections": ("connections of a process", None, 1.0),
             })  # fmt: skip
     elif part == "driver-on-ray":
         workers = 32

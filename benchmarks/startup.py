@@ -1,18 +1,17 @@
-"""How long a run takes from its command to its first step, beside Ray Train, and where that goes.
+"""Measures the time from the command to the first step, compared with Ray Train, and its parts.
 
-Command:   python -m benchmarks.startup            (--quick: with a Ray of its own alone, once)
+Command:   python -m benchmarks.startup            (--quick: form "own" only, once)
 
 Two workers train LeNet; each notes when it begins a step (``watching.py``). The first step is over
-when the last of them begins its second. Both sides read the same pictures in their driver, train
-the same network with the same batches, one thread per worker, and begin with files that lie in the
-memory of the machine: each form runs once before it is measured, if more than once. Two forms,
-since users do both:
+when the last worker begins its second. Both sides read the same pictures in their driver and train
+the same network with the same batches and one thread per worker. If the repeats are more than one,
+each side runs once before it is measured, so that its files are in the page cache. Two forms:
 
-own        nothing runs yet; the command starts Ray on this machine
-cluster    a Ray cluster is up, and the command joins it
+own        no Ray runs; the command starts Ray on this machine
+cluster    a Ray cluster runs, and the command connects to it
 
-What is told besides are the moments on the way, and what the driver's own part consists of: the
-imports, by package, and the reading of the pictures, each in a process of its own.
+The report also has intermediate moments, and the parts of the driver's work: its imports, by
+package, and reading the pictures, each measured in its own process.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ _ENDLESS = "1000000000"
 _UP_S = 180.0
 _PROBE_S = 120.0
 _DRIVER, _RAY, _PROCESS, _MODEL, _FIRST, _END = MOMENTS = (
-    "the driver has imported, read the pictures and tried the model",
+    "the driver has imported, read the pictures and checked the model",
     "the first process of Ray starts",
     "the last worker's process starts",
     "the last worker has imported torch and built its model",
     "the last worker begins its first step",
     "the first step is over",
 )
-"""On the way of a start, in seconds from the command."""
+"""Moments of a start, in seconds after the command."""
 _RAYDL = (
     "-m", "raydl", "train", "--model", MODEL, "--workers", str(NUM_WORKERS),
     "--batch-size", str(BATCH_SIZE), "--samples", _ENDLESS, "--run-dir", "{folder}/run",
@@ -63,35 +62,35 @@ _PEER = (
 )  # fmt: skip
 _PARTS = {
     "import torch": "import torch",
-    "import of all else of raydl.run.trainer": "import torch; {start}; import raydl.run.trainer",
+    "import the rest of raydl.run.trainer": "import torch; {start}; import raydl.run.trainer",
     "reading the pictures": "import raydl.run.trainer as t; {start}; t.load({data!r})",
     "import ray": "import raydl.run.trainer; {start}; import ray",
 }
-"""Programs whose time after ``start`` counts, else all of it."""
+"""Programs whose time counts from ``start`` on, or as a whole."""
 
 Moments = dict[str, float]
 
 
 def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> Moments:
-    """Start a run, wait for its first step, end it; return the moments that were seen.
+    """Start a run, wait for its first step, end it, and return the observed moments.
 
     Args:
-        words: of its command, without the data.
-        data: a folder.
-        cluster: where it runs; None: it starts a Ray of its own.
+        words: words of its command, without the data.
+        data: folder of the data set.
+        cluster: cluster of the run; None: the run starts its own Ray.
 
     Raises:
-        WatchError: it did not come to its first step.
+        WatchError: if the run took no step in time.
     """
     with Watched([*words, "--data", data], cluster) as run:
         first = f"{NUM_WORKERS} workers have taken a step"
-        run.wait_until(lambda: run.num_at_work() >= NUM_WORKERS, first, within_s=_UP_S)
+        run.wait_until(lambda: run.num_training() >= NUM_WORKERS, first, within_s=_UP_S)
         steps, built = run.steps(), run.built()
         moments = {
             _PROCESS: max(started_at(pid) for pid in steps),
             _MODEL: max(built[pid] for pid in steps),
-            _FIRST: max(of_one[0].began_at for of_one in steps.values()),
-            _END: max(of_one[1].began_at for of_one in steps.values()),
+            _FIRST: max(of_worker[0].began_at for of_worker in steps.values()),
+            _END: max(of_worker[1].began_at for of_worker in steps.values()),
         }
         if run.process.pid in built:
             moments[_DRIVER] = built[run.process.pid]
@@ -102,22 +101,22 @@ def start(words: tuple[str, ...], data: str, cluster: Cluster | None = None) -> 
 
 
 def seconds_of_parts(data: str) -> dict[str, float]:
-    """Return how long the parts of the driver's work take, each in a process of its own."""
+    """Return the seconds of the parts of the driver's work, each measured in its own process."""
     seconds = {}
     for name, program in _PARTS.items():
         clock = "import time; began = time.perf_counter()"
         lines = program.format(start=clock, data=data)
         before = "" if "began" in lines else f"{clock}; "
-        said = _run("-c", f"{before}{lines}; print('took', time.perf_counter() - began)").stdout
-        seconds[name] = float(said.rpartition("took ")[2])
+        output = _run("-c", f"{before}{lines}; print('took', time.perf_counter() - began)").stdout
+        seconds[name] = float(output.rpartition("took ")[2])
     return seconds
 
 
 def seconds_by_package() -> list[tuple[str, float]]:
-    """Return what the imports of a driver take by package, the longest first."""
-    said = _run("-X", "importtime", "-c", "import raydl.run.trainer, ray").stderr
+    """Return the seconds of a driver's slowest imports by package, in descending order."""
+    log = _run("-X", "importtime", "-c", "import raydl.run.trainer, ray").stderr
     by_package: Counter[str] = Counter()
-    for micros, name in re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", said, re.M):
+    for micros, name in re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", log, re.M):
         by_package[name.partition(".")[0]] += int(micros)
     return [(name, micros / 1e6) for name, micros in by_package.most_common(8)]
 
@@ -130,7 +129,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, repeats: int) -> None:
-    """Measure one form, and put it into the report."""
+    """Measure one form and add it to the report."""
     cases: dict[str, Callable[[], Moments]] = {
         "raydl": partial(start, _RAYDL, data, cluster),
         "Ray Train": partial(start, _PEER, data, cluster),
@@ -139,12 +138,12 @@ def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, re
         case()
         print(f"  {form}: {name}, not measured", flush=True)
     results = interleaved(cases, repeats=repeats)
-    report.table(
+    report.add_table(
         (f"{form}: seconds from the command until …", *results),
         [(moment, *(_cell(runs, moment) for runs in results.values())) for moment in MOMENTS],
     )
     totals = {name: [run[_END] for run in runs] for name, runs in results.items()}
-    report.judge(
+    report.add_figures(
         Figure(
             name=f"startup.{form}.of_ray_train",
             value=ratios(totals["raydl"], totals["Ray Train"]),
@@ -163,7 +162,7 @@ def measure(report: Report, form: str, data: str, cluster: Cluster | None, *, re
 
 
 def _cell(runs: list[Moments], moment: str) -> str:
-    """Return a moment over the runs; below 0 it was there before the command."""
+    """Return the text of a moment over the runs; below 0 it precedes the command."""
     seconds = [run[moment] for run in runs if moment in run]
     if not seconds:
         return ""
@@ -171,8 +170,9 @@ def _cell(runs: list[Moments], moment: str) -> str:
 
 
 def main() -> None:
-    """Measure, and tell."""
-    parser = options_of(__doc__, data={"default": "../shared/data/mnist", "help": "a folder"})
+    """Measure and report."""
+    data_option = {"default": "../shared/data/mnist", "help": "folder of MNIST"}
+    parser = options_of(__doc__, data=data_option)
     options = parser.parse_args()
     end_cleanly()
     data, repeats = data_at(options.data), options.repeats or (1 if options.quick else 5)
@@ -181,14 +181,14 @@ def main() -> None:
         measure(report, "own", data, None, repeats=repeats)
         if not options.quick:
             with Cluster(NUM_WORKERS) as cluster:
-                time.sleep(5.0)  # it starts a worker per CPU ahead
+                time.sleep(5.0)  # until Ray has prestarted a worker per CPU
                 measure(report, "cluster", data, cluster, repeats=repeats)
     except WatchError as error:
         sys.exit(f"the start was not measured: {error}")
     parts = [(name, f"{s:.2f}") for name, s in seconds_of_parts(data).items()]
-    report.table(("part of raydl's driver", "s"), parts)
+    report.add_table(("part of raydl's driver", "s"), parts)
     packages = [(name, f"{s:.2f}") for name, s in seconds_by_package()]
-    report.table(("its imports by package, without those inside", "s"), packages)
+    report.add_table(("imports by package, without nested imports", "s"), packages)
     report.close(options.out)
 
 

@@ -1,4 +1,4 @@
-"""Strikes at random on hosts with Ray, and what is seen of a run meanwhile; see ``chaos.py``."""
+"""Injects random faults into hosts with Ray, and records their outcome; see ``chaos.py``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.outside import HEAD, Run, Watched
+from benchmarks.outside import HEAD, Observed, Run
 from benchmarks.ray_on_hosts import has_ray, join_ray
 from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster
 
 KINDS = {"cut": 3, "kill": 3, "halt": 3, "center": 2, "driver": 1, "node": 2, "thin": 1}
-"""How often each is chosen, in proportion."""
+"""Relative frequency of each kind of fault."""
 _CUT_S, _HALT_S, _DOWN_S, _THIN_S = (5.0, 60.0), (2.0, 20.0), (2.0, 20.0), (10.0, 40.0)
 _THIN_MBIT = 1.0, 10.0
 _NODE_EVERY_S = 3.0
@@ -28,53 +28,53 @@ _REFUSED = re.compile(r"refused (?:a|([\d,]+)) late (\w+?)s? from")
 
 
 @dataclass
-class Seen(Watched):
-    """What was seen of a run in a storm."""
+class Outcome(Observed):
+    """Observations of a run in a storm."""
 
     hits: Counter[str] = field(default_factory=Counter)
-    """Strikes that hit something, by kind."""
+    """Effective faults, by kind."""
     ended: list[str] = field(default_factory=list)
-    """A sentence for each driver that ended without a strike, or did not get all workers back."""
+    """A sentence for each driver that ended without a fault, or did not recover all workers."""
     pause_s: float = 0.0
-    """The longest time in which no sample was counted."""
+    """The longest time without a newly counted sample."""
     paused_by: str = ""
-    """The strikes in it, and just before."""
+    """The faults during that time and shortly before."""
     growth: list[float] = field(default_factory=list)
-    """Of each driver that lived for long enough: its most memory after a third, over that then."""
+    """For each long-lived driver, the growth of its memory after a third of its life."""
     num_out: int = 0
-    """Samples that count too often or too rarely, in all."""
+    """Samples counted too often plus samples counted too rarely."""
     num_epochs: int = 0
     num_left: int = 0
-    """Processes that are halted after the end."""
+    """Halted processes that remain after the end of the run."""
 
     @property
     def num_losses(self) -> int:
-        """What may have changed the count of what is under way, by messages."""
+        """Losses that may have changed the count of samples in flight, by messages."""
         return self.hits.total() + self.num_rejoined
 
-    def take_refused(self, lines: list[str]) -> None:
-        """Count what a driver has refused that did not live to tell all of it."""
-        told = [match for line in lines if (match := _REFUSED.search(line))]
-        newest = {m[2] + "s": int((m[1] or "1").replace(",", "")) for m in told}
+    def add_refused(self, lines: list[str]) -> None:
+        """Add the refusals in the log of a driver that was killed before it wrote a result."""
+        matches = [match for line in lines if (match := _REFUSED.search(line))]
+        newest = {m[2] + "s": int((m[1] or "1").replace(",", "")) for m in matches}
         self.refused.update(newest)
 
 
 class Storm:
-    """Strikes hosts at random, and puts right again what lasts for a while.
+    """Injects random faults into hosts, and ends those that last for a limited time.
 
     Args:
-        made: the hosts.
-        seen: takes what hit.
-        chance: chooses.
+        made: the cluster.
+        outcome: records effective faults.
+        chance: source of randomness.
         resume: starts the driver again.
     """
 
     def __init__(
-        self, made: Cluster, seen: Seen, chance: random.Random, resume: Callable[[], None]
+        self, made: Cluster, outcome: Outcome, chance: random.Random, resume: Callable[[], None]
     ) -> None:
         self._made = made
         self._hosts = made.hosts
-        self._seen = seen
+        self._outcome = outcome
         self._random = chance
         self._resume = resume
         self._due: list[tuple[float, Callable[[], None]]] = []
@@ -85,16 +85,16 @@ class Storm:
         self._nodes_at = 0.0
         self.run: Run
 
-    def strike(self, *, kinds: dict[str, int]) -> str:
-        """Strike once; return what was done, in some words, empty if nothing was there to hit."""
+    def inject(self, *, kinds: dict[str, int]) -> str:
+        """Inject a fault and return its description, or "" if there was no target."""
         (kind,) = self._random.choices(list(kinds), list(kinds.values()))
-        done: str = getattr(self, f"_{kind}_one")()
-        if done:
-            self._seen.hits[kind] += 1
-        return done
+        fault: str = getattr(self, f"_{kind}_one")()
+        if fault:
+            self._outcome.hits[kind] += 1
+        return fault
 
     def tick(self) -> None:
-        """End what has lasted long enough, and start nodes that have ended."""
+        """End the faults that are due, and restart nodes that have ended."""
         now = time.monotonic()
         due = [action for at, action in self._due if at <= now]
         self._due = [(at, action) for at, action in self._due if at > now]
@@ -104,8 +104,8 @@ class Storm:
             self._nodes_at = now + _NODE_EVERY_S
             self._start_nodes()
 
-    def calm(self) -> None:
-        """End all that lasts."""
+    def end_all(self) -> None:
+        """End all lasting faults."""
         self._due, due = [], self._due
         for _, action in due:
             action()
@@ -114,18 +114,14 @@ class Storm:
         self._due.append((time.monotonic() + seconds, action))
 
     def _between(self, bounds: tuple[float, float]) -> float:
-        """Return a number between two, spread evenly by ratio."""
+        """Return a random number between two bounds, log-uniformly distributed."""
         low, high = bounds
         return float(low * (high / low) ** self._random.random())
 
-    def _actors(self, name: str) -> list[int]:
-        hosts = range(self._hosts.number)
-        found = [self._hosts.processes(host).items() for host in hosts]
-        return [p for items in found for p, words in items if words.startswith(f"ray::{name}")]
-
     def _signal(self, name: str, number: signal.Signals) -> int | None:
-        """Send a signal to one of the actors of a class; return its process, if there is one."""
-        pids = self._actors(name)
+        """Send a signal to a random actor of a class and return its process id, or None."""
+        processes = [self._hosts.processes(host).items() for host in range(self._hosts.number)]
+        pids = [p for items in processes for p, words in items if words.startswith(f"ray::{name}")]
         if not pids:
             return None
         pid = self._random.choice(sorted(pids))
@@ -149,15 +145,15 @@ class Storm:
             return "a worker is halted for good"
         seconds = self._between(_HALT_S)
 
-        def go_on() -> None:
+        def resume() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-        self._after(seconds, go_on)
+        self._after(seconds, resume)
         return f"a worker is halted for {seconds:.0f} s"
 
     def _driver_one(self) -> str:
-        if not self._seen.written:  # without a checkpoint there is nothing to go on from
+        if not self._outcome.written:  # without a checkpoint the run can not be resumed
             return ""
         self.run.process.kill()
         self._resume()
@@ -205,7 +201,7 @@ class Storm:
         return f"all links have {mbit:.1f} Mbit/s for {seconds:.0f} s"
 
     def _start_nodes(self) -> None:
-        """Begin to start the nodes that have ended, where they can reach the head."""
+        """Begin to restart the ended nodes that can reach the head."""
         if HEAD in self._cut:
             return
         for host in range(HEAD + 1, self._hosts.number):
@@ -217,11 +213,11 @@ class Storm:
             folder = Path(tempfile.mkdtemp(prefix="r", dir=self._made.folder))
             environment = self._made.environment
             self._starting[host] = join_ray(self._hosts, host, folder, environment)
-            self._seen.num_rejoined += 1
+            self._outcome.num_rejoined += 1
 
 
 def is_halted(pid: int) -> bool:
-    """Return whether a process is halted by a signal."""
+    """Return whether a process is stopped by a signal."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0] == "T"

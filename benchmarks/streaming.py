@@ -1,11 +1,11 @@
-"""Memory and waiting of workers that stream a Parquet set larger than they may hold.
+"""Measures memory and waiting of workers that stream a Parquet set larger than their memory limit.
 
 Command:   python -m benchmarks.streaming            (--quick: 150 MB instead of 2 GB)
 
-Writes pictures of 64x64 with noise, which do not compress, in row groups of 500; trains on them
-with two workers; watches the resident memory of the workers' processes, and reads from the run
-which share of their time went into waiting for data. The figure for memory is the peak above what
-the same workers hold with a set of a few pictures.
+Writes pictures of 64x64 with noise, which do not compress, in row groups of 500, and trains on them
+with two workers. It samples the resident memory of the workers' processes, and takes the share of
+time spent waiting for data from the run. The figure for memory is the peak minus the peak of the
+same workers with a few pictures.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from benchmarks.programs import ROOT, end_cleanly, end_sessions
 SIDE, ROWS_PER_GROUP, ROWS_PER_FILE = 64, 500, 20_000
 NUM_WORKERS = 2
 _BOUND_S = 1800.0
-"""The longest run."""
+"""Time-out of a run, in seconds."""
 
 
 def write_set(folder: Path, num_bytes: int) -> int:
-    """Write pictures of about so many bytes and a small test set; return the rows."""
+    """Write pictures of about ``num_bytes`` and a small test set, and return the training rows."""
     random = np.random.default_rng(0)
     row_bytes = SIDE * SIDE * 3
     num_rows = num_bytes // row_bytes
@@ -58,14 +58,14 @@ def _write(path: Path, num_rows: int, random: np.random.Generator) -> None:
 
 def _encoded(random: np.random.Generator, label: int) -> bytes:
     pixels = random.integers(0, 200, (SIDE, SIDE, 3), dtype=np.uint8)
-    pixels[:, 6 * label : 6 * label + 6] += 55  # something to learn
+    pixels[:, 6 * label : 6 * label + 6] += 55  # the label can be learned
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "BMP")
     return file.getvalue()
 
 
 def train(data: str, run_dir: Path, *, stream: str, num_samples: int) -> tuple[int, dict[str, Any]]:
-    """Train on a set; return the peak resident bytes of a worker, and the run's figures."""
+    """Train on a set and return (peak resident bytes of a worker, figures of the run)."""
     mark = uuid.uuid4().hex
     command = [
         sys.executable, "-m", "raydl", "train", "--data", data, "--model", "lenet",
@@ -82,13 +82,13 @@ def train(data: str, run_dir: Path, *, stream: str, num_samples: int) -> tuple[i
     finally:
         end_sessions([process])
     if process.returncode:
-        sys.exit(f"a run failed, or took over {_BOUND_S:.0f} s")
+        sys.exit(f"a run failed or took over {_BOUND_S:.0f} s")
     return peak, json.loads((run_dir / "result.json").read_text())
 
 
 def _resident_bytes(mark: str) -> list[int]:
-    """Return the resident memory of each worker's process of this benchmark."""
-    found = []
+    """Return the resident bytes of each worker process of this benchmark."""
+    sizes = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -96,14 +96,14 @@ def _resident_bytes(mark: str) -> list[int]:
             is_worker = (entry / "cmdline").read_bytes().startswith(b"ray::WorkerActor")
             if is_worker and mark.encode() in (entry / "environ").read_bytes():
                 pages = int((entry / "statm").read_text().split()[1])
-                found.append(pages * os.sysconf("SC_PAGE_SIZE"))
-        except OSError:  # it has ended
+                sizes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        except OSError:  # the process has ended
             continue
-    return found
+    return sizes
 
 
 def main() -> None:
-    """Measure, and tell the memory and the waiting."""
+    """Measure and report."""
     options = options_of(__doc__).parse_args()
     end_cleanly()
     num_bytes = 150_000_000 if options.quick else 2_000_000_000
@@ -120,7 +120,7 @@ def main() -> None:
     trained_s = sum(seconds for part, seconds in parts.items() if part != "initialization")
     share = parts["data_io"] / trained_s
     report = Report.of_command("streaming", options)
-    report.table(
+    report.add_table(
         ("what", "value"),
         [
             (f"rows of the set, {num_bytes / 1e9:.1f} GB", f"{num_rows:,}"),
@@ -128,7 +128,7 @@ def main() -> None:
             ("peak of a worker, the set streamed", f"{peak / 1e6:,.0f} MB"),
         ],
     )
-    report.judge(
+    report.add_figures(
         Figure(
             name="streaming.megabytes_above",
             value=Spread.of([above]),

@@ -1,21 +1,21 @@
-"""Two hosts on a thin link: what sync-easgd keeps of its rate, beside torchrun's DDP.
+"""Measures the speed of sync-easgd on a thin link between two hosts, compared with torchrun's DDP.
 
-Command:   python -m benchmarks.thin_link            (--quick: at 100 Mbit/s alone, and no accuracy)
+Command:   python -m benchmarks.thin_link            (--quick: only 100 Mbit/s, and no accuracy)
 
 Two hosts (network namespaces, ``hosts.py``), one worker in each, LeNet on MNIST, 64 samples a step:
 
-- at 10 Gbit/s, sync-easgd with the defaults of ``raydl train``: the unlimited rate;
+- at 10 Gbit/s, sync-easgd with the defaults of ``raydl train``: the unlimited speed;
 - at 100 and at 25 Mbit/s, sync-easgd with ``SETTINGS``, and DDP by torchrun.
 
-A rate is samples over seconds of training: for raydl from its first record of a round to the last
-one before the center goes back, for DDP from the first step to the last. Links are changed between
-runs; scores and checkpoints are off, and the cases interleaved. A case with fewer samples per
-second gets fewer samples, that all may take as long. ``--also`` measures further settings at each
+The speed is samples per second of training: for raydl from the first record of a round to the last
+one before the center is sent back, for DDP from the first step to the last. The link rate changes
+between runs. Evaluations and checkpoints are off, and the cases are interleaved. Slower cases get
+fewer samples, so that all take about the same time. ``--also`` measures further settings at each
 rate.
 
-What the settings cost in samples to 98.5% is taken on links that limit nothing: with one seed a
-synchronous method gives the same bits on any link. A center is scored at the first round after
-every 2,500 samples; all runs are as long, so that the learning rate takes the same course.
+The cost of the settings in samples to 98.5% is measured on unlimited links: with one seed a
+synchronous method gives the same bits on any link. The center is evaluated at the first round after
+every 2,500 samples. All runs have the same length, and so the same learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from benchmarks.runs_on_hosts import UNLIMITED_MBIT, Cluster, cluster, cut_set
 SETTINGS = (
     "--period", "30", "--fragments", "3", "--exchange-delay", "9", "--compression", "int8"
 )  # fmt: skip
-"""What ``raydl train`` is told: as many steps between messages as by default, each a third."""
+"""Options of ``raydl train``: a third of the weights every 10 steps, instead of all by default."""
 MBITS = (100, 25)
 KEPT = 0.95
 OVER_DDP = {100: 6.0, 25: 20.0}
 ACCURACY, MORE_SAMPLES = 0.985, 1.05
-"""What the center should reach, and the samples that may take, in those of the defaults."""
+"""Accuracy of the center, and the target for the samples to it, over those of the defaults."""
 BATCH_SIZE, SCORED_EVERY = 64, 2500
 SCORED_SAMPLES = 180_000
 CUT = 11_520
 """Training samples in the quick form: whole rounds of 10 and of 30 steps."""
 NUM_SAMPLES = {"ours": (128_000, 23_040), "ddp.100": (12_800, 1280), "ddp.25": (5120, 1280)}
-"""Of a run, in the full and the quick form."""
+"""Samples of a run in the full and the quick form."""
 MASTER_PORT = "29500"
 
 
 def train(hosts: Cluster, mbit: float, data: str, num_samples: int, words: Sequence[str]) -> float:
-    """Return the samples per second of sync-easgd on links of a rate."""
+    """Return the samples per second of sync-easgd at a link rate."""
     hosts.limit(mbit)
     result = hosts.train(*_common(data, num_samples), *words)
     return float(result["steady_samples_per_s"])
 
 
 def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int) -> float:
-    """Return the samples per second of DDP by torchrun on links of a rate."""
+    """Return the samples per second of torchrun's DDP at a link rate."""
     hosts.limit(mbit)
-    told = hosts.folder / "ddp.json"
+    path = hosts.folder / "ddp.json"
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     programs = [
         (
@@ -71,18 +71,18 @@ def train_ddp(hosts: Cluster, mbit: float, data: str, num_samples: int) -> float
             "--master-addr", hosts.hosts.address(0), "--master-port", MASTER_PORT,
             "-m", "benchmarks.peers.ddp", "--model", "lenet", "--data", data,
             "--batch-size", str(BATCH_SIZE), "--samples", str(num_samples), "--seed", "0",
-            "--result", str(told),
+            "--result", str(path),
         )
         for rank in range(2)
     ]  # fmt: skip
     hosts.run(programs, env={"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"})
-    result = json.loads(told.read_text())
-    told.unlink()
+    result = json.loads(path.read_text())
+    path.unlink()
     return float(result["samples"]) / float(result["seconds"])
 
 
 def samples_to(hosts: Cluster, data: str, seed: int, words: Sequence[str]) -> float:
-    """Return the samples of the first score of 98.5%; infinity: there was none."""
+    """Return the samples at the first evaluation with 98.5%, or infinity."""
     hosts.limit(UNLIMITED_MBIT)
     result = hosts.train(
         *_common(data, SCORED_SAMPLES), *words, "--seed", str(seed),
@@ -103,29 +103,29 @@ def _common(data: str, num_samples: int) -> tuple[str, ...]:
 def measure_rates(
     hosts: Cluster, report: Report, data: str, options: argparse.Namespace, mbits: Sequence[int]
 ) -> None:
-    """Take all rates, interleaved, and report them."""
+    """Measure and report the speed of all cases, interleaved."""
     num = {name: counts[options.quick] for name, counts in NUM_SAMPLES.items()}
     cases: dict[str, Callable[[], float]] = {
         "unlimited": partial(train, hosts, UNLIMITED_MBIT, data, num["ours"], ())
     }
-    told: dict[str, Sequence[str]] = {"unlimited": ()}
+    settings: dict[str, Sequence[str]] = {"unlimited": ()}
     for mbit in mbits:
         for name, words in (("ours", SETTINGS), ("also", shlex.split(options.also))):
             if words:
-                told[f"{name}.{mbit}"] = words
+                settings[f"{name}.{mbit}"] = words
                 cases[f"{name}.{mbit}"] = partial(train, hosts, mbit, data, num["ours"], words)
         cases[f"ddp.{mbit}"] = partial(train_ddp, hosts, mbit, data, num[f"ddp.{mbit}"])
     rates = interleaved(cases, repeats=options.repeats or (1 if options.quick else 5))
-    report.table(
+    report.add_table(
         ("case", "samples/s", "of the unlimited", "settings"),
         [
             (name, Spread.of(of).text(",.0f"), f"{ratios(of, rates['unlimited']).median:.1%}",
-             f"`{shlex.join(told.get(name, ())) or '-'}`")
+             f"`{shlex.join(settings.get(name, ())) or '-'}`")
             for name, of in rates.items()
         ],
     )  # fmt: skip
     for mbit in mbits:
-        report.judge(*_rate_figures(rates, mbit))
+        report.add_figures(*_rate_figures(rates, mbit))
 
 
 def _rate_figures(rates: Mapping[str, Sequence[float]], mbit: int) -> list[Figure]:
@@ -141,47 +141,47 @@ def _rate_figures(rates: Mapping[str, Sequence[float]], mbit: int) -> list[Figur
 
 
 def measure_accuracy(hosts: Cluster, report: Report, options: argparse.Namespace) -> None:
-    """Take the samples to 98.5%, a seed per repeat, and report them."""
+    """Measure and report the samples to 98.5%, with a seed per repeat."""
     seeds = range(options.repeats or 3)
     words_of: dict[str, Sequence[str]] = {"defaults": (), "ours": SETTINGS}
-    found: dict[str, list[float]] = {name: [] for name in words_of}
+    samples: dict[str, list[float]] = {name: [] for name in words_of}
     for seed in seeds:
         for name, words in words_of.items():
-            found[name].append(samples_to(hosts, options.data, seed, words))
-            print(f"  seed {seed} {name}: {found[name][-1]:,.0f} samples", flush=True)
-    report.table(
+            samples[name].append(samples_to(hosts, options.data, seed, words))
+            print(f"  seed {seed} {name}: {samples[name][-1]:,.0f} samples", flush=True)
+    report.add_table(
         (f"samples to {ACCURACY:.1%}", *(f"seed {seed}" for seed in seeds)),
-        [(name, *(f"{count:,.0f}" for count in counts)) for name, counts in found.items()],
+        [(name, *(f"{count:,.0f}" for count in counts)) for name, counts in samples.items()],
     )
     name = "thin_link.ours.samples_to_98.5"
-    if math.inf in found["defaults"]:  # no ratio to that says anything
-        report.say(f"The defaults did not come to {ACCURACY:.1%} with each seed: no figure.")
+    if math.inf in samples["defaults"]:  # the ratio is undefined
+        report.add_text(f"The defaults did not reach {ACCURACY:.1%} with each seed: no figure.")
         return
-    more = ratios(found["ours"], found["defaults"])
-    report.judge(Figure(name=name, value=more, target=MORE_SAMPLES, is_better="less"))
+    more = ratios(samples["ours"], samples["defaults"])
+    report.add_figures(Figure(name=name, value=more, target=MORE_SAMPLES, is_better="less"))
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
-    """Measure, and report; the return value is what ``sys.exit`` takes."""
+    """Measure and report; return the argument of ``sys.exit``."""
     options = options_of(
         __doc__,
         data={"default": "../shared/data/mnist", "help": "MNIST as a folder of Parquet"},
-        also={"default": "", "help": "settings to measure as well, as one word"},
+        also={"default": "", "help": "further settings to measure, as one argument"},
     ).parse_args(argv)
     if reason := why_not():
         return reason
     options.data = data_at(options.data)
     mbits = MBITS[:1] if options.quick else MBITS
     report = Report.of_command("thin_link", options)
-    report.say("LeNet on MNIST, two hosts with one worker each, 64 samples a step.")
+    report.add_text("LeNet on MNIST, two hosts with one worker each, 64 samples a step.")
     try:
         with cluster(2) as hosts:
             cut = partial(cut_set, options.data, hosts.folder / "set", num_train=CUT)
             measure_rates(hosts, report, cut() if options.quick else options.data, options, mbits)
             if options.quick:
-                report.say(
-                    "Runs of seconds, in which processes warm up and connections open, tell little "
-                    "of what is kept. Samples to 98.5% are measured in the full form alone."
+                report.add_text(
+                    "These short runs are dominated by their start and show little of the steady "
+                    "speed. Only the full form measures the samples to 98.5%."
                 )
             else:
                 measure_accuracy(hosts, report, options)

@@ -1,28 +1,27 @@
-"""How soon two workers have a network of 99.0% on MNIST: each method of raydl, and Ray Train.
+"""Measures the time to 99.0% on MNIST with two workers, for each method of raydl and Ray Train.
 
 Command:   python -m benchmarks.time_to_accuracy    (--quick: 97%, two cases, one seed)
 
-LeNet, batch 64, two workers of one thread, by the defaults of ``raydl train``; a repeat is a seed.
-The learning rate of all rises for a twentieth of five epochs and falls along a cosine to 0 at their
-end, and none may train longer. The test set is scored every 15,000 samples, and the first score
-that reaches the accuracy ends the run.
+LeNet, batch 64, two workers with one thread each, with the defaults of ``raydl train``; each repeat
+has another seed. The learning rate warms up for a twentieth of five epochs and then decays along a
+cosine to 0 at their end; no case trains longer. The test set is evaluated every 15,000 samples, and
+the first evaluation that reaches the accuracy ends the run.
 
-The time is that of the wall clock, from the first step to the moment when the weights that were
-scored were there. Scores before are paid for by both sides alike: raydl's evaluator takes CPU from
-the workers while they train, the peer's two ranks stop and score a half each. Whether the last
-score is good shows later on both sides; that costs neither. raydl leaves a score out where its
-evaluator is still at the one before: then its accuracy is seen later than it could be. Its clock
-begins when its workers have met, just before their first step, and so does the peer's. The table
-has the peer's time without any of its scores, too.
+The time is wall-clock time from the first step to the moment when the evaluated weights existed.
+Earlier evaluations cost both sides time: raydl's evaluator takes CPU from the workers, and the
+peer's two ranks pause and evaluate one half each. The last evaluation costs neither side time.
+raydl skips an evaluation while its evaluator is busy, and may then detect the accuracy late. The
+clock of both sides starts when their workers have formed the group, just before the first step. The
+table also has the peer's time without its evaluations.
 
 The peer is DistributedDataParallel in Ray Train's TorchTrainer. Its learning rate and momentum are
-the best of a few, found at the beginning with the first seed (by torchrun, which computes the
-same): those that need the fewest samples; the quick form takes one of them. raydl's are not looked
-for; ``--also`` measures sync-easgd with further settings beside the defaults.
+the best of a few, chosen first with one seed: those that need the fewest samples (with torchrun,
+which computes the same); the quick form takes one of them. raydl's are not tuned; ``--also``
+measures sync-easgd with further settings beside the defaults.
 
-What does not reach the accuracy in five epochs, or takes too long, counts with the time that it
-was given: ratios to it are at least so large. The full form takes about half an hour on
-two cores. Each method should need longer than sync-easgd, but hogwild-easgd, which may tie.
+A case that does not reach the accuracy in five epochs, or times out, counts with the time that it
+had; ratios to it are lower bounds. The full form takes about half an hour on two cores. The target
+is that each method needs longer than sync-easgd, except hogwild-easgd, which may tie.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ NUM_WORKERS = 2
 OURS, ALSO, PEER, TIED = "sync-easgd", "also", "Ray Train", "hogwild-easgd"
 OVER_PEER = 1.3
 TIE = 0.95
-"""What TIED may be sooner by and still not be sooner: runs of one seed differ by as much."""
+"""Lower bound for the time of ``TIED``: runs with the same seed differ by as much."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate of the peer, at its batch of 64 for each worker."""
+    """A learning rate and momentum of the peer, for a batch of 64 per worker."""
 
     lr: float
     momentum: float
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As options of a peer."""
+        """Options of the peer."""
         return "--lr", str(self.lr), "--momentum", str(self.momentum)
 
     def __str__(self) -> str:
@@ -64,12 +63,12 @@ class Rate:
 
 
 RATES = (Rate(0.1, 0.0), Rate(0.2, 0.0), Rate(0.4, 0.0), Rate(0.02, 0.9), Rate(0.05, 0.9))
-"""What is tried: some multiples of what one worker would take, with and without momentum."""
+"""Candidates: multiples of the rate of a single worker, with and without momentum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What all cases have in common."""
+    """Settings that all cases share."""
 
     accuracy: float
     samples: int
@@ -77,7 +76,7 @@ class Plan:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As options of both sides."""
+        """Options of both sides."""
         length = ("--samples", str(self.samples), "--stop-at-accuracy", str(self.accuracy))
         return "--model", "lenet", "--batch-size", "64", *length
 
@@ -88,20 +87,20 @@ QUICK = Plan(accuracy=0.97, samples=60_000, scored_every=6_000)
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """When a run came to the accuracy."""
+    """When a run reached the accuracy."""
 
     seconds: float
-    """On the wall clock from the first step; of a run that did not, all that it was given."""
+    """Wall-clock time from the first step; the whole time if the accuracy was not reached."""
     training_s: float
-    """The same without scores, where they are no part of the training; else as ``seconds``."""
+    """The same without the peer's evaluations, which interrupt its training."""
     samples: int
     best: float
-    """The best score."""
+    """The best accuracy."""
     is_reached: bool
 
 
 def reached_by_raydl(run: Trained, *, accuracy: float) -> Reached:
-    """Return when a center was there that reaches an accuracy."""
+    """Return when the center reached an accuracy."""
     scores = run.result["evaluations"]
     best = max(score["accuracy"] for score in scores)
     hit = next((s for s in scores if s["accuracy"] >= accuracy), None)
@@ -114,12 +113,12 @@ def reached_by_raydl(run: Trained, *, accuracy: float) -> Reached:
 
 
 def reached_by_peer(run: Trained, *, accuracy: float) -> Reached:
-    """Return when weights were there that reach an accuracy, after all scores before them."""
+    """Return when the weights reached an accuracy, including the evaluations before."""
     scores = run.result["evaluations"]
     best = max(score for _, _, score in scores)
     hit = next((i for i, s in enumerate(scores) if s[2] >= accuracy), len(scores) - 1)
     seconds, samples, score = scores[hit]
-    # After a score the wall clock is ahead of the training by all scores so far.
+    # After an evaluation, wall-clock time minus training time is the time of all evaluations.
     paused_s = run.result["scored_s"][hit - 1] - scores[hit - 1][0] if hit else 0.0
     return Reached(
         seconds=seconds + paused_s, training_s=seconds, samples=samples, best=best,
@@ -128,7 +127,7 @@ def reached_by_peer(run: Trained, *, accuracy: float) -> Reached:
 
 
 def best_rate(place: Workplace, data: str, plan: Plan, rates: Sequence[Rate]) -> Rate:
-    """Return the rate that takes the peer to the accuracy with the fewest samples."""
+    """Return the rate with which the peer reaches the accuracy with the fewest samples."""
 
     def cost(rate: Rate) -> tuple[float, float]:
         try:
@@ -136,10 +135,11 @@ def best_rate(place: Workplace, data: str, plan: Plan, rates: Sequence[Rate]) ->
         except RunError as error:
             print(f"  the peer at {rate}: {error}", flush=True)
             return math.inf, 0.0
-        found = reached_by_peer(run, accuracy=plan.accuracy)
-        told = f"after {found.samples:,}" if found.is_reached else f"best {found.best:.2%} of all"
-        print(f"  the peer at {rate}: {told} samples", flush=True)
-        return (found.samples if found.is_reached else math.inf), -found.best
+        reached = reached_by_peer(run, accuracy=plan.accuracy)
+        after = f"reached after {reached.samples:,} samples"
+        outcome = after if reached.is_reached else f"not reached, best {reached.best:.2%}"
+        print(f"  the peer at {rate}: {outcome}", flush=True)
+        return (reached.samples if reached.is_reached else math.inf), -reached.best
 
     return min(rates, key=cost)
 
@@ -152,14 +152,14 @@ def _peer_words(data: str, plan: Plan, rate: Rate, *, seed: int) -> tuple[str, .
 def cases_of(
     place: Workplace, data: str, plan: Plan, rate: Rate, methods: Mapping[str, Sequence[str]]
 ) -> dict[str, Callable[[], Reached]]:
-    """Return what takes the time of each case; its next call takes the next seed.
+    """Return functions that run a case with the next seed at each call, by name.
 
     Args:
-        place: where they run.
-        data: a folder.
-        plan: what they have in common.
-        rate: the peer's.
-        methods: the words of each case of raydl, by name.
+        place: workplace of the runs.
+        data: path of the data set.
+        plan: settings that all cases share.
+        rate: learning rate of the peer.
+        methods: options of each case of raydl, by name.
     """
 
     def raydl(name: str, seeds: Callable[[], int]) -> Reached:
@@ -179,79 +179,70 @@ def cases_of(
             return _failed(PEER, error)
         return reached_by_peer(run, accuracy=plan.accuracy)
 
-    ours = {name: partial(raydl, name, _seeds()) for name in methods}
-    return {**ours, PEER: partial(ray_train, _seeds())}
-
-
-def _seeds() -> Callable[[], int]:
-    return itertools.count().__next__
+    ours = {name: partial(raydl, name, itertools.count().__next__) for name in methods}
+    return {**ours, PEER: partial(ray_train, itertools.count().__next__)}
 
 
 def _failed(method: str, error: RunError) -> Reached:
-    """Return what counts for a method that came to no end; for ours there is no result."""
+    """Return the outcome of a method whose run failed; raise the error if it is sync-easgd."""
     if method == OURS:
         raise error
-    print(f"  {method} counts as not there after {BOUND_S:.0f} s: {error}", flush=True)
+    print(f"  {method} counts as not reached after {BOUND_S:.0f} s: {error}", flush=True)
     return Reached(seconds=BOUND_S, training_s=BOUND_S, samples=0, best=0.0, is_reached=False)
 
 
-def tell(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
+def add_results(report: Report, cases: Mapping[str, Sequence[Reached]]) -> None:
     """Add the table and the figures to a report."""
-    report.table(
+    report.add_table(
         ("case", "seconds", "without the peer's scores", "samples", "reached", "best score"),
-        [(name, *_row(found)) for name, found in cases.items()],
+        [(name, *_row(runs)) for name, runs in cases.items()],
     )
-    ours = [found.seconds for found in cases[OURS]]
-    has_missed = not all(found.is_reached for found in cases[OURS])
+    ours = [run.seconds for run in cases[OURS]]
+    has_missed = not all(run.is_reached for run in cases[OURS])
     if has_missed:
-        report.say(f"{OURS} did not reach the accuracy with each seed: no figure is met.")
-    for name, found in cases.items():
+        report.add_text(f"{OURS} did not reach the accuracy with each seed: no figure is met.")
+    for name, runs in cases.items():
         if name == OURS:
             continue
         target = {PEER: OVER_PEER, TIED: TIE, ALSO: None}.get(name, 1.0)
-        value = ratios([one.seconds for one in found], ours)
+        value = ratios([run.seconds for run in runs], ours)
         figure = f"time_to_accuracy.{name.lower().replace(' ', '-')}_over_{OURS}"
-        report.judge(
+        report.add_figures(
             Figure(name=figure, value=Spread(0.0, 0.0, 0.0) if has_missed else value, target=target)
         )
 
 
-def _row(found: Sequence[Reached]) -> tuple[str, ...]:
-    num_reached = sum(one.is_reached for one in found)
+def _row(runs: Sequence[Reached]) -> tuple[str, ...]:
     return (
-        Spread.of([one.seconds for one in found]).text(".1f"),
-        Spread.of([one.training_s for one in found]).text(".1f"),
-        Spread.of([one.samples for one in found]).text(",.0f"),
-        f"{num_reached} of {len(found)}",
-        f"{max(one.best for one in found):.2%}",
+        Spread.of([run.seconds for run in runs]).text(".1f"),
+        Spread.of([run.training_s for run in runs]).text(".1f"),
+        Spread.of([run.samples for run in runs]).text(",.0f"),
+        f"{sum(run.is_reached for run in runs)} of {len(runs)}",
+        f"{max(run.best for run in runs):.2%}",
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     return options_of(
         __doc__,
-        data={"default": "../shared/data/mnist", "help": "the set; --accuracy is for MNIST"},
-        accuracy={"type": float, "help": "to reach, 0..1"},
-        samples={"type": int, "help": "that all may train on, and at whose end the rate is 0"},
-        scored_every={"type": int, "help": "samples from one score to the next"},
-        methods={"help": "of raydl by comma, besides sync-easgd; default: all"},
-        also={"default": "", "help": "settings to measure as well, as one word"},
-    )
-
-
-def _plan(options: argparse.Namespace) -> Plan:
-    usual = QUICK if options.quick else FULL
-    return Plan(
-        accuracy=options.accuracy or usual.accuracy,
-        samples=options.samples or usual.samples,
-        scored_every=options.scored_every or usual.scored_every,
+        data={"default": "../shared/data/mnist", "help": "data set; by default MNIST"},
+        accuracy={"type": float, "help": "accuracy to reach, 0..1"},
+        samples={"type": int, "help": "most samples of a run; the learning rate ends at 0 there"},
+        scored_every={"type": int, "help": "samples between two evaluations"},
+        methods={"help": "methods of raydl besides sync-easgd, with commas; default: all"},
+        also={"default": "", "help": "further settings to measure, as one argument"},
     )
 
 
 def main() -> None:
-    """Measure, and tell."""
+    """Measure and report."""
     options = _parser().parse_args()
-    plan = _plan(options)
+    defaults = QUICK if options.quick else FULL
+    plan = Plan(
+        accuracy=options.accuracy or defaults.accuracy,
+        samples=options.samples or defaults.samples,
+        scored_every=options.scored_every or defaults.scored_every,
+    )
     others = options.methods.split(",") if options.methods else METHODS
     names = (OURS,) if options.quick else (OURS, *(m for m in others if m != OURS))
     methods: dict[str, tuple[str, ...]] = {name: ("--method", name) for name in names}
@@ -262,12 +253,12 @@ def main() -> None:
         data = place.arrays(options.data)
         rate = RATES[1] if options.quick else best_rate(place, data, plan, RATES)
         cases = cases_of(place, data, plan, rate, methods)
-        found = interleaved(cases, repeats=options.repeats or (1 if options.quick else 3))
-    report.say(
-        f"{plan.accuracy:.1%} of the test set, scored every {plan.scored_every:,} samples of at "
+        results = interleaved(cases, repeats=options.repeats or (1 if options.quick else 3))
+    report.add_text(
+        f"{plan.accuracy:.1%} on the test set, evaluated every {plan.scored_every:,} samples of at "
         f"most {plan.samples:,}; {PEER} at a learning rate of {rate}."
     )
-    tell(report, found)
+    add_results(report, results)
     report.close(options.out)
 
 

@@ -1,8 +1,9 @@
-"""Looks at a training run from outside: when each of its workers began each step.
+"""Observes the steps of a training run from outside.
 
-The run trains ``lenet`` of this module, which notes each step, when its backward begins, in a
-file of its process, in a folder that the environment names; so nothing that a run says of itself is
-trusted. Times are those of ``time.monotonic()``, which all processes of a machine share.
+The run trains ``lenet`` of this module. At the start of each backward pass, the model writes a note
+to a file of its process, in a folder that an environment variable names. So the measurement does
+not rely on what the run reports. Times are those of ``time.monotonic()``, which all processes of a
+machine share.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import Any, TypeVar
 from benchmarks.programs import ROOT
 
 MODEL = "benchmarks.watching:lenet"
-"""What ``--model`` takes for a network whose steps are noted."""
+"""Value of ``--model`` for a network that notes its steps."""
 FOLDER = "RAYDL_BENCHMARK"
-"""Of the environment: the folder of the notes."""
+"""Environment variable with the folder of the notes."""
 _NOTE = struct.Struct("dq")
-_LOOK_EVERY_S = 0.02
+_POLL_EVERY_S = 0.02
 _START_S = 120.0
 _END_S = 10.0
 _OBJECT_STORE_BYTES = 200 << 20
@@ -71,15 +72,19 @@ class Step:
 
 def lenet(image_shape: tuple[int, int, int], num_classes: int) -> Any:
     """Return a LeNet that notes when it was built, and each of its training steps."""
-    import torch  # here, since one that only looks does not need it
-
     from raydl import models
 
-    model = models.find("lenet")(image_shape, num_classes)
+    return with_notes(models.find("lenet")(image_shape, num_classes))
+
+
+def with_notes(model: Any) -> Any:
+    """Return a new model that notes when it was built, and each of its training steps."""
+    import torch  # here: the observer does not need it
+
     _note("built", 0)
 
     def note_step(_: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
-        if torch.is_grad_enabled():  # a driver that tries a model takes no gradient either
+        if torch.is_grad_enabled():  # the driver's check of the model takes no gradient
             outputs.register_hook(lambda _: _note("steps", len(inputs[0])))
 
     model.register_forward_hook(note_step)
@@ -87,7 +92,7 @@ def lenet(image_shape: tuple[int, int, int], num_classes: int) -> Any:
 
 
 def _note(kind: str, number: int) -> None:
-    """Write a time and a number; nothing is lost if the process is killed a moment later."""
+    """Write the time and a number, unbuffered: a killed process loses no note."""
     key = os.getpid(), kind
     if key not in _files:
         path = Path(os.environ[FOLDER]) / f"{key[0]}.{kind}"
@@ -95,21 +100,22 @@ def _note(kind: str, number: int) -> None:
     os.write(_files[key], _NOTE.pack(time.monotonic(), number))
 
 
-# beside the run
+# in the observer
 
 
 class WatchError(Exception):
-    """What was waited for did not come; the text has what the processes said."""
+    """An awaited condition did not occur; the text contains the log."""
 
 
 class Session:
-    """A command in a session of its own, in a folder that goes with it; every wait is bounded.
+    """A command in its own session and its own folder; all waits are bounded.
 
-    What the command starts, Ray's processes too, belongs to the session, and ends with it.
+    All processes that the command starts, including Ray's, belong to the session. They are killed,
+    and the folder is deleted, at the end of the context.
 
     Args:
-        command: ``{folder}`` in its words stands for the folder.
-        environment: more than it inherits.
+        command: words of the command; ``{folder}`` is replaced by the folder.
+        environment: further environment variables.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -119,14 +125,14 @@ class Session:
             FOLDER: str(self.folder),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
-            "RAY_TMPDIR": str(self.folder),  # Ray would leave its logs behind
+            "RAY_TMPDIR": str(self.folder),  # so that Ray's logs are deleted, too
         }
-        with (self.folder / "said.txt").open("w") as said:
+        with (self.folder / "log.txt").open("w") as log:
             self.began_at = time.monotonic()
             self.process = subprocess.Popen(
                 [word.replace("{folder}", str(self.folder)) for word in command],
                 cwd=ROOT, env={**inherited, **own, **environment},
-                stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self: _Session) -> _Session:
@@ -138,43 +144,43 @@ class Session:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def said(self) -> str:
-        """Return what the command has printed."""
-        return (self.folder / "said.txt").read_text()
+    def log(self) -> str:
+        """Return the output of the command so far."""
+        return (self.folder / "log.txt").read_text()
 
     def wait_until(self, holds: Callable[[], bool], what: str, *, within_s: float) -> None:
-        """Wait for something.
+        """Wait until a condition holds.
 
         Raises:
-            WatchError: it did not come in time, or the command ended before.
+            WatchError: if it did not hold in time, or the command ended before.
         """
         deadline = time.monotonic() + within_s
         while not holds():
             if self.process.poll() is not None:
-                raise WatchError(f"the run ended before {what}:\n{self.said()}")
+                raise WatchError(f"the run ended before {what}:\n{self.log()}")
             if time.monotonic() > deadline:
-                raise WatchError(f"not within {within_s:g} s: {what}:\n{self.said()}")
-            time.sleep(_LOOK_EVERY_S)
+                raise WatchError(f"timed out after {within_s:g} s before {what}:\n{self.log()}")
+            time.sleep(_POLL_EVERY_S)
 
     def end(self, *, within_s: float) -> None:
-        """Ask the command to end, and wait for it.
+        """Send SIGTERM to the command and wait for its end.
 
         Raises:
-            WatchError: it did not end.
+            WatchError: if it did not end in time.
         """
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(within_s)
         except subprocess.TimeoutExpired:
-            raise WatchError(f"not within {within_s:g} s: its end:\n{self.said()}") from None
+            raise WatchError(f"the run did not end within {within_s:g} s:\n{self.log()}") from None
 
 
 class Cluster(Session):
-    """A Ray cluster of one node, which takes the notes of the runs on it.
+    """A Ray cluster, whose folder receives the notes of the runs on it.
 
     Args:
-        num_cpus: that Ray hands out, however many there are.
-        num_nodes: with one CPU each, instead, beside a head that has none; 0: one node.
+        num_cpus: CPUs of the only node, as Ray counts them.
+        num_nodes: number of nodes with one CPU each, beside a head node without CPUs; 0: one node.
     """
 
     def __init__(self, num_cpus: int = 0, *, num_nodes: int = 0) -> None:
@@ -183,16 +189,16 @@ class Cluster(Session):
         )
         super().__init__([sys.executable, "-c", program], {"RAY_AUTH_MODE": "disabled"})
         self.environment: dict[str, str] = {}
-        """Of a run on it."""
+        """Environment variables of a run on the cluster."""
 
     def __enter__(self) -> Cluster:
         try:
-            is_up = lambda: bool(re.search(r"^up at \S+$", self.said(), re.MULTILINE))  # noqa: E731
+            is_up = lambda: bool(re.search(r"^up at \S+$", self.log(), re.MULTILINE))  # noqa: E731
             self.wait_until(is_up, "Ray is up", within_s=_START_S)
-        except BaseException:  # an interrupt, too: nobody else would end it
+        except BaseException:  # also an interrupt: no one else would end the session
             self.__exit__()
             raise
-        address = self.said().rpartition("up at ")[2].split()[0]
+        address = self.log().rpartition("up at ")[2].split()[0]
         self.environment = {
             "RAY_ADDRESS": address,
             "RAY_AUTH_MODE": "disabled",
@@ -202,48 +208,48 @@ class Cluster(Session):
 
 
 class Watched(Session):
-    """A training run whose steps are noted.
+    """A training run that notes its steps.
 
     Args:
-        words: of the command, after the interpreter.
-        cluster: where it runs; None: it starts a Ray of its own.
+        words: words of the command after the interpreter.
+        cluster: the cluster of the run; None: the run starts its own Ray.
     """
 
     def __init__(self, words: Sequence[str], cluster: Cluster | None = None) -> None:
         for path in _notes_in(cluster.folder) if cluster else []:
-            path.unlink()  # of the run before
+            path.unlink()  # a note of the previous run
         super().__init__([sys.executable, *words], cluster.environment if cluster else {})
         self._notes_at = cluster.folder if cluster else self.folder
 
     def steps(self) -> dict[int, list[Step]]:
-        """Return the steps so far of each worker, by process id."""
+        """Return the steps of each worker so far, by process id."""
         return {pid: [Step(*note) for note in notes] for pid, notes in self._notes("steps").items()}
 
     def built(self) -> dict[int, float]:
-        """Return when each process, the driver maybe too, built its model, by process id."""
+        """Return when each process, possibly also the driver, built its model, by process id."""
         return {pid: notes[0][0] for pid, notes in self._notes("built").items()}
 
-    def num_at_work(self) -> int:
-        """Return the workers that have completed a step, for they have begun the next one."""
+    def num_training(self) -> int:
+        """Return the number of workers that have completed a step: they have begun a second one."""
         paths = [path for path in _notes_in(self._notes_at) if path.suffix == ".steps"]
         return sum(path.stat().st_size >= 2 * _NOTE.size for path in paths)
 
     def num_steps(self) -> int:
-        """Return the steps of all workers so far."""
+        """Return the number of steps of all workers so far."""
         return num_steps_in(self._notes_at)
 
     def _notes(self, kind: str) -> dict[int, list[Any]]:
-        found = {}
+        by_pid = {}
         for path in _notes_in(self._notes_at):
             if path.suffix == f".{kind}":
                 data = path.read_bytes()
-                whole = data[: len(data) // _NOTE.size * _NOTE.size]
-                found[int(path.stem)] = list(_NOTE.iter_unpack(whole))
-        return {pid: notes for pid, notes in found.items() if notes}
+                complete = data[: len(data) // _NOTE.size * _NOTE.size]
+                by_pid[int(path.stem)] = list(_NOTE.iter_unpack(complete))
+        return {pid: notes for pid, notes in by_pid.items() if notes}
 
 
 def num_steps_in(folder: Path) -> int:
-    """Return the steps that are noted in a folder so far, of all workers."""
+    """Return the number of steps noted in a folder so far, of all workers."""
     paths = [path for path in _notes_in(folder) if path.suffix == ".steps"]
     return sum(path.stat().st_size // _NOTE.size for path in paths)
 
@@ -253,47 +259,47 @@ def _notes_in(folder: Path) -> list[Path]:
 
 
 def processes_of(session: int) -> dict[int, str]:
-    """Return the living processes of a session: their command lines, by process id."""
-    found = {}
+    """Return the command lines of a session's living processes, by process id."""
+    commands = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        with suppress(OSError):  # it has ended
-            state, _, _, its_session = _stat(int(entry.name))[:4]
-            if int(its_session) == session and state not in "ZX":
+        with suppress(OSError):  # the process has ended
+            state, _, _, session_of_process = _stat(int(entry.name))[:4]
+            if int(session_of_process) == session and state not in "ZX":
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-                found[int(entry.name)] = words.decode(errors="replace").strip()
-    return found
+                commands[int(entry.name)] = words.decode(errors="replace").strip()
+    return commands
 
 
 def started_at(pid: int) -> float:
-    """Return when a living process began, by ``time.monotonic()``, to 10 ms.
+    """Return when a process started, on the clock of ``time.monotonic()``, to 10 ms.
 
     Raises:
-        OSError: it has ended.
+        OSError: if the process has ended.
     """
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return time.monotonic() - up_s + int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what the kernel says of a process: its state, parent, group, session, …"""
+    """Return the fields of /proc/PID/stat after the command: state, parent, group, session, …"""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _end_session(leader: subprocess.Popen[bytes]) -> None:
-    """Kill all that is left of a session.
+    """Kill the remaining processes of a session.
 
     Raises:
-        WatchError: some live on.
+        WatchError: if a process survives.
     """
     deadline = time.monotonic() + _END_S
-    # The leader's id stays its own until it is waited for, and with it the session's.
+    # The id of the session is not reused before the leader is waited for.
     while left := processes_of(leader.pid):
         if time.monotonic() > deadline:
             raise WatchError(f"processes that can not be killed: {left}")
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     leader.wait(_END_S)

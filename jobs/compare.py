@@ -1,16 +1,16 @@
-"""Compare methods, all else equal: time and samples to a target accuracy, and where time went.
+"""Compare training methods: time and samples to a target accuracy, and where the time went.
 
 Command:   python jobs/compare.py --methods sync-easgd,async-easgd --workers 2 --epochs 10 --seeds 2
-Expected:  runs/compare-DATE/comparison.md with a table and three pictures, the figures of every
-           run in comparison.json; both methods at 94% to 95% after ten epochs of the digits
+Expected:  runs/compare-DATE/comparison.md with a table and three charts, comparison.json with the
+           figures of every run; both methods reach 94% to 95% after ten epochs of the digits
 Time:      50 s, of which 5 s are training: every run starts its own workers
 Hardware:  two shared CPU cores; there the 34 runs of --methods all --epochs 40 took 15 minutes
 
     --methods all | NAME,NAME,module:Class    --samples N | --seconds S | --epochs E
     --seeds 3   --target 0.985   --out DIR    and every option of `raydl train`
 
-A method that fails does not stop the others; the exit status is then 1. The same command with
---out DIR goes on where it was stopped. As a Ray job, give --out on a disk that stays.
+If a method fails, the others still run, and the exit status is 1. Repeat the command with --out DIR
+to continue a comparison that was stopped. For a Ray job, choose --out on a persistent disk.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from raydl.tools.comparison import Comparison, compare
 
 
 def parse(arguments: Sequence[str]) -> Comparison:
-    """Return the comparison that the options describe: its own, and those of `raydl train`."""
+    """Return the comparison for its own options and those of `raydl train`."""
     own, others = tyro.cli(
         Comparison, args=list(arguments), prog="compare.py", return_unknown_args=True
     )
@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> Comparison:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit status: 0 done, 1 a run failed, 2 a mistake in what was asked for."""
+    """Return the exit status: 0 after success, 1 if a run failed, 2 for wrong options."""
     try:
         return compare(parse(arguments), command=f"python jobs/compare.py {shlex.join(arguments)}")
     except RaydlError as error:

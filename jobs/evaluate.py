@@ -1,14 +1,14 @@
 """Score the newest checkpoint of a run on its test set.
 
 Command:   ray job submit --working-dir . -- python jobs/evaluate.py /a/shared/folder/digits
-Expected:  JSON with the center's accuracy and loss, those that the run itself ended with
+Expected:  JSON with accuracy and loss of the center, the same as in the run's result.json
 Time:      4 s, after the start of the job
 Hardware:  two shared CPU cores, busy with other work
 
-The options are those of ``raydl evaluate``: the run's folder, a path or URI that the head sees, and
-``--data`` for the test part of other data. A run with a model or task of your own needs
-``--trust``, since a job has no terminal to ask at. It runs in this process alone and asks for no
-workers.
+The options are those of ``raydl evaluate``: the folder of the run, a path or URI that the head node
+can read, and ``--data`` to evaluate on the test part of other data. A run with your own model or
+task needs ``--trust``, since a job has no terminal for the question. The evaluation runs in this
+process and starts no workers.
 """
 
 import sys

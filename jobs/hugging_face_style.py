@@ -1,12 +1,12 @@
-r"""Train a module whose forward returns its loss, as those of Hugging Face's transformers do.
+r"""Train a module whose forward returns its loss, like the models of Hugging Face's transformers.
 
 Command:   python jobs/hugging_face_style.py
-Expected:  center test accuracy above 99%: is the mean of six tokens above 4.5?
-Time:      about 40 s, most of it the start of Ray and of its processes
+Expected:  center test accuracy above 99%; the task: is the mean of six tokens above 4.5?
+Time:      about 40 s, most of it to start Ray and its processes
 Hardware:  two shared CPU cores
 
-Put ``AutoModelForSequenceClassification.from_config(...)`` where ``TinyClassifier`` is built, and
-a table with ``input_ids``, ``attention_mask`` and ``labels`` where ``write_table`` makes one.
+Replace ``TinyClassifier`` by ``AutoModelForSequenceClassification.from_config(...)``, and the table
+of ``write_table`` by one with ``input_ids``, ``attention_mask`` and ``labels``.
 """
 
 import sys
@@ -27,14 +27,14 @@ import raydl
 
 @dataclass
 class Output:
-    """Output of a model's forward in such a library."""
+    """The output of a forward pass."""
 
     loss: torch.Tensor
     logits: torch.Tensor
 
 
 class TinyClassifier(nn.Module):
-    """Two classes of short sequences of tokens; knows its own loss."""
+    """Classifies short sequences of tokens into two classes, and computes the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class TinyClassifier(nn.Module):
         self.head = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
-        """Return loss and logits."""
+        """Return loss and logits, shape [B, 2]."""
         logits = self.head(self.tokens(input_ids).mean(1))
         return Output(nn.functional.cross_entropy(logits, labels), logits)
 
 
-def right_answers(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return how many labels are told rightly."""
+def num_correct(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the number of correct predictions in a batch."""
     return {"accuracy": (model(**batch).logits.argmax(1) == batch["labels"]).sum()}
 
 
 def write_table(path: str, num_rows: int) -> None:
-    """Write a table with ``input_ids``, six tokens, and ``labels``: more large ones than small?"""
+    """Write a table with ``input_ids``, six tokens, and ``labels``, 1 if their mean is large."""
     tokens = np.random.default_rng(0).integers(0, 10, (num_rows, 6))
     labels = (tokens.mean(1) > 4.5).astype(np.int64)
     pq.write_table(pa.table({"input_ids": list(tokens), "labels": labels}), path,
@@ -61,11 +61,11 @@ def write_table(path: str, num_rows: int) -> None:
 
 
 def main() -> None:
-    """Train, and say how well the center does."""
+    """Train and print the scores of the center."""
     with tempfile.TemporaryDirectory() as folder:
         write_table(f"{folder}/table.parquet", 20_000)
         result = raydl.Trainer(
-            raydl.LossFromForward(TinyClassifier, metrics=right_answers),
+            raydl.LossFromForward(TinyClassifier, metrics=num_correct),
             f"{folder}/table.parquet",
             training=raydl.TrainingConfig(epochs=5),
             optimizer=raydl.OptimizerConfig(lr=0.2),

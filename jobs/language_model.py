@@ -1,15 +1,15 @@
-r"""Train a small GPT to tell the next byte of this project's own documentation.
+r"""Train a small GPT to predict the next byte of this project's documentation.
 
 Command:   python jobs/language_model.py --workers 2 --run-dir runs/gpt
-Expected:  center test loss 2.55 (5.55 non_trainable), perplexity 12.9, 28.7% of the next bytes told
+Expected:  center test loss 2.55 (5.55 untrained), perplexity 12.9, next-byte accuracy 28.7%
 Time:      2 min 12 s, of which 66 s are training
 Hardware:  two shared CPU cores, busy with other work
 
 As a job: ``ray job submit --working-dir . -- python jobs/language_model.py --workers 2
---storage-path /a/shared/folder --run-dir runs/gpt``. The figures move a little with the text.
-The options are those of ``raydl train``, and any of them may be given anew: ``--model gpt-mini``,
-``--data notes.txt`` for a text of yours, ``--workers 0`` for a run in this process without Ray.
-Start it where ``docs/`` lies.
+--storage-path /a/shared/folder --run-dir runs/gpt``. The figures change slightly with the text.
+All options of ``raydl train`` are accepted and override the settings below: ``--model gpt-mini``,
+``--data notes.txt`` for your own text, ``--workers 0`` to run in this process without Ray. Start
+the job in the folder that contains ``docs/``.
 """
 
 import sys

@@ -1,13 +1,13 @@
-r"""Keep a loop of your own: three actors train on the digits, and exchange when it is due.
+r"""Keep your own training loop: three actors train on the digits and exchange periodically.
 
 Command:   python jobs/own_loop.py
 Expected:  center test accuracy above 95%
-Time:      about 50 s, most of it the start of Ray and of its processes
+Time:      about 50 s, most of it to start Ray and its processes
 Hardware:  two shared CPU cores
 
-Model, optimizer, data and loop are plain PyTorch. What is raydl's are three lines: attach, step in
-place of the optimizer's, and the center for the evaluation. docs/attach.md says what happens when
-a worker goes, or another one comes.
+Model, optimizer, data and loop are plain PyTorch. Three lines are raydl's: ``attach``, ``step`` in
+place of the optimizer's step, and ``center`` for the evaluation. docs/attach.md says what happens
+when workers join or leave.
 """
 
 import sys
@@ -33,10 +33,10 @@ def digits(part: str) -> tuple[Tensor, Tensor]:
 
 
 class Worker:
-    """A loop of your own, in an actor."""
+    """Runs your own training loop in an actor."""
 
     def train(self, num_epochs: int) -> float:
-        """Train on this worker's part of the digits; return the accuracy of the center."""
+        """Train on this worker's part of the digits and return the accuracy of the center."""
         torch.set_num_threads(1)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -59,7 +59,7 @@ class Worker:
 
 
 def main() -> None:
-    """Start the actors, and say how well the center does."""
+    """Start the actors and print the accuracy of the center."""
     if not ray.is_initialized():
         ray.init()
     Actor = ray.remote(num_cpus=0.5)(Worker)

@@ -1,12 +1,12 @@
-r"""Train a model of your own on a Parquet table of your own.
+r"""Train your own model on your own Parquet table.
 
 Command:   python jobs/own_task.py
 Expected:  center test loss 0.011: the noise in the data has a variance of 0.01
-Time:      about 40 s, most of it the start of Ray and of its processes
+Time:      about 40 s, most of it to start Ray and its processes
 Hardware:  two shared CPU cores
 
-The table is made here, so that there is something to train on; yours has other columns. A batch
-is ``{column: tensor}``, numbers as shape [B], lists of n numbers as [B, n].
+This script generates the table; yours may have any columns. A batch is ``{column: tensor}``: a
+column of numbers has shape [B], a column of lists of n numbers [B, n].
 """
 
 import sys
@@ -26,12 +26,12 @@ Batch = dict[str, Tensor]
 
 
 class Regression:
-    """A number from eight others, by least squares."""
+    """Predicts a number from eight features, by least squares."""
 
     name = "regression"
 
     def build_model(self, shape: raydl.DataShape) -> nn.Module:
-        """Return a network for as many features as the table has."""
+        """Return a network for the number of features in the table."""
         (num_features,) = shape.columns["features"]
         return nn.Sequential(nn.Linear(num_features, 32), nn.ReLU(), nn.Linear(32, 1))
 
@@ -55,7 +55,7 @@ def write_table(path: str, num_rows: int) -> None:
 
 
 def main() -> None:
-    """Train, and say how well the center does."""
+    """Train and print the loss of the center."""
     with tempfile.TemporaryDirectory() as folder:
         write_table(f"{folder}/table.parquet", 20_000)
         result = raydl.Trainer(

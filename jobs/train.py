@@ -1,14 +1,14 @@
-r"""Train a model: what ``ray job submit -- python jobs/train.py …`` starts.
+r"""Train a model as a Ray job, with ``ray job submit -- python jobs/train.py …``.
 
 Command:   ray job submit --working-dir . -- python jobs/train.py --data digits --workers 2 \
                --storage-path /a/shared/folder --run-dir runs/digits
-Expected:  97.8% center test accuracy on the bundled digits; the run in /a/shared/folder/digits
+Expected:  97.8% center test accuracy on the bundled digits; run folder /a/shared/folder/digits
 Time:      37 s from submission to end, of which 3 s are training
 Hardware:  two shared CPU cores, busy with other work
 
-The options are those of ``raydl train``; ``--workers 0`` runs in this process without Ray. A job
-works in a temporary folder that goes with it, so say where the run is kept. ``raydl submit`` does
-the same with a place that stays, a log that is followed, and retries: docs/jobs.md.
+The options are those of ``raydl train``; ``--workers 0`` runs in this process without Ray. The
+working folder of a job is deleted with the job, so give ``--storage-path``. ``raydl submit`` does
+the same, with a default storage path, a log that is followed, and retries: docs/jobs.md.
 """
 
 import sys

@@ -1,17 +1,16 @@
-"""Weak scaling: every worker gets the same work, and there are more and more workers.
+"""Measure weak scaling: the work per worker is constant, the number of workers grows.
 
 Command:   python jobs/weak_scaling.py --workers 1,2 --data digits --steps 300 --out runs/weak
-Expected:  a table with samples/s, efficiency and where a step's time went, and the same figures
-           in runs/weak/weak_scaling.json; 100% for the first row, less below
+Expected:  a table with samples/s, efficiency and the time parts of a step, and the same figures in
+           runs/weak/weak_scaling.json; 100% in the first row, less in the following ones
 Time:      36 s, of which 7 s are training: every run starts its own workers
-Hardware:  two shared CPU cores, busy with other work; there 9,319 samples/s with one worker and
-           8,449 with two, an efficiency of 45%: each worker had less than a core of its own
+Hardware:  two shared CPU cores, busy with other work: 9,319 samples/s with one worker and 8,449
+           with two, an efficiency of 45%, since each worker had less than one core
 
-    --workers P,P,P   --out DIR    and every option of `raydl train`; --steps are each worker's
+    --workers P,P,P   --out DIR    and every option of `raydl train`; --steps counts per worker
 
-Efficiency is samples/s by p times those of the first row, per worker: 100% if a worker among many
-is as fast as the first row's. The batch of one worker stays, so that of all together grows. As a
-Ray job, give --out on a disk that stays.
+Efficiency is the samples/s per worker, divided by that of the first row. The batch per worker is
+constant, so the total batch grows. For a Ray job, choose --out on a persistent disk.
 """
 
 import dataclasses
@@ -41,31 +40,31 @@ _STEPS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class WeakScaling:
-    """Train with more and more workers, each with the same work, and report the efficiency.
+    """Train with growing numbers of workers, each with the same work, and report the efficiency.
 
-    Every option of `raydl train` may be given, too, and holds for all runs.
+    All options of `raydl train` are accepted, too, and apply to all runs.
     """
 
     workers: str = "1,2"
-    """Numbers of workers, separated by commas; the first is what the others are measured by."""
+    """Numbers of workers, separated by commas; the first one has an efficiency of 100%."""
     out: str | None = None
     """Folder of all runs and of the figures; unset: runs/weak-scaling-DATE."""
     base: Annotated[TrainConfig, tyro.conf.Fixed, tyro.conf.Suppress] = TrainConfig()  # noqa: RUF009
 
     @property
     def counts(self) -> list[int]:
-        """The numbers of workers, each once; 0 trains in this process, as one worker."""
+        """The numbers of workers without repetitions; 0 trains in this process, as one worker."""
         try:
             counts = [int(word) for word in self.workers.split(",")]
         except ValueError:
             counts = []
         if not counts or min(counts) < 0:
-            raise ConfigError("workers", f"must be like 1,2,4, got {self.workers}")
+            raise ConfigError("workers", f"must be numbers as in 1,2,4, got {self.workers}")
         return list(dict.fromkeys(counts))
 
 
 def parse(arguments: Sequence[str]) -> WeakScaling:
-    """Return what the options describe: its own, and those of `raydl train`."""
+    """Return the settings for the script's own options and those of `raydl train`."""
     own, others = tyro.cli(
         WeakScaling, args=list(arguments), prog="weak_scaling.py", return_unknown_args=True
     )
@@ -76,10 +75,12 @@ def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
     """Return the settings of all runs."""
     base, run = scaling.base, scaling.base.run
     if run.resume or run.run_dir is not None or run.storage_path is not None:
-        raise ConfigError("run.run_dir", "and the like give way to --out in a measurement")
+        settings = "run.run_dir, run.storage_path and run.resume"
+        raise ConfigError(settings, "can not be set in a measurement; use --out")
     ends = (base.training.epochs, base.training.samples, base.training.seconds)
     if any(end is not None for end in ends):
-        raise ConfigError("training.steps", "of each worker are what stays the same; give --steps")
+        settings = "training.epochs, training.samples and training.seconds"
+        raise ConfigError(settings, "can not be set, since the steps are constant; use --steps")
     progress = "none" if run.progress == "auto" else run.progress
     return [
         dataclasses.replace(
@@ -95,12 +96,12 @@ def plan(scaling: WeakScaling, out: Path) -> list[TrainConfig]:
 def row(
     config: TrainConfig, figures: Mapping[str, Any], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what is reported of one run.
+    """Return the row of one run.
 
     Args:
-        config: its settings.
-        figures: those of its ``result.json``.
-        first: the first row, or nothing if this is it.
+        config: settings of the run.
+        figures: the content of its ``result.json``.
+        first: the first row; empty if this is the first row.
     """
     num_workers = max(1, config.scaling.max_workers)
     speed = figures["samples_per_s"] / num_workers
@@ -124,7 +125,7 @@ def row(
 
 
 def measure(scaling: WeakScaling, *, command: str) -> int:
-    """Do the runs one after another, report, and return the exit status."""
+    """Execute the runs one after another, report them, and return the exit status."""
     out = Path(scaling.out or time.strftime("runs/weak-scaling-%Y%m%d-%H%M%S"))
     rows: list[dict[str, Any]] = []
     for config in plan(scaling, out):
@@ -165,7 +166,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit status: 0 done, 2 a mistake in what was asked for."""
+    """Return the exit status: 0 after success, 2 for wrong options."""
     command = f"python jobs/weak_scaling.py {shlex.join(arguments)}"
     try:
         return measure(parse(arguments), command=command)

@@ -1,9 +1,9 @@
-"""raydl: elastic deep-learning training on Ray; workers come and go, the training goes on.
+"""raydl: elastic deep-learning training on Ray; workers may join and leave while it trains.
 
 >>> import raydl
 >>> raydl.Trainer("lenet", "digits", method="sync-easgd").fit()  # doctest: +SKIP
 
-Names load on first use, so that ``import raydl`` imports neither Ray nor torch.
+Public names are imported on first use, so ``import raydl`` imports neither Ray nor torch.
 """
 
 from importlib import import_module
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raydl.run.trainer import Result, Trainer
     from raydl.tasks import Classification, LanguageModel, LossFromForward, ModelAndLoss
 
-_HOMES = {
+_MODULES = {
     "Callback": "core.callbacks",
     "CheckpointConfig": "config",
     "ElasticConfig": "config",
@@ -86,10 +86,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home."""
-    if name not in _HOMES:
+    """Import a public name from its module on first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'raydl' has no attribute {name!r}")
-    return getattr(import_module(f"raydl.{_HOMES[name]}"), name)
+    return getattr(import_module(f"raydl.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m raydl`` is the command ``raydl``."""
+"""Runs the command ``raydl`` as ``python -m raydl``."""
 
 import sys
 

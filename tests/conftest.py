@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and what must be set before any of them starts."""
+"""Fixtures for all tests, and settings that must precede them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 session.prepare()  # before any test imports Ray
 
-# Processes of a cluster import the classes that tests define.
+# Processes of a cluster import classes from the test modules.
 _FOLDERS = [HELPERS, *sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")})]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# How long an example takes depends on the machine, and says nothing of what is promised.
+# The duration of an example depends on the machine; no test promises it.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -45,7 +45,7 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def no_ray_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command in the process of the tests starts no Ray that outlives its test."""
+    """Commands in the test process do not start Ray ahead: it would outlive the test."""
     monkeypatch.setattr(session, "begin", lambda: None)
 
 
@@ -62,7 +62,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder for Ray's sockets, whose paths may have 107 bytes."""
+    """A folder with a short path: paths of Ray's sockets may have at most 107 bytes."""
     path = Path(tempfile.mkdtemp(prefix="raydl-"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -70,7 +70,7 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MiB."""
+    """A mounted disk of 2 MiB."""
     with mounted(tmp_path / "disk", kib=2048) as disk:
         yield disk
 
@@ -87,7 +87,7 @@ def images() -> ImageSet:
 
 @pytest.fixture(scope="session")
 def four_cpus() -> Iterator[Cluster]:
-    """A cluster of one node with four CPUs, for all tests that leave its processes alone."""
+    """A one-node cluster with four CPUs, for tests that do not kill its processes."""
     from clusters import nodes
 
     with nodes(4) as cluster:
@@ -96,7 +96,7 @@ def four_cpus() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster(four_cpus: Cluster) -> Iterator[None]:
-    """The connection of one module's tests to that cluster."""
+    """Connects the tests of a module to the cluster ``four_cpus``."""
     import ray
 
     ray.init(address=four_cpus.address)

@@ -33,7 +33,7 @@ from raydl.run.lock import held, wait_until_free
 from raydl.run.trainer import Result
 from raydl.storage import Storage
 from raydl.tools.comparison import Comparison, compare
-from raydl.tools.comparison.runner import take_complete
+from raydl.tools.comparison.runner import load_complete
 from raydl.tools.comparison.settings import plan
 
 # the function
@@ -519,7 +519,7 @@ def test_a_comparison_writes_and_prints_none(tmp_path, digits, capfd):
     assert {"comparison.json", "comparison.md", "error.txt"} <= {path.name for path in files}
     for path in files:
         assert SECRET.encode() not in path.read_bytes(), path
-    taken = [take_complete(run) for run in plan(comparison, tmp_path / "out")]
+    taken = [load_complete(run) for run in plan(comparison, tmp_path / "out")]
     assert [run.figures is not None for run in taken] == [True, False]
 
 

@@ -1,4 +1,4 @@
-"""What raydl is compared with: plain PyTorch, DistributedDataParallel, Ray Train.
+"""The peers that raydl is compared with: plain PyTorch, DistributedDataParallel and Ray Train.
 
-All three run the loop of ``loop.py``; what they differ in is who sums the gradients, and how.
+All three run the loop of ``loop.py`` and differ only in how gradients are summed.
 """

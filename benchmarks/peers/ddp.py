@@ -15,24 +15,24 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.loop import Run, parser_of, read_data, settings_of
 
 _TIMEOUT = timedelta(seconds=120)
-"""The longest wait of a rank for the others."""
+"""Time-out of a rank that waits for other ranks."""
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    """Return the model with its gradients summed over the ranks, which saves a copy of them."""
+    """Return the model with gradients summed over the ranks; bucket views save a copy of them."""
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def main() -> None:
-    """Train by the options, as one rank of those that torchrun has started."""
+    """Train as one rank that torchrun has started."""
     parser = parser_of(__doc__)
     settings = settings_of(parser, parser.parse_args())
     data = read_data(settings)
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     Run(settings, data, wrap=wrapped).train()
     dist.barrier()
-    # All is done and written. Were Python to end by itself, threads of torch that still run would
-    # abort the process now and then, on thin links one time in four.
+    # The result is written. An ordinary exit sometimes aborts, because threads of torch still run:
+    # on thin links one time in four.
     os._exit(0)
 
 

@@ -1,15 +1,15 @@
-"""The training loop of the peers: PyTorch as its users write it, in one process or in many.
+"""The training loop of the peers: ordinary PyTorch, in one process or in a process group.
 
-A pass over the samples in random order, torch's SGD on the mean cross entropy, a learning rate that
-rises and then falls along half a cosine. It knows of no raydl but for what both sides should have
-in common: the reading of the pictures and their normalisation (one multiplication and one addition
-per batch of uint8), the order of the samples, the networks and the course of the learning rate.
-Gradients are not clipped, as raydl's are by default: that is to the peer's advantage in speed.
+Epochs over the samples in random order, torch's SGD on the mean cross entropy, a learning rate that
+warms up and then decays along half a cosine. It shares with raydl only what must be equal on both
+sides: reading and normalizing the pictures (one multiplication and one addition per batch of
+uint8), the order of the samples, the networks, and the learning-rate schedule. Gradients are not
+clipped, unlike raydl's by default, which is to the peer's advantage in speed.
 
 In a process group each rank trains on its part of a global batch of ``batch_size`` per rank, and
-scores its part of the test set; all ranks count the samples of all. The clock begins with the first
-step, after all ranks are there, and stands while the test set is scored. A score is that of the
-weights that all ranks hold; the running statistics of batch norm are each rank's own.
+evaluates its part of the test set; the samples of all ranks are counted. The clock starts at the
+first step, after a barrier, and pauses during evaluations. All ranks have the same weights; the
+running statistics of batch norm differ between ranks.
 """
 
 from __future__ import annotations
@@ -35,79 +35,79 @@ from raydl.core.rules import lr_factor
 from raydl.data import Dataset, load, preparation_for
 
 _AGREE_STEPS = 20
-"""Steps from one agreement of the ranks on the time to the next, in a run by seconds."""
+"""Steps between two all-reduces of the elapsed time, in a run limited by seconds."""
 _EVENT_S = 0.1
-"""The shortest time between two lines of a rank's progress."""
-_SCORED_AT_ONCE = 128
+"""The shortest time between two events of a rank."""
+_EVALUATION_BATCH = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to train, for how long, and where to tell it."""
+    """Settings of a run."""
 
     model: str = "lenet"
     data: str = "../shared/data/mnist"
     batch_size: int = 64
-    """Per rank."""
+    """Samples per rank and step."""
     samples: int | None = None
-    """By all ranks together; the learning rate comes down to 0 at their end."""
+    """Samples of all ranks until the end, at which the learning rate is 0."""
     seconds: float | None = None
-    """Of training, instead of samples."""
+    """Seconds of training until the end, instead of samples."""
     lr: float = 0.1
-    """The highest; as it is, whatever the number of ranks."""
+    """The peak learning rate; it is not scaled by the number of ranks."""
     momentum: float = 0.0
     warmup: float = 0.05
     """Share of the run in which the learning rate rises from 0."""
     seed: int = 0
     evaluate_every: int | None = None
-    """Samples by all ranks from one score of the test set to the next; None: no score."""
+    """Samples of all ranks between two evaluations; None: no evaluation."""
     stop_at_accuracy: float | None = None
-    """Share of the test set, 0..1, that ends the run before its time."""
+    """Test accuracy, 0..1, that ends the run early."""
     checkpoint_every: int | None = None
-    """Samples by all ranks from one checkpoint to the next, where there are any."""
+    """Samples of all ranks between two checkpoints; None: no checkpoints."""
     events: str | None = None
-    """A file that takes a line of JSON for each sign of progress."""
+    """A file to which each event is appended as a line of JSON."""
     result: str | None = None
-    """A file that takes the result as JSON; rank 0 writes it."""
+    """A file for the result as JSON; rank 0 writes it."""
 
 
-class Keeps(Protocol):
-    """Keeps the state of a run, and has that of the run that this one goes on from."""
+class StateStore(Protocol):
+    """Stores the state of a run for a later restart."""
 
     def load(self) -> dict[str, Any] | None:
-        """Return what was kept last; None: the run begins."""
+        """Return the newest state, or None."""
         ...
 
     def save(self, state: dict[str, Any]) -> None:
-        """Keep a state. All ranks call it, with the same."""
+        """Store a state. All ranks call this with the same state."""
         ...
 
 
-class KeepsNothing:
-    """Begins anew each time."""
+class NullStore:
+    """Stores nothing."""
 
     def load(self) -> None:
-        """Return nothing."""
+        """Return None."""
 
     def save(self, state: dict[str, Any]) -> None:
-        """Let it go."""
+        """Ignore the state."""
 
 
-_NOTHING = KeepsNothing()
+_NULL_STORE = NullStore()
 
 
 def rank() -> int:
-    """Return this process's place in its group; 0 without one."""
+    """Return the rank of this process, 0 without a group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def num_ranks() -> int:
-    """Return the processes in the group; 1 without one."""
+    """Return the number of ranks, 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def summed(*values: float) -> list[float]:
-    """Return the sums over all ranks, the same bits on each."""
+    """Return the sums over all ranks, with the same bits on each rank."""
     tensor = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(tensor)
@@ -119,14 +119,15 @@ def positions_of_step(
 ) -> tuple[int, np.ndarray, int]:
     """Return (epoch, this rank's positions in it, samples of all ranks) of the next step.
 
-    The last step of an epoch is a smaller one; what does not divide by the ranks is left out.
+    The last step of an epoch may be smaller; a remainder that does not divide by the ranks is
+    skipped.
 
     Args:
-        num_done: samples by all ranks so far.
-        num_samples: in the training set.
+        num_done: samples of all ranks so far.
+        num_samples: samples in the training set.
         batch_size: samples per rank.
-        rank: of this process.
-        num_ranks: processes.
+        rank: rank of this process.
+        num_ranks: number of ranks.
     """
     per_epoch = num_samples // num_ranks * num_ranks
     epoch, start = divmod(num_done, per_epoch)
@@ -137,68 +138,69 @@ def positions_of_step(
 
 
 class Clock:
-    """Seconds since the first step; it stands while somebody scores.
+    """Measures seconds of training; it pauses during evaluations.
 
     Args:
-        seconds: of training before this start.
+        seconds: seconds of training before this start.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._began = time.perf_counter() - seconds
         self.began_at = time.time()
         """Unix time of this start's first step."""
-        self.stood_s = 0.0
-        """Seconds that it stood."""
+        self.paused_s = 0.0
+        """Seconds of all pauses."""
 
     @property
     def seconds(self) -> float:
         """Seconds of training."""
-        return time.perf_counter() - self._began - self.stood_s
+        return time.perf_counter() - self._began - self.paused_s
 
-    def stand(self, do: Callable[[], float]) -> float:
-        """Return what something returns that is not training."""
+    def pause(self, act: Callable[[], float]) -> float:
+        """Pause, call a function, and return its value."""
         began = time.perf_counter()
         try:
-            return do()
+            return act()
         finally:
-            self.stood_s += time.perf_counter() - began
+            self.paused_s += time.perf_counter() - began
 
 
 class Events:
-    """Writes this rank's progress to a file that others watch.
+    """Appends this rank's progress to a file.
 
-    Each line: ``{"time": unix, "rank": r, "pid": p, "samples": by all ranks}``. As the first step
-    begins it has ``"event": "first_step"`` too, and when the last one has ended ``"last_step"``.
+    Each line is ``{"time": unix, "rank": r, "pid": p, "samples": of all ranks}``. The line before
+    the first step also has ``"event": "first_step"``, and the line after the last step
+    ``"last_step"``.
 
     Args:
-        path: of the file, to which all ranks append; None: nobody watches.
+        path: the file, to which all ranks append; None: no file.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
-        self._told_at = 0.0
+        self._written_at = 0.0
 
-    def tell(self, samples: int, event: str | None = None) -> None:
-        """Append a line, unless the last one is just written and nothing special happens."""
+    def write(self, samples: int, event: str | None = None) -> None:
+        """Append a line; skip it if it has no event and the last line is less than 0.1 s old."""
         now = time.time()
-        if self._path is None or (event is None and now - self._told_at < _EVENT_S):
+        if self._path is None or (event is None and now - self._written_at < _EVENT_S):
             return
-        self._told_at = now
+        self._written_at = now
         line: dict[str, Any] = {"time": now, "rank": rank(), "pid": os.getpid(), "samples": samples}
         if event:
             line["event"] = event
         with open(self._path, "ab", buffering=0) as file:
-            file.write(f"{json.dumps(line)}\n".encode())  # one write: ranks do not mix
+            file.write(f"{json.dumps(line)}\n".encode())  # one write: lines of ranks do not mix
 
 
 class Run:
-    """One training run of one rank.
+    """A training run, on one rank.
 
     Args:
-        settings: of the run.
-        data: the pictures.
-        wrap: makes of a model one whose gradients are summed over the ranks.
-        keeps: for checkpoints.
+        settings: settings of the run.
+        data: data set of pictures.
+        wrap: wraps a model so that its gradients are summed over the ranks.
+        store: stores checkpoints.
     """
 
     def __init__(
@@ -207,14 +209,14 @@ class Run:
         data: Dataset,
         *,
         wrap: Callable[[nn.Module], nn.Module],
-        keeps: Keeps = _NOTHING,
+        store: StateStore = _NULL_STORE,
     ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(settings.seed)
         shape = data.train.shape
         self._settings = settings
         self._data = data
-        self._keeps = keeps
+        self._store = store
         self._prepare = preparation_for(data, TrainConfig(model=settings.model))
         self._order = data.train.order(settings.seed)
         self._module = models.find(settings.model)(shape.input_shape, shape.num_classes)
@@ -229,25 +231,26 @@ class Run:
         self._scored_s: list[float] = []
 
     def train(self) -> dict[str, Any]:
-        """Train to the end; return the result, and write it where the settings say."""
+        """Train to the end, and return and write the result."""
         seconds_before = self._load()
         if dist.is_initialized():
             dist.barrier()
         clock = Clock(seconds_before)
-        self._events.tell(self._num_done, "first_step")
+        self._events.write(self._num_done, "first_step")
         while not self._is_over(clock):
             before = self._num_done
             self._step()
-            self._events.tell(self._num_done)
+            self._events.write(self._num_done)
             if self._is_due(self._settings.evaluate_every, before):
                 self._score(clock)
             if self._is_due(self._settings.checkpoint_every, before):
-                self._keeps.save(self._state(clock.seconds))
+                self._store.save(self._state(clock.seconds))
         seconds = clock.seconds
-        self._events.tell(self._num_done, "last_step")
-        if self._settings.evaluate_every and not self._is_scored():
+        self._events.write(self._num_done, "last_step")
+        is_scored = bool(self._evaluations) and self._evaluations[-1][1] == self._num_done
+        if self._settings.evaluate_every and not is_scored:
             self._score(clock)
-        return self._told(clock, seconds)
+        return self._write_result(clock, seconds)
 
     def _is_over(self, clock: Clock) -> bool:
         settings = self._settings
@@ -256,15 +259,12 @@ class Run:
             return True
         if settings.seconds is None:
             self._share_done = self._num_done / (settings.samples or 1)
-        elif self._num_steps % _AGREE_STEPS == 0:  # clocks differ: no rank stops alone
+        elif self._num_steps % _AGREE_STEPS == 0:  # clocks differ: all ranks must stop together
             self._share_done = summed(clock.seconds)[0] / num_ranks() / settings.seconds
         return self._share_done >= 1
 
     def _is_due(self, every: int | None, before: int) -> bool:
         return every is not None and self._num_done // every > before // every
-
-    def _is_scored(self) -> bool:
-        return bool(self._evaluations) and self._evaluations[-1][1] == self._num_done
 
     def _step(self) -> None:
         settings = self._settings
@@ -288,25 +288,25 @@ class Run:
 
     def _score(self, clock: Clock) -> None:
         seconds = clock.seconds
-        accuracy = clock.stand(self._accuracy)
+        accuracy = clock.pause(self._accuracy)
         self._evaluations.append((seconds, self._num_done, accuracy))
-        self._scored_s.append(seconds + clock.stood_s)
+        self._scored_s.append(seconds + clock.paused_s)
 
     def _accuracy(self) -> float:
-        """Return the share of right answers on the test set, the same on all ranks."""
+        """Return the test accuracy, the same on all ranks."""
         test = self._data.test
         rows = np.arange(test.num_samples)[rank() :: num_ranks()]
         self._module.eval()
         with torch.no_grad():
-            parts = range(0, len(rows), _SCORED_AT_ONCE)
-            num_right = sum(self._num_right(rows[i : i + _SCORED_AT_ONCE]) for i in parts)
+            batches = range(0, len(rows), _EVALUATION_BATCH)
+            num_correct = sum(self._num_correct(rows[i : i + _EVALUATION_BATCH]) for i in batches)
         self._module.train()
-        return summed(num_right)[0] / test.num_samples
+        return summed(num_correct)[0] / test.num_samples
 
-    def _num_right(self, rows: np.ndarray) -> int:
+    def _num_correct(self, rows: np.ndarray) -> int:
         images, labels = self._prepare(self._data.test.fetch(rows), rows, None)
-        answers: Tensor = self._module(images).argmax(1)
-        return int((answers == labels).sum())
+        predictions: Tensor = self._module(images).argmax(1)
+        return int((predictions == labels).sum())
 
     def _state(self, seconds: float) -> dict[str, Any]:
         return {
@@ -320,8 +320,8 @@ class Run:
         }
 
     def _load(self) -> float:
-        """Go on from what was kept, if anything was; return its seconds of training."""
-        state = self._keeps.load()
+        """Restore the newest state, if any, and return its seconds of training."""
+        state = self._store.load()
         if state is None:
             return 0.0
         self._module.load_state_dict(state["model"])
@@ -331,7 +331,7 @@ class Run:
         self._scored_s = state["scored_s"]
         return float(state["seconds"])
 
-    def _told(self, clock: Clock, seconds: float) -> dict[str, Any]:
+    def _write_result(self, clock: Clock, seconds: float) -> dict[str, Any]:
         result = {
             "samples": self._num_done,
             "seconds": seconds,
@@ -340,25 +340,25 @@ class Run:
             "accuracy": self._evaluations[-1][2] if self._evaluations else None,
             "evaluations": self._evaluations,
             "scored_s": self._scored_s,
-            "evaluation_seconds": clock.stood_s,
+            "evaluation_seconds": clock.paused_s,
             "lr": self._settings.lr,
             "momentum": self._settings.momentum,
             "ranks": num_ranks(),
         }
         if self._settings.result and rank() == 0:
-            aside = Path(f"{self._settings.result}.aside")
-            aside.write_text(json.dumps(result))
-            aside.replace(self._settings.result)  # whoever waits for it sees a whole one
+            temporary = Path(f"{self._settings.result}.aside")
+            temporary.write_text(json.dumps(result))
+            temporary.replace(self._settings.result)  # atomic: a reader sees the whole result
         return result
 
 
-def as_it_is(model: nn.Module) -> nn.Module:
-    """Return the model."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model unchanged."""
     return model
 
 
 def read_data(settings: Settings) -> Dataset:
-    """Return the data that the settings name."""
+    """Return the data set of the settings."""
     return load(settings.data, seed=settings.seed)
 
 
@@ -366,7 +366,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the settings as options.
 
     Args:
-        doc: of the peer; its first line is the description.
+        doc: docstring of the peer; its first line is the description.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     words = ("model", "data", "events", "result")
@@ -381,7 +381,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def settings_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Settings:
-    """Return the settings that the options say; exit with a sentence where they say no end."""
+    """Return the settings of the options; exit unless they give either samples or seconds."""
     settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
     if (settings.samples is None) == (settings.seconds is None):
         parser.error("give one of --samples and --seconds")

@@ -5,14 +5,14 @@ python -m benchmarks.peers.plain --model lenet --samples 60000 --lr 0.1 --result
 
 from __future__ import annotations
 
-from benchmarks.peers.loop import Run, as_it_is, parser_of, read_data, settings_of
+from benchmarks.peers.loop import Run, parser_of, read_data, settings_of, unwrapped
 
 
 def main() -> None:
-    """Train by the options."""
+    """Train in this process."""
     parser = parser_of(__doc__)
     settings = settings_of(parser, parser.parse_args())
-    Run(settings, read_data(settings), wrap=as_it_is).train()
+    Run(settings, read_data(settings), wrap=unwrapped).train()
 
 
 if __name__ == "__main__":

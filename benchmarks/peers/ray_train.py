@@ -3,9 +3,9 @@
 python -m benchmarks.peers.ray_train --workers 2 --samples 60000 --result FILE
     [--checkpoint-every SAMPLES --max-failures N]
 
-The driver reads the data once and the workers take it from Ray's shared memory, as raydl's do.
-With checkpoints, a group one of whose workers was killed begins again from the newest one. It
-joins the cluster that ``RAY_ADDRESS`` names; else it starts one on this machine.
+The driver reads the data once, and the workers get it from Ray's shared memory, as in raydl. With
+checkpoints, a group restarts from the newest checkpoint after one of its workers was killed. The
+run connects to the cluster of ``RAY_ADDRESS``, or starts one on this machine.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 
-from benchmarks.peers.loop import KeepsNothing, Run, Settings, parser_of, read_data, settings_of
+from benchmarks.peers.loop import NullStore, Run, Settings, parser_of, read_data, settings_of
 
 _FILE = "state.pt"
 
 
-class KeepsInRay:
-    """Keeps the state of a run as a checkpoint of Ray Train; rank 0 writes it."""
+class RayStore:
+    """Stores the state of a run as a checkpoint of Ray Train; rank 0 writes it."""
 
     def load(self) -> dict[str, Any] | None:
-        """Return what the newest checkpoint holds; None: there is none."""
+        """Return the state of the newest checkpoint, or None."""
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is None:
             return None
@@ -40,7 +40,7 @@ class KeepsInRay:
             return state
 
     def save(self, state: dict[str, Any]) -> None:
-        """Report a state."""
+        """Report the state as a checkpoint."""
         metrics = {"samples": state["num_done"]}
         if ray.train.get_context().get_world_rank() != 0:
             ray.train.report(metrics)
@@ -51,7 +51,7 @@ class KeepsInRay:
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    """Return the model as Ray Train prepares it, with the same setting as in ``ddp.py``."""
+    """Return the model prepared by Ray Train, with the same setting as in ``ddp.py``."""
     prepared: nn.Module = prepare_model(
         model, parallel_strategy_kwargs={"gradient_as_bucket_view": True}
     )
@@ -62,21 +62,21 @@ def work(config: dict[str, Any]) -> None:
     """Train as one rank.
 
     Args:
-        config: the settings, and the data as a reference in a list.
+        config: the settings, and a reference to the data in a list.
     """
     settings: Settings = config["settings"]
-    keeps = KeepsInRay() if settings.checkpoint_every else KeepsNothing()
-    Run(settings, ray.get(config["data"][0]), wrap=wrapped, keeps=keeps).train()
+    store = RayStore() if settings.checkpoint_every else NullStore()
+    Run(settings, ray.get(config["data"][0]), wrap=wrapped, store=store).train()
 
 
 def fit(settings: Settings, *, num_workers: int, max_failures: int, storage: str) -> None:
-    """Train with so many workers.
+    """Train with Ray Train.
 
     Args:
-        settings: of the run.
-        num_workers: of one CPU each.
-        max_failures: how often the group may begin again.
-        storage: a folder for the checkpoints, which all nodes see.
+        settings: settings of the run.
+        num_workers: number of workers, with one CPU each.
+        max_failures: most restarts of the group.
+        storage: folder of the checkpoints, shared by all nodes.
     """
     data = ray.put(read_data(settings))
     trainer = TorchTrainer(
@@ -94,14 +94,14 @@ def fit(settings: Settings, *, num_workers: int, max_failures: int, storage: str
 
 
 def main() -> None:
-    """Train by the options."""
+    """Train from the driver."""
     parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--max-failures", type=int, default=0)
     options = parser.parse_args()
     settings = settings_of(parser, options)
     address = os.environ.get("RAY_ADDRESS") or "local"
-    # As raydl starts it: a dashboard would take its share of the CPUs.
+    # Without a dashboard, as raydl starts Ray: a dashboard uses CPU time.
     is_own = {"include_dashboard": False} if address == "local" else {}
     ray.init(address=address, log_to_driver=False, **is_own)
     try:

@@ -2,21 +2,22 @@
 # The network, the two service accounts and the three roles of the cluster in gcp-spot.yaml. It
 # starts no machine.
 #
-#   sh cluster_configs/gcp/access.sh PROJECT BUCKET SSH_FROM      make them
+#   sh cluster_configs/gcp/access.sh PROJECT BUCKET SSH_FROM      create them
 #   sh cluster_configs/gcp/access.sh --delete PROJECT BUCKET      delete them
 #
-# - The network takes SSH to the head from SSH_FROM alone. Nodes talk to each other, on any port;
-#   nothing else reaches a worker. Workers have no public address and reach the internet through
-#   Cloud NAT.
-# - The head may start machines in this subnet, without public addresses, and label and end them, if
-#   their names are those of this cluster's workers (head-role.yaml, subnet-role.yaml); list the
-#   project's machines (look-role.yaml); give a machine the worker's account; and read and write
-#   objects of the bucket.
+# - The head accepts SSH from SSH_FROM only. Nodes may connect to each other on any port; nothing
+#   else can connect to a worker. Workers have no public address and reach the internet through Cloud
+#   NAT.
+# - The head may start, label and end machines in this subnet, without public addresses, whose names
+#   are those of this cluster's workers (head-role.yaml, subnet-role.yaml); list the machines of the
+#   project (look-role.yaml); give a machine the worker's account; and read and write objects of the
+#   bucket.
 # - A worker may read objects of the bucket.
 #
-# To run it you need the roles compute.networkAdmin, compute.securityAdmin, iam.serviceAccountAdmin,
-# iam.roleAdmin, resourcemanager.projectIamAdmin and the bucket's storage.admin; for `ray up` you need
-# compute.instanceAdmin.v1, and iam.serviceAccountUser of the two accounts.
+# To run this script you need the roles compute.networkAdmin, compute.securityAdmin,
+# iam.serviceAccountAdmin, iam.roleAdmin, resourcemanager.projectIamAdmin and the bucket's
+# storage.admin. For `ray up` you need compute.instanceAdmin.v1, and iam.serviceAccountUser of the
+# two accounts.
 set -eu
 
 name=raydl-gcp-spot # cluster_name, region and zone of gcp-spot.yaml
@@ -48,7 +49,7 @@ worker=$name-worker@$project.iam.gserviceaccount.com
 subnet_role=projects/$project/roles/raydlGcpSpotSubnet
 look_role=projects/$project/roles/raydlGcpSpotLook
 head_role=projects/$project/roles/raydlGcpSpotHead
-# A condition holds no comma: gcloud would end it there.
+# A condition must not contain a comma: gcloud would end it there.
 at=projects/$project/zones/$zone
 own_workers="title=own-workers,expression=resource.name.startsWith('$at/instances/ray-$name-worker-') || resource.name.startsWith('$at/disks/ray-$name-worker-')"
 
@@ -57,7 +58,7 @@ run() {
 }
 
 if [ -n "$delete" ]; then
-    # What is not there any more is no reason to leave the rest.
+    # If one of them is already deleted, delete the others all the same.
     set +e
     run storage buckets remove-iam-policy-binding "gs://$bucket" --member "serviceAccount:$head" --role roles/storage.objectUser
     run storage buckets remove-iam-policy-binding "gs://$bucket" --member "serviceAccount:$worker" --role roles/storage.objectViewer

@@ -1,1 +1,1 @@
-"""Tools beside the training: reports, comparisons, plans, data conversion."""
+"""Reports, comparisons, plans and data conversion; training does not need them."""

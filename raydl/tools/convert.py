@@ -1,7 +1,7 @@
-"""Makes Parquet in the layout of the Hugging Face hub, of any set of images or of a table.
+"""Converts a set of pictures or a table to Parquet in the layout of the Hugging Face hub.
 
-Images that lie encoded in files or in Parquet are copied as they are and not decoded; those that
-are arrays become PNG, which loses nothing.
+Encoded pictures, in files or in Parquet, are copied without decoding. Pictures in arrays become
+PNG, which is lossless.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from raydl.errors import DataError
 
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _THREADS = 8
-"""Pictures that are read or encoded at a time: a store answers each after a while."""
+"""Threads that read or encode pictures: they overlap the latency of a remote store."""
 _BUFFER_BYTES = 1 << 20
-"""Bytes of a Parquet column that are read at a time: a large row group is never in memory."""
+"""Read buffer of a Parquet column, in bytes: a large row group is never in memory as a whole."""
 
 
 class Part(Protocol):
-    """A training set or a test set on its way into Parquet."""
+    """A training set or a test set that is converted."""
 
     @property
     def num_rows(self) -> int:
@@ -46,26 +46,26 @@ class Part(Protocol):
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns of all tables, with the names of classes where they are known."""
+        """Columns of all tables, with class names if known."""
         ...
 
     @property
     def pictures(self) -> str | None:
-        """The column of pictures, if there is one."""
+        """Name of the column of pictures, if there is one."""
         ...
 
     def tables(self, num_rows: int) -> Iterator[pa.Table]:
-        """Return the rows in order, at most ``num_rows`` at a time.
+        """Yield the rows in order, at most ``num_rows`` per table.
 
         Raises:
-            DataError: one can not be read, or is mislabelled.
+            DataError: if a row can not be read or has a wrong label.
         """
         ...
 
 
 @dataclass(frozen=True)
 class EncodedPictures:
-    """Labelled pictures that are encoded, or read, one by one."""
+    """Labelled pictures that are read or encoded one by one."""
 
     labels: np.ndarray
     """int64, shape [N]."""
@@ -73,16 +73,16 @@ class EncodedPictures:
     encode: Callable[[int], tuple[bytes, str | None]]
     """Return a picture of 0..N-1, encoded, and the name of its file."""
     order: np.ndarray
-    """The pictures in the order in which they are written, shape [N]."""
+    """Numbers of the pictures in the order of writing, shape [N]."""
 
     @property
     def num_rows(self) -> int:
-        """Pictures."""
+        """Number of pictures."""
         return len(self.labels)
 
     @property
     def schema(self) -> pa.Schema:
-        """``image`` and ``label``, with the names of the classes."""
+        """Columns ``image`` and ``label``, with the class names."""
         return picture_schema(self.class_names)
 
     @property
@@ -91,22 +91,22 @@ class EncodedPictures:
         return "image"
 
     def tables(self, num_rows: int) -> Iterator[pa.Table]:
-        """Return the rows in order, at most ``num_rows`` at a time."""
+        """Yield the rows in order, at most ``num_rows`` per table."""
         with ThreadPoolExecutor(_THREADS) as pool:
             for start in range(0, self.num_rows, num_rows):
                 rows = self.order[start : start + num_rows]
-                found = [{"bytes": b, "path": p} for b, p in pool.map(self.encode, rows.tolist())]
-                columns = [pa.array(found, _IMAGE), pa.array(self.labels[rows], pa.int64())]
+                images = [{"bytes": b, "path": p} for b, p in pool.map(self.encode, rows.tolist())]
+                columns = [pa.array(images, _IMAGE), pa.array(self.labels[rows], pa.int64())]
                 yield pa.Table.from_arrays(columns, schema=self.schema)
 
     def shuffled(self, random: np.random.Generator) -> EncodedPictures:
-        """Return the same pictures in another order."""
+        """Return the same pictures in random order."""
         return replace(self, order=random.permutation(self.num_rows))
 
 
 @dataclass(frozen=True)
 class ParquetPart:
-    """Rows of Parquet files, copied: a table, or pictures under the names that the hub gives."""
+    """Rows of Parquet files that are copied; columns of pictures get the names of the hub."""
 
     groups: ParquetGroups
 
@@ -117,18 +117,18 @@ class ParquetPart:
 
     @property
     def schema(self) -> pa.Schema:
-        """That of the first file; of pictures ``image`` and ``label``."""
+        """Columns ``image`` and ``label`` for pictures, else the schema of the first file."""
         if self.pictures:
             return picture_schema(class_names_of(self.groups.schema))
         return self.groups.schema
 
     @property
     def pictures(self) -> str | None:
-        """The column ``image``, if these are pictures."""
+        """The column ``image``, if the rows are pictures."""
         return "image" if has_pictures(self.groups.columns) else None
 
     def tables(self, num_rows: int) -> Iterator[pa.Table]:
-        """Return the rows in order, at most ``num_rows`` at a time."""
+        """Yield the rows in order, at most ``num_rows`` per table."""
         for file in self.groups.files:
             start = 0
             for batch in batches_of(file, self.groups.columns, num_rows=num_rows):
@@ -145,14 +145,14 @@ class ParquetPart:
         except (pa.ArrowException, KeyError) as error:
             reason = str(error).splitlines()[0]
             first = self.groups.files[0].name
-            raise DataError(source, f"has other columns than {first}: {reason}") from error
+            raise DataError(source, f"does not have the columns of {first}: {reason}") from error
 
 
 def batches_of(file: Place, columns: Sequence[str], *, num_rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield rows of a Parquet file in order; of a large row group only some are in memory.
+    """Yield the rows of a Parquet file in order, without holding a whole row group in memory.
 
     Raises:
-        DataError: the file is cut off, or was changed.
+        DataError: if the file can not be read.
     """
     try:
         with file.filesystem.open_input_file(file.path) as stream:
@@ -166,45 +166,42 @@ def batches_of(file: Place, columns: Sequence[str], *, num_rows: int) -> Iterato
 def _labelled(
     table: pa.Table, names: Sequence[str] | None, source: str, start: int
 ) -> tuple[pa.Array, pa.Array]:
-    """Return (pictures, labels) of rows that begin with ``start`` of a file, both checked."""
+    """Return checked (pictures, labels) of a table; ``start`` is the row of its first in the file.
+
+    Raises:
+        DataError: if a column has another type or is null, or a label belongs to no class.
+    """
     image, label = table.column_names
     images, labels = (table[name].combine_chunks() for name in (image, label))
     paths = pa.nulls(len(table), pa.string())
     if pa.types.is_struct(images.type):
         fields = {field.name for field in images.type}
-        # Unlike .field(), this knows that the parts of a struct that is null are null.
+        # Unlike .field(), struct_field() returns null for the fields of a null struct.
         paths = pc.struct_field(images, "path") if "path" in fields else paths
         images = pc.struct_field(images, "bytes") if "bytes" in fields else images
     if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
-        raise DataError(source, f"column {image!r} must hold encoded pictures, it is {images.type}")
+        raise DataError(source, f"column {image!r} must hold encoded pictures, got {images.type}")
     if not pa.types.is_integer(labels.type):
-        raise DataError(source, f"column {label!r} must hold integers, it is {labels.type}")
+        raise DataError(source, f"column {label!r} must hold integers, got {labels.type}")
     for name, column in ((image, images), (label, labels)):
         if column.null_count:
             row = start + pc.index(pc.is_null(column), True).as_py()
             raise DataError(source, f"column {name!r} is null in row {row}")
     labels = labels.cast(pa.int64())
-    _require_classes(labels.to_numpy(), names, source, start)
-    parts = [images.cast(pa.binary()), paths.cast(pa.string())]
-    return pa.StructArray.from_arrays(parts, fields=list(_IMAGE)), labels
-
-
-def _require_classes(
-    labels: np.ndarray, names: Sequence[str] | None, source: str, start: int
-) -> None:
-    limit = len(names) if names else np.iinfo(np.int64).max
-    wrong = np.flatnonzero((labels < 0) | (labels >= limit))
+    values, limit = labels.to_numpy(), len(names) if names else np.iinfo(np.int64).max
+    wrong = np.flatnonzero((values < 0) | (values >= limit))
     if len(wrong):
-        rule = f"0 to {limit - 1}" if names else "0 or more"
-        row = int(wrong[0])
-        raise DataError(source, f"row {start + row} has label {labels[row]}; labels must be {rule}")
+        rule, row = f"0 to {limit - 1}" if names else "0 or more", int(wrong[0])
+        raise DataError(source, f"row {start + row} has label {values[row]}; labels must be {rule}")
+    arrays = [images.cast(pa.binary()), paths.cast(pa.string())]
+    return pa.StructArray.from_arrays(arrays, fields=list(_IMAGE)), labels
 
 
 def picture_schema(class_names: Sequence[str] | None) -> pa.Schema:
-    """Return the schema that the Hugging Face hub gives to labelled pictures.
+    """Return the schema of labelled pictures on the Hugging Face hub.
 
     Args:
-        class_names: one name per class; None: they are not known.
+        class_names: one name per class; None: unknown.
     """
     label: dict[str, Any] = {"dtype": "int64", "_type": "Value"}
     if class_names:
@@ -216,37 +213,34 @@ def picture_schema(class_names: Sequence[str] | None) -> pa.Schema:
 
 
 def read_parts(source: str, *, seed: int) -> dict[str, Part]:
-    """Return the parts of a source by name, train and, where there is one, test.
+    """Return the parts of a source by name: train and, if the source has one, test.
 
     Args:
-        source: what ``raydl.data.load`` reads, but no text.
-        seed: of synthetic data.
+        source: a source that ``raydl.data.load`` reads, except a text.
+        seed: seed of synthetic data.
 
     Raises:
-        DataError: it can not be read, or is a text.
+        DataError: if the source can not be read or is a text.
     """
     layout = find_layout(source)
+    parts: Sequence[Part]
     if layout.kind == "parquet":
-        parts = (
-            open_groups(files, of_one_type=False) for files in (layout.train, layout.test) if files
-        )
-        return _named(*map(ParquetPart, parts))
-    if layout.kind == "folders":
-        return _named(*_of_folders(layout))
-    if layout.kind == "text":
-        raise DataError(source, "is a text; pictures and tables alone become Parquet")
-    return _named(*map(_of_set, image_sets(layout, seed=seed)))
-
-
-def _named(train: Part, test: Part | None = None) -> dict[str, Part]:
-    return {"train": train} if test is None else {"train": train, "test": test}
+        file_lists = [files for files in (layout.train, layout.test) if files]
+        parts = [ParquetPart(open_groups(files, of_one_type=False)) for files in file_lists]
+    elif layout.kind == "folders":
+        parts = _of_folders(layout)
+    elif layout.kind == "text":
+        raise DataError(source, "is a text; only pictures and tables can be converted to Parquet")
+    else:
+        parts = [_of_set(images) for images in image_sets(layout, seed=seed)]
+    return dict(zip(("train", "test"), parts, strict=False))
 
 
 def image_sets(layout: Layout, *, seed: int) -> list[ImageSet]:
-    """Return [training set, test set] of pictures that are read as a whole; the second may lack.
+    """Return [training set, test set], or [training set] if the source has no test set.
 
     Raises:
-        DataError: they can not be read.
+        DataError: if the pictures can not be read.
     """
     if layout.kind == "npz":
         train, test = npz_parts(layout.train[0])
@@ -270,11 +264,11 @@ def _of_set(images: ImageSet) -> EncodedPictures:
 
 
 def _of_folders(layout: Layout) -> list[EncodedPictures]:
-    found = [labelled_files(place) for place in (*layout.train, *layout.test)]
-    all_names = max((names for _, _, names in found), key=len)
-    if any(names != all_names[: len(names)] for _, _, names in found):
+    parts = [labelled_files(place) for place in (*layout.train, *layout.test)]
+    all_names = max((names for _, _, names in parts), key=len)
+    if any(names != all_names[: len(names)] for _, _, names in parts):
         raise DataError(layout.name, "the training set and the test set name different classes")
-    return [_of_files(pictures, labels, all_names) for pictures, labels, _ in found]
+    return [_of_files(pictures, labels, all_names) for pictures, labels, _ in parts]
 
 
 def _of_files(
@@ -288,16 +282,16 @@ def _of_files(
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """How Parquet is laid out."""
+    """The layout of the Parquet files."""
 
     rows_per_group: int = 1000
-    """Rows of a row group, which is what a worker reads at a time of a streamed set."""
+    """Rows of a row group, the unit that a worker reads of a streamed set."""
     rows_per_file: int = 50_000
-    """Rows of a file, but for the last one."""
+    """Rows of a file; the last file may have fewer."""
     shuffle: bool = False
-    """Write pictures in a random order, by the seed; of class folders and arrays alone."""
+    """Write pictures in random order; not possible for Parquet, which is copied."""
     seed: int = 0
-    """Of that order, and of synthetic data."""
+    """Seed of the random order and of synthetic data."""
 
     def __post_init__(self) -> None:
         for name in ("rows_per_group", "rows_per_file"):
@@ -307,7 +301,7 @@ class ConvertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenPart:
-    """Files written for one part."""
+    """The files written for one part."""
 
     name: str
     """train or test."""
@@ -315,37 +309,33 @@ class WrittenPart:
     num_files: int
     num_groups: int
     num_bytes: int
-    """Of its files."""
+    """Bytes of all files of the part."""
 
 
-_AS_USUAL = ConvertConfig()
-
-
-def _silent(part: str, num_done: int, num_rows: int) -> None:
-    pass
+_DEFAULTS = ConvertConfig()
 
 
 def convert(
     source: str,
     target: str,
-    config: ConvertConfig = _AS_USUAL,
+    config: ConvertConfig = _DEFAULTS,
     *,
-    on_rows: Callable[[str, int, int], None] = _silent,
+    on_rows: Callable[[str, int, int], None] = lambda part, num_done, num_rows: None,
 ) -> list[WrittenPart]:
-    """Write a source as Parquet into a folder; ``raydl.data.load`` reads the same of both.
+    """Write a source as Parquet into a folder, from which ``raydl.data.load`` reads the same data.
 
-    Files are named train-00000-of-00002.parquet and test-…; a source without a test part
-    gets none, so that a run splits it as it splits the source. After an error, or a cut, there is
-    nothing that would be taken for a whole set.
+    Files are named train-00000-of-00002.parquet and test-…. A source without a test part gets none;
+    a run then splits the Parquet as it would split the source. A conversion that fails or is
+    interrupted leaves no folder that ``load`` accepts.
 
     Args:
-        source: what ``load`` reads, but no text.
-        target: a path or URI of a folder that is new or empty.
-        config: how files are laid out.
-        on_rows: is told (part, rows written, rows of the part) after each row group.
+        source: a source that ``load`` reads, except a text.
+        target: path or URI of a folder that is new or empty.
+        config: layout of the files.
+        on_rows: called with (part, rows written, rows of the part) after each row group.
 
     Raises:
-        DataError: the source can not be read, the target is taken or can not be written.
+        DataError: if the source can not be read, or the target is not empty or can not be written.
     """
     with whole_folder(files.find(target)) as folder:
         parts = read_parts(source, seed=config.seed)
@@ -358,9 +348,7 @@ def _shuffled(parts: dict[str, Part], source: str, seed: int) -> dict[str, Part]
     random, shuffled = np.random.default_rng(seed), dict[str, Part]()
     for name, part in parts.items():
         if not isinstance(part, EncodedPictures):
-            raise DataError(
-                source, "is Parquet, which is copied in its own order; leave --shuffle out"
-            )
+            raise DataError(source, "is Parquet, which is copied in its own order; omit --shuffle")
         shuffled[name] = part.shuffled(random)
     return shuffled
 
@@ -377,7 +365,7 @@ def _write(
     tables = regrouped(part.tables(config.rows_per_group), sizes)
     num_done = num_bytes = 0
 
-    def told(groups: Sequence[int]) -> Iterator[pa.Table]:
+    def next_tables(groups: Sequence[int]) -> Iterator[pa.Table]:
         nonlocal num_done
         for size in groups:
             yield next(tables)
@@ -387,7 +375,7 @@ def _write(
     on_rows(name, 0, part.num_rows)
     for number, groups in enumerate(plan):
         file = folder / f"{name}-{number:05}-of-{len(plan):05}.parquet"
-        num_bytes += _write_file(file, part, told(groups))
+        num_bytes += _write_file(file, part, next_tables(groups))
     return WrittenPart(
         name=name,
         num_rows=part.num_rows,
@@ -398,29 +386,28 @@ def _write(
 
 
 def file_plan(num_rows: int, config: ConvertConfig) -> list[list[int]]:
-    """Return the rows of each row group, file by file."""
+    """Return the rows of each row group of each file."""
 
-    def in_parts(count: int, size: int) -> list[int]:
+    def split(count: int, size: int) -> list[int]:
         return [min(size, count - start) for start in range(0, count, size)]
 
-    in_files = in_parts(num_rows, config.rows_per_file)
-    return [in_parts(rows, config.rows_per_group) for rows in in_files]
+    return [split(rows, config.rows_per_group) for rows in split(num_rows, config.rows_per_file)]
 
 
 def regrouped(tables: Iterable[pa.Table], sizes: Sequence[int]) -> Iterator[pa.Table]:
-    """Yield the same rows in tables of these sizes, whose sum is that of the rows."""
-    coming, held = iter(tables), list[pa.Table]()
+    """Yield the same rows in tables of these sizes; the sizes sum up to the number of rows."""
+    source, buffered = iter(tables), list[pa.Table]()
     for size in sizes:
-        while sum(map(len, held)) < size:
-            held.append(next(coming))
-        table = pa.concat_tables(held)
-        held = [table.slice(size)]
+        while sum(map(len, buffered)) < size:
+            buffered.append(next(source))
+        table = pa.concat_tables(buffered)
+        buffered = [table.slice(size)]
         yield table.slice(0, size)
 
 
 def _write_file(file: Place, part: Part, groups: Iterator[pa.Table]) -> int:
-    """Write a file, each table as a row group, and return its bytes."""
-    # Encoded pictures hardly repeat: a dictionary, or least and greatest ones, are of no use.
+    """Write a file, one row group per table, and return its size in bytes."""
+    # Encoded pictures rarely repeat: a dictionary, or minimum and maximum, would be useless.
     plain = [name for name in part.schema.names if name != part.pictures]
     with wording(file, "written"), file.filesystem.open_output_stream(file.path) as stream:
         writer = pq.ParquetWriter(

@@ -1,4 +1,4 @@
-"""Describes a source, from footers, labels and one image of it."""
+"""Describes a data source from its footers, its labels and its first picture."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from raydl.errors import DataError
 from raydl.tools.convert import batches_of, image_sets
 
 _LARGE_GROUP_BYTES = 64 << 20
-"""A worker has a few row groups in memory at once; beyond this each, they are worth a word."""
+"""Larger row groups cause a warning: a worker holds several row groups in memory."""
 _CONVERT = "raydl data convert SRC DST"
-_MODES = {1: "grey", 3: "RGB"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +29,21 @@ class PartInfo:
     """A description of the training set or of the test set."""
 
     name: str
-    """train or test; of a set without a test part all is train."""
+    """train or test; train if the source has one part."""
     num_rows: int
     """Pictures, rows of a table, or tokens of a text."""
     files: tuple[str, ...] = ()
-    """Path of the file; binary layouts have two. Class folders have too many to list."""
+    """Paths of the files; empty for class folders, which have too many."""
     group_rows: tuple[int, ...] = ()
-    """Rows of each row group, of Parquet."""
+    """Rows of each Parquet row group."""
     group_bytes: tuple[int, ...] = ()
-    """Bytes of each row group: pictures encoded, columns not compressed."""
+    """Bytes of each Parquet row group, with pictures encoded and columns uncompressed."""
     class_counts: tuple[int, ...] = ()
     """Rows of each class."""
     num_unlabelled: int = 0
-    """Rows whose label is missing, or belongs to no class."""
+    """Rows whose label is missing or belongs to no class."""
     classes_per_group: float | None = None
-    """Different labels in a row group, on average; of Parquet pictures."""
+    """Mean number of different labels in a row group of pictures; None if not Parquet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +52,25 @@ class ColumnInfo:
 
     name: str
     type: str
-    """Arrow's name of its type."""
+    """Arrow's name of the type."""
     shape: tuple[int, ...] | None
-    """Of one row, going by the first; None: a task can not read it."""
+    """Shape of the first row; None: the column is not numeric."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """A description of a source."""
+    """A description of a data source."""
 
     source: str
     kind: str
-    """Its kind: parquet, folders, idx, cifar, npz, text, synthetic."""
+    """parquet, folders, idx, cifar, npz, text or synthetic."""
     holds: str
     """pictures, table or text."""
     parts: tuple[PartInfo, ...]
     has_test: bool
-    """Whether it has a test part; else a run splits a tenth off."""
+    """Whether the source has a test part; else a run splits off a tenth of the rows."""
     picture_shape: tuple[int, ...] = ()
-    """Channels, height, width of the first picture."""
+    """(channels, height, width) of the first picture."""
     mode: str = ""
     """grey or RGB."""
     class_names: tuple[str, ...] = ()
@@ -79,21 +78,21 @@ class SourceInfo:
     num_tokens: int = 0
     vocabulary: int = 0
     decoded_bytes: int
-    """Memory that all of it takes, in bytes."""
+    """Bytes of the decoded source in memory."""
     is_streamed: bool
-    """Whether a run would read it as it is needed, with settings as they come."""
+    """Whether a run streams the source instead of reading it into memory."""
     warnings: tuple[str, ...] = ()
 
 
 def inspect(source: str, *, input: InputConfig | None = None) -> SourceInfo:
-    """Return a description of a source; of Parquet and class folders little is read.
+    """Return a description of a source; Parquet and class folders are read only in small part.
 
     Args:
-        source: what ``raydl.data.load`` reads.
-        input: how a run would read it.
+        source: a source that ``raydl.data.load`` reads.
+        input: settings of the input; None: the defaults.
 
     Raises:
-        DataError: it can not be read.
+        DataError: if the source can not be read.
     """
     config, layout = input or InputConfig(), find_layout(source)
     if layout.kind == "text":
@@ -127,19 +126,19 @@ def _of_text(layout: Layout, source: str) -> SourceInfo:
 
 
 def _of_folders(layout: Layout, source: str) -> SourceInfo:
-    found = [labelled_files(place) for place in (*layout.train, *layout.test)]
-    names = max((names for _, _, names in found), key=len)
-    first = found[0][0][0]
+    listed = [labelled_files(place) for place in (*layout.train, *layout.test)]
+    class_names = max((names for _, _, names in listed), key=len)
+    first = listed[0][0][0]
     shape = _picture_shape(first.read(), source=first.name)
     parts = [
         PartInfo(
             name=name,
             num_rows=len(labels),
-            class_counts=_counts(labels, len(names)),
+            class_counts=_counts(labels, len(class_names)),
         )
-        for name, (_, labels, _) in zip(("train", "test"), found, strict=False)
+        for name, (_, labels, _) in zip(("train", "test"), listed, strict=False)
     ]
-    return _of_pictures(layout.kind, source, parts, names, shape)
+    return _of_pictures(layout.kind, source, parts, class_names, shape)
 
 
 def _of_sets(layout: Layout, source: str) -> SourceInfo:
@@ -161,7 +160,7 @@ def _of_pictures(
     kind: str,
     source: str,
     parts: Sequence[PartInfo],
-    names: Sequence[str],
+    class_names: Sequence[str],
     shape: tuple[int, ...],
     *,
     is_streamed: bool = False,
@@ -173,8 +172,8 @@ def _of_pictures(
         parts=tuple(parts),
         has_test=len(parts) > 1,
         picture_shape=shape,
-        mode=_MODES.get(shape[0], ""),
-        class_names=tuple(names),
+        mode={1: "grey", 3: "RGB"}.get(shape[0], ""),
+        class_names=tuple(class_names),
         decoded_bytes=sum(part.num_rows for part in parts) * int(np.prod(shape)),
         is_streamed=is_streamed,
     )
@@ -183,25 +182,29 @@ def _of_pictures(
 def _of_parquet(layout: Layout, source: str, config: InputConfig) -> SourceInfo:
     files = [part for part in (layout.train, layout.test) if part]
     groups = [open_groups(part, columns=config.columns_named) for part in files]
-    bare = [_part_of(name, g) for name, g in zip(("train", "test"), groups, strict=False)]
+    parts = [_part_of(name, g) for name, g in zip(("train", "test"), groups, strict=False)]
+    num_train = parts[0].num_rows
     if not has_pictures(groups[0].columns):
-        each = row_bytes(groups[0].read_first())
+        bytes_per_row = row_bytes(groups[0].read_first())
         return SourceInfo(
             source=source,
             kind="parquet",
             holds="table",
-            parts=tuple(bare),
+            parts=tuple(parts),
             has_test=len(groups) > 1,
             columns=_columns(groups[0]),
-            decoded_bytes=sum(part.num_rows for part in bare) * each,
-            is_streamed=config.streams(lambda: bare[0].num_rows * each),
+            decoded_bytes=sum(part.num_rows for part in parts) * bytes_per_row,
+            is_streamed=config.streams(lambda: num_train * bytes_per_row),
         )
     labels = [_labels(g) for g in groups]
-    names = _class_names(groups, labels)
-    parts = [_counted(part, each, len(names)) for part, each in zip(bare, labels, strict=True)]
+    class_names = _class_names(groups, labels)
+    parts = [
+        _with_classes(part, labels_of_part, len(class_names))
+        for part, labels_of_part in zip(parts, labels, strict=True)
+    ]
     shape = _picture_shape(_first_picture(groups[0]), source=groups[0].name(0))
-    is_streamed = config.streams(lambda: bare[0].num_rows * int(np.prod(shape)))
-    return _of_pictures("parquet", source, parts, names, shape, is_streamed=is_streamed)
+    is_streamed = config.streams(lambda: num_train * int(np.prod(shape)))
+    return _of_pictures("parquet", source, parts, class_names, shape, is_streamed=is_streamed)
 
 
 def _part_of(name: str, groups: ParquetGroups) -> PartInfo:
@@ -216,7 +219,7 @@ def _part_of(name: str, groups: ParquetGroups) -> PartInfo:
 
 
 def _group_bytes(file: Place, columns: Sequence[str]) -> list[int]:
-    """Return the bytes of these columns in each row group that has rows; the footer tells."""
+    """Return the bytes of some columns in each non-empty row group, from the footer."""
     try:
         with file.filesystem.open_input_file(file.path) as stream:
             footer = pq.ParquetFile(stream).metadata
@@ -236,28 +239,27 @@ def _group_bytes(file: Place, columns: Sequence[str]) -> list[int]:
 
 
 def _labels(groups: ParquetGroups) -> list[np.ndarray]:
-    """Return the labels of each row group, -1 where there is none; no other column is read."""
-    only = replace(groups, columns=groups.columns[1:])
-    tables = (only.read(number)[0] for number in range(len(groups.sizes)))
-    return [column.cast(pa.int64()).fill_null(-1).to_numpy() for column in tables]
+    """Return the labels of each row group, -1 for null, without reading other columns."""
+    labels_only = replace(groups, columns=groups.columns[1:])
+    columns = (labels_only.read(number)[0] for number in range(len(groups.sizes)))
+    return [column.cast(pa.int64()).fill_null(-1).to_numpy() for column in columns]
 
 
 def _class_names(groups: Sequence[ParquetGroups], labels: Sequence[list[np.ndarray]]) -> list[str]:
-    """Return names as the files tell them, else as many numbers as the labels need."""
-    told = [class_names_of(part.schema) or [] for part in groups]
-    names = max(told, key=len)
+    """Return the class names in the files, or 0, 1, ... up to the largest label."""
+    names = max((class_names_of(part.schema) or [] for part in groups), key=len)
     largest = max(int(array.max()) for part in labels for array in part)
     return names or [str(label) for label in range(largest + 1)]
 
 
-def _counted(part: PartInfo, labels: list[np.ndarray], num_classes: int) -> PartInfo:
+def _with_classes(part: PartInfo, labels: list[np.ndarray], num_classes: int) -> PartInfo:
+    """Return the part with statistics of its labels, which are given by row group."""
     joined = np.concatenate(labels)
     is_known = (joined >= 0) & (joined < num_classes)
-    counts = _counts(joined[is_known], num_classes)
     different = [len(np.unique(array)) for array in labels]
     return replace(
         part,
-        class_counts=counts,
+        class_counts=_counts(joined[is_known], num_classes),
         num_unlabelled=int((~is_known).sum()),
         classes_per_group=sum(different) / len(different),
     )
@@ -268,7 +270,7 @@ def _counts(labels: np.ndarray, num_classes: int) -> tuple[int, ...]:
 
 
 def _first_picture(groups: ParquetGroups) -> bytes:
-    """Return the first picture, encoded; no row group is read as a whole."""
+    """Return the first picture, encoded, without reading a whole row group."""
     file, image = groups.files[groups.index[0][0]], groups.columns[0]
     batch = next(batches_of(file, [image], num_rows=1))
     value = batch.column(0)[0].as_py()
@@ -279,7 +281,7 @@ def _first_picture(groups: ParquetGroups) -> bytes:
 
 
 def _picture_shape(data: bytes, *, source: str) -> tuple[int, ...]:
-    """Return channels, height, width of a picture."""
+    """Return (channels, height, width) of an encoded picture."""
     mode = mode_of(data, 0, source=source)
     return decode_one(data, 0, mode=mode, source=source).shape
 
@@ -294,7 +296,7 @@ def _columns(groups: ParquetGroups) -> tuple[ColumnInfo, ...]:
 
 
 def _shape(row: pa.Table) -> tuple[int, ...] | None:
-    """Return the shape of a table's one row; None: it holds no numbers."""
+    """Return the shape of a table's only row, or None if it is not numeric."""
     try:
         (array,) = arrays_of(row, source="").values()
     except DataError:
@@ -303,37 +305,37 @@ def _shape(row: pa.Table) -> tuple[int, ...] | None:
 
 
 def _warnings(info: SourceInfo, config: InputConfig) -> tuple[str, ...]:
-    found = [w for part in info.parts for w in _group_warnings(part, config)]
+    warnings = [w for part in info.parts for w in _group_warnings(part, config)]
     for part in info.parts:
         if part.num_unlabelled:
-            found.append(
-                f"{part.name} has {part.num_unlabelled:,} rows whose label is missing or of no "
-                f"class: a run stops at them, or with --on-bad-sample skip leaves them out"
+            warnings.append(
+                f"{part.name} has {part.num_unlabelled:,} rows whose label is missing or belongs "
+                f"to no class; a run stops at such a row, or skips it with --on-bad-sample skip"
             )
         if _is_sorted(part):
-            found.append(
+            warnings.append(
                 f"{part.name} is sorted by class, a row group holds "
-                f"{part.classes_per_group:.1f} of {np.count_nonzero(part.class_counts)}: streamed, "
-                f"which mixes only a few row groups, it trains badly; shuffle its rows "
-                f"({_CONVERT} --shuffle does it with class folders and arrays)"
+                f"{part.classes_per_group:.1f} of {np.count_nonzero(part.class_counts)} classes; "
+                f"streaming mixes only a few row groups, so shuffle the rows first "
+                f"({_CONVERT} --shuffle does it for class folders and arrays)"
             )
-    found += _empty_classes(info)
+    warnings += _empty_classes(info)
     unread = [column.name for column in info.columns if column.shape is None]
     if unread:
-        found.append(
-            f"{', '.join(unread)}: no numbers, a run can not read them; name the others with "
-            f"--input.columns"
+        warnings.append(
+            f"{', '.join(unread)}: not numeric, a run can not read such a column; name the other "
+            f"columns with --input.columns"
         )
     if info.kind != "parquet" and info.decoded_bytes > config.max_memory_bytes:
-        found.append(
-            f"takes {bytes_text(info.decoded_bytes)} decoded, and only Parquet is streamed: "
-            f"{_CONVERT} makes it"
+        warnings.append(
+            f"takes {bytes_text(info.decoded_bytes)} decoded, more than input.max_memory_bytes, "
+            f"and only Parquet can be streamed; convert it with {_CONVERT}"
         )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def _empty_classes(info: SourceInfo) -> list[str]:
-    """Return a sentence if classes have no rows: one mistyped label makes many of them."""
+    """Return a warning if classes have no rows: one mistyped label creates many such classes."""
     counted = [part.class_counts for part in info.parts if part.class_counts]
     counts = [sum(of_class) for of_class in zip(*counted, strict=True)]
     empty = [number for number, count in enumerate(counts) if not count]
@@ -341,13 +343,13 @@ def _empty_classes(info: SourceInfo) -> list[str]:
         return []
     last = f" to {empty[-1]}" if len(empty) > 1 else ""
     return [
-        f"{len(empty)} of {len(counts)} classes have no rows (from {empty[0]}{last}), and a model "
-        f"learns all of them; see whether a label is mistyped"
+        f"{len(empty)} of {len(counts)} classes have no rows (from {empty[0]}{last}), but the "
+        f"model has an output for each; check for a mistyped label"
     ]
 
 
 def _is_sorted(part: PartInfo) -> bool:
-    """Whether a row group holds less than half as many classes as one of rows at random would."""
+    """Whether a row group has less than half the classes that random rows would have."""
     num_classes = np.count_nonzero(part.class_counts)
     if part.classes_per_group is None or num_classes < 2 or len(part.group_rows) < 2:
         return False
@@ -358,19 +360,19 @@ def _is_sorted(part: PartInfo) -> bool:
 def _group_warnings(part: PartInfo, config: InputConfig) -> list[str]:
     largest = max(part.group_bytes, default=0)
     if len(part.group_rows) == 1 and part.num_rows > config.shuffle_samples:
-        what = f"has one row group of all its {part.num_rows:,} rows ({bytes_text(largest)})"
+        what = f"one row group of all its {part.num_rows:,} rows ({bytes_text(largest)})"
     elif largest > _LARGE_GROUP_BYTES:
-        what = f"has row groups of up to {bytes_text(largest)}"
+        what = f"row groups of up to {bytes_text(largest)}"
     else:
         return []
     return [
-        f"{part.name} {what}; a worker that streams holds a row group as a whole, and "
+        f"{part.name} has {what}; a worker that streams holds whole row groups in memory, and "
         f"{_CONVERT} makes smaller ones"
     ]
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Return a size as a person reads it: ``12.4 MiB``."""
+    """Return the text of a size, with a binary unit: ``12.4 MiB``."""
     if num_bytes < 1000:
         return f"{num_bytes:.0f} bytes"
     units = ["TiB", "GiB", "MiB", "KiB"]

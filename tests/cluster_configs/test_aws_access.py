@@ -1,8 +1,8 @@
-"""What aws-spot.yaml and its CloudFormation stack open, held by Ray's own AWS provider.
+"""The access that aws-spot.yaml and its CloudFormation stack grant, tested with Ray's AWS provider.
 
-The stack is made in moto, a stand-in for AWS; its names are filled in by the command of the header;
-Ray's `bootstrap_aws` prepares the cluster and its `AWSNodeProvider` starts, labels and ends nodes.
-What it asks AWS for is then held against the head's policy, condition by condition: moto would not.
+The stack is created in moto, a mock of AWS, and the command of the header fills in its names. Ray's
+`bootstrap_aws` prepares the cluster, and its `AWSNodeProvider` starts, labels and ends nodes. Its
+requests are then checked against the head's policy, with all conditions, which moto does not check.
 """
 
 import copy
@@ -42,7 +42,7 @@ def template():
 
 @pytest.fixture(scope="module")
 def aws(tmp_path_factory):
-    """An AWS for this file alone, with nobody's keys."""
+    """A mock of AWS for this module, with fake keys."""
     with pytest.MonkeyPatch.context() as patch, mock_aws():
         for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
             patch.setenv(f"AWS_{name}", "test")
@@ -64,7 +64,7 @@ def forget_clients():
 
 
 def make_stack(aws):
-    types = template()["Parameters"]["InstanceTypes"]["Default"]  # moto splits no default
+    types = template()["Parameters"]["InstanceTypes"]["Default"]  # moto does not split defaults
     parameters = {"SshFrom": OFFICE, "Bucket": "my-bucket", "InstanceTypes": types}
     aws.cfn.create_stack(
         StackName=NAME,
@@ -78,8 +78,8 @@ def make_stack(aws):
 
 
 def filled(aws, outputs):
-    """The cluster file with the stack's names, as sed puts them in."""
-    [output] = outputs  # the header's command takes the first
+    """Return the config with the stack's names, filled in by sed."""
+    [output] = outputs  # the header's command reads the first output
     done = subprocess.run(
         ["sed", output["OutputValue"]], input=FILE.read_text(),
         capture_output=True, text=True, check=True,
@@ -90,7 +90,7 @@ def filled(aws, outputs):
 
 @pytest.fixture(scope="module")
 def cluster(aws):
-    """(AWS, the cluster as Ray prepares it)."""
+    """(AWS, the config that Ray prepares)."""
     config = filled(aws, make_stack(aws))
     return aws, ray_aws.bootstrap_aws(prepare_config(config))
 
@@ -100,7 +100,7 @@ def node_type(config, name):
 
 
 def start(provider, config, name):
-    """Start a node as Ray's launcher does; return its id."""
+    """Start a node like Ray's launcher and return its id."""
     tags = {
         "ray-node-type": "head" if name == config["head_node_type"] else "worker",
         "ray-user-node-type": name,
@@ -115,7 +115,7 @@ def start(provider, config, name):
 # the stack
 
 
-def test_the_template_is_what_cloudformation_accepts():
+def test_cloudformation_accepts_the_template():
     found = cfnlint.lint(TEMPLATE.read_text(), regions=[REGION])
     assert [f"{m.linenumber}: {m.message}" for m in found] == []
 
@@ -124,8 +124,8 @@ NARROW = ("203.0.113.7/32", "10.1.0.0/16", "198.51.100.0/24")
 WIDE = ("0.0.0.0/0", "10.0.0.0/8", "0.0.0.0/16", "8.8.8.8", "::/0", "203.0.113.7/32,0.0.0.0/0", "")
 
 
-def test_the_stack_asks_for_a_bucket_and_a_network_that_is_not_wide():
-    # Held by CloudFormation, not by moto.
+def test_the_stack_requires_a_bucket_and_a_narrow_network():
+    # CloudFormation checks the pattern; moto does not.
     parameters = template()["Parameters"]
     assert not any("Default" in parameters[name] for name in ("SshFrom", "Bucket"))
     pattern = parameters["SshFrom"]["AllowedPattern"]
@@ -133,7 +133,7 @@ def test_the_stack_asks_for_a_bucket_and_a_network_that_is_not_wide():
     assert not any(re.search(pattern, network) for network in WIDE)
 
 
-def test_ssh_from_one_network_is_all_that_comes_in(cluster):
+def test_the_cluster_accepts_only_ssh_from_one_network(cluster):
     aws, config = cluster
     groups = {
         g["GroupId"]: g["IpPermissions"]
@@ -143,7 +143,7 @@ def test_ssh_from_one_network_is_all_that_comes_in(cluster):
         if g["GroupName"] != "default"
     }
     own, ssh = node_type(config, "head")["SecurityGroupIds"]
-    assert set(groups) == {own, ssh}  # Ray made none of its own, which would be open to all
+    assert set(groups) == {own, ssh}  # Ray created none, which would be open to all
     [rule] = groups[ssh]
     assert (rule["IpProtocol"], rule["FromPort"], rule["ToPort"]) == ("tcp", 22, 22)
     assert [r["CidrIp"] for r in rule["IpRanges"]] == [OFFICE]
@@ -160,7 +160,7 @@ def vpc_of(aws, config):
 # the machines
 
 
-def test_the_header_makes_the_stack_that_the_file_needs():
+def test_the_header_creates_the_stack_that_the_config_needs():
     text = FILE.read_text()
     deploy = next(line for line in text.splitlines() if "cloudformation deploy" in line)
     given = {word.split("=")[0] for word in deploy.split("--parameter-overrides ")[1].split()}
@@ -173,20 +173,20 @@ def test_the_header_makes_the_stack_that_the_file_needs():
     assert set(defaults["InstanceTypes"].split(",")) == types
 
 
-def test_a_file_that_is_not_filled_in_starts_nothing(aws):
+def test_a_config_that_is_not_filled_in_starts_nothing(aws):
     before = aws.ec2.describe_instances()["Reservations"]
-    with pytest.raises(AssertionError):  # Ray's: no such security group
+    with pytest.raises(AssertionError):  # from Ray: no such security group
         ray_aws.bootstrap_aws(prepare_config(yaml.safe_load(FILE.read_text())))
     assert aws.ec2.describe_instances()["Reservations"] == before
 
 
-def test_workers_have_no_public_address_and_leave_through_a_gateway(asked):
+def test_workers_have_no_public_address_and_use_a_gateway(asked):
     _, config, calls = asked
     assert config["provider"]["use_internal_ips"]
     for params in [p for action, p in calls if action == "ec2:RunInstances"]:
-        assert "NetworkInterfaces" not in params  # so the subnet decides
+        assert "NetworkInterfaces" not in params  # so the subnet decides about the address
         assert params["SubnetId"] in node_type(config, "cpu-spot")["SubnetIds"]
-    # By the template: moto keeps no record of this.
+    # From the template: moto does not record this.
     subnets, routes = resources("AWS::EC2::Subnet"), resources("AWS::EC2::Route")
     public = {name for name, subnet in subnets.items() if subnet["MapPublicIpOnLaunch"]}
     assert public == {"HeadSubnet"}
@@ -210,7 +210,7 @@ def resources(kind):
     }
 
 
-def test_every_machine_is_started_with_sessions_by_token_one_hop_away(asked):
+def test_every_machine_requires_session_tokens_within_one_hop(asked):
     _, config, calls = asked
     started = [p for action, p in calls if action == "ec2:RunInstances"]
     for node in [*started, node_type(config, "head")]:
@@ -228,10 +228,13 @@ def test_one_hop_reaches_ray_s_container_which_shares_the_machine_s_network():
     assert re.findall(r"--net\S*", command) == ["--net=host"]
 
 
-def test_ray_makes_no_role_and_each_node_has_its_own(cluster):
+def test_ray_creates_no_role_and_each_node_has_its_own(cluster):
     aws, config = cluster
     roles = {r["RoleName"] for r in aws.iam.list_roles()["Roles"]}
-    assert roles == {f"{NAME}-head", f"{NAME}-worker"}  # not ray-autoscaler-v1, with all of EC2
+    assert roles == {
+        f"{NAME}-head",
+        f"{NAME}-worker",
+    }  # not ray-autoscaler-v1, which may use all of EC2
     assert config["head_node"] == {}
     profiles = {n: node_type(config, n)["IamInstanceProfile"] for n in ("head", "cpu-spot")}
     assert profiles == {"head": {"Name": f"{NAME}-head"}, "cpu-spot": {"Name": f"{NAME}-worker"}}
@@ -241,12 +244,12 @@ def test_ray_makes_no_role_and_each_node_has_its_own(cluster):
         assert aws.iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"] == []
 
 
-# what the head asks AWS for, and may
+# the head's requests, and its rights
 
 
 @pytest.fixture(scope="module")
 def asked(cluster):
-    """(AWS, the cluster, what the head's Ray asks EC2 for: [(action, parameters)])."""
+    """(AWS, the config, the requests of the head's Ray to EC2: [(action, parameters)])."""
     aws, config = cluster
     provider = AWSNodeProvider(config["provider"], NAME)
     calls = []
@@ -268,7 +271,7 @@ def asked(cluster):
 def policy_of(aws, role):
     [name] = aws.iam.list_role_policies(RoleName=role)["PolicyNames"]
     document = aws.iam.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"]
-    if isinstance(document, str):  # moto keeps that of a stack as Python writes it
+    if isinstance(document, str):  # moto stores the document of a stack as a Python literal
         document = yaml.safe_load(document)
     return document["Statement"]
 
@@ -278,7 +281,7 @@ def listed(value):
 
 
 def allowed(statements, action, resource, context=()):
-    """Whether a policy of Allow statements lets an action through, as IAM documents it."""
+    """Whether a policy of Allow statements permits an action, by the rules of IAM."""
     assert {s["Effect"] for s in statements} == {"Allow"}
     return any(
         action in listed(s["Action"])
@@ -289,7 +292,7 @@ def allowed(statements, action, resource, context=()):
 
 
 def holds(operator, wanted, context):
-    """Whether one operator of a condition holds for all of its keys."""
+    """Whether an operator of a condition holds for all of its keys."""
     tests = {
         "StringEquals": lambda given, values: given in values,
         "ArnEquals": lambda given, values: given in values,
@@ -300,7 +303,7 @@ def holds(operator, wanted, context):
 
 
 def ours(aws, part):
-    """The ARN of something of EC2 in this account."""
+    """Return the ARN of an EC2 resource in this account."""
     account = boto3.client("sts").get_caller_identity()["Account"]
     return f"arn:aws:ec2:{REGION}:{account}:{part}"
 
@@ -311,7 +314,7 @@ def profile_arn(aws, name):
 
 
 def context_of(aws, params):
-    """What IAM knows of a machine that RunInstances asks for."""
+    """Return IAM's context of a machine in a RunInstances request."""
     [specification] = params["TagSpecifications"]
     return {
         **{f"aws:RequestTag/{t['Key']}": t["Value"] for t in specification["Tags"]},
@@ -322,25 +325,27 @@ def context_of(aws, params):
     }
 
 
-def test_the_head_may_do_what_ray_asks_for_and_nothing_else(asked):
+def test_the_head_has_exactly_the_rights_of_ray_s_requests(asked):
     aws, _, calls = asked
     actions = {a for s in policy_of(aws, f"{NAME}-head") for a in listed(s["Action"])}
     assert {a for a in actions if a.startswith("ec2:")} == {action for action, _ in calls}
     assert {a for a in actions if not a.startswith(("ec2:", "s3:"))} == {"iam:PassRole"}
 
 
-def test_a_policy_names_its_actions_and_where_aws_can_its_resources(cluster):
+def test_a_policy_names_its_actions_and_its_resources_if_aws_permits(cluster):
     aws, _ = cluster
     for role in (f"{NAME}-head", f"{NAME}-worker"):
         for statement in policy_of(aws, role):
             assert not any("*" in action for action in listed(statement["Action"]))
-            if statement["Action"] == "ec2:DescribeInstances":  # of which AWS knows no part
+            if (
+                statement["Action"] == "ec2:DescribeInstances"
+            ):  # AWS can not restrict it to resources
                 assert statement["Condition"] == {"StringEquals": {"aws:RequestedRegion": REGION}}
             else:
                 assert "*" not in listed(statement["Resource"]), statement["Sid"]
 
 
-def test_the_head_may_start_the_workers_of_the_file_and_no_other_machine(asked):
+def test_the_head_may_start_only_the_workers_of_the_config(asked):
     aws, config, calls = asked
     policy = policy_of(aws, f"{NAME}-head")
     [public] = node_type(config, "head")["SubnetIds"]
@@ -371,7 +376,7 @@ def test_the_head_may_start_the_workers_of_the_file_and_no_other_machine(asked):
     assert not allowed(policy, "ec2:RunInstances", ours(aws, "security-group/sg-1"))
 
 
-def test_the_head_may_label_and_end_its_own_workers_alone(asked):
+def test_the_head_may_label_and_end_only_its_own_workers(asked):
     aws, _, calls = asked
     policy, instance = policy_of(aws, f"{NAME}-head"), ours(aws, "instance/i-1")
     own = {"aws:ResourceTag/ray-cluster-name": NAME, "aws:ResourceTag/ray-node-type": "worker"}
@@ -392,7 +397,7 @@ def test_the_head_may_label_and_end_its_own_workers_alone(asked):
     assert not allowed(policy, "ec2:CreateTags", instance, claim)
 
 
-def test_the_head_may_hand_on_the_role_of_workers_alone(cluster):
+def test_the_head_may_pass_only_the_role_of_workers(cluster):
     aws, _ = cluster
     policy = policy_of(aws, f"{NAME}-head")
     role = {n: aws.iam.get_role(RoleName=f"{NAME}-{n}")["Role"]["Arn"] for n in ("head", "worker")}
@@ -405,7 +410,7 @@ def test_the_head_may_hand_on_the_role_of_workers_alone(cluster):
 
 
 @pytest.mark.parametrize("role", ["head", "worker"])
-def test_both_roles_are_for_machines_and_hold_one_bucket(cluster, role):
+def test_both_roles_are_for_machines_and_one_bucket(cluster, role):
     aws, _ = cluster
     trusted = aws.iam.get_role(RoleName=f"{NAME}-{role}")["Role"]["AssumeRolePolicyDocument"]
     [statement] = trusted["Statement"]
@@ -420,12 +425,12 @@ def test_both_roles_are_for_machines_and_hold_one_bucket(cluster, role):
         assert {a for s in policy for a in listed(s["Action"])} == {"s3:ListBucket", "s3:GetObject"}
 
 
-# what the roles may do in the bucket, by a server that speaks S3 and asks who comes
+# the rights of the roles in the bucket, with an S3 server that checks permissions
 
 
 @pytest.fixture
 def as_role(cluster, monkeypatch):
-    """A way to come to the bucket with the rights of a role, as a user who has its policy."""
+    """A function that opens the bucket with the rights of a role, as a user with its policy."""
     aws, _ = cluster
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -438,21 +443,21 @@ def as_role(cluster, monkeypatch):
     for role in ("head", "worker"):
         aws.iam.create_user(UserName=role)
         policy = policy_of(aws, f"{NAME}-{role}")
-        of_s3 = [s for s in policy if "Condition" not in s]  # which moto would not read
+        of_s3 = [s for s in policy if "Condition" not in s]  # moto can not read conditions
         document = {"Version": "2012-10-17", "Statement": of_s3}
         aws.iam.put_user_policy(
             UserName=role, PolicyName="its", PolicyDocument=json.dumps(document)
         )
         users[role] = aws.iam.create_access_key(UserName=role)["AccessKey"]
 
-    def come(role):
+    def open_bucket(role):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", users[role]["AccessKeyId"])
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", users[role]["SecretAccessKey"])
         return Storage("s3://my-bucket/runs")
 
     monkeypatch.delenv("AWS_SESSION_TOKEN")
     ask_for_keys(url, b"0")
-    yield come
+    yield open_bucket
     ask_for_keys(url, b"inf")
     server.stop()
 
@@ -464,7 +469,7 @@ def ask_for_keys(url, after):
     urllib.request.urlopen(request, timeout=10).close()
 
 
-def test_the_head_keeps_runs_in_the_bucket_and_a_worker_reads_them(as_role):
+def test_the_head_writes_runs_to_the_bucket_and_a_worker_only_reads_them(as_role):
     head = as_role("head")
     head.probe("run.storage_path")  # writes and deletes
     head.write_bytes("digits/manifest.json", b"kept")

@@ -1,9 +1,9 @@
-"""The cluster configs are what Ray accepts, and their headers say what is true.
+"""Ray accepts the cluster configs, and their headers are true.
 
-Ray's part: `prepare_config` fills in the defaults of the cloud, `validate_config` holds the result
-against the schema in Ray's wheel (ray-schema.json) and Ray's own rules; both need no cloud's
-library. KubeRay's files go through the function with which Ray's autoscaler reads them, which ends
-in `validate_config`, and through a list of the fields of the custom resources, written here.
+Ray's `prepare_config` fills in the defaults of a cloud, and `validate_config` checks the result
+against the schema in Ray's wheel (ray-schema.json) and Ray's own rules; neither needs the library
+of a cloud. The function with which Ray's autoscaler reads KubeRay's files, which also calls
+`validate_config`, reads ours; a list in this module has the fields of the custom resources.
 """
 
 import copy
@@ -45,7 +45,7 @@ def config_of(name):
 
 
 def header_of(name):
-    """The comments that a file opens with, without their signs."""
+    """Return the comment lines at the top of a file, without their number signs."""
     lines = []
     for line in text_of(name).splitlines():
         if not line.startswith("#"):
@@ -55,7 +55,7 @@ def header_of(name):
 
 
 def commands_of(name, section=None):
-    """The commands of a header, or of one of its sections, as words."""
+    """Return the commands of a header, or of one of its sections, as lists of words."""
     found, now = [], ""
     for line in header_of(name):
         if heading := re.match(r"(Costs|Once|Start|Submit|Watch|Stop)\b", line):
@@ -66,7 +66,7 @@ def commands_of(name, section=None):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_opens_with_what_it_costs_and_how_to_start_submit_watch_and_stop(name):
+def test_a_header_says_the_costs_and_how_to_start_submit_watch_and_stop(name):
     headings = [w for w in header_of(name) if w.split(",")[0].split(":")[0] in SECTIONS]
     assert tuple(re.match(r"\w+", line)[0] for line in headings) == SECTIONS
     for section in SECTIONS[1:]:
@@ -79,7 +79,7 @@ def test_every_config_is_tested():
     assert {p.stem for p in FOLDER.glob("*.yaml")} == set(NAMES)
 
 
-# What Ray says
+# Ray's checks
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
@@ -88,16 +88,16 @@ def test_ray_accepts_the_config_of_a_cloud(cloud, monkeypatch):
     config = prepare_config(config_of(f"{cloud}-spot"))
     validate_config(config)
     provider = config["provider"]
-    # Where Ray's own provider would grant too much, ours takes its place.
+    # Our provider replaces Ray's own where that would grant too many rights.
     assert (provider.get("module") or provider["type"]).split(".")[-2:][0] == cloud
 
 
 def test_ray_accepts_the_local_config():
-    # As it is: prepare_config would read defaults that are not in the wheel.
+    # Without prepare_config, which would read defaults that are not in the wheel.
     validate_config(config_of("local"))
 
 
-def test_a_mistake_in_a_config_would_be_found(monkeypatch):
+def test_ray_rejects_a_mistake_in_a_config(monkeypatch):
     monkeypatch.chdir(ROOT)
     config = config_of("aws-spot")
     config["available_node_types"]["cpu-spot"]["max_worker"] = 3
@@ -106,7 +106,7 @@ def test_a_mistake_in_a_config_would_be_found(monkeypatch):
 
 
 @pytest.mark.parametrize("name", KUBERAY)
-def test_ray_s_autoscaler_reads_from_kuberay_what_it_should(name):
+def test_the_autoscaler_reads_the_worker_types_of_kuberay_files(name):
     resource = {"metadata": {"name": "x", "namespace": "default"}, "spec": cluster_spec(name)}
     config = _derive_autoscaling_config_from_ray_cr(resource)
     types = config["available_node_types"]
@@ -117,11 +117,11 @@ def test_ray_s_autoscaler_reads_from_kuberay_what_it_should(name):
     assert config["idle_timeout_minutes"] == 2
 
 
-# What the clusters are
+# The clusters
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_the_head_is_on_demand_without_cpus_and_workers_are_spot_from_0_up(cloud):
+def test_the_head_is_on_demand_without_cpus_and_workers_are_0_or_more_spot_machines(cloud):
     config = config_of(f"{cloud}-spot")
     types = config["available_node_types"]
     head = types.pop(config["head_node_type"])
@@ -136,7 +136,7 @@ def test_the_head_is_on_demand_without_cpus_and_workers_are_spot_from_0_up(cloud
 
 
 def is_spot(node_type):
-    """Whether a node type of any of the clouds can be taken away."""
+    """Whether a node type of a cloud is a spot machine."""
     node = node_type["node_config"]
     return (
         node.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
@@ -146,7 +146,7 @@ def is_spot(node_type):
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_every_node_asks_for_the_token_and_has_it(cloud):
+def test_every_node_requires_the_token_and_has_it(cloud):
     config = config_of(f"{cloud}-spot")
     assert "-e RAY_AUTH_MODE=token" in config["docker"]["run_options"]
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
@@ -154,12 +154,12 @@ def test_every_node_asks_for_the_token_and_has_it(cloud):
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_every_worker_listens_for_the_notice_of_its_own_cloud(cloud, monkeypatch):
+def test_every_worker_waits_for_the_notice_of_its_own_cloud(cloud, monkeypatch):
     config = config_of(f"{cloud}-spot")
     *_, start, listen = config["worker_start_ray_commands"]
     assert start.startswith("ray start --address=$RAY_HEAD_IP:6379")
     words = listen.split()
-    # The launcher may run this again where one listens already.
+    # flock: the launcher may run this again while the first process still waits.
     assert words[:4] == ["nohup", "flock", "--nonblock", "/tmp/spot_notice.lock"]
     assert words[4:7] == ["python", "-m", "raydl.launch.spot_notice"]
     assert words[-1] == "&"
@@ -170,7 +170,7 @@ def test_every_worker_listens_for_the_notice_of_its_own_cloud(cloud, monkeypatch
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_what_is_copied_to_the_nodes_is_there_and_enough_to_install(cloud):
+def test_the_files_copied_to_the_nodes_exist_and_are_enough_to_install(cloud):
     config = config_of(f"{cloud}-spot")
     mounts = {k: v for k, v in config["file_mounts"].items() if k.startswith("~/raydl/")}
     for remote, local in mounts.items():
@@ -181,18 +181,18 @@ def test_what_is_copied_to_the_nodes_is_there_and_enough_to_install(cloud):
 
 
 def project(pattern):
-    """What pyproject.toml says, by a pattern with one group."""
+    """Return the only match in pyproject.toml of a pattern with one group."""
     [found] = re.findall(pattern, (ROOT / "pyproject.toml").read_text(), re.M)
     return found
 
 
 def needed_to_install():
-    """The files without which pip can not build the package."""
+    """Return the files that pip needs to build the package."""
     texts = {project(r'^readme = "(.+)"'), project(r'^license-files = \["(.+)"\]')}
     return {"raydl", "pyproject.toml", "constraints.txt", *texts}
 
 
-def test_the_image_for_kubernetes_holds_what_is_needed_to_install_and_to_run_a_job():
+def test_the_image_contains_the_files_to_install_and_to_run_a_job():
     dockerfile = (FOLDER / "Dockerfile").read_text()
     copied = {w for line in re.findall(r"^COPY (.+) \S+$", dockerfile, re.M) for w in line.split()}
     copied = {w for w in copied if not w.startswith("--")}
@@ -204,7 +204,7 @@ def test_the_image_for_kubernetes_holds_what_is_needed_to_install_and_to_run_a_j
     assert entrypoint.split()[1] == f"{workdir}/jobs/train.py"
 
 
-def test_the_folder_of_the_image_is_made_by_the_user_who_builds_in_it():
+def test_the_folder_of_the_image_is_created_by_the_user_that_builds_in_it():
     dockerfile = (FOLDER / "Dockerfile").read_text()
     workdir = re.search(r"^WORKDIR (\S+)", dockerfile, re.M)[1]
     assert f"RUN mkdir -p {workdir}\nWORKDIR {workdir}\n" in dockerfile
@@ -212,10 +212,10 @@ def test_the_folder_of_the_image_is_made_by_the_user_who_builds_in_it():
     assert not re.search(r"^USER ", dockerfile[:built], re.M)
 
 
-def test_the_image_runs_as_a_user_of_few_rights_whatever_its_base():
+def test_the_image_runs_as_an_unprivileged_user_whatever_its_base():
     dockerfile = (FOLDER / "Dockerfile").read_text()
     user = re.findall(r"^USER (\S+)", dockerfile, re.M)[-1]
-    assert int(user) > 0  # a number, which Kubernetes can hold against runAsNonRoot
+    assert int(user) > 0  # a number, which Kubernetes can check with runAsNonRoot
     for name in KUBERAY:
         for pod in pods_of(name):
             assert pod["securityContext"]["runAsUser"] == int(user)
@@ -232,7 +232,7 @@ def test_all_files_name_one_version_of_ray_and_one_of_raydl():
     assert ray.pop().startswith(f"{oldest}.")
 
 
-def test_the_image_of_aws_is_put_in_by_the_command_of_its_header():
+def test_the_command_of_the_header_fills_in_the_image_of_aws():
     [words] = [w for w in commands_of("aws-spot") if w[0] == "sed" and "ami-" in w[2]]
     _, pattern, _, end = words[2].split("/")
     assert end == ""
@@ -283,7 +283,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", KUBERAY)
-def test_a_custom_resource_has_the_fields_that_kuberay_knows(name):
+def test_a_custom_resource_has_only_fields_that_kuberay_knows(name):
     [(kind, resource)] = [(k, d) for k, d in config_documents(name).items() if k.startswith("Ray")]
     assert resource["apiVersion"] == "ray.io/v1"
     assert set(resource["spec"]) == FIELDS[kind]
@@ -299,7 +299,7 @@ def test_a_custom_resource_has_the_fields_that_kuberay_knows(name):
 
 
 @pytest.mark.parametrize("name", KUBERAY)
-def test_the_pods_are_pods_and_their_strings_are_strings(name):
+def test_pods_have_known_fields_and_strings_as_values(name):
     spec = cluster_spec(name)
     for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
         assert all(isinstance(v, str) for v in group["rayStartParams"].values())
@@ -346,18 +346,18 @@ def test_runs_are_on_a_volume_that_the_head_and_tensorboard_share(name):
 def test_both_kuberay_files_have_the_same_cluster():
     specs = [copy.deepcopy(cluster_spec(name)) for name in KUBERAY]
     for spec in specs:
-        del spec["headGroupSpec"]["template"]["spec"]["volumes"][0]  # each has its own runs
+        del spec["headGroupSpec"]["template"]["spec"]["volumes"][0]  # each file has its own volume
         for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
             del group["template"]["metadata"]
     assert specs[0] == specs[1]
 
 
-# What the files open, and to whom. The roles and networks of the clouds are held by
-# test_aws_access.py and test_node_providers.py.
+# Access to the clusters. test_aws_access.py and test_node_providers.py test the roles and networks
+# of the clouds.
 
 
 def pods_of(name):
-    """The specification of every pod that a KubeRay file makes."""
+    """Return the specifications of all pods of a KubeRay file."""
     spec = cluster_spec(name)
     templates = [g["template"] for g in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
     job = config_documents(name).get("RayJob", {"spec": {}})["spec"]
@@ -366,7 +366,7 @@ def pods_of(name):
 
 
 def strings_in(value):
-    """Every string of a document, keys included."""
+    """Return all strings of a document, including keys."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
@@ -382,7 +382,7 @@ def test_no_config_names_the_whole_internet(name):
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_workers_of_a_cloud_are_reached_from_within_alone_and_the_head_by_ssh(cloud):
+def test_workers_of_a_cloud_have_only_internal_addresses_and_the_head_accepts_ssh(cloud):
     config = config_of(f"{cloud}-spot")
     assert config["provider"]["use_internal_ips"] is True
     assert config["provider"]["use_external_head_ip"] is True
@@ -391,12 +391,12 @@ def test_workers_of_a_cloud_are_reached_from_within_alone_and_the_head_by_ssh(cl
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tensorboard_listens_to_its_own_machine_alone_and_is_reached_by_a_forwarded_port(name):
+def test_tensorboard_listens_on_localhost_only_and_is_reached_by_a_forwarded_port(name):
     commands = [w for w in all_commands(name) if w[:1] == ["tensorboard"]]
     if name in KUBERAY:
         containers = cluster_spec(name)["headGroupSpec"]["template"]["spec"]["containers"]
         commands = [c["command"] for c in containers if c["name"] == "tensorboard"]
-        # A port that a service or a container names is one that others may come to.
+        # A port of a container may be reached by other pods.
         assert not any(p["containerPort"] == 6006 for c in containers for p in c.get("ports", ()))
     assert len(commands) == 1
     for words in commands:
@@ -412,7 +412,7 @@ def options_of(words):
 
 
 @pytest.mark.parametrize("name", KUBERAY)
-def test_every_pod_is_held_to_few_rights(name):
+def test_every_pod_is_unprivileged(name):
     for pod in pods_of(name):
         context = pod["securityContext"]
         assert context["runAsNonRoot"] is True
@@ -424,7 +424,7 @@ def test_every_pod_is_held_to_few_rights(name):
 
 
 @pytest.mark.parametrize("name", KUBERAY)
-def test_the_autoscaler_alone_has_a_token_for_kubernetes(name):
+def test_only_the_autoscaler_has_a_token_for_kubernetes(name):
     assert all(pod["automountServiceAccountToken"] is False for pod in pods_of(name))
     assert Path(IN_CLUSTER_TOKEN_PATH).parent == Path(IN_CLUSTER_CA_CERT_PATH).parent
     spec = cluster_spec(name)
@@ -441,7 +441,7 @@ def test_the_autoscaler_alone_has_a_token_for_kubernetes(name):
 
 
 @pytest.mark.parametrize("name", KUBERAY)
-def test_pods_take_connections_from_their_own_cluster_and_jobs_from_those_that_are_named(name):
+def test_pods_accept_connections_of_their_cluster_and_jobs_from_labeled_pods(name):
     documents, spec = config_documents(name), cluster_spec(name)
     policy = documents["NetworkPolicy"]["spec"]
     assert policy["policyTypes"] == ["Ingress"]
@@ -467,7 +467,7 @@ def test_pods_take_connections_from_their_own_cluster_and_jobs_from_those_that_a
 
 
 @pytest.mark.parametrize("name", KUBERAY)
-def test_nothing_of_a_kuberay_file_is_reached_from_outside_of_kubernetes(name):
+def test_nothing_in_a_kuberay_file_is_reachable_from_outside_kubernetes(name):
     documents = config_documents(name)
     assert set(documents) <= {"RayCluster", "RayJob", "PersistentVolumeClaim", "NetworkPolicy"}
     assert cluster_spec(name)["headGroupSpec"]["serviceType"] == "ClusterIP"
@@ -480,7 +480,7 @@ def test_nothing_of_a_kuberay_file_is_reached_from_outside_of_kubernetes(name):
 
 
 def check_ray(words):
-    """Let Ray read a command of its own; return what it understood."""
+    """Let Ray parse one of its commands, and return the parsed options."""
     command, name = ray_cli, words[0]
     if name == "job":
         command, words = ray_cli.get_command(None, "job"), words[1:]
@@ -491,7 +491,7 @@ def check_ray(words):
 
 
 def trained_by(words):
-    """The options of raydl train in a command; None: it trains nothing."""
+    """Return the options of raydl train in a command, or None if it trains nothing."""
     if words[:2] == ["raydl", "submit"]:
         return words[words.index("--") + 1 :]
     scripts = [i for i, w in enumerate(words) if w.endswith("jobs/train.py")]
@@ -499,7 +499,7 @@ def trained_by(words):
 
 
 def runs_of(name):
-    """(storage path, run) of each run that a file submits, by header or entrypoint."""
+    """Return (storage path, run) of each run that the header or the entrypoint submits."""
     commands = commands_of(name, "Submit")
     if name == "kuberay-rayjob":
         commands.append(shlex.split(config_documents(name)["RayJob"]["spec"]["entrypoint"]))
@@ -513,7 +513,7 @@ def runs_of(name):
 
 
 def all_commands(name):
-    """Every command of a header, and those within: of `ray exec` and `kubectl exec`."""
+    """Yield all commands of a header, including those within `ray exec` and `kubectl exec`."""
     for words in commands_of(name):
         plain = [w for i, w in enumerate(words) if not is_setting(words[: i + 1])]
         yield plain
@@ -524,12 +524,12 @@ def all_commands(name):
 
 
 def is_setting(words):
-    """Whether the last of these words, and all before it, is a NAME=value of the shell."""
+    """Whether all of these words are NAME=value settings of the shell."""
     return all(re.match(r"[A-Z_]+=", w) for w in words)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_commands_of_a_header_are_understood(name):
+def test_the_commands_of_a_header_are_valid(name):
     for words in all_commands(name):
         if words and words[0] == "ray":
             check_ray(words[1:])
@@ -541,7 +541,7 @@ def test_the_commands_of_a_header_are_understood(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_start_and_stop_name_this_file(name):
+def test_start_and_stop_name_their_own_file(name):
     own = f"cluster_configs/{name}.yaml"
     files = {w for words in all_commands(name) for w in words if w.endswith(".yaml")}
     clusters = {f for f in (f.rpartition("=")[2] for f in files) if f.count("/") == 1}
@@ -552,7 +552,7 @@ def test_start_and_stop_name_this_file(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_watched_is_what_was_submitted(name):
+def test_the_watched_run_is_a_submitted_run(name):
     runs = runs_of(name)
     commands = list(all_commands(name))
     [status] = [w[2] for w in commands if w[:2] == ["raydl", "status"]]
@@ -569,7 +569,7 @@ def test_jobs_are_submitted_with_the_token(name):
 
 
 @pytest.mark.parametrize("name", KUBERAY)
-def test_what_kubectl_is_asked_for_is_in_the_file(name):
+def test_the_objects_of_kubectl_commands_are_in_the_file(name):
     documents = config_documents(name)
     [custom] = [d for kind, d in documents.items() if kind.startswith("Ray")]
     own, cluster = custom["metadata"]["name"], custom["kind"] == "RayCluster"
@@ -592,17 +592,17 @@ def test_what_kubectl_is_asked_for_is_in_the_file(name):
                 )  # fmt: skip
 
 
-def test_the_group_that_azure_deletes_is_the_cluster_s_own():
+def test_the_stop_command_of_azure_deletes_the_group_of_the_cluster():
     [words] = [w for w in commands_of("azure-spot", "Stop") if w[0] == "az"]
     assert words[-1] == config_of("azure-spot")["provider"]["resource_group"]
 
 
-def test_the_project_of_gcp_is_put_in_by_the_command_of_its_header():
+def test_the_command_of_the_header_fills_in_the_project_of_gcp():
     [words] = [w for w in commands_of("gcp-spot") if w[0] == "sed"]
     assert words[2].split("/")[1] == config_of("gcp-spot")["provider"]["project_id"]
 
 
-def test_the_docs_name_every_config_and_a_notice_that_is_understood(monkeypatch):
+def test_the_docs_name_every_config_and_a_valid_spot_notice_command(monkeypatch):
     text = (ROOT / "docs/clusters.md").read_text()
     assert set(re.findall(r"`([\w-]+)\.yaml`", text)) == set(NAMES)
     monkeypatch.setattr("raydl.launch.spot_notice.__main__.watch", lambda *_, **__: 0)
@@ -610,17 +610,17 @@ def test_the_docs_name_every_config_and_a_notice_that_is_understood(monkeypatch)
     assert spot_notice(options.split()) == 0
 
 
-def test_the_local_cluster_starts_beside_another_ray_and_names_the_ports_it_needs():
+def test_the_local_cluster_starts_beside_another_ray_and_names_its_ports():
     [start] = [words for words in all_commands("local") if words[:2] == ["ray", "start"]]
     options = check_ray(start[1:])
-    assert options["dashboard_agent_listen_port"] == 0  # which lets Ray choose
+    assert options["dashboard_agent_listen_port"] == 0  # Ray chooses a free port
     text = " ".join(header_of("local"))
     for option, port in (("port", 6379), ("dashboard_port", 8265)):
         assert options[option] in (None, port), option
         assert str(port) in text
 
 
-def test_a_job_of_the_local_cluster_brings_no_working_directory():
-    # Each new node would unpack it over that of the job, whose folder is gone then.
+def test_a_job_of_the_local_cluster_has_no_working_directory():
+    # Each new node would unpack it over that of the job, and so delete the job's folder.
     [words] = commands_of("local", "Submit")
     assert "--working-dir" not in words

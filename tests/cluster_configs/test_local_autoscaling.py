@@ -1,4 +1,4 @@
-"""A run grows as the autoscaler brings nodes, and the nodes go when it has ended: local.yaml."""
+"""With local.yaml a run grows with the autoscaler's nodes, which are removed after the run."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ BOUND_S = 100
 
 
 def start_command(path):
-    """The command of a config's header that starts the cluster: (environment, words)."""
+    """Return (environment, words) of the start command in a config's header."""
     [line] = [x for x in path.read_text().splitlines() if "ray start --head" in x]
     words = shlex.split(line.removeprefix("#   $ "))
     settings = list(words[: words.index("ray")])
@@ -32,10 +32,10 @@ def start_command(path):
 
 
 class LocalCluster:
-    """What local.yaml's own command starts, on free ports and in a folder of its own."""
+    """The cluster of local.yaml's start command, on free ports and in its own folder."""
 
     def __init__(self, config):
-        # Not tmp_path: the sockets below it would have names that are too long.
+        # Not tmp_path: the paths of the sockets in it would be too long.
         self.folder = Path(tempfile.mkdtemp(prefix="raydl-"))
         self.address = f"{get_node_ip_address()}:{free_port()}"
         settings = yaml.safe_load(config.read_text())
@@ -69,11 +69,13 @@ class LocalCluster:
 
     def __exit__(self, *error):
         deadline = time.monotonic() + 30
-        while pids := self.processes():  # again: the autoscaler may just have started one
+        while (
+            pids := self.processes()
+        ):  # repeated: the autoscaler may have started a process meanwhile
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            assert time.monotonic() < deadline, f"they stay: {pids}"
+            assert time.monotonic() < deadline, f"processes remain: {pids}"
             time.sleep(0.1)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -81,7 +83,7 @@ class LocalCluster:
         return f"--autoscaling-config={self.config}"
 
     def processes(self, program=""):
-        """The processes whose command names the cluster's folder, of one program or all."""
+        """Return the processes, of one program or all, whose command names the cluster's folder."""
 
         def fits(pid):
             words = command_of(pid)
@@ -90,11 +92,11 @@ class LocalCluster:
         return processes_that(fits)
 
     def nodes(self):
-        """The processes of its nodes, one each."""
+        """Return the raylet process of each node."""
         return self.processes("/raylet")
 
 
-def test_a_run_grows_from_one_node_to_four_and_the_nodes_go_after_it(root, tmp_path):
+def test_a_run_grows_from_one_node_to_four_and_the_nodes_are_removed_after_it(root, tmp_path):
     with LocalCluster(root / "cluster_configs/local.yaml") as local:
         assert len(local.nodes()) == 1
         options = ["--data", "digits", "--epochs", "100000", "--period", "4", "--workers", "1:4"]
@@ -105,6 +107,6 @@ def test_a_run_grows_from_one_node_to_four_and_the_nodes_go_after_it(root, tmp_p
             assert run.process.wait(timeout=BOUND_S) == 143, run.output
         deadline = time.monotonic() + BOUND_S
         while len(local.nodes()) > 1:
-            assert time.monotonic() < deadline, f"these nodes stay: {local.nodes()}"
+            assert time.monotonic() < deadline, f"nodes remain: {local.nodes()}"
             time.sleep(0.2)
     assert local.processes() == []

@@ -1,6 +1,6 @@
-"""Ray's launcher asks Google Cloud and Azure for machines, and for no right beside them.
+"""Ray's launcher creates machines on Google Cloud and Azure, and grants no further rights.
 
-Ray's own providers run here, with stand-ins for the clouds' libraries, which are not installed.
+Ray's own providers run here, with mocks of the clouds' libraries, which are not installed.
 """
 
 import copy
@@ -45,7 +45,7 @@ IMPORTED = {
 
 @pytest.fixture
 def cloud(request, monkeypatch, tmp_path):
-    """A cloud's name, with stand-ins for its libraries and a pair of keys for SSH."""
+    """A cloud's name; its libraries are mocks, and a pair of SSH keys exists."""
     name = request.param
     for module in STAND_INS[name]:
         monkeypatch.setitem(sys.modules, module, MagicMock())
@@ -80,7 +80,7 @@ def config_of(cloud):
 
 
 def bootstrapped(cloud):
-    """(the provider's class as Ray finds it, the cluster as `ray up` has it)."""
+    """Return (the provider's class found by Ray, the config that `ray up` uses)."""
     config = prepare_config(config_of(cloud))
     provider = _get_node_provider_cls(config["provider"])
     config = provider.fillout_available_node_types_resources(config)
@@ -101,18 +101,18 @@ def tags(config, name):
 
 
 @both
-def test_the_launcher_makes_no_role_and_no_network(cloud):
+def test_the_launcher_creates_no_role_and_no_network(cloud):
     before = prepare_config(config_of(cloud))
     provider, config = bootstrapped(cloud)
     libraries = [sys.modules[name] for name in STAND_INS[cloud]]
-    assert all(m.mock_calls == [] for m in libraries)  # the cloud was asked for nothing
+    assert all(m.mock_calls == [] for m in libraries)  # no call to the cloud
     assert config["head_node"] == {}
     assert config["provider"] == before["provider"]
     assert provider.__name__ in before["provider"]["module"]
 
 
 @both
-def test_the_key_is_on_the_cluster_s_machines_and_on_no_other(cloud):
+def test_only_machines_of_the_cluster_have_its_key(cloud):
     _, config = bootstrapped(cloud)
     for node_type in config["available_node_types"].values():
         assert PUBLIC_KEY in json.dumps(node_type["node_config"])
@@ -139,7 +139,7 @@ def test_without_a_public_key_nothing_is_started(cloud, tmp_path):
     ],
     indirect=["cloud"],
 )
-def test_a_setting_that_the_provider_does_not_make_must_be_given(cloud, path, message):
+def test_a_setting_that_the_provider_does_not_create_must_be_given(cloud, path, message):
     config = copy.deepcopy(prepare_config(config_of(cloud)))
     *folders, last = path.split(".")
     place = config
@@ -154,12 +154,14 @@ def test_a_setting_that_the_provider_does_not_make_must_be_given(cloud, path, me
 
 
 @gcp
-def test_a_key_that_a_machine_has_stays_and_ours_is_added_once(cloud):
+def test_a_machine_keeps_its_keys_and_ours_is_added_once(cloud):
     config = prepare_config(config_of(cloud))
     types = config["available_node_types"]
     shared = {"items": [{"key": "ssh-keys", "value": "admin:ssh-rsa BBBB"}]}
     types["cpu-spot"]["node_config"]["metadata"] = shared
-    types["gpu-spot"]["node_config"] = types["cpu-spot"]["node_config"]  # as YAML's anchors do
+    types["gpu-spot"]["node_config"] = types["cpu-spot"][
+        "node_config"
+    ]  # shared, as with YAML's anchors
     for node_type in gcp_cluster(config)["available_node_types"].values():
         [keys] = [
             item["value"]
@@ -172,7 +174,7 @@ def test_a_key_that_a_machine_has_stays_and_ours_is_added_once(cloud):
 
 
 def inserted(config, name):
-    """What Ray asks Compute Engine for, to start a node."""
+    """Return the body of Ray's request to Compute Engine for a node."""
     provider = _get_node_provider_cls(config["provider"])(
         config["provider"], config["cluster_name"]
     )
@@ -186,7 +188,7 @@ def inserted(config, name):
 
 
 @gcp
-def test_on_gcp_workers_have_no_public_address_and_a_role_that_reads(cloud):
+def test_on_gcp_workers_have_no_public_address_and_a_read_only_role(cloud):
     _, config = bootstrapped(cloud)
     head = inserted(config, "head")
     assert [len(i["accessConfigs"]) for i in head["networkInterfaces"]] == [1]
@@ -203,7 +205,7 @@ def test_on_gcp_workers_have_no_public_address_and_a_role_that_reads(cloud):
 
 
 @gcp
-def test_on_gcp_machines_refuse_the_project_s_keys_and_watch_their_start(cloud):
+def test_on_gcp_machines_reject_the_project_s_keys_and_are_shielded(cloud):
     _, config = bootstrapped(cloud)
     for name, node_type in config["available_node_types"].items():
         items = {i["key"]: i["value"] for i in node_type["node_config"]["metadata"]["items"]}
@@ -211,12 +213,12 @@ def test_on_gcp_machines_refuse_the_project_s_keys_and_watch_their_start(cloud):
         assert items["ssh-keys"] == f"ubuntu:{PUBLIC_KEY}"
         shielded = node_type["node_config"]["shieldedInstanceConfig"]
         assert shielded["enableVtpm"] is shielded["enableIntegrityMonitoring"] is True
-        # The driver of a GPU is built at the first start and not signed.
+        # The GPU driver is built at the first start and not signed.
         assert shielded["enableSecureBoot"] is ("GPU" not in node_type["resources"]), name
 
 
 def run_access(tmp_path, *arguments):
-    """Run access.sh with a gcloud that writes down what it is asked for."""
+    """Run access.sh with a fake gcloud that records its arguments."""
     script, asked = tmp_path / "gcloud", tmp_path / "asked"
     script.write_text(
         f"#!{sys.executable}\nimport json, sys\n"
@@ -234,32 +236,32 @@ def run_access(tmp_path, *arguments):
 @pytest.mark.parametrize(
     "network", ["0.0.0.0/0", "10.0.0.0/8", "8.8.8.8", "::/0", "1.2.3.4/32,0.0.0.0/0", ""]
 )
-def test_gcp_access_is_not_made_for_a_network_that_is_too_wide(tmp_path, network):
+def test_gcp_access_is_not_created_for_a_network_that_is_too_wide(tmp_path, network):
     done, asked = run_access(tmp_path, "my-project", "my-bucket", network)
     assert (done.returncode, asked) == (2, [])
     assert done.stderr.rstrip().endswith(f"like 203.0.113.7/32, got {network}".rstrip())
 
 
-def test_gcp_access_asks_for_the_network_that_may_come_in(tmp_path):
+def test_gcp_access_requires_the_network_of_ssh(tmp_path):
     done, asked = run_access(tmp_path, "my-project", "my-bucket")
     assert (done.returncode, asked) == (2, [])
     assert done.stderr.startswith("usage: ")
 
 
 def options(words):
-    """The --name value pairs of a command."""
+    """Return the --name value pairs of a command."""
     return {w: v for w, v in pairwise(words) if w.startswith("--")}
 
 
 @pytest.fixture
 def asked(tmp_path):
-    """What access.sh asks of gcloud, as lists of words."""
+    """The gcloud commands of access.sh, as lists of words."""
     done, asked = run_access(tmp_path, "my-project", "my-bucket", OFFICE)
     assert done.returncode == 0, done.stderr
     return asked
 
 
-def test_gcp_opens_ssh_of_the_head_to_one_network_and_nodes_to_each_other(asked):
+def test_on_gcp_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_other(asked):
     rules = {w[w.index("create") + 1]: options(w) for w in asked if "firewall-rules" in w}
     head, worker = (
         f"raydl-gcp-spot-{n}@my-project.iam.gserviceaccount.com" for n in ("head", "worker")
@@ -277,7 +279,7 @@ def test_gcp_opens_ssh_of_the_head_to_one_network_and_nodes_to_each_other(asked)
     assert not any("0.0.0.0" in word for words in asked for word in words)
 
 
-def test_gcp_roles_are_bound_to_the_cluster_s_own_things(asked):
+def test_gcp_roles_are_bound_to_resources_of_the_cluster(asked):
     bound = [
         (*w[w.index("add-iam-policy-binding") - 1 :][:3:2], options(w))
         for w in asked if "add-iam-policy-binding" in w
@@ -298,14 +300,14 @@ def test_gcp_roles_are_bound_to_the_cluster_s_own_things(asked):
 
 
 @gcp
-def test_gcp_s_head_changes_machines_with_the_names_of_its_workers_alone(cloud, asked):
+def test_gcp_s_head_may_change_only_machines_with_names_of_its_workers(cloud, asked):
     [condition] = {
         options(w)["--condition"]
         for w in asked
         if "projects" in w and "raydlGcpSpotHead" in options(w).get("--role", "")
     }
     expression = condition.partition("expression=")[2]
-    assert "," not in expression  # where gcloud would end it
+    assert "," not in expression  # gcloud would end the expression there
     places = re.findall(r"resource\.name\.startsWith\('([^']+)'\)", expression)
     assert expression == " || ".join(f"resource.name.startsWith('{p}')" for p in places)
     _, config = bootstrapped(cloud)
@@ -329,7 +331,7 @@ def test_gcp_s_roles_name_single_permissions(asked):
     )  # fmt: skip
 
 
-def test_gcp_access_deletes_what_it_made(tmp_path, asked):
+def test_gcp_access_deletes_all_that_it_created(tmp_path, asked):
     (tmp_path / "asked").unlink()
     done, deleted = run_access(tmp_path, "--delete", "my-project", "my-bucket")
     assert done.returncode == 0
@@ -338,7 +340,7 @@ def test_gcp_access_deletes_what_it_made(tmp_path, asked):
         gone = {
             w[w.index("delete") + 1].split("@")[0] for w in deleted if kind in w and "delete" in w
         }
-        if kind == "routers":  # with its NAT
+        if kind == "routers":  # its NAT is deleted with it
             names, gone = names & gone, gone
         assert names == gone, kind
 
@@ -347,7 +349,7 @@ def test_gcp_access_deletes_what_it_made(tmp_path, asked):
 
 
 def deployed(config, name):
-    """The parameters of the deployment with which Ray starts a node."""
+    """Return the parameters of the deployment with which Ray starts a node."""
     provider_class = _get_node_provider_cls(config["provider"])
     module = sys.modules[provider_class.__mro__[1].__module__]
     module.get_cloud_from_metadata_requests = lambda: "azure"
@@ -364,7 +366,7 @@ def deployed(config, name):
 
 
 @azure
-def test_on_azure_workers_have_no_public_address_and_an_identity_of_their_own(cloud):
+def test_on_azure_workers_have_no_public_address_and_their_own_identity(cloud):
     _, config = bootstrapped(cloud)
     head = deployed(config, "head")
     assert head["provisionPublicIp"] is True
@@ -397,7 +399,7 @@ def azure_resources(kind):
     return {r["name"].rpartition("'-")[2].removesuffix("')]"): r["properties"] for r in found}
 
 
-def test_azure_access_asks_for_the_network_that_may_come_in():
+def test_azure_access_requires_the_network_of_ssh():
     parameter = access()["parameters"]["sshFrom"]
     assert "defaultValue" not in parameter
     assert all(len(w) < parameter["minLength"] for w in ("*", "Any", "Internet", "0.0.0.0/0"))
@@ -405,7 +407,7 @@ def test_azure_access_asks_for_the_network_that_may_come_in():
     assert len("255.255.255.255/32") <= parameter["maxLength"]
 
 
-def test_azure_opens_ssh_of_the_head_to_one_network_and_nodes_to_each_other():
+def test_on_azure_the_head_accepts_ssh_from_one_network_and_nodes_accept_each_other():
     variables = access()["variables"]
 
     def rules(name):
@@ -416,7 +418,9 @@ def test_azure_opens_ssh_of_the_head_to_one_network_and_nodes_to_each_other():
     def opened(name):
         *opened, last = rules(name)
         assert (last["access"], last["sourceAddressPrefix"]) == ("Deny", "*")
-        assert last["priority"] == 4096  # after which Azure's own would let the network in
+        assert (
+            last["priority"] == 4096
+        )  # the last priority before Azure's default rules, which allow the whole network
         return [(r["sourceAddressPrefix"], r["destinationPortRange"]) for r in opened]
 
     within = ("[variables('subnetPrefix')]", "*")
@@ -424,7 +428,7 @@ def test_azure_opens_ssh_of_the_head_to_one_network_and_nodes_to_each_other():
     assert opened("head") == [("[parameters('sshFrom')]", "22"), within]
 
 
-def test_azure_s_head_may_start_machines_without_public_addresses_and_give_one_identity():
+def test_azure_s_head_may_start_machines_without_public_addresses_and_assign_one_identity():
     definitions = [r for r in access()["resources"] if r["type"].endswith("/roleDefinitions")]
     [permission] = definitions[0]["properties"]["permissions"]
     assert len(definitions) == 1
@@ -442,18 +446,18 @@ def test_azure_s_head_may_start_machines_without_public_addresses_and_give_one_i
     assert "roleDefinitions', variables('headRole')" in of_group["properties"]["roleDefinitionId"]
     assert of_identity["scope"].endswith("parameters('clusterName'), '-worker')]")
     assert "identityOperator" in of_identity["properties"]["roleDefinitionId"]
-    built_in = "b24988ac-6180-42a0-ab88-20f7382dd24c"  # Contributor, which Ray would assign
+    built_in = "b24988ac-6180-42a0-ab88-20f7382dd24c"  # Contributor, assigned by Ray's provider
     assert built_in not in json.dumps(access())
 
 
-def test_azure_workers_reach_the_internet_through_a_gateway_alone():
+def test_azure_workers_reach_the_internet_only_through_a_gateway():
     [network] = [r for r in access()["resources"] if r["type"].endswith("/virtualNetworks")]
     [subnet] = network["properties"]["subnets"]
     assert subnet["properties"]["defaultOutboundAccess"] is False
     assert "natGateways" in subnet["properties"]["natGateway"]["id"]
 
 
-def test_azure_names_are_filled_in_by_the_command_of_the_header():
+def test_the_command_of_the_header_fills_in_the_names_of_azure():
     text = (FOLDER / "azure-spot.yaml").read_text()
     value = access()["outputs"]["fill"]["value"]
     placeholders = set(re.findall(r"s\|([\w-]+)\|", value))

@@ -1,4 +1,4 @@
-"""Scores of a given accuracy."""
+"""Evaluations with a given accuracy."""
 
 from raydl.core.progress import Progress
 from raydl.core.worker_group import Evaluated

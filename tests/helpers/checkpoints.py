@@ -1,4 +1,4 @@
-"""Checkpoints of small states, and stores that behave like object stores."""
+"""Checkpoints of small states, and a storage that behaves like an object store."""
 
 import torch
 
@@ -20,7 +20,7 @@ def make_checkpoint(round, value=1.0):
 
 
 def same_state(a, b):
-    """Whether nested values are equal to the bit."""
+    """Whether nested values are bitwise equal."""
     if isinstance(a, SavedState):
         return same_state(a.load(), b)
     if isinstance(a, torch.Tensor):
@@ -33,7 +33,7 @@ def same_state(a, b):
 
 
 class ObjectStore(Storage):
-    """A storage without renaming of folders, as S3 is."""
+    """A storage that can not rename folders, like S3."""
 
     is_object_store = True
 

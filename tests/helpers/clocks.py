@@ -1,4 +1,4 @@
-"""Clocks that stand still."""
+"""A stopped clock."""
 
 import time
 from types import SimpleNamespace
@@ -7,6 +7,6 @@ from raydl.run import control_channel as run_session
 
 
 def halt_the_clock(monkeypatch):
-    """Let no time pass between what is told and who reads it."""
+    """Stop the clock of the control channel."""
     now = time.time()
     monkeypatch.setattr(run_session, "time", SimpleNamespace(**vars(time) | {"time": lambda: now}))

@@ -1,4 +1,4 @@
-"""Runs on a cluster of several nodes on this machine, each in a process of its own."""
+"""Runs on a cluster of several nodes on this machine, each in its own process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BOUND_S = 200
 
 @contextlib.contextmanager
 def nodes(*cpus: int) -> Iterator[Cluster]:
-    """A cluster whose head has the first number of CPUs, and a node for each other one."""
-    # The token that cluster and clients share; one that is there stays as it is.
+    """Yield a cluster whose head has ``cpus[0]`` CPUs, with a further node per other number."""
+    # Creates the token that cluster and clients share, unless there is one.
     ray = Path(sys.executable).with_name("ray")
     subprocess.run([ray, "get-auth-token", "--generate"], check=True, capture_output=True)
     cluster = Cluster(
@@ -42,9 +42,9 @@ def nodes(*cpus: int) -> Iterator[Cluster]:
 
 
 def free_port() -> int:
-    """Return a port that nobody else on this machine will be given until it is used.
+    """Return a free port that will not be assigned to others.
 
-    The kernel gives away those above, and Ray its workers those below.
+    The kernel assigns ephemeral ports above this range, and Ray assigns ports below it to workers.
     """
     while True:
         port = random.randrange(20_000, 32_768)
@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return so many free ports, all of them others."""
+    """Return ``count`` different free ports."""
     found: set[int] = set()
     while len(found) < count:
         found.add(free_port())
@@ -62,7 +62,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class ClusterRun:
-    """One ``raydl train`` on a cluster, with its output in a file."""
+    """A ``raydl train`` process on a cluster, with its output in a file."""
 
     def __init__(
         self,
@@ -104,31 +104,33 @@ class ClusterRun:
 
     @property
     def events(self) -> list[str]:
-        """What the run said of its cluster, without times and curves."""
+        """The logged events without their times, without lines of progress."""
         lines = [line.partition("] ")[2] for line in self.output.splitlines() if line[:1] == "["]
         return [line for line in lines if not line.startswith(("epoch", "step"))]
 
     def wait(self, bound_s: float = BOUND_S) -> None:
-        """Wait for the end; one that takes too long, or fails, fails the test."""
+        """Wait for the end of the run, and fail if it fails or times out."""
         try:
             assert self.process.wait(timeout=bound_s) == 0, self.output
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end within {bound_s} s:\n{self.output}") from None
+            raise AssertionError(
+                f"the run did not end within {bound_s} s:\n{self.output}"
+            ) from None
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition holds, while the run goes on."""
+        """Wait until a condition holds, and fail if the run ends before."""
         deadline = time.monotonic() + BOUND_S
         while not condition():
-            assert self.process.poll() is None, f"ended too soon:\n{self.output}"
-            assert time.monotonic() < deadline, f"waited in vain:\n{self.output}"
+            assert self.process.poll() is None, f"the run ended before:\n{self.output}"
+            assert time.monotonic() < deadline, f"timed out:\n{self.output}"
             time.sleep(0.05)
 
     def until_said(self, words: str) -> None:
-        """Wait until the run says something."""
+        """Wait until the output contains some words."""
         self.until(lambda: words in self.output)
 
     def status(self) -> dict[str, Any]:
-        """What the run tells of itself now."""
+        """Return the content of ``status.json``, or an empty status."""
         try:
             status: dict[str, Any] = json.loads((self.path / "status.json").read_text())
         except (OSError, ValueError):
@@ -136,7 +138,7 @@ class ClusterRun:
         return status
 
     def until_training(self, num_workers: int) -> None:
-        """Wait until so many workers train."""
+        """Wait until ``num_workers`` workers train."""
         self.until(
             lambda: (
                 self.status()["num_workers"] == num_workers and self.status()["state"] == "training"
@@ -150,7 +152,7 @@ class ClusterRun:
 
 
 def actors_on(node: Any, name: str) -> list[int]:
-    """Return the processes of all actors of a class on a node."""
+    """Return the process ids of all actors of a class on a node."""
     raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
     return processes_that(
         lambda pid: parent_of(pid) == raylet and command_of(pid)[0].startswith(f"ray::{name}")
@@ -158,13 +160,13 @@ def actors_on(node: Any, name: str) -> list[int]:
 
 
 def actors(cluster: Cluster, name: str) -> list[int]:
-    """Return the processes of all actors of a class on a cluster."""
+    """Return the process ids of all actors of a class on a cluster."""
     return [pid for node in cluster.list_all_nodes() for pid in actors_on(node, name)]
 
 
 def expendable(cluster: Cluster) -> list[Any]:
-    """Return the nodes that may go: not the head, nor the one that the driver has joined.
+    """Return the nodes that may be removed: all but the head and the driver's node.
 
-    With all nodes on one machine Ray lets a driver join any of them; the center is there.
+    If all nodes are on one machine, Ray connects a driver to any of them; the center runs there.
     """
     return [node for node in cluster.worker_nodes if not actors_on(node, "CenterActor")]

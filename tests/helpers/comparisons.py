@@ -4,7 +4,7 @@ from raydl.metrics import TIME_PARTS
 
 
 def figures_of(*, speed=1.0, accuracies=(0.5, 0.92, 0.95)):
-    """Return the figures of a run that was scored every 10 s at speed 1, every 100 samples."""
+    """Return the figures of a run that is evaluated every 100 samples, every 10 s at speed 1."""
     return {
         "center_accuracy": accuracies[-1],
         "communication_share": 0.25,

@@ -1,4 +1,4 @@
-"""Coordinators and shards, and messages to them as from a worker."""
+"""Coordinators and shards, and messages as a worker sends them."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from raydl.parameter_server.shard import Shard
 
 
 class Add(Rule):
-    """c <- c + message: concurrent updates are visible at once."""
+    """c <- c + message: lost updates are visible."""
 
     sends = Sends.PROGRESS
 
@@ -44,7 +44,7 @@ def make_shard(rule, size, *, is_locked=True, spans=None, coordinator=None, code
 
 def request(worker_id, sequence, values, *, generation=0, span=None, completion=None):
     values = np.asarray(values)
-    if values.dtype != np.uint8:  # bytes are a codec's
+    if values.dtype != np.uint8:  # uint8 values come from a codec
         values = values.astype(np.float32)
     return Request(
         message_id=MessageId(worker_id, generation, sequence),
@@ -108,7 +108,7 @@ def settling(worker_id, sequence, values, **message_id):
 
 
 def waiting(pool, call, *args):
-    """Start a call in a thread; return its future once the call waits."""
+    """Start a call in a thread, and return its future once it blocks."""
     future = pool.submit(call, *args)
     with pytest.raises(TimeoutError):
         future.result(timeout=0.05)

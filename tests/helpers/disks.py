@@ -1,4 +1,4 @@
-"""Disks that are full."""
+"""Small and full disks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def mounted(path: Path, *, kib: int) -> Iterator[Path]:
-    """Mount a small disk, in memory; the test is skipped where that is not permitted."""
+    """Mount a small disk in memory, or skip the test if that is not permitted."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(path)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
@@ -21,12 +21,12 @@ def mounted(path: Path, *, kib: int) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Lazily: a writer that failed may hold a file of it.
+        # Lazily: a failed writer may still have a file open.
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def fill(disk: Path, *, leave: int = 0) -> None:
-    """Write into a disk, into a file \"filled\", until nothing or so many bytes are left."""
+    """Fill a disk with a file \"filled\" until ``leave`` bytes are free."""
     with (disk / "filled").open("wb", buffering=0) as file:
         with pytest.raises(OSError, match="No space left on device"):  # noqa: PT012
             while True:

@@ -1,4 +1,4 @@
-"""A tiny job with images and a linear model, and its workers in threads of this process."""
+"""A tiny job with pictures, a linear model, and workers in threads of this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def linear(image_shape: tuple[int, int, int], num_classes: int) -> torch.nn.Modu
 
 
 class Ensemble:
-    """p workers of one job in threads of this process."""
+    """The workers of one job, in threads of this process."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Ensemble:
         self.use_task(task or Classification(model))
 
     def use_task(self, task: Any) -> None:
-        """Create the workers for a task."""
+        """Create new workers, for another task."""
         torch.manual_seed(self.config.training.seed)
         self.flat = FlatModel(task.build_model(self.images.shape))
         self.published: dict[int, Snapshot] = {}
@@ -108,7 +108,7 @@ class Ensemble:
             own = own.load() if isinstance(own, SavedState) else own
             worker.join(membership, client or group.member(rank), snapshot, own, partners(rank))
 
-        if size == 1:  # in the order of the ranks, which decides the samples of each worker
+        if size == 1:  # in rank order, which decides the assignment of samples
             for rank, worker in enumerate(self.workers):
                 join(rank, worker)
             return self
@@ -140,7 +140,7 @@ class Ensemble:
         return self.service.snapshot(lambda: [s.state() for s in self.others], Due(0, False))
 
     def run(self, rounds: int | None = None) -> list[Outcome]:
-        """Run all workers for some rounds or to their end; raise the first error of a worker."""
+        """Run all workers for some rounds or to their end, and raise the first of their errors."""
         outcomes: dict[int, Outcome] = {}
         errors: list[Exception] = []
 

@@ -1,7 +1,7 @@
-"""Histories of memberships under synchronous methods: scripted, and run in threads.
+"""Scripted histories of memberships under synchronous methods, run in threads.
 
-Who goes leaves its group before a given step, so which exchange fails where follows from the
-script and not from any clock.
+A worker that is lost leaves its group before a given step. So the script, and no clock, determines
+which exchange fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raydl.worker.in_process import LocalGroup
 from raydl.worker.loop import Worker
 
 Place = tuple[int, int]
-"""A round of the generation, and a local step of it, both counted from 0."""
+"""(round of the generation, local step of the round), both from 0."""
 
 
 class Died(Exception):
@@ -38,7 +38,7 @@ class Died(Exception):
 
 
 class Watched(Batches):
-    """Notes the samples that one worker reads."""
+    """Records the samples that one worker reads."""
 
     def __init__(self, images):
         super().__init__(self, Normalizer.of(images))
@@ -56,10 +56,10 @@ class Watched(Batches):
 
 
 class Transport:
-    """A group one of whose sums does not reach this member, though it does the others.
+    """A group in which one sum reaches all members but this one.
 
-    It is named by its round, and its number there; the roll call, one number for each worker, is
-    number -1.
+    The sum is given by its round and its number in the round; the roll call, a tensor with one
+    number per worker, has number -1.
     """
 
     def __init__(self, member, missed=None):
@@ -95,7 +95,7 @@ class LostSum:
 
 @dataclass
 class Part:
-    """What a worker does in one generation."""
+    """A worker's script and state in one generation."""
 
     transport: Any
     partners: Any
@@ -124,7 +124,7 @@ class End:
 
 
 class History:
-    """One run through several memberships; the center goes on from the freshest survivor."""
+    """A run through several memberships; the newest copy of the center continues."""
 
     def __init__(self, config, *, images=None, model=linear, task=None, rule=None):
         self.images = images or tiny_images(25)
@@ -165,12 +165,12 @@ class History:
         """Run one generation.
 
         Args:
-            members: who trains.
-            rounds: how many all complete, if nothing happens; None: up to the end.
-            lost: who dies before which step.
-            late: who goes on alone from which step, left out by the others.
-            missed: who does not receive which sum: the number of the round, and of its sums.
-            states: what newcomers start from besides the center.
+            members: ids of the workers that train.
+            rounds: rounds to complete; None: up to the end.
+            lost: step before which a worker is lost, by worker id.
+            late: step from which a worker goes on alone, excluded by the others, by worker id.
+            missed: (round, number of the sum) that a worker does not receive, by worker id.
+            states: state of a newcomer besides the center, by worker id.
         """
         self.generation += 1
         self.away = tuple(w for w in self.away if w not in members)
@@ -244,7 +244,7 @@ class History:
         return outcome
 
     def _complete(self, worker_id):
-        """Count what a worker has read as done: it has reached a completed exchange."""
+        """Count the samples that a worker has read: its exchange is complete."""
         self.done.update(self.watched[worker_id].open)
         self.watched[worker_id].open = []
 
@@ -257,9 +257,9 @@ class History:
         freshest, *others = [w for w in here if self.workers[w].copy_age == age]
         for worker_id in here:
             if self.workers[worker_id].round < newest:
-                self._complete(worker_id)  # the others have received what it sent
+                self._complete(worker_id)  # the other workers have received its message
             elif self.sends is Sends.GRADIENT:
-                self.watched[worker_id].open = []  # done again
+                self.watched[worker_id].open = []  # these samples are trained again
         for worker_id in late if self.sends is Sends.GRADIENT else ():
             self.watched[worker_id].open = []
         self.snapshot = self.workers[freshest].center()
@@ -267,7 +267,7 @@ class History:
             assert_same(self.workers[worker_id].center(), self.snapshot)
 
     def forget(self, worker_id):
-        """Lose a worker."""
+        """Remove a lost worker."""
         del self.workers[worker_id], self.watched[worker_id]
         self.away = tuple(w for w in self.away if w != worker_id)
 
@@ -281,7 +281,7 @@ class History:
         return {"center": {**center, "optimizer": self.snapshot.optimizer}, **states}
 
     def end(self, *members: str) -> None:
-        """Train up to the end."""
+        """Train to the end."""
         assert self.train(*members).outcome is Outcome.FINISHED
 
     def assert_every_sample_once_an_epoch(self):
@@ -290,14 +290,14 @@ class History:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Compare nested values bit for bit."""
+    """Assert that nested values are bitwise equal."""
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other)
     elif isinstance(one, np.ndarray):
         assert np.array_equal(one, other)
     elif isinstance(one, dict):
         assert one.keys() == other.keys()
-        for key in one.keys() - {"param_groups"}:  # settings, which are set before each step
+        for key in one.keys() - {"param_groups"}:  # param_groups are settings, set before each step
             assert_same(one[key], other[key])
     elif isinstance(one, (list, tuple)):
         assert len(one) == len(other)
@@ -327,7 +327,7 @@ def config(method="local-sgd", *, period=2, optimizer=None, exchange=None, group
     )
 
 
-# a model that counts: each sample adds one to a number of its own
+# a model that counts: each sample adds one to its own weight
 
 
 class Counts(torch.nn.Module):
@@ -339,7 +339,7 @@ class Counts(torch.nn.Module):
 
 
 class Counting:
-    """A step of rate 1 adds one to the weight of each sample of the batch."""
+    """A task whose steps with rate 1 add one to the weight of each sample in the batch."""
 
     name = "counts"
 
@@ -368,7 +368,7 @@ class AllGradients(MeanGradient):
 
 
 def counting(rule, *, num_samples=25, **more):
-    """Return a history whose center counts how often it was reached by each sample."""
+    """Return a history whose center counts how often each sample reached it."""
     plain = {"lr": 1.0, "lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
     images = tiny_images(num_samples)
     images = ImageSet(images.images, np.arange(num_samples), tuple(map(str, range(num_samples))))

@@ -1,9 +1,9 @@
-"""Stores without locks."""
+"""Storages without locks."""
 
 from raydl.storage import Storage
 
 
 class ObjectsWithoutLocks(Storage):
-    """A folder that has no locks, as an object store has none."""
+    """A folder without locks, like an object store."""
 
     local_path = None

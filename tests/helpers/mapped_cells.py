@@ -1,4 +1,4 @@
-"""Cells of the center in shared memory, opened as by a worker."""
+"""Cells of the center in shared memory, opened as a worker opens them."""
 
 import torch
 from message_jobs import message_job as job
@@ -20,7 +20,7 @@ from raydl.worker.in_process import HERE
 
 
 class Orderly:
-    """A client that answers every completion with the same assignment."""
+    """A client whose completions are all answered with the same assignment."""
 
     num_shards = 1
 
@@ -55,7 +55,7 @@ def open_shard(size, *, rule=None, is_locked=True, timeout_s=5.0, workers=("w0",
 
 
 def reach(shard, worker_id="w0", *, client=None, rule=None, is_locked=True, timeout_s=5.0):
-    """Return a worker's exchange with a center on its node, opened as by another process."""
+    """Return the exchange of a worker in another process of the center's node."""
     [(span, address)] = shard.shared_cells(worker_id, HERE).items()
     cell = MappedCell.open_address(address, span[1], is_locked=is_locked, timeout_s=timeout_s)
     session = ClientSession(worker_id, 1, NonTrainableState("", {}), ledger={}, ledger_round=0)

@@ -1,4 +1,4 @@
-"""Ranks of a collective in threads of one process, with a center without Ray."""
+"""Ranks of a collective in threads of one process, with a key store without Ray."""
 
 import threading
 import types
@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 
 class Method:
-    """An actor's method, run in a thread."""
+    """A method of a fake actor, executed by a thread."""
 
     def __init__(self, act):
         self._act = act
@@ -37,7 +37,7 @@ class Method:
 
 
 class Center:
-    """The keys of a run, and a record of its waiting calls: (keys, seconds)."""
+    """A fake center with the keys of a run; ``asked`` has (keys, seconds) of each waiting call."""
 
     def __init__(self):
         self.server = StoreServer()
@@ -58,7 +58,7 @@ class Center:
 
 
 class FakeRay:
-    """The part of Ray that the collective uses; ``waited`` has the bound of each ``get``."""
+    """The parts of Ray that the collective uses; ``waited`` has the time-out of each ``get``."""
 
     def __init__(self):
         self.waited = []
@@ -83,10 +83,14 @@ def no_actor(name):
 class Ranks:
     """Members of a generation, each in its own thread.
 
-    Ray has one group per name and process, so here each rank has its own group name.
+    Ray identifies the groups of a process by name, so each rank has its own name here.
 
     Args:
-        roll_call: the group is a user's: failures name the members that are missing.
+        num_workers: number of members.
+        monkeypatch: replaces Ray.
+        timeout_s: time-out of an operation, in seconds.
+        device: device of the tensors.
+        roll_call: whether failures name the missing members, as in a user's group.
     """
 
     def __init__(self, num_workers, monkeypatch, *, timeout_s=20.0, device="cpu", roll_call=False):
@@ -94,7 +98,7 @@ class Ranks:
         monkeypatch.setattr(ray_collective, "ray", self.ray)
         monkeypatch.setattr(ray_api, "_check_inside_actor", lambda: None)
         monkeypatch.setattr(ray_api, "ray", types.SimpleNamespace(get_actor=no_actor))
-        ray_collective.register()  # before threads could register it twice
+        ray_collective.register()  # before the threads, which might register twice
         self.address = GroupAddress("run", 7, device, timeout_s)
         self.worker_ids = tuple(f"w{rank}" for rank in range(num_workers))
         self.abandoned = [threading.Event() for _ in self.worker_ids]
@@ -106,7 +110,7 @@ class Ranks:
         self._threads = [ThreadPoolExecutor(1) for _ in self.worker_ids]
 
     def name(self, rank):
-        """Return the name of a rank's group in Ray."""
+        """Return Ray's name of a rank's group."""
         return f"{id(self)} {rank}"
 
     def is_known(self, rank):
@@ -114,11 +118,11 @@ class Ranks:
         return collective.is_group_initialized(self.name(rank))
 
     def begin(self, rank, act, *arguments, **more):
-        """Call a function in a rank's thread; return its future."""
+        """Call a function in a rank's thread and return the future."""
         return self._threads[rank].submit(act, *arguments, **more)
 
     def form(self, rank, **more):
-        """Start to form a rank's group."""
+        """Begin to form the group of a rank, and return the future."""
 
         def formed():
             self.groups[rank] = CollectiveGroup(
@@ -151,17 +155,17 @@ class Ranks:
         return self
 
     def each(self, act):
-        """Return each rank's result of a function of its group."""
+        """Call a function with each rank's group and return the results."""
         found = [self.begin(rank, act, group) for rank, group in sorted(self.groups.items())]
         return [each.result(timeout=60.0) for each in found]
 
     def by_ray(self, act):
-        """Return each rank's result of a function of its group's name."""
+        """Call a function with the name of each rank's group and return the results."""
         found = [self.begin(rank, act, self.name(rank), rank) for rank in sorted(self.groups)]
         return [each.result(timeout=60.0) for each in found]
 
     def close(self):
-        """Leave all groups, and join all threads."""
+        """Destroy the remaining groups and wait for all threads."""
         for rank, group in self.groups.items():
             if self.is_known(rank):
                 collective.destroy_collective_group(self.name(rank))
@@ -170,4 +174,4 @@ class Ranks:
         for thread in self._threads:
             thread.shutdown()
         for thread in set(threading.enumerate()) - self._threads_before:
-            thread.join(5.0)  # before the process ends
+            thread.join(5.0)  # a thread that runs at exit may crash the process

@@ -1,4 +1,4 @@
-"""Jobs of workers that exchange by messages, in threads."""
+"""Settings of jobs whose workers exchange by messages."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A model that remembers in its replica which process it first trained in."""
+"""A model that stores in its replica the process in which it first trained."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Origin(torch.nn.Module):
-    """A linear model with a buffer for the number of a process."""
+    """A linear model with a buffer for a process id."""
 
     def __init__(self, num_pixels, num_classes):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The processes of this machine, as Linux tells of them."""
+"""The processes of this machine, from /proc."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LISTEN = "0A"
 
 
 def processes_that(fits: Callable[[int], bool]) -> list[int]:
-    """Return the ids of all processes that fit; one that ends meanwhile does not."""
+    """Return the ids of all processes that fit, without those that end meanwhile."""
     found = []
     for entry in PROC.iterdir():
         with contextlib.suppress(OSError):
@@ -29,33 +29,33 @@ def command_of(pid: int) -> list[str]:
 
 
 def environment_of(pid: int) -> list[str]:
-    """Return what a process was started with in its environment: ``["HOME=/root", ...]``."""
+    """Return the initial environment of a process: ``["HOME=/root", ...]``."""
     return (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
 
 
 def parent_of(pid: int) -> int:
-    """Return the id of the process that started a process."""
+    """Return the id of a process's parent."""
     return int(_stat(pid)[1])
 
 
 def stopped_processes() -> set[int]:
-    """Return the ids of all processes that are halted by a signal."""
+    """Return the ids of all processes stopped by a signal."""
     return set(processes_that(lambda pid: _stat(pid)[0] == "T"))
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields that follow the name, which may hold spaces: state, parent, ..."""
+    """Return the fields of /proc/PID/stat after the name, which may contain spaces."""
     return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
 def resident_bytes(pid: int | None = None) -> int:
-    """Return the memory that a process holds; None: this one."""
+    """Return the resident bytes of a process; None: this process."""
     fields = (PROC / str(pid or "self") / "statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Return the id of a process and of all that were started below it."""
+    """Return the ids of a process and of all its descendants."""
     found = [pid]
     for parent in found:
         found += processes_that(lambda other, parent=parent: parent_of(other) == parent)
@@ -72,14 +72,14 @@ def listeners_of(pid: int) -> list[tuple[str, int]]:
                 listening[f"socket:[{words[9]}]"] = _address_of(words[1])
     found = []
     for entry in (PROC / str(pid) / "fd").iterdir():
-        with contextlib.suppress(OSError):  # it was closed meanwhile
+        with contextlib.suppress(OSError):  # closed meanwhile
             if (target := os.readlink(entry)) in listening:
                 found.append(listening[target])
     return sorted(found)
 
 
 def _address_of(words: str) -> tuple[str, int]:
-    """Return what /proc/net/tcp writes as 0100007F:1F90, in words of 32 bits of this machine."""
+    """Return (address, port) of 0100007F:1F90, the form of /proc/net/tcp in native 32-bit words."""
     digits, port = words.split(":")
     packed = b"".join(
         int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)

@@ -1,4 +1,4 @@
-"""Recorders that write to fakes, and the records and scores that they get."""
+"""Recorders that write to fakes, and their records and evaluations."""
 
 import dataclasses
 import time
@@ -25,7 +25,7 @@ NOTHING = Totals()
 
 
 class MemoryWriter:
-    """A writer and a display that remember."""
+    """A writer and progress display that keep all calls in memory."""
 
     def __init__(self):
         self.points, self.sentences, self.views = [], [], []
@@ -58,7 +58,7 @@ class MemoryWriter:
 
 
 class FakeStore:
-    """A checkpoint store that fails at the rounds it is given."""
+    """A checkpoint store that fails at given rounds."""
 
     def __init__(self, *bad):
         self.bad, self.written = bad, []

@@ -1,4 +1,4 @@
-"""Replicas of tiny models for tests without workers, and the same models in plain torch."""
+"""Replicas of tiny models for tests without workers, and plain torch references."""
 
 import copy
 
@@ -28,7 +28,7 @@ PLAIN = {"lr_schedule": "constant", "warmup": 0.0, "clip_grad_norm": None}
 
 
 def deep(image_shape, num_classes):
-    """Alternating matrices, biases and a normalization."""
+    """Return a model with matrices, biases and a layer norm."""
     size = image_shape[1] * image_shape[2]
     return nn.Sequential(
         nn.Flatten(), nn.Linear(size, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, num_classes)

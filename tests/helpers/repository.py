@@ -1,4 +1,4 @@
-"""Where the files of this repository lie."""
+"""Paths of this repository."""
 
 from pathlib import Path
 

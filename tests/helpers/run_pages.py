@@ -1,4 +1,4 @@
-"""Runs written for their page, and a walk through its HTML."""
+"""Folders of runs for the report, and a parser of its page."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from raydl.tools.report.facts import RunFacts
 
 
 class Walk(HTMLParser):
-    """Follows the tags of a page; keeps what it would fetch and what it shows."""
+    """Parses a page; keeps its tags, its text and the addresses that it would fetch."""
 
     def __init__(self, page):
         super().__init__()
@@ -41,7 +41,7 @@ CONFIG = {"method": {"name": "sync-easgd"}, "model": "lenet", "data": "digits", 
 
 
 def write_run(folder, *, state="finished", result=None, config=CONFIG):
-    """Write the folder of a run that has no events."""
+    """Write the folder of a run without event files."""
     folder.mkdir(parents=True)
     values = {"config": config, "versions": {"torch": "2"}, "commit": None}
     (folder / "config.json").write_text(json.dumps(values))

@@ -1,4 +1,4 @@
-"""Settings for a method on a tiny model, and how well its center does."""
+"""Settings for a method on a tiny model, and the loss of its center."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from raydl.config import (
 )
 
 ALL = 2**40
-"""Of the positions that a worker has claimed, all are trained and sent."""
+"""Completed positions of a worker: all that it has claimed."""
 
 
 def settings(method, *, exchange=None, period=2, lr=0.1, workers=2, **training):
@@ -35,7 +35,7 @@ def loss_of(ensemble, weights, images):
 
 
 def spans_of(assignment):
-    """Return the positions that an assignment gives a worker."""
+    """Return the spans that a worker claims by an assignment."""
     return [span for claim in assignment.claims for span in claim.spans]
 
 

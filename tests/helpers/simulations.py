@@ -1,4 +1,4 @@
-"""Simulated worker groups in which anything may go wrong at any time."""
+"""Simulated worker groups with random faults."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ SIZES = [1, 2, (1, 4), (2, 5), 4]
 
 
 FIRST = 5
-"""The round that a simulated run begins at."""
+"""The first round of a simulated run."""
 
 
 def run(
     kind, seed, *, last_round, stop_at=None, max_restarts=10_000, wild_s=60.0, num_workers=None,
     storm_at=None,
 ):  # fmt: skip
-    """Run to the end, among faults for a minute; return (worker group, controller)."""
+    """Run to the end, with faults for ``wild_s``, and return (worker group, controller)."""
     worker_group, is_sync = kind(seed, last_round=last_round, wild_s=wild_s), kind.is_sync
     recorder = FakeRecorder()
     config = TrainConfig(
@@ -89,7 +89,7 @@ def check(worker_group, controller, recorder, scaling):
     assert len(told) == len(numbers) == controller.num_generations
     low = (
         scaling.min_workers if worker_group.is_sync else 0
-    )  # by messages the lost are counted out first
+    )  # by messages lost workers are removed before the replacements join
     assert all(low <= m.num_workers <= scaling.max_workers for m in worker_group.memberships)
     assert recorder.checkpoints or not numbers, "the last state is always written"
     if controller.outcome is Outcome.FINISHED:
@@ -107,20 +107,20 @@ class SimWorker:
     slow_until: float = -1.0
     heard_at: float = 0.0
     generation: int = 0
-    """Of its loop; 0: it is in none."""
+    """Generation of its loop; 0: the worker is in no loop."""
     round: int = 0
     done: int = 0
     has_strategy: bool = False
     has_entered: bool = False
     has_left: bool = False
     has_replica: bool = False
-    """Of one that left, handed over."""
+    """Whether the replica of a leaver was handed over to it."""
     kept: set[int] = field(default_factory=set)
     waiting_s: float = 0.0
 
 
 class SimulatedGroup:
-    """Workers and a center in memory; time goes on with every poll."""
+    """Simulated workers and a center; each poll advances the simulated time."""
 
     def __init__(self, seed, *, last_round, wild_s):
         self.random = random.Random(seed)
@@ -199,7 +199,7 @@ class SimulatedGroup:
 
         def put():
             if self.workers.get(worker_id) is not worker:
-                return  # its calls were forgotten
+                return  # calls of a removed worker are dropped
             if worker.is_dead or not self.is_center_up or life != self.life:
                 self.events.append(GaveUp("publication", "somebody went away"))
                 return
@@ -273,7 +273,7 @@ class SimulatedGroup:
 
         def gather():
             if life != self.life or any(self.workers.get(w) is not g for w, g in givers.items()):
-                return  # forgotten with the process
+                return  # the call was dropped with its process
             if any(giver.is_dead for giver in givers.values()):
                 self._after((0, 2), gather)
             elif round not in self.rounds:
@@ -337,7 +337,7 @@ class SimulatedGroup:
         self._after((0, 4), tell)
 
     def lose_most(self):
-        """Lose three quarters of the workers within a second."""
+        """Kill three quarters of the workers within a second."""
         up = [w for w, worker in self.workers.items() if worker.is_up]
         assert len(up) >= 90, "the test is about many"
         for worker_id in self.random.sample(up, 3 * len(up) // 4):

@@ -17,5 +17,5 @@ def center_snapshot(round, *, is_kept=False):
 
 
 def with_progress(thing, **changes):
-    """Return a record, snapshot, checkpoint or status with another progress."""
+    """Return a record, snapshot, checkpoint or status with changed progress."""
     return dataclasses.replace(thing, progress=dataclasses.replace(thing.progress, **changes))

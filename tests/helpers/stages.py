@@ -1,4 +1,4 @@
-"""A controller on a stage: fakes around it, a clock that the test turns, and the events it gets."""
+"""A controller with fakes, a clock that the test sets, and events that the test injects."""
 
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ def scored(round):
 
 
 class FakeWorkerGroup:
-    """Hands out what the test says, and writes down what it is told."""
+    """A worker group that returns the test's events and records all calls."""
 
     def __init__(self):
         self.events, self.told, self.formed = [], [], []
@@ -135,7 +135,7 @@ class FakeRecorder:
 
 
 class Stage:
-    """A controller with fakes around it and a clock that the test turns."""
+    """A controller with fakes and a clock that the test sets."""
 
     def __init__(self, num_workers=2, *, is_sync=True, first_round=0, own_states=(), **more):
         self.worker_group, self.recorder, self.now = FakeWorkerGroup(), FakeRecorder(), 0.0
@@ -168,7 +168,7 @@ class Stage:
         self.worker_group.events.append(Published((first_round,)))
 
     def step(self, *events):
-        """Step with these events; return what the worker group was told meanwhile."""
+        """Step with some events and return the calls to the worker group."""
         self.worker_group.events += events
         self.worker_group.told.clear()
         self.controller.step()
@@ -178,10 +178,10 @@ class Stage:
         return [told for _ in range(count) for told in self.step()]
 
     def start(self, *worker_ids):
-        """Let workers come up, and train."""
+        """Let workers become ready and train."""
         worker_ids = worker_ids or ("w0", "w1")
         self.step(*[WorkerReady(w, "node") for w in worker_ids])
-        if self.state is State.WAITING:  # fewer than could be
+        if self.state is State.WAITING:  # fewer than the maximum
             self.now += 6.0
             self.step()
         assert self.state is State.TRAINING
@@ -193,7 +193,7 @@ class Stage:
         return self
 
     def end(self, outcome, round, *worker_ids, generation=None):
-        """Return the ends of loops, of the newest generation."""
+        """Return the events at the end of loops, by default of the newest generation."""
         number = generation or self.worker_group.formed[-1].generation
         return [RunEnded(w, Outcome(outcome), round, number, "a reset") for w in worker_ids]
 

@@ -1,4 +1,4 @@
-"""An actor that keeps the keys of groups, like the center of a run."""
+"""An actor that stores the keys of groups, like the center of a run."""
 
 import ray
 

@@ -1,4 +1,4 @@
-"""Users' loops in threads of this process, with a rendezvous without Ray."""
+"""Workers with user loops in threads of this process, and a rendezvous without Ray."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def settings(
 
 
 class ThreadPost(LocalCenterClient):
-    """A client with ``close``, which does nothing."""
+    """A client with a ``close`` that does nothing."""
 
     def close(self) -> None:
-        """Leave."""
+        """Do nothing."""
 
 
 class Threads:
-    """The rendezvous of one run, and its transports."""
+    """The rendezvous and the transports of one run."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.is_sync = config, False
@@ -49,7 +49,7 @@ class Threads:
     def attach(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, worker_id: str | None = None
     ) -> Attached:
-        """Return a loop's handle, like ``raydl.attach`` with Ray."""
+        """Return the handle of a user loop, as ``raydl.attach`` does with Ray."""
         job = job_of(self.config, model, optimizer, None)
         terms = terms_of(job, model)
         self.is_sync = job.method.is_sync
@@ -84,7 +84,7 @@ class Threads:
 
 
 def run_all(loops: list[Callable[[], Any]]) -> list[Any]:
-    """Run loops in threads, and return their results."""
+    """Run loops in threads and return their results."""
     with ThreadPoolExecutor(len(loops)) as pool:
         futures = [pool.submit(loop) for loop in loops]
         return [future.result(timeout=60) for future in futures]

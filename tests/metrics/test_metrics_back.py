@@ -88,12 +88,12 @@ def test_the_report_has_one_branch_and_all_messages(tmp_path):
     assert list(loss.seconds) == sorted(loss.seconds)
     assert history.curves["center/accuracy"].samples == (10, 20, 35)
     assert history.num_starts == 1
-    assert [told.sentence for told in history.told][:3] == [
+    assert [event.sentence for event in history.events][:3] == [
         "generation 1: w0 starts",
         "center was lost: its node went away",
         "generation 2: the center is back",
     ]
-    assert {at: row.worker_ids for at, row in history.formed.items()} == {
+    assert {at: row.worker_ids for at, row in history.memberships.items()} == {
         (1, 1): ("w0",),
         (1, 2): ("w1",),
     }

@@ -9,7 +9,7 @@ import torch
 from benchmarks import watching
 from benchmarks.efficiency import speed, total_speed
 from benchmarks.measure import Figure, Report, Spread, interleaved, ratios
-from benchmarks.peers.loop import Run, Settings, as_it_is, positions_of_step
+from benchmarks.peers.loop import Run, Settings, positions_of_step, unwrapped
 from benchmarks.programs import RunError
 from benchmarks.runs import Trained, workplace
 from benchmarks.time_to_accuracy import reached_by_peer, reached_by_raydl
@@ -21,14 +21,14 @@ def figure(value: float, **settings) -> Figure:
     return Figure(name="bench.case.what", value=Spread.of([value]), **settings)
 
 
-def test_a_spread_is_the_middle_and_both_ends():
+def test_a_spread_is_the_median_and_both_extremes():
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert Spread.of([1.0, 2.0]).median == 1.5
     assert Spread.of([3.0, 1.0, 2.0]).text(".1f") == "2.0 (1.0 to 3.0)"
 
 
 def test_a_ratio_is_taken_within_each_repeat():
-    # The machine was four times as slow in the second repeat: of no consequence.
+    # A machine that is four times as slow in the second repeat does not change the ratio.
     assert ratios([8.0, 2.0], [4.0, 1.0]) == Spread(2.0, 2.0, 2.0)
     with pytest.raises(ValueError, match="shorter"):
         ratios([8.0, 2.0], [4.0])
@@ -60,7 +60,7 @@ def test_a_figure_is_a_line_of_json():
     }
 
 
-def test_each_repeat_takes_every_case_and_begins_with_another(capsys):
+def test_each_repeat_runs_every_case_and_begins_with_another_one(capsys):
     order = []
 
     def case(name):
@@ -74,11 +74,11 @@ def test_each_repeat_takes_every_case_and_begins_with_another(capsys):
 
 def test_a_report_has_its_tables_and_says_which_figures_are_met(tmp_path, capsys):
     report = Report("bench", "python -m benchmarks.bench", is_quick=True)
-    report.table(("case", "seconds"), [("one", 2)])
-    report.say("A sentence.")
+    report.add_table(("case", "seconds"), [("one", 2)])
+    report.add_text("A sentence.")
     printed = capsys.readouterr().out
     assert printed == "| case | seconds |\n| --- | --- |\n| one | 2 |\n\nA sentence.\n\n"
-    report.judge(figure(2.0, target=1.0), figure(0.5, target=1.0), figure(3.0))
+    report.add_figures(figure(2.0, target=1.0), figure(0.5, target=1.0), figure(3.0))
     report.close(tmp_path)
     text = (tmp_path / "bench.md").read_text()
     assert text.startswith("# bench (quick)\n\n    python -m benchmarks.bench\n\n")
@@ -93,7 +93,7 @@ def test_a_report_has_its_tables_and_says_which_figures_are_met(tmp_path, capsys
     assert printed.endswith("".join(f"{line}\n" for line in lines))
 
 
-def test_ranks_share_each_step_of_an_epoch_and_no_sample_comes_twice():
+def test_ranks_share_each_step_of_an_epoch_without_repeating_a_sample():
     done, seen, sizes = 0, [], []
     while done < 10:
         parts = [
@@ -111,7 +111,7 @@ def test_ranks_share_each_step_of_an_epoch_and_no_sample_comes_twice():
 
 
 class InMemory:
-    """Keeps states, and has the last of them."""
+    """Stores states in memory."""
 
     def __init__(self) -> None:
         self.states = []
@@ -123,10 +123,10 @@ class InMemory:
         self.states.append(copy.deepcopy(state))
 
 
-def test_a_peer_of_one_process_is_torchs_sgd_on_the_batches_of_raydl():
-    data, keeps = load("synthetic:128x1x8x8", seed=3), InMemory()
+def test_a_peer_in_one_process_is_torchs_sgd_on_the_batches_of_raydl():
+    data, store = load("synthetic:128x1x8x8", seed=3), InMemory()
     settings = Settings(samples=256, lr=0.1, warmup=0.0, seed=3, checkpoint_every=256)
-    result = Run(settings, data, wrap=as_it_is, keeps=keeps).train()
+    result = Run(settings, data, wrap=unwrapped, store=store).train()
     assert (result["steps"], result["samples"], result["ranks"]) == (4, 256, 1)
     assert (result["accuracy"], result["evaluations"]) == (None, [])
 
@@ -143,64 +143,64 @@ def test_a_peer_of_one_process_is_torchs_sgd_on_the_batches_of_raydl():
         torch.nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
     for name, weights in model.state_dict().items():
-        torch.testing.assert_close(keeps.states[0]["model"][name], weights)
+        torch.testing.assert_close(store.states[0]["model"][name], weights)
 
 
-def test_a_peer_learns_scores_on_its_grid_and_stops_at_an_accuracy(tmp_path):
+def test_a_peer_learns_evaluates_periodically_and_stops_at_an_accuracy(tmp_path):
     settings = Settings(
         samples=12_800, lr=0.05, evaluate_every=256, stop_at_accuracy=0.9,
         events=str(tmp_path / "events"), result=str(tmp_path / "result"),
     )  # fmt: skip
-    result = Run(settings, load("synthetic:256x1x8x8", seed=0), wrap=as_it_is).train()
+    result = Run(settings, load("synthetic:256x1x8x8", seed=0), wrap=unwrapped).train()
     assert result["accuracy"] >= 0.9
     assert result["samples"] < 12_800
     assert [samples for _, samples, _ in result["evaluations"]] == list(
         range(256, result["samples"] + 1, 256)
     )
-    told = json.loads((tmp_path / "result").read_text())
-    assert told["accuracy"] == result["accuracy"]
-    assert told["scored_s"][-1] - told["evaluation_seconds"] == pytest.approx(
-        told["evaluations"][-1][0], abs=1e-3
+    written = json.loads((tmp_path / "result").read_text())
+    assert written["accuracy"] == result["accuracy"]
+    assert written["scored_s"][-1] - written["evaluation_seconds"] == pytest.approx(
+        written["evaluations"][-1][0], abs=1e-3
     )
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert (events[0]["event"], events[0]["samples"]) == ("first_step", 0)
     assert (events[-1]["event"], events[-1]["samples"]) == ("last_step", result["samples"])
 
 
-def test_a_peer_goes_on_from_its_checkpoint_to_the_same_bits():
+def test_a_peer_resumed_from_its_checkpoint_trains_the_same_bits():
     data = load("synthetic:256x1x8x8", seed=0)
     settings = Settings(samples=1024, lr=0.05, momentum=0.9, checkpoint_every=512)
-    keeps = InMemory()
-    whole = Run(settings, data, wrap=as_it_is, keeps=keeps)
+    store = InMemory()
+    whole = Run(settings, data, wrap=unwrapped, store=store)
     whole.train()
-    last = keeps.states.pop()
-    again = Run(settings, data, wrap=as_it_is, keeps=keeps)
-    assert keeps.load()["num_done"] == 512
+    last = store.states.pop()
+    again = Run(settings, data, wrap=unwrapped, store=store)
+    assert store.load()["num_done"] == 512
     again.train()
-    end = keeps.states[-1]
+    end = store.states[-1]
     assert end["num_done"] == last["num_done"] == 1024
     for name, weights in last["model"].items():
         assert torch.equal(weights, end["model"][name])
 
 
-def test_a_speed_is_the_slope_of_the_points_within_a_time():
+def test_a_speed_is_the_slope_of_the_points_in_an_interval():
     points = [(0.0, 0), (1.0, 5), (2.0, 105), (3.0, 205), (4.0, 305), (9.0, 306)]
     assert speed(points, start=1.0, stop=4.0) == pytest.approx(100.0)
     with pytest.raises(AssertionError, match="too few"):
         speed(points, start=5.0, stop=8.0)
 
 
-def test_speeds_add_up_where_all_train():
+def test_speeds_are_added_while_all_runs_train():
     early = [(at, 10 * at) for at in range(0, 11)]
     late = [(at, 30 * (at - 4)) for at in range(4, 15)]
     assert total_speed([early, late], skipped=1.0) == pytest.approx(40.0)
     assert total_speed([late], skipped=1.0) == pytest.approx(30.0)
 
 
-def test_a_peer_reached_an_accuracy_after_the_scores_before_it():
+def test_the_time_of_a_peer_includes_its_earlier_evaluations():
     result = {
         "evaluations": [[10.0, 100, 0.5], [20.0, 200, 0.8], [30.0, 300, 0.9]],
-        "scored_s": [11.0, 23.0, 34.0],  # each score took longer than the one before
+        "scored_s": [11.0, 23.0, 34.0],  # each evaluation took longer than the previous one
     }
     run = Trained(result=result, points=())
     found = reached_by_peer(run, accuracy=0.9)
@@ -210,7 +210,7 @@ def test_a_peer_reached_an_accuracy_after_the_scores_before_it():
     assert (missed.seconds, missed.is_reached, missed.best) == (33.0, False, 0.9)
 
 
-def test_raydl_reached_an_accuracy_when_the_center_was_there():
+def test_the_time_of_raydl_is_that_of_the_evaluated_center():
     scores = [
         {"seconds": 10.0, "samples": 100, "accuracy": 0.5},
         {"seconds": 20.0, "samples": 200, "accuracy": 0.9},
@@ -222,7 +222,7 @@ def test_raydl_reached_an_accuracy_when_the_center_was_there():
 
 
 @pytest.mark.processes
-def test_a_program_that_fails_is_named_with_what_it_said_and_nothing_is_left():
+def test_a_failed_program_is_named_with_its_log_and_its_folder_is_deleted():
     with workplace() as place:
         with pytest.raises(RunError, match=r"(?s)peers\.plain.* failed:.*give one of --samples"):
             place.plain("--seed", "1")
@@ -231,7 +231,7 @@ def test_a_program_that_fails_is_named_with_what_it_said_and_nothing_is_left():
 
 
 @pytest.mark.processes
-def test_a_set_becomes_arrays_that_plain_pytorch_trains_on():
+def test_plain_pytorch_trains_on_the_arrays_of_a_data_set():
     with workplace() as place:
         data = place.arrays("digits", num_test=50)
         (run,) = place.plain("--data", data, "--samples", "640", "--evaluate-every", "320")
@@ -242,7 +242,7 @@ def test_a_set_becomes_arrays_that_plain_pytorch_trains_on():
     assert np.all(np.diff([at for at, _ in run.points]) >= 0)
 
 
-def test_a_model_that_is_only_tried_notes_no_step(tmp_path, monkeypatch):
+def test_a_forward_pass_without_a_gradient_notes_no_step(tmp_path, monkeypatch):
     monkeypatch.setenv(watching.FOLDER, str(tmp_path))
     model, pictures = watching.lenet((1, 28, 28), 10), torch.zeros(4, 1, 28, 28)
     loss = model(pictures).sum()

@@ -1,4 +1,4 @@
-"""The documentation builds as a site, without a broken link or a name that is not there."""
+"""The documentation builds as a site, without broken links or unknown names."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_the_reference_has_every_public_name(site):
         assert f'.{name}"' in text, name
 
 
-def test_the_site_is_read_without_a_network(site):
+def test_the_site_needs_no_network(site):
     text = (site / "index.html").read_text()
     assert "fonts.googleapis" not in text
     assert 'src="https://' not in text

@@ -1,4 +1,4 @@
-"""Hosts on this machine: links of the rate that was asked, and nothing left of them."""
+"""Hosts on this machine have links of the given rate and leave nothing behind."""
 
 import os
 import signal
@@ -47,9 +47,9 @@ def permitted():
 
 
 def seconds_per_byte(hosts, source, target, num_bytes):
-    """Send bytes to another host, at most 20 times; return the seconds that one took.
+    """Send bytes to another host, at most 20 times, and return the least seconds per byte.
 
-    A busy machine delays a transfer and never hastens one: the fastest shows the rate of the link.
+    A busy machine delays transfers and never speeds them up: the fastest shows the link rate.
     """
     fastest = float("inf")
     for _ in range(20):
@@ -70,7 +70,7 @@ def sent_once(hosts, source, target, num_bytes):
 
 
 def processes(words):
-    """Return the processes of this machine whose command holds some words."""
+    """Return the processes of this machine whose command contains some words."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -83,22 +83,22 @@ def processes(words):
 
 
 def network():
-    """Return this machine's own devices, addresses, ways and buckets."""
+    """Return this machine's own devices, addresses, routes and queues."""
     commands = ("ip -o link", "ip -o address", "ip route", "tc qdisc")
     return [subprocess.check_output(words.split(), text=True) for words in commands]
 
 
 @pytest.mark.parametrize(("mbit", "mtu"), [(10, 1500), (40, 1500), (40, 9000)])
-def test_a_link_has_the_rate_that_was_asked_in_both_directions(permitted, mbit, mtu):
+def test_a_link_has_the_given_rate_in_both_directions(permitted, mbit, mtu):
     num_bytes = mbit * 60_000  # half a second
     with Hosts(2, mbit=mbit, mtu=mtu) as hosts:
         assert f" mtu {mtu} " in hosts.run(0, ["ip", "link", "show", "eth0"], timeout_s=BOUND_S)
         for source, target in ((0, 1), (1, 0)):
             ratio = seconds_per_byte(hosts, source, target, num_bytes) / hosts.seconds_per_byte
-            assert 0.9 < ratio < 1.3  # first a burst goes through at once
+            assert 0.9 < ratio < 1.3  # the first burst passes without delay
 
 
-def test_links_take_another_rate_while_the_hosts_are_up(permitted):
+def test_the_rate_of_links_can_be_changed_while_the_hosts_exist(permitted):
     with Hosts(2, mbit=1000) as hosts:
         burst_bytes = hosts.burst_bytes
         for mbit in (10, 40):
@@ -109,7 +109,7 @@ def test_links_take_another_rate_while_the_hosts_are_up(permitted):
         assert hosts.burst_bytes < burst_bytes
 
 
-def test_a_host_that_is_cut_off_hears_nobody_and_is_heard_by_nobody_until_it_is_back(permitted):
+def test_a_host_that_is_cut_off_can_not_communicate_until_it_is_joined_again(permitted):
     with Hosts(3, mbit=100) as hosts:
         hosts.cut(1)
         for source, target in ((0, 1), (1, 0), (1, 2)):
@@ -125,12 +125,12 @@ def ping(hosts, source, target):
     connect = (
         "import socket, sys\n"
         "try: socket.create_connection((sys.argv[1], 5000), timeout=1.5)\n"
-        "except ConnectionRefusedError: pass  # somebody is there\n"
+        "except ConnectionRefusedError: pass  # the host answers\n"
     )
     hosts.run(source, [sys.executable, "-c", connect, hosts.address(target)], timeout_s=BOUND_S)
 
 
-def test_each_host_has_an_address_a_loopback_and_processes_of_its_own(permitted):
+def test_each_host_has_its_own_address_loopback_and_processes(permitted):
     with Hosts(2, mbit=100) as hosts:
         for host in range(2):
             found = hosts.run(host, ["ip", "-o", "address"], timeout_s=BOUND_S)
@@ -141,7 +141,7 @@ def test_each_host_has_an_address_a_loopback_and_processes_of_its_own(permitted)
         assert "sleep 98.7" not in hosts.run(1, ["ps", "-A", "-o", "args"], timeout_s=BOUND_S)
 
 
-def test_a_host_names_its_processes_by_their_ids_outside_and_not_the_first(permitted):
+def test_a_host_lists_its_processes_by_their_ids_outside_without_the_keeper(permitted):
     with Hosts(2, mbit=100) as hosts:
         assert hosts.processes(1) == {}
         process = hosts.popen(1, ["sleep", "98.6"])
@@ -155,7 +155,7 @@ def test_a_host_names_its_processes_by_their_ids_outside_and_not_the_first(permi
         assert hosts.run(1, ["echo", "here"], timeout_s=BOUND_S) == "here\n"
 
 
-def test_what_runs_in_a_host_has_the_environment_and_its_failure_is_told(permitted):
+def test_a_program_in_a_host_has_the_environment_and_its_failure_raises(permitted):
     with Hosts(1, mbit=100) as hosts:
         said = hosts.run(0, ["sh", "-c", "echo $HOME $A"], env={"A": "b"}, timeout_s=BOUND_S)
         assert said.split() == [os.environ["HOME"], "b"]
@@ -164,7 +164,7 @@ def test_what_runs_in_a_host_has_the_environment_and_its_failure_is_told(permitt
         assert (failure.value.returncode, failure.value.output) == (3, "why\n")
 
 
-def test_hosts_do_not_touch_this_machines_network_and_two_may_be_up_at_once(permitted):
+def test_hosts_do_not_change_this_machines_network_and_several_may_exist(permitted):
     before = network()
     with Hosts(2, mbit=100) as some, Hosts(2, mbit=10) as others:
         assert some.address(1) == others.address(1)
@@ -175,7 +175,7 @@ def test_hosts_do_not_touch_this_machines_network_and_two_may_be_up_at_once(perm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-def test_no_process_is_left_however_the_hosts_end(permitted, root, tmp_path, number):
+def test_no_process_remains_however_the_hosts_end(permitted, root, tmp_path, number):
     words = f"tail -f {tmp_path / 'x'}"
     (tmp_path / "x").touch()
     maker = subprocess.Popen(
@@ -188,14 +188,14 @@ def test_no_process_is_left_however_the_hosts_end(permitted, root, tmp_path, num
     maker.communicate(timeout=BOUND_S)
     deadline = time.monotonic() + BOUND_S
     while left := processes(words):
-        assert time.monotonic() < deadline, f"they stay: {left}"
+        assert time.monotonic() < deadline, f"processes remain: {left}"
 
 
-def test_a_machine_that_permits_no_hosts_says_why(monkeypatch):
+def test_why_not_says_why_a_machine_permits_no_hosts(monkeypatch):
     monkeypatch.setattr(module.os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "")
-    assert why_not() == "`ip` is not here; install iproute2"
+    assert why_not() == "`ip` is missing; install iproute2"
     monkeypatch.setattr(module.os, "geteuid", lambda: 1000)
-    assert why_not() == "only root can make network namespaces; run this as root"
+    assert why_not() == "only root can create network namespaces; run this as root"
     with pytest.raises(HostsError, match="only root"), Hosts(1, mbit=100):
         pass

@@ -1,4 +1,4 @@
-"""The files of jobs/: each runs tiny and its loss falls; and as real jobs, with a token."""
+"""The files in jobs/ run at a tiny scale and their loss falls; also as Ray jobs with a token."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ UNTRAINED_LOSS = math.log(10)
 
 
 def run_job(name, *options):
-    """Run a file of jobs/ in a process of its own and return what it printed."""
+    """Run a file of jobs/ in its own process and return its output."""
     words = [sys.executable, str(ROOT / "jobs" / name), *map(str, options)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,7 +43,7 @@ def test_every_job_says_its_command_result_time_and_hardware(root):
 
 
 @pytest.mark.processes
-def test_a_trained_run_is_scored_as_it_ended(tmp_path):
+def test_evaluating_a_run_gives_its_final_scores(tmp_path):
     run_job("train.py", *TINY, "--workers", 0, "--epochs", 8, "--run-dir", tmp_path / "run")
     result = result_of(tmp_path / "run")
     assert result["center_loss"] < 0.9 * UNTRAINED_LOSS
@@ -68,12 +68,15 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--workers", "1,two"], "workers must be like 1,2,4, got 1,two"),
-        (["--epochs", "2"], "training.steps of each worker are what stays the same"),
-        (["--run-dir", "x"], "run.run_dir and the like give way to --out"),
+        (["--workers", "1,two"], "workers must be numbers as in 1,2,4, got 1,two"),
+        (
+            ["--epochs", "2"],
+            "training.epochs, training.samples and training.seconds can not be set",
+        ),
+        (["--run-dir", "x"], "run.run_dir, run.storage_path and run.resume can not be set"),
     ],
 )
-def test_a_mistake_in_weak_scaling_is_told_in_one_sentence(options, sentence):
+def test_wrong_options_of_weak_scaling_give_one_sentence(options, sentence):
     words = [sys.executable, str(ROOT / "jobs/weak_scaling.py"), *options]
     done = subprocess.run(words, capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert done.returncode == 2
@@ -85,7 +88,7 @@ def test_a_mistake_in_weak_scaling_is_told_in_one_sentence(options, sentence):
 
 
 def processes_naming(text):
-    """Return the ids of all processes with a text in their command line or environment."""
+    """Return the ids of all processes whose command line or environment contains a text."""
     others = processes_that(
         lambda pid: any(text in words for words in command_of(pid) + environment_of(pid))
     )
@@ -93,19 +96,19 @@ def processes_naming(text):
 
 
 def until(condition, what=lambda: ""):
-    """Wait until a condition holds, and return what it returned."""
+    """Wait until a condition returns a true value, and return that value."""
     deadline = time.monotonic() + BOUND_S
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited in vain; {what()}"
+        assert time.monotonic() < deadline, f"timed out; {what()}"
         time.sleep(0.1)
     return value
 
 
 class Head:
-    """A head with dashboard and token, in a home of its own, and a client of it."""
+    """A head with dashboard and token, in its own home folder, and a client of it."""
 
     def __init__(self):
-        # Not tmp_path: the sockets below it would have names that are too long.
+        # Not tmp_path: the paths of the sockets in it would be too long.
         self.home = Path(tempfile.mkdtemp(prefix="raydl-"))
         port, *self.ports = free_ports(4)
         self.address = f"http://127.0.0.1:{port}"
@@ -140,14 +143,14 @@ class Head:
         shutil.rmtree(self.home, ignore_errors=True)
 
     def start(self, *words, log):
-        """Start a command as a person at this head would, from the project's folder."""
+        """Start a command on this head, from the project's folder."""
         with log.open("a") as file:
             return subprocess.Popen(
                 words, cwd=ROOT, env=self.environment, stdout=file, stderr=subprocess.STDOUT
             )
 
     def call(self, *words):
-        """Run a command to its good end and return what it printed."""
+        """Run a command that must succeed and return its output."""
         log = self.home / "call.log"
         log.unlink(missing_ok=True)
         status = self.start(*words, log=log).wait(BOUND_S)
@@ -156,7 +159,7 @@ class Head:
 
     @contextlib.contextmanager
     def submit(self, name, *options, own=()):
-        """``raydl submit`` with a long training, followed; its (process, log)."""
+        """Run ``raydl submit``, which follows its job, and yield (process, log)."""
         log = self.home / f"{name}.log"
         words = ["raydl", "submit", "--run-name", name, *own, "--", *options]
         process = self.start(*words, log=log)
@@ -185,7 +188,7 @@ def result_of(run):
 
 
 def options_for(epochs):
-    """A training that is long enough to be disturbed, on little."""
+    """Return the options of a small training that is long enough to be interrupted."""
     words = f"--data digits --model mlp --workers 1 --epochs {epochs} --checkpoint.every-s 1"
     return words.split()
 
@@ -193,7 +196,7 @@ def options_for(epochs):
 class TestRealJobs:
     pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]  # noqa: RUF012
 
-    def test_a_clone_is_submitted_as_the_readme_says_and_scored(self, head, tmp_path):
+    def test_a_checkout_is_submitted_as_in_the_readme_and_evaluated(self, head, tmp_path):
         submit = ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
         words = ["--data", "digits", "--model", "mlp", "--workers", "1", "--epochs", "3"]
         head.call(
@@ -205,7 +208,7 @@ class TestRealJobs:
         out = head.call(*submit, "jobs/evaluate.py", str(tmp_path / "digits"))
         assert f'"accuracy": {result["center_accuracy"]}' in out
 
-    def test_ctrl_c_leaves_the_job_and_a_stop_leaves_a_whole_checkpoint_to_resume(self, head):
+    def test_ctrl_c_keeps_the_job_running_and_a_stopped_job_can_be_resumed(self, head):
         run = head.run_of("stopped")
         with head.submit("stopped", *options_for(100_000)) as (process, log):
             until(lambda: has_checkpoint(run), log.read_text)
@@ -227,7 +230,7 @@ class TestRealJobs:
             assert "resuming from round" in log.read_text()
         assert result_of(run)["samples"] == epochs * samples
 
-    def test_a_killed_driver_is_sent_again_and_goes_on(self, head):
+    def test_a_killed_driver_is_resubmitted_and_resumes(self, head):
         run = head.run_of("killed")
         with head.submit("killed", *options_for(400), own=("--retries", "1")) as (process, log):
             until(lambda: has_checkpoint(run), log.read_text)
@@ -242,7 +245,7 @@ class TestRealJobs:
             assert "resuming from round" in log.read_text()
         assert result_of(run)["stopped_by"] == ""
 
-    def test_a_client_without_the_token_and_without_a_cluster_is_told_so(self, head, tmp_path):
+    def test_a_client_without_a_token_or_a_cluster_gets_one_sentence(self, head, tmp_path):
         bare = {**head.environment, "HOME": str(tmp_path)}
         nowhere = {**head.environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{free_port()}"}
         for environment, words in ((bare, "requires a token"), (nowhere, "no Ray cluster answers")):

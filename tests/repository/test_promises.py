@@ -1,4 +1,4 @@
-"""What the project says of itself holds."""
+"""Statements of the project about itself are true."""
 
 import ast
 import re
@@ -32,14 +32,14 @@ ARITHMETIC = (
 
 
 def packages():
-    """Return the packages and top modules of raydl in their order, as the docs list them."""
+    """Return the packages and top-level modules of raydl, in the order of the docs."""
     text = (ROOT / "docs/architecture.md").read_text()
     block = re.search(r"^## The tree\n.*?^```text\n(.*?)^```", text, re.M | re.S)[1]
     return [line.split()[0] for line in block.splitlines()]
 
 
 def modules(root):
-    """Yield (package or top module, path) of every file of the package."""
+    """Yield (package or top-level module, path) of every file of raydl."""
     for path in sorted((root / "raydl").rglob("*.py")):
         yield path.relative_to(root / "raydl").parts[0].removesuffix(".py"), path
 
@@ -80,7 +80,7 @@ def test_ray_is_imported_only_at_the_edge(root):
 
 
 @pytest.mark.parametrize("name", STANDARD_LIBRARY_ALONE)
-def test_what_must_start_at_once_imports_the_standard_library_alone(root, name):
+def test_modules_that_must_start_fast_import_only_the_standard_library(root, name):
     folder = root / "raydl" / name
     paths = sorted(folder.glob("*.py")) or [folder.with_suffix(".py")]
     for path in paths:
@@ -90,13 +90,13 @@ def test_what_must_start_at_once_imports_the_standard_library_alone(root, name):
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
-def test_the_arithmetic_knows_no_clock_and_no_randomness(root, name):
+def test_the_arithmetic_uses_no_clock_and_no_randomness(root, name):
     found = {m.split(".")[0] for m, _ in imports(root / "raydl" / f"{name}.py")}
     assert not found & {"time", "random"}
 
 
-def test_nothing_that_is_read_is_unpickled(root):
-    """Files of a run, or of data, may come from somebody else: a pickle would run their code."""
+def test_no_file_is_unpickled(root):
+    """Files of a run or of data may come from others: unpickling would run their code."""
     safe = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
     found = []
     for _, path in modules(root):
@@ -131,7 +131,7 @@ def test_matplotlib_is_imported_with_the_first_chart_and_pyplot_never():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_can_be_imported():
     for name in raydl.__all__:
         assert getattr(raydl, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
@@ -154,7 +154,7 @@ def test_every_method_and_its_equations_are_in_the_docs(root):
 
 
 def commands(text):
-    """Return the raydl commands that a text shows in its code blocks."""
+    """Return the raydl commands in the code blocks of a text."""
     blocks = re.findall(r"^```(?:bash|console)?\n(.*?)^```", text, flags=re.M | re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line.split("#")[0].split() for line in lines if line.startswith("raydl ")]
@@ -164,7 +164,7 @@ def commands(text):
     "name",
     ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))],
 )
-def test_the_commands_of_the_docs_are_understood(root, name):
+def test_the_commands_of_the_docs_are_valid(root, name):
     for words in commands((root / name).read_text()):
         assert words[1] in cli.COMMANDS, words
         if words[1] == "train":
@@ -176,7 +176,7 @@ def test_the_commands_of_the_docs_are_understood(root, name):
             cli.parse_train(words[words.index("--") + 1 :])
 
 
-def test_at_most_24_entries_lie_on_top_of_the_package(root):
+def test_the_package_has_at_most_24_top_level_entries(root):
     """A newcomer reads all of them."""
     found = [p for p in (root / "raydl").iterdir() if p.name != "__pycache__"]
     assert len(found) <= 24, sorted(p.name for p in found)
@@ -190,7 +190,7 @@ def test_the_make_targets_of_the_readme_exist(root):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
-def test_who_typed_make_train_is_told_how_a_shell_finds_the_commands(root):
+def test_the_readme_and_make_train_say_how_to_activate_the_environment(root):
     readme = (root / "README.md").read_text()
     told = readme.index("\n. .venv/bin/activate\n")
     assert readme.index("\nmake train") < told < readme.index("\nraydl train")
@@ -201,7 +201,7 @@ def test_who_typed_make_train_is_told_how_a_shell_finds_the_commands(root):
     assert ". $(BIN)/activate" in last
 
 
-def test_the_trees_of_the_docs_are_on_the_disk(root):
+def test_the_files_in_the_trees_of_the_docs_exist(root):
     for name in ("README.md", "docs/architecture.md"):
         for block in re.findall(r"^```text\n(.*?)^```", (root / name).read_text(), re.M | re.S):
             for entry in re.findall(r"^ *([\w./-]+(?:/|\.\w+))(?: |$)", block, flags=re.M):
@@ -225,7 +225,7 @@ def test_the_eight_time_parts_are_eight():
     assert len(TIME_PARTS) == 8
 
 
-# what is installed by which name
+# the name of the distribution
 
 TEXTS = {".md", ".py", ".yaml", ".yml", ".toml", ".txt", ""}
 
@@ -239,12 +239,12 @@ def files_that_people_read():
 
 
 def requirements_of(line):
-    """Return what a line has pip install."""
+    """Return the requirements that a line installs with pip."""
     words = line.partition("pip install")[2].partition(" #")[0].replace("`", " ").split()
     return [word.strip("'\"();,:") for word in words]
 
 
-def test_no_sentence_has_pip_install_the_package_of_a_stranger():
+def test_no_command_installs_the_foreign_package_named_raydl():
     """On the package index ``raydl`` is another project."""
     lines = [
         (path, line)
@@ -267,12 +267,12 @@ def test_no_sentence_has_pip_install_the_package_of_a_stranger():
         "python -m pip install -U raydl==1",
     ],
 )
-def test_such_a_sentence_would_be_found(line):
+def test_a_command_that_installs_the_foreign_package_is_detected(line):
     names = [re.split(r"[\[<>=~!;]", word)[0] for word in requirements_of(line)]
     assert "raydl" in names
 
 
-def test_the_distribution_has_the_name_that_the_project_says(root):
+def test_the_distribution_has_its_documented_name(root):
     project = (root / "pyproject.toml").read_text()
     assert re.search(r'^name = "(.+)"', project, re.M)[1] == DISTRIBUTION != "raydl"
     version = re.search(r'^version = "(.+)"', project, re.M)[1]

@@ -1,4 +1,4 @@
-"""The Python of README and docs runs as it is printed, a page at a time."""
+"""The Python snippets of README and docs run, page by page."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ from raydl.run import trainer
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # Ray Data warns of itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # warnings of Ray Data
 ]
 
 PAGES = [
@@ -30,7 +30,7 @@ PAGES = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder to work in, with the table that the snippets train on."""
+    """A working folder with the table for the snippets."""
     features = np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
     table = pa.table({"features": list(features), "target": features.sum(1)})
     pq.write_table(table, tmp_path / "table.parquet", row_group_size=50)
@@ -46,7 +46,7 @@ def fit_here(self, fit):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_of_a_page_run(page, root, folder, cluster, monkeypatch):
-    # Where a snippet says nothing of workers it is trained here, which is sooner done.
+    # Runs without a setting for workers train in this process, which is faster.
     monkeypatch.setattr(trainer.Trainer, "fit", partialmethod(fit_here, trainer.Trainer.fit))
     snippets = re.findall(r"^```python\n(.*?)^```", (root / page).read_text(), re.M | re.S)
     assert snippets
@@ -55,6 +55,6 @@ def test_the_snippets_of_a_page_run(page, root, folder, cluster, monkeypatch):
         exec(compile(snippet, page, "exec"), names)
 
 
-def test_every_page_with_python_is_tried(root):
+def test_every_page_with_python_is_tested(root):
     pages = ["README.md", *sorted(f"docs/{page.name}" for page in (root / "docs").glob("*.md"))]
     assert [p for p in pages if "```python" in (root / p).read_text()] == PAGES

@@ -18,7 +18,7 @@ from raydl.config import RunConfig, TrainConfig, TrainingConfig
 from raydl.errors import ConfigError, RaydlError, UntrustedCodeError
 from raydl.run.evaluate import code_named, score_run
 from raydl.run.folder import RunFolder
-from raydl.tools.comparison.runner import take_complete
+from raydl.tools.comparison.runner import load_complete
 from raydl.tools.comparison.settings import Comparison, plan
 
 pytestmark = pytest.mark.processes
@@ -215,7 +215,7 @@ def test_a_comparison_that_takes_a_complete_run_imports_nothing(folder, tmp_path
         own.write_config(config)
         own.write_result({"evaluations": [], "stopped_by": ""})
     with pytest.raises(ConfigError, match="where model was"):
-        take_complete(run)
+        load_complete(run)
     assert not folder.was_imported
 
 

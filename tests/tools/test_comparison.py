@@ -1,4 +1,4 @@
-"""Comparisons: fake runs for the decisions, one real one in this process for the whole."""
+"""Comparisons, with fake runs for the decisions and a real one in this process."""
 
 import dataclasses
 import importlib.util
@@ -32,7 +32,7 @@ def make(tmp_path, methods="sync-easgd,async-easgd", *, seeds=2, base=BASE, targ
 
 
 class FakeFit:
-    """Leaves a run's folder as the trainer does; ``answers`` may hold figures or an error."""
+    """Writes the folder of a run like the trainer; ``answers`` has figures or errors."""
 
     def __init__(self, answers=None):
         self.answers = answers or {}
@@ -63,7 +63,7 @@ def job(root):
     return module
 
 
-def test_runs_are_interleaved_by_seed_and_all_else_is_equal(tmp_path):
+def test_runs_are_interleaved_by_seed_and_share_all_other_settings(tmp_path):
     runs = plan(make(tmp_path), tmp_path)
     assert [(run.method, run.seed) for run in runs] == [
         ("sync-easgd", 0), ("async-easgd", 0), ("sync-easgd", 1), ("async-easgd", 1),
@@ -96,11 +96,15 @@ def test_all_means_every_method_and_seeds_count_up_from_the_first(tmp_path):
             {"method": dataclasses.replace(BASE.method, beta=1.8)},
             r"method.beta must be in \(0, 1\].* \(for sync-easgd\)",
         ),
-        ("sync-easgd", {"training": TrainingConfig()}, "training.samples or seconds or epochs"),
-        (" , ", {}, "methods names none"),
+        (
+            "sync-easgd",
+            {"training": TrainingConfig()},
+            "training.samples or seconds, epochs or steps must be set",
+        ),
+        (" , ", {}, "methods is empty"),
     ],
 )
-def test_a_mistake_is_told_before_the_first_run(tmp_path, methods, changes, sentence):
+def test_wrong_settings_are_reported_before_the_first_run(tmp_path, methods, changes, sentence):
     fit = FakeFit()
     base = dataclasses.replace(BASE, **changes)
     with pytest.raises(ConfigError, match=sentence):
@@ -109,14 +113,14 @@ def test_a_mistake_is_told_before_the_first_run(tmp_path, methods, changes, sent
     assert not (tmp_path / "out").exists()
 
 
-def test_data_that_are_not_there_are_told_before_the_first_run(tmp_path):
+def test_missing_data_are_reported_before_the_first_run(tmp_path):
     base = dataclasses.replace(BASE, data="no/such/place")
     with pytest.raises(DataError, match="no such file"):
         compare(make(tmp_path, base=base))
     assert not (tmp_path / "out").exists()
 
 
-def test_one_method_fails_and_the_rest_are_kept(tmp_path, capsys):
+def test_a_failed_method_does_not_affect_the_others(tmp_path, capsys):
     fit = FakeFit({("async-easgd", 0): NonFiniteLossError("w1", 7, math.nan)})
     fit.answers["async-easgd", 1] = ValueError("first line\nTypeError: the | reason")
     assert compare(make(tmp_path), fit=fit) == 1
@@ -130,24 +134,24 @@ def test_one_method_fails_and_the_rest_are_kept(tmp_path, capsys):
     assert "Traceback" in (tmp_path / "out/async-easgd/seed-0/error.txt").read_text()
 
 
-def test_a_comparison_started_again_does_only_what_is_not_complete(tmp_path, capsys):
+def test_a_comparison_started_again_runs_only_incomplete_runs(tmp_path, capsys):
     first = FakeFit({("async-easgd", 1): RuntimeError("a bad day")})
     assert compare(make(tmp_path), fit=first) == 1
     again = FakeFit()
     assert compare(make(tmp_path), fit=again) == 0
     assert again.done == [("async-easgd", 1)]
-    assert capsys.readouterr().out.count("taken, not repeated") == 3
+    assert capsys.readouterr().out.count("already complete, not repeated") == 3
     assert "failed" not in report(tmp_path)
     more = FakeFit()
     assert compare(make(tmp_path, "sync-easgd,diloco", seeds=3), fit=more) == 0
     assert more.done == [("diloco", 0), ("diloco", 1), ("sync-easgd", 2), ("diloco", 2)]
 
 
-def test_runs_of_other_settings_are_not_taken(tmp_path):
+def test_complete_runs_with_other_settings_are_refused(tmp_path):
     compare(make(tmp_path), fit=FakeFit())
     training = dataclasses.replace(BASE.training, samples=200)
     fit = FakeFit()
-    sentence = "training.samples was 100 and not 200; name another folder"
+    sentence = "has training.samples 100 instead of 200; name another folder"
     with pytest.raises(ConfigError, match=sentence):
         compare(make(tmp_path, base=dataclasses.replace(BASE, training=training)), fit=fit)
     assert fit.done == []
@@ -161,18 +165,18 @@ def test_runs_of_other_settings_are_not_taken(tmp_path):
         ({**figures(), "stopped_by": "SIGTERM"}, 143),
     ],
 )
-def test_a_signal_keeps_what_there_is_and_the_rest_can_be_done_later(
+def test_a_signal_keeps_complete_runs_and_the_others_can_be_run_later(
     tmp_path, capsys, answer, status
 ):
     assert compare(make(tmp_path), fit=FakeFit({("sync-easgd", 1): answer})) == status
-    assert "does the other 2" in capsys.readouterr().out
+    assert "runs the other 2" in capsys.readouterr().out
     assert "2 of 4 runs are complete" in report(tmp_path)
     again = FakeFit()
     assert compare(make(tmp_path), fit=again) == 0
     assert again.done == [("sync-easgd", 1), ("async-easgd", 1)]
 
 
-def test_the_target_is_reached_at_the_first_evaluation_that_shows_it(tmp_path):
+def test_the_target_is_reached_at_the_first_evaluation_above_it(tmp_path):
     run = plan(make(tmp_path), tmp_path)[0]
     run = dataclasses.replace(run, figures=figures(accuracies=(0.5, 0.9, 0.8, 0.95)))
     assert run.to_target(0.9) == (20, 200)
@@ -181,7 +185,7 @@ def test_the_target_is_reached_at_the_first_evaluation_that_shows_it(tmp_path):
     assert run.as_dict(0.96)["seconds_to_target"] is None
 
 
-def test_rows_hold_medians_and_the_first_at_the_target_comes_first(tmp_path):
+def test_rows_have_medians_and_are_sorted_by_the_time_to_the_target(tmp_path):
     runs = plan(make(tmp_path, "sync-sgd,sync-easgd,diloco,local-sgd", seeds=3), tmp_path)
     never = figures(accuracies=(0.5, 0.6))
     of_method = {
@@ -210,7 +214,7 @@ def test_a_comparison_without_a_complete_run_shows_no_pictures(tmp_path):
     assert not list((tmp_path / "out").glob("*.png"))
 
 
-def test_a_task_without_accuracy_has_the_picture_of_its_time_alone(tmp_path):
+def test_a_task_without_accuracy_has_only_the_picture_of_its_time_parts(tmp_path):
     scored = figures()
     scored["evaluations"] = [{"round": 1, "samples": 1, "seconds": 1, "loss": 1.0}]
     assert compare(make(tmp_path), fit=FakeFit(dict.fromkeys(METHODS, scored))) == 0
@@ -234,7 +238,7 @@ def test_the_charts_have_the_methods_in_the_order_of_the_table(tmp_path, monkeyp
 
 
 def rows_of_hparams(folder):
-    """Return (settings, figures, columns) of the one row that a run's folder holds."""
+    """Return (settings, figures, columns) of the only row in a run's folder."""
     (path,) = folder.glob("*.compare")
     accumulator = EventAccumulator(str(path)).Reload()
     plugin = accumulator.summary_metadata
@@ -267,7 +271,7 @@ def test_tensorboard_gets_a_row_for_every_complete_run(tmp_path):
     assert never["compare/accuracy"] == pytest.approx(0.6)
 
 
-def test_options_of_train_hold_for_all_runs(root):
+def test_options_of_train_apply_to_all_runs(root):
     parse = job(root).parse
     options = ["--methods", "diloco", "--seeds", "4", "--samples", "9", "--exchange.timeout-s", "7"]
     found = parse([*options, "--workers", "4", "--target", "0.9"])
@@ -280,27 +284,30 @@ def test_options_of_train_hold_for_all_runs(root):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--method sync-sgd", "method.name is one method; a comparison takes --methods"),
-        ("--run-dir there", "run.run_dir and the like give way to --out in a comparison"),
+        ("--method sync-sgd", "method.name can not be set in a comparison; use --methods"),
+        (
+            "--run-dir there",
+            "run.run_dir, run.storage_path and run.resume can not be set in a comparison; use --",
+        ),
         ("--seeds 0", "seeds must be 1 or more, got 0"),
-        ("--target 98.5", "target must be in (0, 1], as 0.985 is, got 98.5"),
+        ("--target 98.5", "target must be in (0, 1], for example 0.985, got 98.5"),
         ("--samples 9 --seconds 9", "training.samples and training.seconds exclude each other"),
         ("--methods sync-egsd --samples 9", "method.name has no 'sync-egsd'; did you mean"),
-        ("--methods diloco", "training.samples or seconds or epochs must be set, equal for all"),
+        ("--methods diloco", "training.samples or seconds, epochs or steps must be set, the same"),
         (
             "--model lnet --samples 9",
             "model has no 'lnet'; did you mean lenet or lenet5 or alexnet?",
         ),
     ],
 )
-def test_wrong_options_are_told_in_one_sentence(root, capsys, options, sentence):
+def test_wrong_options_give_one_sentence(root, capsys, options, sentence):
     assert job(root).main(options.split()) == 2
     text = capsys.readouterr().err
     assert text.startswith(f"error: {sentence}")
     assert text.count("\n") == 1
 
 
-def test_a_real_comparison_leaves_everything_and_its_figures_agree(tmp_path, root, capsys):
+def test_a_real_comparison_writes_all_files_and_its_figures_agree(tmp_path, root, capsys):
     out = tmp_path / "out"
     options = "--methods sync-easgd,sync-sgd --workers 0 --data synthetic:96 --model mlp"
     options += f" --samples 960 --batch-size 16 --seeds 2 --target 0.9 --out {out}"

@@ -1,4 +1,4 @@
-"""Sets become Parquet without a change to a picture, whole or not at all; and what is in them."""
+"""Conversion to Parquet keeps pictures unchanged and is atomic; ``info`` describes data sources."""
 
 import dataclasses
 import gzip
@@ -62,7 +62,7 @@ def make_hub(folder):
 
 
 def make_other_names(folder):
-    """As some sets of the hub: other names of columns, pictures without a struct, no names."""
+    """Like some sets of the hub: other column names, pictures without a struct, no class names."""
     cells = pa.array([png(p) for p in pictures(24)], pa.large_binary())
     table = pa.table({"img": cells, "fine_label": pa.array(rows(24), pa.int32()), "more": rows(24)})
     pq.write_table(table, folder / "a.parquet", row_group_size=10)
@@ -95,7 +95,7 @@ SMALL = ConvertConfig(rows_per_group=4, rows_per_file=10)
 
 @pytest.fixture
 def source(tmp_path):
-    """Return a function that makes a source of a kind and gives its path."""
+    """Return a function that creates a source of a kind and returns its path."""
 
     def make(kind):
         folder = tmp_path / "source"
@@ -126,10 +126,10 @@ def groups_of(folder):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_what_was_converted_loads_as_the_source_does_bit_for_bit(source, tmp_path, kind):
+def test_a_converted_source_loads_bit_for_bit_like_the_source(source, tmp_path, kind):
     path, out = source(kind), tmp_path / "out"
     convert(path, str(out), SMALL)
-    for seed in (0, 5):  # one without a test part is split alike, by any seed
+    for seed in (0, 5):  # a source without a test part is split equally, for any seed
         assert_same(load(path, seed=seed), load(str(out), seed=seed))
 
 
@@ -188,7 +188,7 @@ def test_a_table_is_copied_with_its_types_in_smaller_row_groups(tmp_path):
     assert again.schema.metadata == table.schema.metadata
 
 
-def test_rows_are_shuffled_by_the_seed_where_it_is_asked_for(source, tmp_path):
+def test_rows_are_shuffled_by_the_seed_on_request(source, tmp_path):
     path = source("class folders")
     labels = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -230,7 +230,7 @@ def test_one_large_row_group_is_never_in_memory_as_a_whole(tmp_path):
     assert 0 < max(held) < size / 2
 
 
-# whole or not at all
+# atomicity
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -254,14 +254,14 @@ def test_a_conversion_that_fails_leaves_nothing(source, tmp_path, is_there, erro
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_a_cut_left_is_not_taken_for_a_set(source, tmp_path, is_there):
+def test_the_remains_of_a_killed_conversion_are_not_loaded(source, tmp_path, is_there):
     path, out, kept = source("idx"), tmp_path / "out", tmp_path / "kept"
     if is_there:
         out.mkdir()
     seen = []
 
     def look(part, num_done, num_rows):
-        """What would be there if the process were killed now."""
+        """Test the state that would remain if the process were killed now."""
         hidden = tmp_path / f".out{UNFINISHED}"
         place = out if is_there else hidden
         assert out.exists() == is_there
@@ -285,7 +285,7 @@ def test_what_a_cut_left_is_not_taken_for_a_set(source, tmp_path, is_there):
 
 @pytest.fixture
 def bucket(monkeypatch, tmp_path):
-    """The URI of an empty bucket on a server of this machine."""
+    """The URI of an empty bucket on a local server."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -302,7 +302,7 @@ def bucket(monkeypatch, tmp_path):
     server.stop()
 
 
-def test_an_object_store_is_written_whole_or_not_at_all(bucket, tmp_path):
+def test_a_conversion_to_an_object_store_is_atomic(bucket, tmp_path):
     uri = bucket.format("new/digits")
     storage = Storage(uri)
 
@@ -334,7 +334,7 @@ def test_an_object_store_is_written_whole_or_not_at_all(bucket, tmp_path):
 
 
 def broken(tmp_path, case):
-    """Return a source and a target, one of which is wrong."""
+    """Return a source and a target, one of which is invalid."""
     out, path = tmp_path / "out", tmp_path / "in.parquet"
     if case == "target not empty":
         out.mkdir()
@@ -388,19 +388,19 @@ SENTENCES = {
     "parent is a file": "out: cannot be (written|reached): ",
     "no such source": "none: there is no such file or folder",
     "misspelt source": "did you mean digits",
-    "text": r"a\.txt: is a text; pictures and tables alone become Parquet",
+    "text": r"a\.txt: is a text; only pictures and tables can be converted to Parquet",
     "empty folder": "in: holds no data set",
     "null picture": r"in\.parquet: column 'image' is null in row 7",
     "label of no class": r"in\.parquet: row 7 has label 5; labels must be 0 to 1",
     "cut off": r"in\.parquet: is not a whole Parquet file",
     "cut inside": r"in\.parquet: can not be read: ",
-    "other columns": r"b\.parquet: has other columns than .*a\.parquet: ",
+    "other columns": r"b\.parquet: does not have the columns of .*a\.parquet: ",
     "other classes": "the training set and the test set name different classes",
 }
 
 
 @pytest.mark.parametrize("case", SENTENCES)
-def test_what_can_not_be_converted_is_told_in_one_sentence_and_nothing_is_touched(
+def test_a_conversion_that_is_refused_gives_one_sentence_and_changes_nothing(
     tmp_path, capsys, case
 ):
     source, target = broken(tmp_path, case)
@@ -417,11 +417,11 @@ def test_settings_out_of_range_are_refused(capsys):
         assert cli.main(["data", "convert", "digits", "out", *words]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {words[0][2:].replace('-', '_')} must be ")
-    with pytest.raises(DataError, match="is copied in its own order; leave --shuffle out"):
+    with pytest.raises(DataError, match="is copied in its own order; omit --shuffle"):
         convert("digits", "out", ConvertConfig(shuffle=True))
 
 
-# what is in it
+# info
 
 
 def test_info_counts_the_classes_and_row_groups_of_pictures(source):
@@ -444,7 +444,7 @@ def test_info_counts_the_classes_and_row_groups_of_pictures(source):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_info_agrees_with_what_is_loaded(source, kind):
+def test_info_agrees_with_the_loaded_data(source, kind):
     path = source(kind)
     found, data = inspect(path), load(path)
     assert found.picture_shape == data.train.shape.input_shape
@@ -457,13 +457,13 @@ def test_info_agrees_with_what_is_loaded(source, kind):
     assert not found.is_streamed
 
 
-def test_info_decodes_one_picture_alone(tmp_path):
+def test_info_decodes_only_one_picture(tmp_path):
     cells = [pictures(1)[0]] + [b"not looked at"] * 19
     write_parquet(tmp_path / "train-0.parquet", cells, rows(20))
     assert inspect(str(tmp_path)).parts[0].class_counts == (7, 7, 6)
 
 
-def test_info_warns_of_what_streams_badly(tmp_path, monkeypatch):
+def test_info_warns_of_large_row_groups(tmp_path, monkeypatch):
     write_parquet(tmp_path / "a.parquet", pictures(60), rows(60))
     few = InputConfig(shuffle_samples=50)
     (warning,) = inspect(str(tmp_path), input=few).warnings
@@ -483,19 +483,23 @@ def test_info_warns_of_rows_that_are_sorted_by_class(source, tmp_path):
         convert(path, out, ConvertConfig(rows_per_group=8, shuffle=is_shuffled))
         warnings = inspect(out).warnings
         assert len(warnings) == (not is_shuffled)
-    assert "a row group holds 1.0 of 3" in inspect(str(tmp_path / "False")).warnings[0]
+    assert "a row group holds 1.0 of 3 classes" in inspect(str(tmp_path / "False")).warnings[0]
 
 
-def test_info_warns_of_labels_that_no_class_has_and_of_sets_that_do_not_stream(tmp_path):
+def test_info_warns_of_labels_without_a_class_and_of_large_sets_that_can_not_be_streamed(tmp_path):
     write_parquet(tmp_path / "a.parquet", pictures(4), [0, None, 1, 7], ["a", "b"])
     found = inspect(str(tmp_path))
     assert found.parts[0].num_unlabelled == 2
-    assert found.warnings[0].startswith("train has 2 rows whose label is missing or of no class")
+    sentence = "train has 2 rows whose label is missing or belongs to no class"
+    assert found.warnings[0].startswith(sentence)
     (warning,) = inspect("synthetic:64", input=InputConfig(max_memory_bytes=999)).warnings
-    assert warning.startswith("takes 61.2 KiB decoded, and only Parquet is streamed: raydl data c")
+    assert warning == (
+        "takes 61.2 KiB decoded, more than input.max_memory_bytes, and only Parquet can be "
+        "streamed; convert it with raydl data convert SRC DST"
+    )
 
 
-def test_info_tells_the_columns_of_a_table_and_the_tokens_of_a_text(tmp_path, capsys):
+def test_info_lists_the_columns_of_a_table_and_counts_the_tokens_of_a_text(tmp_path, capsys):
     table = pa.table({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [1, 2], "note": ["a", "b"]})
     pq.write_table(table, tmp_path / "t.parquet")
     found = inspect(str(tmp_path / "t.parquet"))
@@ -505,7 +509,7 @@ def test_info_tells_the_columns_of_a_table_and_the_tokens_of_a_text(tmp_path, ca
         ("y", "int64", ()),
         ("note", "string", None),
     ]
-    assert found.warnings[0].startswith("note: no numbers, a run can not read them")
+    assert found.warnings[0].startswith("note: not numeric, a run can not read such a column")
     np.save(tmp_path / "t.npy", np.arange(50, dtype=np.uint16))
     found = inspect(str(tmp_path / "t.npy"))
     assert (found.holds, found.num_tokens, found.vocabulary) == ("text", 50, 50)
@@ -532,7 +536,7 @@ def test_info_reads_little_of_a_large_row_group(tmp_path):
 # the commands
 
 
-def test_the_commands_convert_and_tell_in_plain_lines(tmp_path, capsys):
+def test_the_commands_convert_and_describe_in_plain_lines(tmp_path, capsys):
     out = str(tmp_path / "out")
     assert cli.main(["data", "convert", "digits", out, "--rows-per-group", "500"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -555,7 +559,7 @@ def test_the_commands_convert_and_tell_in_plain_lines(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: {out}: is not empty, it holds test-")
 
 
-def test_slow_conversions_say_how_far_they_are(capsys, monkeypatch):
+def test_slow_conversions_print_their_progress(capsys, monkeypatch):
     from raydl.cli import data
 
     times = iter([0.0, 2.0, 6.0, 7.0])
@@ -566,14 +570,14 @@ def test_slow_conversions_say_how_far_they_are(capsys, monkeypatch):
     assert capsys.readouterr().out == "[0:06] train: 1,000 of 60,000 rows\n"
 
 
-def test_the_commands_of_data_are_listed_and_the_nearest_is_named(capsys):
+def test_the_commands_of_data_are_listed_and_the_nearest_one_is_suggested(capsys):
     assert cli.main(["data"]) == 0
     assert "convert" in capsys.readouterr().out
     assert cli.main(["data", "inf"]) == 2
     assert "did you mean info?" in capsys.readouterr().out
 
 
-def test_the_commands_of_the_page_are_understood(root, monkeypatch):
+def test_the_commands_of_the_page_are_valid(root, monkeypatch):
     text = (root / "docs/data.md").read_text()
     lines = [line.split("#")[0].split() for line in text.splitlines()]
     shown = [words[2:] for words in lines if words[:2] == ["raydl", "data"]]
@@ -591,7 +595,7 @@ def test_the_commands_of_the_page_are_understood(root, monkeypatch):
     assert asked[-1][2] == ConvertConfig(rows_per_group=500, shuffle=True)
 
 
-def test_the_options_are_the_settings_with_the_same_defaults():
+def test_the_options_of_convert_have_the_defaults_of_the_settings():
     from raydl.cli.data import _ConvertOptions
 
     options = dataclasses.asdict(_ConvertOptions("a", "b"))
@@ -599,7 +603,7 @@ def test_the_options_are_the_settings_with_the_same_defaults():
     assert {name: options[name] for name in options if name not in ("source", "target")} == settings
 
 
-def test_sizes_are_read_by_persons():
+def test_sizes_have_binary_units():
     sizes = (0, 999, 1000, 1 << 20, 2_500_000_000, 5e15)
     texts = ["0 bytes", "999 bytes", "1.0 KiB", "1.0 MiB", "2.3 GiB", "4,547.5 TiB"]
     assert [bytes_text(size) for size in sizes] == texts

@@ -1,4 +1,4 @@
-"""The cost model: worked by hand, at its limits, against SC17, and against measured runs."""
+"""The cost model, worked by hand, at its limits, against SC17, and against measured runs."""
 
 import dataclasses
 import json
@@ -63,30 +63,30 @@ def test_overlap_hides_an_exchange_behind_one_gradient_and_no_more():
     assert (short.hidden_s, short.step_s, short.efficiency) == (12.0, 50.0, 1.0)
 
 
-def test_a_worker_alone_with_the_center_pays_the_way_there_and_back():
+def test_a_single_worker_pays_the_round_trip_to_the_center():
     found = predict(make_plan("async"), SLOW, 1)
     assert (found.algorithm, found.exchange_s) == ("center", 12.0)  # 2 (2 + 8/2)
     assert found.step_s == 24 / 4
 
 
 def test_the_links_of_the_center_bound_the_messages_of_all_workers():
-    # 10 workers bring 8 bytes each, half a second a byte: no round is below 40 s.
+    # 10 workers send 8 bytes each, at half a second per byte: no round is shorter than 40 s.
     found = predict(make_plan("async"), SLOW, 10)
     assert found.step_s == 40 / 4
     assert found.samples_per_s == 10 * 4 * 10 / 40
     assert predict(make_plan("async"), SLOW, 20).samples_per_s == found.samples_per_s
 
 
-def test_shards_divide_the_links_but_not_the_way_of_one_worker():
+def test_shards_divide_the_load_of_links_but_not_the_round_trip_of_one_worker():
     halved = make_plan("async", center_shards=2)
     assert predict(halved, SLOW, 20).step_s == 40 / 4
     assert predict(halved, SLOW, 1) == predict(make_plan("async"), SLOW, 1)
 
 
-def test_full_links_leave_only_one_gradient_to_hide_behind():
+def test_with_full_links_overlap_does_not_shorten_a_round():
     found = predict(make_plan("async", overlaps=True), SLOW, 10)
     assert found.hidden_s == 3.0
-    assert found.step_s == 40 / 4  # the links set the pace, hidden or not
+    assert found.step_s == 40 / 4  # the links limit the round, with and without overlap
 
 
 def test_in_round_robin_a_worker_waits_for_all_others():
@@ -95,16 +95,16 @@ def test_in_round_robin_a_worker_waits_for_all_others():
     assert found.step_s == 5 * 24 / 4
     assert found.communication_share == pytest.approx(1 - 12 / 120)
     alone = predict(make_plan("round_robin"), SLOW, 1)
-    assert found.samples_per_s == pytest.approx(alone.samples_per_s)  # more workers, no faster
+    assert found.samples_per_s == pytest.approx(alone.samples_per_s)  # more workers are no faster
 
 
 def test_the_best_period_by_hand():
     # 12 s of exchange are 20% of a round from 48 s of steps on: 16 steps of 3 s.
     assert best_period(make_plan(), SLOW, 4, target=0.2) == 16
-    # Behind one gradient 3 s of them are hidden: 9 s are 20% of a round with 36 s of steps.
+    # With overlap one gradient hides 3 s of them: 9 s are 20% of a round with 36 s of steps.
     assert best_period(make_plan(overlaps=True), SLOW, 4, target=0.2) == 12
-    # 5 workers: 20 s of links fill a round, which is 20% more than its steps from 16 s on;
-    # 12 s of one worker's messages need 48 s of steps.
+    # 5 workers: the links need 20 s per round, of which 16 s of steps leave 20% waiting. But the
+    # 12 s of a worker's messages need 48 s of steps.
     assert best_period(make_plan("async"), SLOW, 5, target=0.2) == 16
 
 
@@ -120,7 +120,7 @@ def test_numbers_of_workers_double_up_to_the_last():
     assert doublings(1, 2) == [1, 2]
 
 
-# limits and monotony
+# limits and monotonicity
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async", "hogwild"])
@@ -181,45 +181,45 @@ def test_the_best_period_keeps_the_target_and_one_less_does_not(strategy, num_wo
 
 
 @pytest.mark.parametrize(("strategy", "overlaps"), OVERLAPS)
-def test_what_a_worker_does_not_wait_it_computes(strategy, overlaps):
+def test_communication_share_and_efficiency_sum_up_to_1(strategy, overlaps):
     for count in (1, 3, 50):
         found = predict(make_plan(strategy, overlaps=overlaps), SLOW, count)
         assert found.communication_share + found.efficiency == pytest.approx(1)
         assert 0 <= found.hidden_s <= found.exchange_s
 
 
-# SC17. Theirs: the figures of FDR InfiniBand, LeNet, 8 workers, period 1, and the shares of 87% and
-# 14%. Derived here: the seconds of a step, which they do not give, from their 14%.
+# SC17. From the paper: the figures of FDR InfiniBand, LeNet, 8 workers, period 1, and the shares of
+# 87% and 14%. Derived here from the 14%: the seconds of a step, which the paper does not give.
 
 
 def sc17_step_s():
-    """Return the step with which the sum of LeNet among 8, not hidden, is 14% of the time."""
+    """Return the step time with which LeNet's all-reduce among 8, not hidden, takes 14%."""
     sum_s = choose(LENET_BYTES, range(8), FDR)[1]
     return sum_s * (1 - 0.14) / 0.14
 
 
-def test_from_original_to_sync_easgd_communication_falls_as_sc17_saw_it():
+def test_from_original_to_sync_easgd_communication_falls_as_in_sc17():
     settings = {"period": 1, "step_s": sc17_step_s(), "num_bytes": LENET_BYTES}
     original = predict(make_plan("round_robin", **settings), FDR, 8)
     sync = predict(make_plan("sync", **settings), FDR, 8)
     hidden = predict(make_plan("sync", overlaps=True, **settings), FDR, 8)
-    assert original.communication_share == pytest.approx(0.87, abs=0.03)  # it says 89%
-    assert sync.communication_share == pytest.approx(0.14)  # which was put in
+    assert original.communication_share == pytest.approx(0.87, abs=0.03)  # the model gives 89%
+    assert sync.communication_share == pytest.approx(0.14)  # the input
     assert hidden.communication_share == 0.0
-    # They saw 5.3 times the speed; the model knows nothing of what else a step costs.
+    # SC17 measured a speed-up of 5.3; the model leaves out other costs of a step.
     assert sync.samples_per_s / original.samples_per_s == pytest.approx(8.1, abs=0.05)
     assert hidden.samples_per_s / original.samples_per_s == pytest.approx(9.5, abs=0.05)
 
 
-def test_original_easgd_is_near_87_percent_whatever_a_step_takes():
+def test_original_easgd_is_near_87_percent_for_any_step_time():
     for step_s in (2e-3, 1e-2, 1.0):
         plan = make_plan("round_robin", period=1, step_s=step_s, num_bytes=LENET_BYTES)
         assert 0.87 < predict(plan, FDR, 8).communication_share < 0.91
 
 
 def test_weak_scaling_to_64_nodes_is_beyond_what_sc17_measured():
-    # GoogLeNet has some 7 million parameters. From 0.12 s a step on the sum of all, not hidden,
-    # leaves 91.5%; a step of it takes seconds on a node of Knights Landing.
+    # GoogLeNet has some 7 million parameters. From 0.12 s per step on the efficiency is 91.5%, even
+    # without overlap; a step takes seconds on a node of Knights Landing.
     googlenet = make_plan(period=1, step_s=0.12, num_bytes=28_000_000)
     assert predict(googlenet, FDR, 64).efficiency > 0.915
     assert predict(dataclasses.replace(googlenet, step_s=0.11), FDR, 64).efficiency < 0.915
@@ -231,7 +231,7 @@ def test_weak_scaling_to_64_nodes_is_beyond_what_sc17_measured():
 
 
 class Wire:
-    """A link whose messages take a + S b seconds at least, as over a slow line."""
+    """A link whose messages take at least a + S b seconds, like a slow line."""
 
     def __init__(self, link, latency_s, seconds_per_byte):
         self.rank, self.num_workers, self.link = link.rank, link.num_workers, link
@@ -246,7 +246,7 @@ class Wire:
 
 
 class Delayed:
-    """A message that is done when it has arrived and its time is over."""
+    """A message that is complete once it has arrived and its delay has passed."""
 
     def __init__(self, handle, ready):
         self.handle, self.ready = handle, ready
@@ -264,7 +264,7 @@ def gloo(store, rank, num_workers):
 
 
 def in_threads(num_workers, act):
-    """Return act(link of the rank) for each rank of a gloo group over loopback."""
+    """Return act(link) for each rank of a gloo group over loopback."""
     store, results = dist.HashStore(), [None] * num_workers
 
     def run(rank):
@@ -281,13 +281,14 @@ def in_threads(num_workers, act):
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
-def test_measured_rounds_take_what_was_predicted(num_workers):
-    """The network is the one raydl measures; the line is slow, so that it counts and not the CPU.
+def test_measured_rounds_take_the_predicted_time(num_workers):
+    """The prediction uses the network that raydl measures, on a slow line.
 
-    Steps sleep, for the same reason. A message takes 4 ms and 10 ns a byte (100 MB/s), a step
-    25 ms, a round 2 steps and the sum of 1.7 MB. The shortest of some rounds counts: the others
-    were disturbed. It was within 20% beside a load of 20 on two cores, and may be half as long
-    again, or, if the probe was disturbed, three tenths shorter.
+    The line is slow and steps sleep, so that CPU time does not matter. A message takes 4 ms plus
+    10 ns per byte (100 MB/s), a step 25 ms, a round 2 steps and an all-reduce of 1.7 MB. The
+    shortest round counts, since others may be disturbed. With a load of 20 on two cores it was
+    within 20%; it may be 50% longer or, if the measurement of the network was disturbed, 30%
+    shorter.
     """
     step_s, period = 0.025, 2
 
@@ -320,7 +321,7 @@ def test_measured_rounds_take_what_was_predicted(num_workers):
 
 
 def measure_sums(rank, folder):
-    """Measure as one of 4 processes; rank 0 writes (network, best seconds) by p and algorithm."""
+    """Measure as one of 4 ranks; rank 0 writes (predicted, least seconds) by p and algorithm."""
     torch.set_num_threads(1)
     found = {}
     for p in (2, 4):
@@ -329,7 +330,7 @@ def measure_sums(rank, folder):
         link = ProcessGroupLink(gloo(dist.FileStore(f"{folder}/{p}", p), rank, p), rank, p)
         networks, times = [], {name: [] for name in FLAT}
         tensor = torch.zeros(LENET_BYTES // 4)
-        for _ in range(3):  # measured between the sums, so that both see the same machine
+        for _ in range(3):  # network and sums are measured alternately, under the same load
             networks.append(measure_network(link, range(p)))
             reducer = Reducer(link, range(p), networks[-1])
             for _ in range(10):
@@ -348,12 +349,12 @@ def measure_sums(rank, folder):
 
 
 @pytest.mark.slow
-def test_sums_among_processes_take_what_was_predicted(tmp_path):
-    """Four processes over loopback, where the CPU is the wire: predicted within a factor of 8.
+def test_measured_all_reduces_take_the_predicted_time(tmp_path):
+    """Four processes over loopback are predicted within a factor of 8.
 
-    The formulas know of no CPU. On two cores four ranks do not send at once, so a sum may take as
-    much longer as ranks share a core, and the additions come on top; a probe that was disturbed
-    makes it look shorter. So this holds the order of magnitude, and the best of 30 sums counts.
+    The formulas ignore the CPU, but loopback is limited by it: ranks that share a core do not send
+    simultaneously, and additions take time. A disturbed measurement of the network has the opposite
+    effect. So the test checks the order of magnitude of the fastest of 30 all-reduces.
     """
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=measure_sums, args=(r, str(tmp_path))) for r in range(4)]
@@ -369,7 +370,7 @@ def test_sums_among_processes_take_what_was_predicted(tmp_path):
             assert 1 / 8 < measured_s / predicted_s < 8, (p, name)
 
 
-# what is refused
+# invalid plans
 
 
 @pytest.mark.parametrize(
@@ -380,11 +381,14 @@ def test_sums_among_processes_take_what_was_predicted(tmp_path):
         ({"period": 0}, "period must be 1 or more, got 0"),
         ({"num_bytes": 0}, "num_bytes must be 1 or more, got 0"),
         ({"strategy": "rounds"}, "strategy has no 'rounds'; did you mean round_robin?"),
-        ({"center_shards": 2}, "center_shards has no meaning where all exchange at once"),
-        ({"strategy": "round_robin", "overlaps": True}, "overlaps has no meaning in round_robin"),
+        ({"center_shards": 2}, "center_shards must be 1 with the strategy sync, where every rank"),
+        (
+            {"strategy": "round_robin", "overlaps": True},
+            "overlaps must be False with the strategy round_robin, where only one worker is active",
+        ),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(settings, sentence):
+def test_an_invalid_plan_is_refused(settings, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         make_plan(**settings)
 
@@ -396,7 +400,7 @@ def test_a_network_is_a_name_or_two_numbers(text):
         parse_network(text)
 
 
-def test_a_network_nobody_knows_is_named_with_those_that_are_known():
+def test_an_unknown_network_is_refused_with_suggestions():
     with pytest.raises(UnknownNameError, match="network has no '11gbe'; did you mean 1gbe"):
         parse_network("11gbe")
 
@@ -438,12 +442,12 @@ def test_every_named_method_can_be_planned(method, capsys):
 
 
 class InTurn(Elastic):
-    """A rule of one's own whose workers go in rank order."""
+    """A user's rule whose workers exchange in rank order."""
 
     strategy = "round_robin"
 
 
-def test_a_rule_of_ones_own_in_round_robin_is_planned_with_nothing_hidden(capsys):
+def test_a_users_rule_in_round_robin_is_planned_without_overlap(capsys):
     assert run_plan("--workers", "8", "--method", f"{__name__}:InTurn", "--json") == 0
     [found] = json.loads(capsys.readouterr().out)["methods"]
     assert (found["strategy"], found["overlaps"]) == ("round_robin", False)
@@ -468,7 +472,7 @@ def test_the_command_prints_json(capsys):
         assert row == {**dataclasses.asdict(expected), "best_period": 1}
 
 
-def test_without_a_given_time_a_step_is_timed_here(capsys):
+def test_without_a_given_time_a_step_is_measured_here(capsys):
     options = ["--model", "mlp", "--data-shape", "1x4x4", "--classes", "3", "--batch-size", "2"]
     assert cli.main(["plan", "--workers", "2", "--json", *options]) == 0
     workload = json.loads(capsys.readouterr().out)["workload"]
@@ -477,7 +481,7 @@ def test_without_a_given_time_a_step_is_timed_here(capsys):
     assert workload["parameters"] == 16 * 256 + 256 + 256 * 256 + 256 + 256 * 3 + 3
 
 
-def test_a_network_of_ones_own_needs_only_its_size_and_time(capsys):
+def test_a_users_network_needs_only_its_size_and_step_time(capsys):
     assert run_plan("--parameters", "7000000", "--workers", "64", "--json") == 0
     workload = json.loads(capsys.readouterr().out)["workload"]
     assert (workload["num_bytes"], workload["step_s"]) == (28_000_000, 0.004)
@@ -507,7 +511,7 @@ def test_a_network_of_ones_own_needs_only_its_size_and_time(capsys):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_a_mistake_is_told_in_one_sentence(capsys, options, sentence):
+def test_wrong_options_give_one_sentence(capsys, options, sentence):
     has_step = "--step-s" in options or "--parameters" in options
     given = options if has_step else [*options, "--step-s", "0.01"]
     assert cli.main(["plan", *given]) == 2
@@ -524,7 +528,7 @@ def test_a_picture_is_drawn(tmp_path, capsys):
 
 
 @pytest.mark.processes
-def test_planning_needs_no_ray_and_the_formulas_no_torch():
+def test_planning_needs_no_ray_and_its_formulas_need_no_torch():
     code = (
         "import raydl.tools.plan, sys; assert not {'ray', 'torch'} & set(sys.modules);"
         "import raydl.cli;"
@@ -546,7 +550,7 @@ def test_every_network_is_in_the_docs_with_its_figures(root):
     }
 
 
-def test_the_commands_of_the_planning_page_are_understood(root, capsys):
+def test_the_commands_of_the_planning_page_are_valid(root, capsys):
     blocks = re.findall(
         r"^```bash\n(.*?)^```", (root / "docs/planning.md").read_text(), re.M | re.S
     )

@@ -1,4 +1,4 @@
-"""The page of a run says what its folder holds, is one file, and fetches nothing."""
+"""The report of a run is one page with the content of its folder, and fetches nothing."""
 
 import json
 import re
@@ -11,17 +11,17 @@ from run_pages import CONFIG, Walk, facts_of, write_run
 from raydl import cli, storage
 from raydl.errors import ConfigError, DataError
 from raydl.metrics import STACK, TIME_PARTS
-from raydl.tools.report import make_page, read_run, with_names_apart, write_report
+from raydl.tools.report import make_page, read_run, with_unique_names, write_report
 from raydl.tools.report.curves import samples_at
-from raydl.tools.report.events import Curve, Formed, History, Told
+from raydl.tools.report.events import Curve, History, LoggedEvent, MembershipRow
 from raydl.tools.report.html import element, table
 from raydl.tools.report.sections import byte_size, duration
 from raydl.tools.report.style import CSS
 
-# a page, as a browser takes it
+# a page, parsed like in a browser
 
 
-def test_the_walk_notices_a_tag_that_is_not_closed():
+def test_the_parser_detects_a_tag_that_is_not_closed():
     with pytest.raises(AssertionError):
         Walk("<p><b>words</p>")
 
@@ -90,14 +90,14 @@ def test_the_command_writes_into_the_folder_of_the_run(run, capsys):
     Walk((run / "report.html").read_text())
 
 
-def test_the_key_of_a_time_part_has_the_colour_of_its_bar_and_the_style_sheet_knows_it(page):
+def test_the_key_of_a_time_part_has_the_color_of_its_bar_and_of_the_style_sheet(page):
     for part, color in STACK.items():
         assert page.count(f"fill:var(--{part})") == 2
         assert f"  --{part}: {color};" in CSS
     assert CSS.index("--initialization") < CSS.index("prefers-color-scheme: dark")
 
 
-def test_every_colour_of_the_page_is_one_of_the_style_sheet(page):
+def test_every_color_of_the_page_is_in_the_style_sheet(page):
     names = set(re.findall(r"var\(--(\w+)\)", page))
     assert names == {name for name in names if f"  --{name}: " in CSS}
 
@@ -118,45 +118,45 @@ def test_every_chart_has_a_label_for_screen_readers(page):
         assert f'aria-label="{title}"' in page
 
 
-# what a person may give
+# arguments of the command
 
 
-def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
+def test_a_folder_without_a_run_gives_one_sentence(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     error = capsys.readouterr().err
-    assert "no run is there: it has no config.json" in error
+    assert "contains no run, config.json is missing" in error
     assert error.count("\n") == 1
 
 
-def test_a_folder_of_runs_names_those_below(tmp_path):
+def test_the_error_for_a_folder_of_runs_names_the_runs(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
-    with pytest.raises(DataError, match="below it are a, b: name one or several of them"):
+    with pytest.raises(DataError, match=r"name one or several of the runs in it: a, b$"):
         read_run(str(tmp_path))
 
 
-def test_the_folders_above_a_page_are_made(tmp_path):
+def test_the_folders_above_a_page_are_created(tmp_path):
     write_run(tmp_path / "a")
     out = str(tmp_path / "pages/of/a.html")
     assert write_report([str(tmp_path / "a")], out=out) == out
     Walk((tmp_path / "pages/of/a.html").read_text())
 
 
-def test_no_run_at_all_is_one_sentence(capsys):
+def test_a_missing_argument_gives_one_sentence(capsys):
     assert cli.main(["report"]) == 2
     assert "needs a run" in capsys.readouterr().err
 
 
-def test_a_damaged_configuration_is_one_sentence(tmp_path):
+def test_a_damaged_configuration_gives_one_sentence(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json is damaged"):
         read_run(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(DataError, match="holds no settings"):
+    with pytest.raises(DataError, match="contains no settings"):
         read_run(str(tmp_path))
 
 
-def test_a_page_that_can_not_be_written_is_one_sentence(tmp_path):
+def test_a_page_that_can_not_be_written_gives_one_sentence(tmp_path):
     write_run(tmp_path / "a")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can not be written"):
@@ -165,25 +165,25 @@ def test_a_page_that_can_not_be_written_is_one_sentence(tmp_path):
         write_report([str(tmp_path / "a")], out=f"{tmp_path}/")
 
 
-# made by hand
+# runs made by hand
 
 
-def test_a_run_without_events_is_a_page_that_says_so(tmp_path):
+def test_the_page_says_that_event_files_are_missing(tmp_path):
     text = Walk(make_page([read_run(str(write_run(tmp_path / "a")))])).text
-    assert "no event files, so there are no curves" in text
+    assert "Event files are missing: there are no curves" in text
     assert "Center accuracy 75.00%" in text
     assert "No membership was recorded" in text
 
 
-def test_a_run_that_has_not_ended_says_how_it_stands(tmp_path):
+def test_the_page_of_a_running_run_has_its_last_reported_state(tmp_path):
     folder = write_run(tmp_path / "a", state="training", result={"samples": 7})
     text = Walk(make_page([read_run(str(folder))])).text
-    assert "not ended: training, as told at 1970-01-01 00:00:00 UTC" in text
+    assert "not ended: training, last reported at 1970-01-01 00:00:00 UTC" in text
     assert "written no result yet" in text
     assert "1,234" in text, "the result is of an earlier start"
 
 
-def test_a_failed_run_says_why(tmp_path):
+def test_the_page_of_a_failed_run_says_why_it_failed(tmp_path):
     folder = write_run(tmp_path / "a", state="failed: the loss became NaN")
     assert "failed: the loss became NaN" in Walk(make_page([read_run(str(folder))])).text
 
@@ -191,7 +191,7 @@ def test_a_failed_run_says_why(tmp_path):
 @pytest.mark.parametrize(
     ("state", "samples"), [("failed: the loss became NaN", 1234), ("finished", 640)]
 )
-def test_the_result_of_an_earlier_ending_is_not_the_run_s(tmp_path, state, samples):
+def test_the_result_of_an_earlier_start_is_not_shown(tmp_path, state, samples):
     result = {"samples": samples, "center_accuracy": 0.99}
     folder = write_run(tmp_path / "a", state=state, result=result)
     text = Walk(make_page([read_run(str(folder))])).text
@@ -200,13 +200,13 @@ def test_the_result_of_an_earlier_ending_is_not_the_run_s(tmp_path, state, sampl
     assert "written no result yet" in text
 
 
-def test_the_result_of_this_ending_is_the_run_s(tmp_path):
+def test_the_result_of_the_newest_start_is_shown(tmp_path):
     result = {"samples": 1234, "center_accuracy": 0.99}
     run = read_run(str(write_run(tmp_path / "a", state="stopped by raydl stop", result=result)))
     assert run.figure("center_accuracy") == 0.99
 
 
-def test_damaged_files_are_told_and_the_rest_is_shown(tmp_path):
+def test_damaged_files_are_named_and_the_others_are_shown(tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "result.json").write_text("{")
     (folder / "status.json").write_text("[]")
@@ -214,27 +214,27 @@ def test_damaged_files_are_told_and_the_rest_is_shown(tmp_path):
     (folder / "checkpoints/round-1").mkdir(parents=True)
     (folder / "checkpoints/round-1/manifest.json").write_text("[]")
     text = Walk(make_page([read_run(str(folder))])).text
-    assert "Its result.json can not be read" in text
-    assert "Its status.json can not be read" in text
+    assert "result.json can not be read" in text
+    assert "status.json can not be read" in text
     assert "round-1" in text
 
 
-def test_figures_that_are_no_numbers_are_dashes(tmp_path):
+def test_figures_that_are_not_numbers_are_shown_as_dashes(tmp_path):
     result = {"center_accuracy": float("nan"), "samples": "many", "time_parts": 3, "allreduce": 1}
     folder = write_run(tmp_path / "a", result=result)
     assert "Center accuracy -" in Walk(make_page([read_run(str(folder))])).text
 
 
-def test_without_events_the_scores_of_the_result_are_the_curve(tmp_path):
+def test_without_event_files_the_curve_is_made_from_the_result(tmp_path):
     scores = [{"samples": n, "seconds": n / 10, "accuracy": n / 100} for n in (10, 20)]
     folder = write_run(tmp_path / "a", result={"evaluations": [*scores, {"samples": 30}, 7]})
     curve = read_run(str(folder)).curve("center/accuracy")
     assert curve == Curve((10, 20), (1.0, 2.0), (0.1, 0.2))
 
 
-def test_a_hostile_name_does_nothing():
+def test_hostile_names_are_escaped():
     hostile = "<script>alert('x')</script>\"&"
-    told = (Told(f"generation 1: {hostile}", 1, 0, 0.0),)
+    events = (LoggedEvent(f"generation 1: {hostile}", 1, 0, 0.0),)
     curves = {
         "center/accuracy": Curve((1, 2), (1.0, 2.0), (0.1, 0.2)),
         f"worker_step_s/{hostile}": Curve((1,), (1.0,), (0.1,)),
@@ -247,7 +247,7 @@ def test_a_hostile_name_does_nothing():
         versions={hostile: hostile},
         commit=hostile,
         result={"faults_fired": [hostile], "allreduce": {"algorithm": hostile}},
-        history=History(curves, told, num_starts=1),
+        history=History(curves, events, num_starts=1),
         checkpoints=({"name": hostile, "workers": [hostile]},),
         notes=(hostile,),
     )
@@ -258,19 +258,19 @@ def test_a_hostile_name_does_nothing():
         assert "<script" not in page
 
 
-# runs of days
+# long runs
 
 
 def long_run(num_generations):
     """Return a run in which a worker is replaced every 30 s."""
-    told, formed = [], {}
+    events, memberships = [], {}
     for number in range(1, num_generations + 1):
         reason = f"w{number} was lost, w{number + 8} joins"
-        told.append(Told(f"generation {number}: {reason}", 1, 640 * number, 30.0 * number))
+        events.append(LoggedEvent(f"generation {number}: {reason}", 1, 640 * number, 30.0 * number))
         workers = tuple(f"w{number + i}" for i in range(1, 9))
-        formed[1, number] = Formed(640 * number, workers, 8)
+        memberships[1, number] = MembershipRow(640 * number, workers, 8)
     curve = Curve((1, 640 * num_generations), (1.0, 30.0 * num_generations), (8.0, 8.0))
-    history = History({"workers/count": curve}, tuple(told), formed, num_starts=1)
+    history = History({"workers/count": curve}, tuple(events), memberships, num_starts=1)
     return facts_of("long", history=history)
 
 
@@ -284,17 +284,17 @@ def test_the_page_of_a_run_with_thousands_of_generations_stays_small():
     assert "w10000 was lost" in text
 
 
-def test_of_more_workers_than_are_drawn_the_spread_over_all_is():
+def test_with_too_many_workers_for_a_chart_their_spread_is_drawn():
     step = Curve((1, 2), (1.0, 2.0), (0.1, 0.2))
     curves = {f"worker_{n}_s/w{i}": step for i in range(17) for n in ("step", "waited")}
     whiches = ("least", "median", "most")
     curves |= {f"workers/{n}_{w}": step for n in ("step_s", "waited_s") for w in whiches}
     text = Walk(make_page([facts_of("many", history=History(curves, num_starts=1))])).text
     assert "Seconds of a local step: least, median and most of all workers, over time" in text
-    assert "Seconds waited: least, median and most of all workers, over time" in text
+    assert "Seconds waited in a round: least, median and most of all workers, over time" in text
 
 
-def test_samples_at_a_moment_lie_between_two_points():
+def test_samples_at_a_moment_are_interpolated():
     curve = Curve((100, 300), (1.0, 3.0), (0, 0))
     assert [samples_at(curve, s) for s in (0, 0.5, 1, 2, 3, 9)] == [0, 50, 100, 200, 300, 300]
 
@@ -302,7 +302,7 @@ def test_samples_at_a_moment_lie_between_two_points():
 # several runs
 
 
-def test_several_runs_lie_over_each_other_with_a_table_on_top(tmp_path, run):
+def test_several_runs_share_charts_below_a_table(tmp_path, run):
     other = write_run(tmp_path / "other", config={**CONFIG, "model": "mlp:Deep"})
     out = write_report([str(run), str(other)], out=str(tmp_path / "both.html"))
     page = (tmp_path / "both.html").read_text()
@@ -314,7 +314,7 @@ def test_several_runs_lie_over_each_other_with_a_table_on_top(tmp_path, run):
     assert walk.tags.count("section") == 2
 
 
-def test_each_run_has_a_line_and_a_colour_of_its_own():
+def test_each_run_has_its_own_line_and_color():
     curves = {"center/accuracy": Curve((1, 2), (1.0, 2.0), (0.1, 0.2))}
     runs = [facts_of(f"run-{i}", history=History(curves)) for i in range(10)]
     page = make_page(runs)
@@ -323,18 +323,18 @@ def test_each_run_has_a_line_and_a_colour_of_its_own():
     assert "run-9: 20% at 2" in page
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folder():
+def test_runs_with_the_same_name_are_named_by_their_folder():
     runs = [facts_of(root="x/a"), facts_of(root="y/a"), facts_of("b")]
-    assert [run.name for run in with_names_apart(runs)] == ["x/a", "y/a", "b"]
+    assert [run.name for run in with_unique_names(runs)] == ["x/a", "y/a", "b"]
 
 
-def test_a_run_may_lie_behind_a_uri(tmp_path):
+def test_a_run_may_be_given_by_a_uri(tmp_path):
     folder = write_run(tmp_path / "a")
     assert write_report([f"file://{folder}"]) == f"file://{folder}/report.html"
     assert "<h1>a</h1>" in (folder / "report.html").read_text()
 
 
-def test_the_query_of_a_uri_stays_at_its_end_and_out_of_the_title(tmp_path, monkeypatch):
+def test_the_query_of_a_uri_stays_at_its_end_and_is_not_in_the_title(tmp_path, monkeypatch):
     query = "?endpoint_override=localhost%3A9000&scheme=http"
 
     def open_here(uri):
@@ -354,13 +354,13 @@ def test_the_query_of_a_uri_stays_at_its_end_and_out_of_the_title(tmp_path, monk
         write_report([run], out=f"s3://bucket/pages/{query}")
 
 
-def test_no_key_of_a_uri_reaches_the_page():
+def test_the_page_has_no_credentials_of_uris():
     uri = "s3://KEY:SE'C@RET@bucket/runs"
-    told = (Told(f"the checkpoint is at {uri}/a", 1, 0, 0.0),)
+    events = (LoggedEvent(f"the checkpoint is at {uri}/a", 1, 0, 0.0),)
     run = facts_of(
         f"{uri}/a",
         config={"run.storage_path": uri, "data": f"{uri}?mail=me@here"},
-        history=History({}, told, num_starts=1),
+        history=History({}, events, num_starts=1),
         notes=(f"{uri} does not answer.",),
     )
     for page in (make_page([run]), make_page([run, facts_of("b")])):
@@ -370,27 +370,27 @@ def test_no_key_of_a_uri_reaches_the_page():
         assert "s3://bucket/runs?mail=me@here" in page
 
 
-def test_a_run_is_called_by_its_folder_even_from_inside(tmp_path, monkeypatch):
+def test_a_run_has_the_name_of_its_folder_even_from_inside(tmp_path, monkeypatch):
     monkeypatch.chdir(write_run(tmp_path / "a"))
     assert read_run(".").name == "a"
 
 
-def test_a_run_named_twice_is_one_run(tmp_path):
+def test_a_run_given_twice_is_reported_once(tmp_path):
     folder = write_run(tmp_path / "a")
     assert write_report([str(folder), f"{folder}/"]) == f"{folder}/report.html"
 
 
-# words
+# text
 
 
 def test_a_timeline_of_very_many_generations_is_folded():
-    told = tuple(Told(f"generation {i}: w{i} joins", 1, 0, 0.0) for i in range(100))
-    text = Walk(make_page([facts_of(history=History({}, told, num_starts=1))])).text
+    events = tuple(LoggedEvent(f"generation {i}: w{i} joins", 1, 0, 0.0) for i in range(100))
+    text = Walk(make_page([facts_of(history=History({}, events, num_starts=1))])).text
     assert "All 100 generations" in text
     assert "w99 joins" in text
 
 
-def test_what_is_no_element_is_escaped():
+def test_text_in_an_element_is_escaped():
     assert element("p", "<b>", element("i", 3), None) == "<p>&lt;b&gt;<i>3</i></p>"
     assert element("a", class_='"', stroke_width=2, x=None) == (
         '<a class="&quot;" stroke-width="2"></a>'
@@ -398,7 +398,7 @@ def test_what_is_no_element_is_escaped():
     assert "<td>&lt;x&gt;</td>" in table(["a"], [["<x>"]])
 
 
-def test_times_and_sizes_are_as_a_person_reads_them():
+def test_times_and_sizes_have_readable_units():
     assert [duration(s) for s in (None, 4.94, 99.96, 123, 605, 3599.4, 3599.6, 3723)] == [
         "-", "4.9 s", "1:40 min", "2:03 min", "10:05 min", "59:59 min", "1:00:00 h", "1:02:03 h"
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Curves and sentences of a run, read back from its event files."""
+"""Curves and logged events of a run, read from its event files."""
 
 import re
 
@@ -8,7 +8,7 @@ from run_pages import Walk, facts_of, write_run
 from raydl.metrics import TensorBoardWriter
 from raydl.tools.report import make_page, read_run
 from raydl.tools.report.curves import charts_of
-from raydl.tools.report.events import Curve, History, Told, read_history
+from raydl.tools.report.events import Curve, History, LoggedEvent, read_history
 
 
 def event_files(folder):
@@ -16,7 +16,7 @@ def event_files(folder):
 
 
 def write_start(folder, points, *, sentences=(), purge_after=None, table=""):
-    """Write the event file of one start; a fresh folder each, so that names do not matter."""
+    """Write the event file of one start, into its own folder."""
     writer = TensorBoardWriter(str(folder), purge_after=purge_after)
     for sentence in sentences:
         writer.text("events", sentence, num_samples=0)
@@ -28,18 +28,18 @@ def write_start(folder, points, *, sentences=(), purge_after=None, table=""):
     return event_files(folder)[0]
 
 
-def test_curves_and_sentences_come_back_from_the_event_files(tmp_path):
+def test_curves_and_logged_events_are_read_from_the_event_files(tmp_path):
     points = [(10, {"train/loss": 2.0}), (20, {"train/loss": 1.5})]
     sentences = ["1 of 2 workers are ready", "generation 1: w0 starts"]
     history = read_history([write_start(tmp_path, points, sentences=sentences)])
     assert history.curves["train/loss"].samples == (10, 20)
     assert history.curves["train/loss"].values == (2.0, 1.5)
-    assert [told.sentence for told in history.told] == sentences
-    assert history.told[0].seconds == 0.0
+    assert [event.sentence for event in history.events] == sentences
+    assert history.events[0].seconds == 0.0
     assert history.damage == ""
 
 
-def test_a_resumed_start_takes_the_place_of_what_came_after_its_checkpoint(tmp_path):
+def test_a_resumed_start_replaces_the_points_after_its_checkpoint(tmp_path):
     first = write_start(tmp_path / "1", [(n, {"train/loss": 1.0}) for n in (10, 20, 30)])
     again = write_start(tmp_path / "2", [(25, {"train/loss": 2.0})], purge_after=20)
     history = read_history([first, again])
@@ -50,7 +50,7 @@ def test_a_resumed_start_takes_the_place_of_what_came_after_its_checkpoint(tmp_p
     assert history.num_starts == 2
 
 
-def test_the_files_of_a_comparison_are_no_starts(tmp_path):
+def test_the_event_files_of_a_comparison_are_not_starts(tmp_path):
     folder = write_run(tmp_path / "a")
     start = write_start(tmp_path / "1", [(10, {"train/loss": 1.0})])
     added = write_start(tmp_path / "2", [(10, {"compare/accuracy": 1.0})])
@@ -61,15 +61,17 @@ def test_the_files_of_a_comparison_are_no_starts(tmp_path):
     assert "resumed" not in Walk(make_page([run])).text
 
 
-def test_the_line_of_workers_leaves_out_what_a_resumed_start_took_back():
-    told = [(1, 0.0), (2, 91.0), (3, 60.0), (4, 100.0)]
+def test_the_line_of_workers_omits_generations_that_a_resumed_start_replaced():
+    generations = [(1, 0.0), (2, 91.0), (3, 60.0), (4, 100.0)]
     counts = (2.0, 3.0, 1.0, 1.0)
     curves = {
         "workers/count": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), counts),
         "workers/generation": Curve((0, 1, 2, 3), (1.0, 92.0, 93.0, 101.0), (1.0, 2.0, 3.0, 4.0)),
     }
-    sentences = tuple(Told(f"generation {n}: why", 1 + n // 3, n - 1, s) for n, s in told)
-    run = facts_of(history=History(curves, sentences, num_starts=2))
+    events = tuple(
+        LoggedEvent(f"generation {n}: why", 1 + n // 3, n - 1, s) for n, s in generations
+    )
+    run = facts_of(history=History(curves, events, num_starts=2))
     [figure] = [f for f in charts_of([run]) if "Workers that train" in f]
     [line] = re.findall(r'stroke:var\(--c0\)[^"]*" d="([^"]*)"', figure)
     xs = [float(x) for x in re.findall(r"[ML]([\d.]+)", line)]
@@ -78,7 +80,7 @@ def test_the_line_of_workers_leaves_out_what_a_resumed_start_took_back():
     assert re.findall(r"<title>generation (\d)", figure) == ["1", "3", "4"]
 
 
-def test_the_memberships_table_says_who_trained(tmp_path):
+def test_the_members_of_a_generation_are_read_from_the_table_of_memberships(tmp_path):
     rows = "| 2 | 1,280 | 1: w1 | w0 was lost |\n| 1 | 0 | 2: w0, w1 | w0, w1 start |"
     table = f"| generation | from sample | workers | why |\n|---|---|---|---|\n{rows}"
     sentences = ["generation 1: w0, w1 start", "generation 2: w0 was lost"]
@@ -99,16 +101,16 @@ def test_the_memberships_table_says_who_trained(tmp_path):
     ],
     ids=["a start", "a resumed start", "a center that went back"],
 )
-def test_sentences_of_one_moment_have_one_number_of_samples(tmp_path, purge_after, steps, samples):
+def test_simultaneous_events_have_the_same_number_of_samples(tmp_path, purge_after, steps, samples):
     writer = TensorBoardWriter(str(tmp_path), purge_after=purge_after)
     for step in steps:
         writer.text("events", f"said at {step}", num_samples=step)
     writer.close()
-    told = read_history(event_files(tmp_path)).told
-    assert [t.samples for t in told] == samples
+    events = read_history(event_files(tmp_path)).events
+    assert [event.samples for event in events] == samples
 
 
-def test_a_score_counts_when_its_samples_were_trained_not_when_it_was_written(tmp_path):
+def test_a_score_has_the_time_of_its_samples_not_of_its_writing(tmp_path):
     points = [
         (10, {"train/epoch": 1.0}), (30, {"train/epoch": 3.0}), (20, {"center/accuracy": 0.5})
     ]  # fmt: skip
@@ -118,18 +120,18 @@ def test_a_score_counts_when_its_samples_were_trained_not_when_it_was_written(tm
 
 
 @pytest.mark.parametrize("cut", [1, 3, 20])
-def test_a_record_that_is_still_being_written_is_left_out(tmp_path, cut):
+def test_an_incomplete_last_record_is_ignored(tmp_path, cut):
     data = write_start(tmp_path, [(10, {"train/loss": 1.0}), (20, {"train/loss": 1.0})])
     samples = read_history([data[:-cut]]).curves["train/loss"].samples
     assert samples in ((10,), (10, 20))
 
 
-def test_no_number_that_is_none_reaches_a_curve(tmp_path):
+def test_nan_is_not_part_of_a_curve(tmp_path):
     points = [(10, {"train/loss": float("nan")}), (20, {"train/loss": 1.0})]
     assert read_history([write_start(tmp_path, points)]).curves["train/loss"].samples == (20,)
 
 
-def test_faults_of_all_starts_are_listed(tmp_path):
-    told = tuple(Told(f"fault {i}: kill w{i} at step 4", i, 0, 0.0) for i in (1, 2))
-    run = facts_of(history=History({}, told, num_starts=2), result={"faults_fired": ["fault 2"]})
-    assert run.faults == [t.sentence for t in told]
+def test_the_faults_of_all_starts_are_listed(tmp_path):
+    events = tuple(LoggedEvent(f"fault {i}: kill w{i} at step 4", i, 0, 0.0) for i in (1, 2))
+    run = facts_of(history=History({}, events, num_starts=2), result={"faults_fired": ["fault 2"]})
+    assert run.faults == [event.sentence for event in events]

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks import chaos
 from benchmarks import storm as storm_module
-from benchmarks.chaos import RULES, growth, weathered
+from benchmarks.chaos import RULES, growth, run_in_storm
 from benchmarks.counting import MOST_OUT
 from benchmarks.hosts import why_not
 from benchmarks.runs_on_hosts import UNLIMITED_MBIT
-from benchmarks.storm import KINDS, Seen, Storm, is_halted
+from benchmarks.storm import KINDS, Outcome, Storm, is_halted
 
 SECONDS = float(os.environ.get("RAYDL_CHAOS_S", "150"))
 """Of strikes in the slow test, for each method."""
@@ -26,8 +26,8 @@ MB = 1 << 20
 
 
 def test_refusals_of_a_killed_driver_are_counted_as_far_as_it_logged_them():
-    seen = Seen()
-    seen.take_refused(
+    outcome = Outcome()
+    outcome.add_refused(
         [
             "[0:38] refused a late message from outside the current membership: it changed nothing",
             "[1:02] refused 1,234 late messages from outside the current membership",
@@ -35,8 +35,8 @@ def test_refusals_of_a_killed_driver_are_counted_as_far_as_it_logged_them():
             "[1:04] generation 7: w3 joins",
         ]
     )
-    seen.take_refused(["[0:10] refused 2 late snapshots from an earlier generation"])
-    assert seen.refused == {"messages": 1234, "snapshots": 3}
+    outcome.add_refused(["[0:10] refused 2 late snapshots from an earlier generation"])
+    assert outcome.refused == {"messages": 1234, "snapshots": 3}
 
 
 def test_memory_is_judged_from_a_third_of_a_life_on():
@@ -46,23 +46,25 @@ def test_memory_is_judged_from_a_third_of_a_life_on():
     assert growth([]) is None
 
 
-def test_by_messages_each_loss_may_change_samples_under_way_and_by_rounds_none():
-    seen = Seen(num_rejoined=1, num_out=3 * MOST_OUT)
-    seen.hits.update(["cut", "kill"])
+def test_by_messages_each_loss_may_change_what_is_under_way_and_by_rounds_nothing():
+    outcome = Outcome(num_rejoined=1, num_out=3 * MOST_OUT)
+    outcome.hits.update(["cut", "kill"])
     met = {
-        rule: {f.name: f.is_met for f in chaos.figures_of(rule, seen)}[f"chaos.{rule}.samples-out"]
+        rule: {f.name: f.is_met for f in chaos.figures_of(rule, outcome)}[
+            f"chaos.{rule}.samples-out"
+        ]
         for rule in RULES
     }
     assert met == {"sync": False, "async": True}
-    seen.num_out += 1
-    figures = {f.name: f for f in chaos.figures_of("async", seen)}
+    outcome.num_out += 1
+    figures = {f.name: f for f in chaos.figures_of("async", outcome)}
     assert figures["chaos.async.samples-out"].is_met is False
 
 
 @pytest.mark.parametrize("kind", ["stale", "ended", "num_left", "growth"])
 def test_what_must_not_be_is_missed(kind):
-    seen = Seen(**{kind: 1 if kind == "num_left" else [1.3]})
-    assert [f.is_met for f in chaos.figures_of("sync", seen)].count(False) == 1
+    outcome = Outcome(**{kind: 1 if kind == "num_left" else [1.3]})
+    assert [f.is_met for f in chaos.figures_of("sync", outcome)].count(False) == 1
 
 
 # strikes
@@ -100,24 +102,24 @@ def clock(monkeypatch):
 
 
 def storm_on(named, resume=None):
-    hosts, seen = FakeHosts(named), Seen()
-    storm = Storm(SimpleNamespace(hosts=hosts), seen, random.Random(1), resume)
-    return storm, hosts, seen
+    hosts, outcome = FakeHosts(named), Outcome()
+    storm = Storm(SimpleNamespace(hosts=hosts), outcome, random.Random(1), resume)
+    return storm, hosts, outcome
 
 
 def test_a_strike_counts_if_it_hits_something():
-    storm, _, seen = storm_on({})
+    storm, _, outcome = storm_on({})
     for kind in ("kill", "halt", "center", "node", "driver"):
-        assert storm.strike(kinds={kind: 1}) == ""
-    assert seen.hits == {}
-    assert storm.strike(kinds={"cut": 1})
-    assert seen.hits == {"cut": 1}
+        assert storm.inject(kinds={kind: 1}) == ""
+    assert outcome.hits == {}
+    assert storm.inject(kinds={"cut": 1})
+    assert outcome.hits == {"cut": 1}
 
 
 def test_lasting_faults_end_in_time_or_with_the_storm(clock):
     storm, hosts, _ = storm_on({host: {10 + host: "/x/raylet/raylet "} for host in range(4)})
-    assert "Mbit/s" in storm.strike(kinds={"thin": 1})
-    assert "cut off" in storm.strike(kinds={"cut": 1})
+    assert "Mbit/s" in storm.inject(kinds={"thin": 1})
+    assert "cut off" in storm.inject(kinds={"cut": 1})
     (_, mbit), (_, host) = hosts.told
     assert mbit <= 10
     clock.now = 1.0
@@ -126,37 +128,37 @@ def test_lasting_faults_end_in_time_or_with_the_storm(clock):
     clock.now = 61.0
     storm.tick()
     assert sorted(hosts.told[2:]) == [("join", host), ("limit", UNLIMITED_MBIT)]
-    storm.strike(kinds={"cut": 1})
-    storm.calm()
+    storm.inject(kinds={"cut": 1})
+    storm.end_all()
     assert hosts.told[-1][0] == "join"
 
 
 def test_a_host_that_is_cut_off_is_not_cut_off_again(clock):
-    storm, hosts, seen = storm_on({})
+    storm, hosts, outcome = storm_on({})
     for _ in range(100):
-        storm.strike(kinds={"cut": 1})
+        storm.inject(kinds={"cut": 1})
     assert sorted(hosts.told) == [("cut", host) for host in range(4)]
-    assert seen.hits["cut"] == 4
+    assert outcome.hits["cut"] == 4
 
 
 def test_a_worker_is_halted_for_a_while_or_for_good(clock, sleeper, monkeypatch):
-    storm, _, seen = storm_on({2: {sleeper.pid: "ray::WorkerActor.run"}})
+    storm, _, outcome = storm_on({2: {sleeper.pid: "ray::WorkerActor.run"}})
     monkeypatch.setattr(storm, "_start_nodes", lambda: None)
     done = set()
     for _ in range(20):
-        done.add(storm.strike(kinds={"halt": 1}).rpartition(" halted for ")[2] == "good")
+        done.add(storm.inject(kinds={"halt": 1}).rpartition(" halted for ")[2] == "good")
         os.waitpid(sleeper.pid, os.WUNTRACED)
         assert is_halted(sleeper.pid)
         clock.now += 100
         storm.tick()
         os.kill(sleeper.pid, signal.SIGCONT)
     assert done == {True, False}
-    assert seen.hits["halt"] == 20
+    assert outcome.hits["halt"] == 20
 
 
 def test_nodes_that_have_ended_start_again_where_they_reach_the_head(clock, monkeypatch, tmp_path):
     started = []
-    storm, _, seen = storm_on({2: {12: "/x/raylet/raylet --head"}})
+    storm, _, outcome = storm_on({2: {12: "/x/raylet/raylet --head"}})
     storm._made.folder, storm._made.environment = tmp_path, {}
 
     def join(hosts, host, folder, environment):
@@ -175,14 +177,14 @@ def test_nodes_that_have_ended_start_again_where_they_reach_the_head(clock, monk
     clock.now = 20.0
     storm.tick()
     assert started == [3, 1], "3 is being started, 2 is up"
-    assert seen.num_rejoined == 2
+    assert outcome.num_rejoined == 2
 
 
 def test_the_same_seed_gives_the_same_strikes(clock):
     def strikes():
         storm, hosts, _ = storm_on({})
         for _ in range(50):
-            storm.strike(kinds=KINDS)
+            storm.inject(kinds=KINDS)
             clock.now += 30
             storm._nodes_at = clock.now + 100
             storm.tick()
@@ -205,8 +207,8 @@ def permitted():
 @pytest.mark.timeout(900 + 4 * SECONDS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_storm_over_hosts_loses_no_sample_and_writes_nothing_stale(permitted, rule):
-    seen = weathered(rule, seed=2, seconds=SECONDS)
-    assert seen.hits.total() >= 4
-    assert seen.stale == seen.ended == []
-    missed = [figure for figure in chaos.figures_of(rule, seen) if figure.is_met is False]
+    outcome = run_in_storm(rule, seed=2, seconds=SECONDS)
+    assert outcome.hits.total() >= 4
+    assert outcome.stale == outcome.ended == []
+    missed = [figure for figure in chaos.figures_of(rule, outcome) if figure.is_met is False]
     assert missed == []

@@ -11,8 +11,8 @@ from checkpoints import make_checkpoint as make
 
 from benchmarks import counting
 from benchmarks.hosts import Hosts, why_not
-from benchmarks.outside import BACK_S, LEASE_S, UP_S, Run, Watched, falls, why_not_once
-from benchmarks.partitions import LONGEST_S, METHODS, SHORTEST_S, cuts_of, partitioned
+from benchmarks.outside import BACK_S, LEASE_S, UP_S, Observed, Run, falls, miscounted
+from benchmarks.partitions import LONGEST_S, METHODS, SHORTEST_S, cuts_of, run_partitioned
 from benchmarks.ray_on_hosts import USUAL_PULL_MS
 from benchmarks.runs_on_hosts import cluster
 from raydl.checkpoint.store import CheckpointStore
@@ -31,15 +31,15 @@ def manifest(round, generation, driver_epoch=1, **more):
 
 
 def test_a_checkpoint_of_an_earlier_generation_or_driver_or_round_is_found_stale():
-    watched = Watched()
-    watched.note_manifest("a", manifest(10, 1))
-    watched.note_manifest("b", manifest(12, 1))
-    watched.note_manifest("c", manifest(11, 2))  # the next generation went on from an earlier round
-    watched.note_manifest("d", manifest(11, 2, 2, copy_of="c"))
-    assert watched.stale == []
+    observed = Observed()
+    observed.add_manifest("a", manifest(10, 1))
+    observed.add_manifest("b", manifest(12, 1))
+    observed.add_manifest("c", manifest(11, 2))  # the next generation went on from an earlier round
+    observed.add_manifest("d", manifest(11, 2, 2, copy_of="c"))
+    assert observed.stale == []
     for stale in (manifest(20, 1, 2), manifest(30, 5, 1), manifest(10, 2, 2)):
-        watched.note_manifest("x", stale)
-    assert len(watched.stale) == 3
+        observed.add_manifest("x", stale)
+    assert len(observed.stale) == 3
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
@@ -53,11 +53,11 @@ def test_checkpoints_that_came_between_two_looks_are_taken_in_the_order_of_their
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(content))
         os.utime(path, (1000 + at, 1000 + at))
-    watched = Watched()
-    watched.look(tmp_path)
-    watched.look(tmp_path)
-    assert len(watched.written) == 2
-    assert bool(watched.stale) == is_stale
+    observed = Observed()
+    observed.read_manifests(tmp_path)
+    observed.read_manifests(tmp_path)
+    assert len(observed.written) == 2
+    assert bool(observed.stale) == is_stale
 
 
 def test_a_generation_that_falls_is_found():
@@ -79,7 +79,7 @@ def test_a_sample_that_is_counted_twice_is_found(tmp_path, change, is_found):
     checkpoint = make(3)
     checkpoint.state["ledger"] = state
     CheckpointStore(Storage(str(tmp_path))).write(checkpoint)
-    assert bool(why_not_once(tmp_path)) == is_found
+    assert bool(miscounted(tmp_path)) == is_found
 
 
 @pytest.mark.parametrize("number", [2, 6, 50])
@@ -206,10 +206,10 @@ def test_a_sum_that_a_partition_cut_off_ends_nowhere_and_does_not_reach_the_next
         assert both(members, "result") == [2000, 2000]
 
 
-def assert_nothing_stale(watched, num_cuts):
-    assert watched.stale == []
-    assert len(watched.back_s) == num_cuts
-    assert len(watched.written) > num_cuts
+def assert_nothing_stale(observed, num_cuts):
+    assert observed.stale == []
+    assert len(observed.back_s) == num_cuts
+    assert len(observed.written) > num_cuts
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def assert_nothing_stale(watched, num_cuts):
 def test_partitions_of_either_side_write_nothing_stale(permitted, method):
     cuts = cuts_of(max(len(METHODS), NUMBER), seed=1)[METHODS.index(method) :: len(METHODS)]
     with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
-        assert_nothing_stale(partitioned(made, method, cuts), len(cuts))
+        assert_nothing_stale(run_partitioned(made, method, cuts), len(cuts))
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(pe
 
     Each sample adds one to a weight of its own, so that a message that counted would be seen.
     """
-    watched = Watched()
+    observed = Observed()
     with cluster(2, has_master=True, pull_ms=USUAL_PULL_MS) as made:
         words = (
             "--data", counting.write_table(made.folder / "table"), *counting.OPTIONS,
@@ -238,21 +238,24 @@ def test_a_worker_cut_off_is_lost_and_its_late_message_is_refused_and_counted(pe
         )  # fmt: skip
         with Run(made, made.folder / "run", *words) as run:
 
-            def until_said(what):
-                run.until(lambda: any(what in line for line in run.said), BACK_S, what, watched)
+            def wait_for_line(text):
+                def is_logged():
+                    return any(text in line for line in run.log_lines)
 
-            run.until_all_train(watched, UP_S)
+                run.wait_until(is_logged, BACK_S, text, observed)
+
+            run.wait_until_all_train(observed, UP_S)
             node = made.hosts.processes(1).items()
             (raylet,) = [pid for pid, said in node if "/raylet/raylet " in said]
             made.hosts.cut(1)
             os.kill(raylet, signal.SIGSTOP)
-            until_said("was lost: it did not answer for")
-            run.until(lambda: run.status()["num_workers"] == 1, BACK_S, "one worker", watched)
+            wait_for_line("was lost: it did not answer for")
+            run.wait_until(lambda: run.status()["num_workers"] == 1, BACK_S, "one worker", observed)
             made.hosts.join(1)
-            until_said("refused a late message from outside the current membership")
+            wait_for_line("refused a late message from outside the current membership")
             os.kill(raylet, signal.SIGCONT)
-            run.stop(watched)
+            run.stop(observed)
             checkpoint, _ = CheckpointStore(Storage(str(run.run_dir))).read()
-    assert watched.refused["messages"] >= 1
-    assert watched.stale == []
+    assert observed.refused["messages"] >= 1
+    assert observed.stale == []
     assert int(checkpoint.center["counts"].sum().round()) == checkpoint.progress.num_samples > 0

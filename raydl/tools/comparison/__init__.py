@@ -1,10 +1,10 @@
-"""Compares methods, all else equal: which runs, what came of them, what is reported.
+"""Compares training methods under otherwise equal settings.
 
-settings.py   settings -> the runs; every one is checked before the first starts
-runner.py     runs them one after another; one that fails does not stop the others
-figures.py    their figures -> one row per method, the first at the target on top
-hparams.py    the runs as rows of TensorBoard's page HParams
-report.py     the table, the text and the pictures
+settings.py   plans the runs, and checks all of them before the first one starts
+runner.py     executes the runs one after another, and goes on after a failed run
+figures.py    reduces the figures of the runs to one row per method
+hparams.py    writes the runs as rows of TensorBoard's page HParams
+report.py     writes the table, the text and the charts
 """
 
 from raydl.tools.comparison.runner import compare

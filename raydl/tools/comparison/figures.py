@@ -1,4 +1,4 @@
-"""The figures of a comparison: one row per method, the first at the target on top."""
+"""Reduces the figures of all runs to one row per method, the fastest to the target on top."""
 
 from __future__ import annotations
 
@@ -23,30 +23,29 @@ COLUMNS = {
     "samples_per_s": ("samples/s", "{:,.0f}"),
     "seconds": ("seconds", "{:.1f}"),
 }
-"""The figures of a row, by their names in ``comparison.json``, with heading and format."""
+"""Heading and format of each figure, by its name in ``comparison.json``."""
 
-
-_ABSENT = {"center_accuracy": -math.inf}
-"""The value of a figure that a run lacks, where that is not infinity, for never."""
+_MISSING = {"center_accuracy": -math.inf}
+"""Values for missing figures; infinity, which means never, for all other figures."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what was planned, and what came of it."""
+    """One run: its settings and, once complete, its figures."""
 
     method: str
     strategy: str
     seed: int
     config: TrainConfig
-    """All settings, the method's own defaults written out."""
+    """All settings, with the defaults of the method filled in."""
     figures: Mapping[str, Any] | None = None
-    """The content of ``result.json``, once the run is complete."""
+    """The content of ``result.json``; None until the run is complete."""
     reason: str = ""
-    """Why it failed, in one sentence."""
+    """Why the run failed, in one sentence."""
 
     @property
     def folder(self) -> Path:
-        """Where it lives."""
+        """The folder of the run."""
         return Path(self.config.run.run_dir or "")
 
     @property
@@ -55,9 +54,9 @@ class Run:
         return "done" if self.figures is not None else "failed" if self.reason else "not run"
 
     def to_target(self, target: float) -> tuple[float, float]:
-        """Return (seconds, samples) at the first evaluation that reaches it, else infinities.
+        """Return (seconds, samples) at the first evaluation that reaches the target accuracy.
 
-        A task without accuracy reaches none.
+        Both are infinite if none does, or if the task has no accuracy.
         """
         for score in (self.figures or {}).get("evaluations", ()):
             if score.get("accuracy", -math.inf) >= target:
@@ -65,7 +64,7 @@ class Run:
         return math.inf, math.inf
 
     def as_dict(self, target: float) -> dict[str, Any]:
-        """Return the object that ``comparison.json`` holds of it."""
+        """Return the object for ``comparison.json``."""
         seconds, samples = (x if math.isfinite(x) else None for x in self.to_target(target))
         return {
             "method": self.method,
@@ -82,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of a figure over seeds, and its ends."""
+    """The median, least and greatest value of a figure over seeds."""
 
     median: float
     low: float
@@ -90,7 +89,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of one value per seed; infinity stands for never."""
+        """Return the spread of one value per seed; infinity means never."""
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -105,25 +104,26 @@ class Row:
     num_reached: int
     """Complete runs that reached the target."""
     figures: dict[str, Spread]
-    """By the names of ``COLUMNS``; empty if no run is complete."""
+    """Spread by name in ``COLUMNS``; empty if no run is complete."""
     parts: dict[str, float]
     """The eight time parts, seconds per worker, mean over seeds."""
     reason: str
-    """Why the first run that failed did so."""
+    """Why the first failed run failed."""
 
 
 def make_rows(runs: Sequence[Run], target: float) -> list[Row]:
-    """Return a row per method, by median time to the target, then accuracy; failed ones last.
+    """Return a row per method, sorted by median time to the target, then by accuracy.
 
-    A seed that never reaches the target counts as later than all others.
+    A run that never reaches the target counts as slower than all others. Methods without a
+    complete run are last.
     """
     by_method: dict[str, list[Run]] = {}
     for run in runs:
         by_method.setdefault(run.method, []).append(run)
-    return sorted((_row(group, target) for group in by_method.values()), key=_place)
+    return sorted((_row(group, target) for group in by_method.values()), key=_sort_key)
 
 
-def _place(row: Row) -> tuple[bool, float, float]:
+def _sort_key(row: Row) -> tuple[bool, float, float]:
     if not row.num_runs:
         return True, 0.0, 0.0
     figures = row.figures
@@ -133,7 +133,7 @@ def _place(row: Row) -> tuple[bool, float, float]:
 def _row(runs: Sequence[Run], target: float) -> Row:
     done = [run.as_dict(target) for run in runs if run.figures is not None]
     values = {
-        name: [_ABSENT.get(name, math.inf) if x.get(name) is None else x[name] for x in done]
+        name: [_MISSING.get(name, math.inf) if x.get(name) is None else x[name] for x in done]
         for name in COLUMNS
     }
     parts = [figures["time_parts"] for figures in done]

@@ -1,4 +1,4 @@
-"""The runs of a comparison as rows of TensorBoard's page *HParams*."""
+"""Writes the runs of a comparison as rows of TensorBoard's page *HParams*."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from raydl.metrics.tags import COMPARED, OF_COMPARISON
 from raydl.redaction import redact
 from raydl.tools.comparison.figures import Run
 
-_OTHER_NAMES = {"accuracy": "center_accuracy"}
-"""Figures whose name in ``comparison.json`` is not that of their curve."""
+_FIGURES = {"compare/accuracy": "center_accuracy"}
+"""Figures by tag, where ``comparison.json`` has another name than the tag."""
 _ALWAYS = ("lr", "method", "period", "seed", "workers")
-"""Shown even if equal for all. The page shows the first five of the alphabet by itself."""
+"""Settings with a column even if all runs agree in them.
+
+By default the page shows the first five columns in alphabetical order.
+"""
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """Return the settings that the page shows, numbers or words; what has no meaning is absent."""
+    """Return the settings of a row, numbers or strings, without those that are None."""
     config: TrainConfig = run.config
     workers = config.scaling.wanted()
     values = {
@@ -38,21 +41,17 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def figures_of(run: Run, target: float) -> dict[str, float]:
-    """Return a run's results; a target that was not reached is absent."""
+    """Return the results of a run by tag, without the target if it was not reached."""
     figures = run.as_dict(target)
-    values = {tag: figures.get(_figure_of(tag)) for tag in COMPARED}
+    names = {tag: _FIGURES.get(tag, tag.removeprefix("compare/")) for tag in COMPARED}
+    values = {tag: figures.get(name) for tag, name in names.items()}
     return {tag: float(value) for tag, value in values.items() if value is not None}
 
 
-def _figure_of(tag: str) -> str:
-    name = tag.removeprefix("compare/")
-    return _OTHER_NAMES.get(name, name)
-
-
 def write_hparams(runs: Sequence[Run], target: float) -> None:
-    """Write a file of settings and figures into the folder of every complete run.
+    """Write an event file of settings and figures into the folder of each complete run.
 
-    A file of an earlier report gives way to the new one: the target may be another.
+    It replaces the file of an earlier report, whose target may differ.
     """
     done = [run for run in runs if run.figures is not None]
     columns = _columns([settings_of(run) for run in done])
@@ -63,13 +62,13 @@ def write_hparams(runs: Sequence[Run], target: float) -> None:
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings worth a column, each with one of its values, which tells its kind."""
+    """Return the settings with a column, each with one of its values, which gives its type."""
     names = dict.fromkeys(name for row in rows for name in row)
-    values = {name: [row.get(name) for row in rows] for name in names}
+    columns = {name: [row.get(name) for row in rows] for name in names}
     return {
-        name: next(value for value in found if value is not None)
-        for name, found in values.items()
-        if name in _ALWAYS or len(set(found)) > 1
+        name: next(value for value in values if value is not None)
+        for name, values in columns.items()
+        if name in _ALWAYS or len(set(values)) > 1
     }
 
 
@@ -80,10 +79,10 @@ def _write_one(run: Run, columns: dict[str, Any], target: float) -> None:
     experiment, _, _ = hparams(columns, dict.fromkeys(COMPARED, 0.0))
     own = {name: value for name, value in settings_of(run).items() if name in columns}
     _, settings, end = hparams(own, {})
-    at = int((run.figures or {}).get("samples", 0))
+    num_samples = int((run.figures or {}).get("samples", 0))
     writer = FileWriter(str(run.folder), filename_suffix=OF_COMPARISON)
     for summary in (experiment, settings, end):
         writer.add_summary(summary)
     for name, value in figures_of(run, target).items():
-        writer.add_summary(scalar(name, value), at)
+        writer.add_summary(scalar(name, value), num_samples)
     writer.close()

@@ -1,4 +1,4 @@
-"""The table on the terminal, the text of ``comparison.md`` and its charts."""
+"""Makes the table on the terminal, the text of ``comparison.md`` and its charts."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ PICTURES = {
     "accuracy_over_samples.png": "Accuracy over samples of all workers together",
     "time_parts.png": "The eight time parts of SC17, seconds per worker",
 }
-"""Files beside ``comparison.md``, with their captions."""
+"""Captions of the charts, by file name."""
 _HEAD = ["method", "strategy", "runs", "at target", *(name for name, _ in COLUMNS.values())]
 _NOTES = """\
-Medians over seeds, with the least and the greatest in brackets. *At target*: how many runs
-reached it; time and samples are those of the first evaluation that did, in training time, and a
-run that never does counts as later than all others. *Communication*: share of the workers' time
-since initialization. *Exchanges*: one of a synchronous method takes all workers, one of the others
-a single worker. *Local steps each*: those of a worker before each of its exchanges, mean; fewer
-than its period where a round was cut short. *Staleness*: exchanges of others between two of the
-same worker, mean."""
+Medians over seeds, with the least and the greatest value in brackets. *At target*: runs that
+reached the target. Time, which is training time, and samples are those of the first evaluation at
+the target; a run that never reaches it counts as slower than all others. *Communication*: share of
+the workers' time since initialization. *Exchanges*: an exchange of a synchronous method involves
+all workers, one of any other method a single worker. *Local steps each*: mean local steps of a
+worker per exchange; fewer than the period if a round was shortened. *Staleness*: mean number of
+exchanges of other workers between two exchanges of a worker."""
 _END_WORDS = {
     "samples": "{:,} samples each",
     "seconds": "{:g} seconds of training each",
@@ -45,7 +45,7 @@ _END_WORDS = {
 
 
 def describe(comparison: Comparison) -> str:
-    """Return in one line what all runs have in common."""
+    """Return a line with the settings that all runs share."""
     base, training = comparison.base, comparison.base.training
     ends = [text.format(v) for e, text in _END_WORDS.items() if (v := getattr(training, e))]
     first, last = training.seed, training.seed + comparison.seeds - 1
@@ -59,22 +59,22 @@ def describe(comparison: Comparison) -> str:
 
 
 def sentence(run: Run, target: float) -> str:
-    """Return the line that is printed when a run has ended."""
-    who = f"{run.method}, seed {run.seed}: "
+    """Return the line that is printed at the end of a run."""
+    label = f"{run.method}, seed {run.seed}: "
     if run.figures is None:
-        return f"{who}failed: {run.reason}"
+        return f"{label}failed: {run.reason}"
     seconds, samples = run.to_target(target)
     reached = f"after {seconds:.1f} s, {samples:,} samples"
     accuracy = run.figures["center_accuracy"]
     shown = _written(-math.inf if accuracy is None else accuracy, "{:.2%}")
     return (
-        f"{who}{shown} in {run.figures['seconds']:.1f} s; "
+        f"{label}{shown} in {run.figures['seconds']:.1f} s; "
         f"{target:.2%} {reached if math.isfinite(seconds) else 'not reached'}"
     )
 
 
 def machine() -> dict[str, str]:
-    """Return the driver's machine: system, CPUs, versions."""
+    """Return the system, CPUs and package versions of the driver's machine."""
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "system": f"{platform.system()} {platform.machine()}",
@@ -85,7 +85,7 @@ def machine() -> dict[str, str]:
 
 
 def _spread(spread: Spread, pattern: str) -> str:
-    """Return ``median (low to high)``; the brackets only where they say more."""
+    """Return ``median (low to high)``, without brackets if low and high are equal."""
     values = (spread.median, spread.low, spread.high)
     median, low, high = (_written(value, pattern) for value in values)
     return median if low == high else f"{median} ({low} to {high})"
@@ -100,7 +100,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def print_table(rows: Sequence[Row], target: float) -> None:
-    """Print medians and the target's spread to the terminal; the report holds the rest."""
+    """Print the medians of the complete runs, and why other runs are not complete."""
     table = Table(box=None, pad_edge=False)
     table.add_column("method", no_wrap=True)
     names = ("s to target", "samples to", "accuracy", "comm.", "exch.", "steps", "stale")
@@ -109,23 +109,19 @@ def print_table(rows: Sequence[Row], target: float) -> None:
     for row in rows:
         if row.num_runs:
             shown = list(COLUMNS.items())[: len(names)]
-            texts = [_median(row.figures[name], pattern) for name, (_, pattern) in shown]
+            texts = [_written(row.figures[name].median, pattern) for name, (_, pattern) in shown]
             table.add_row(row.method, f"{row.num_reached} of {row.num_runs}", *texts)
     if table.row_count:
         Console().print(f"\nmedians over seeds, target {target:.2%}", highlight=False)
         Console().print(table)
     for row in rows:
         if row.num_runs < row.num_planned:
-            why = f"failed: {row.reason}" if row.reason else "not all were run"
-            print(f"{row.method}: {row.num_runs} of {row.num_planned} runs; {why}")
-
-
-def _median(spread: Spread, pattern: str) -> str:
-    return _written(spread.median, pattern)
+            reason = f"failed: {row.reason}" if row.reason else "the others were not run"
+            print(f"{row.method}: {row.num_runs} of {row.num_planned} runs complete; {reason}")
 
 
 def _written(value: float, pattern: str) -> str:
-    """Return a figure in its format: ``never`` for infinity, a dash for one that is absent."""
+    """Return a figure in its format, ``never`` for infinity, or a dash for minus infinity."""
     if math.isfinite(value):
         return pattern.format(value)
     return "never" if value > 0 else "-"
@@ -138,20 +134,28 @@ def markdown(
     out: Path,
     command: str,
 ) -> str:
-    """Return the text of ``comparison.md``; pictures that lie in ``out`` are shown."""
+    """Return the text of ``comparison.md``, with the charts that exist in the folder ``out``."""
     num_done = sum(run.figures is not None for run in runs)
+    driver = machine()
+    versions = ", ".join(f"{name} {driver[name]}" for name in ("python", "torch", "ray", "raydl"))
+    part_rows = [
+        [row.method, *(f"{row.parts[part]:.2f}" for part in TIME_PARTS)]
+        for row in rows
+        if row.num_runs
+    ]
     parts = [
         f"# {len(rows)} methods compared",
         f"All else equal: {describe(comparison)}.",
         f"```bash\n{command}\n```" if command else "",
-        f"{num_done} of {len(runs)} runs are complete. " + _machine_sentence(machine()),
+        f"{num_done} of {len(runs)} runs are complete. "
+        f"The driver's machine: {driver['system']}, {driver['cpus']} CPUs; {versions}.",
         "## Results",
         markdown_table(_HEAD, [_cells(row) for row in rows]),
         _NOTES + _evaluations(runs),
         _failures(runs),
         "## Time parts",
         "Seconds per worker, mean over seeds; training starts after initialization.",
-        markdown_table(["method", *TIME_PARTS], [_part_cells(row) for row in rows if row.num_runs]),
+        markdown_table(["method", *TIME_PARTS], part_rows),
         _pictures(out),
         "## Settings of the methods",
         markdown_table(["method", "period", "lr", "momentum"], _settings(runs)),
@@ -162,15 +166,6 @@ def markdown(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _machine_sentence(found: Mapping[str, str]) -> str:
-    versions = ", ".join(f"{k} {found[k]}" for k in ("python", "torch", "ray", "raydl"))
-    return f"The driver's machine: {found['system']}, {found['cpus']} CPUs; {versions}."
-
-
-def _part_cells(row: Row) -> list[str]:
-    return [row.method, *(f"{row.parts[part]:.2f}" for part in TIME_PARTS)]
-
-
 def _failures(runs: Sequence[Run]) -> str:
     lines = [f"- {run.method}, seed {run.seed}: {run.reason}" for run in runs if run.reason]
     note = "Failed runs; `error.txt` in a run's folder has the traceback:"
@@ -178,12 +173,13 @@ def _failures(runs: Sequence[Run]) -> str:
 
 
 def _evaluations(runs: Sequence[Run]) -> str:
-    """Return how fine the way to the target was looked at."""
+    """Return a sentence about the number of evaluations, which limits the precision."""
     counts = [len(run.figures["evaluations"]) for run in runs if run.figures is not None]
     if not counts:
         return ""
     return (
-        f"\nThe center was scored {min(counts)} to {max(counts)} times a run: no figure is finer."
+        f"\nThe center was evaluated {min(counts)} to {max(counts)} times per run; the time and "
+        f"samples to the target are no more precise."
     )
 
 
@@ -196,25 +192,25 @@ def _settings(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _pictures(out: Path) -> str:
-    """Return the section of the pictures that lie there; nothing before they are drawn."""
+    """Return the section of the charts that exist, empty before they are drawn."""
     shown = [f"![{text}]({name})" for name, text in PICTURES.items() if (out / name).exists()]
     return "\n\n".join(["## Pictures", *shown]) if shown else ""
 
 
 def draw(runs: Sequence[Run], rows: Sequence[Row], target: float, out: Path) -> None:
-    """Draw the pictures of the complete runs.
+    """Draw the charts of the complete runs.
 
     Args:
-        runs: all of them.
-        rows: one for each method, the first at the target on top.
-        target: a line at this accuracy.
-        out: the folder that they are written to.
+        runs: all runs.
+        rows: one row per method, in the order of the legend.
+        target: the accuracy at which a line is drawn.
+        out: the folder of the charts.
     """
     parts = {row.method: row.parts for row in rows if row.num_runs}
-    judged = {name: [r for r in runs if r.method == name and _has_accuracy(r)] for name in parts}
-    judged = {name: group for name, group in judged.items() if group}
-    for x in ("seconds", "samples") if judged else ():
-        chart = _accuracy(judged, x, target)
+    scored = {name: [r for r in runs if r.method == name and _has_accuracy(r)] for name in parts}
+    scored = {name: group for name, group in scored.items() if group}
+    for x in ("seconds", "samples") if scored else ():
+        chart = _accuracy(scored, x, target)
         picture = lines_in_file([chart], legend="first at the target on top")
         picture.save(out / f"accuracy_over_{x}.png")
     if parts:
@@ -223,13 +219,13 @@ def draw(runs: Sequence[Run], rows: Sequence[Row], target: float, out: Path) -> 
 
 
 def _has_accuracy(run: Run) -> bool:
-    """Whether the run is complete and was scored, and its task measures accuracy: it may not."""
+    """Whether the run has evaluations with an accuracy; some tasks measure none."""
     scores = (run.figures or {}).get("evaluations", ())
     return bool(scores) and all("accuracy" in score for score in scores)
 
 
 def _accuracy(groups: Mapping[str, Sequence[Run]], x: str, target: float) -> Chart:
-    """Return accuracy over seconds or samples: seeds faint, their median strong."""
+    """Return a chart of accuracy over seconds or samples: faint seeds, a strong median."""
     looks = looks_of_methods({name: runs[0].strategy for name, runs in groups.items()})
     lines = []
     for name, runs in groups.items():
@@ -246,12 +242,12 @@ def _curve(run: Run, x: str) -> tuple[list[float], list[float]]:
 
 
 def _median_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[Any, Any]:
-    """Return the median over seeds where all have a value, between evaluations by a line."""
+    """Return the median over seeds, interpolated between evaluations, where all seeds overlap."""
     if len(curves) == 1:
         return curves[0]
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     every = np.unique(np.concatenate([x for x, _ in curves]))
     grid = every[(every >= first) & (every <= last)]
-    if not len(grid):  # the seeds share no stretch: their ends remain
+    if not len(grid):  # the seeds do not overlap: take their last points
         return [np.median([x[-1] for x, _ in curves])], [np.median([y[-1] for _, y in curves])]
     return grid, np.median([np.interp(grid, x, y) for x, y in curves], axis=0)

@@ -1,7 +1,7 @@
-"""Runs what is compared, one after another; one that fails does not stop the others.
+"""Executes the runs of a comparison one after another, and goes on after a failed run.
 
-Runs are interleaved by seed, because machines are noisy: a slow quarter of an hour meets
-every method rather than all seeds of one.
+The runs of all methods with one seed come before those with the next seed: a machine that is slow
+for some minutes then slows down every method, not all seeds of one method.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from raydl.data import Dataset
 
 Fit = Callable[[TrainConfig], Mapping[str, Any]]
-"""Trains as the settings say and returns the figures of ``result.json``."""
+"""Trains one run and returns its figures, the content of ``result.json``."""
 
 _STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = "") -> int:
-    """Do the runs that are not complete yet, report all, and return the exit status.
+    """Execute the runs that are not complete yet, report all runs, and return the exit status.
 
     Args:
-        comparison: what is compared.
-        fit: does one run; None: ``train``.
-        command: what the report says it was started with.
+        comparison: settings of the comparison.
+        fit: trains one run; None: ``train``.
+        command: the command line for the report.
 
     Returns:
-        0; 1 if a run failed; 130 if Ctrl-C ended it, 143 if SIGTERM did.
+        0 after success, 1 if a run failed, 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
-        RaydlError: what was asked for can not be done; nothing was started.
+        RaydlError: if the settings, the data or the folder can not be used; no run was started.
     """
     out = Path(comparison.out or time.strftime("runs/compare-%Y%m%d-%H%M%S"))
-    runs = [take_complete(run) for run in plan(comparison, out)]
+    runs = [load_complete(run) for run in plan(comparison, out)]
     if fit is None and any(run.figures is None for run in runs):
         _check_inputs(runs[0].config)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("out", f"{out} can not be made: {error}") from error
+        raise ConfigError("out", f"{out} can not be created: {error}") from error
     print(f"{len(runs)} run(s) to {out}: {describe(comparison)}", flush=True)
     report = functools.partial(_write_report, comparison, runs, out, command)
     stopped_by = _run_all(runs, fit or train, report, comparison.target)
@@ -65,7 +65,7 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
     print_table(rows, comparison.target)
     if stopped_by:
         left = sum(run.status == "not run" for run in runs)
-        print(f"stopped by {stopped_by}; the same command with --out {out} does the other {left}")
+        print(f"stopped by {stopped_by}; the same command with --out {out} runs the other {left}")
     print(
         f"  report:       {out}/comparison.md\n"
         f"  curves:       tensorboard --logdir {out}  (then #hparams, #custom_scalars)"
@@ -74,11 +74,11 @@ def compare(comparison: Comparison, *, fit: Fit | None = None, command: str = ""
     return _STOPPED.get(stopped_by, 1) if stopped_by else int(failed)
 
 
-def take_complete(run: Run) -> Run:
-    """Return the run with its figures if its folder holds them, else as it is.
+def load_complete(run: Run) -> Run:
+    """Return the run with the figures of its folder, or unchanged if it is not complete.
 
     Raises:
-        ConfigError: the folder holds a complete run with other settings.
+        ConfigError: if the folder contains a complete run with other settings.
     """
     from raydl.run.folder import RunFolder
 
@@ -91,23 +91,23 @@ def take_complete(run: Run) -> Run:
     before = _settings(RunFolder(run.config).read_config())
     for name, value in _settings(run.config).items():
         if before[name] != value:
-            problem = f"holds {run.folder}, where {name} was {before[name]} and not {value}"
+            problem = f"contains {run.folder}, which has {name} {before[name]} instead of {value}"
             raise ConfigError("out", f"{problem}; name another folder")
     return dataclasses.replace(run, figures=figures)
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that decide a run's figures, by dotted name."""
-    found: dict[str, Any] = {"data": config.data, "model": config.model}
+    """Return the settings that influence the figures, by dotted name."""
+    settings: dict[str, Any] = {"data": config.data, "model": config.model}
     for group, value in to_dict(config).items():
         if isinstance(value, dict) and group not in ("run", "checkpoint"):
-            found |= {f"{group}.{name}": setting for name, setting in value.items()}
-    shown: dict[str, Any] = redact_values(found)  # as config.json has them
-    return shown
+            settings |= {f"{group}.{name}": setting for name, setting in value.items()}
+    redacted: dict[str, Any] = redact_values(settings)  # config.json is redacted, too
+    return redacted
 
 
 def _run_all(runs: list[Run], fit: Fit, report: Callable[[], None], target: float) -> str:
-    """Do what is not complete, in place; return the signal that ended it, or nothing."""
+    """Execute the incomplete runs, update the list, and return the stop signal's name or ""."""
     for index, run in enumerate(runs):
         stopped_by = ""
         if run.figures is None:
@@ -118,16 +118,15 @@ def _run_all(runs: list[Run], fit: Fit, report: Callable[[], None], target: floa
                 stopped_by = "SIGINT"
         if stopped_by:
             return stopped_by
-        taken = " (complete already: taken, not repeated)" if run.figures is not None else ""
-        print(f"[{index + 1}/{len(runs)}] {sentence(runs[index], target)}{taken}", flush=True)
+        note = " (already complete, not repeated)" if run.figures is not None else ""
+        print(f"[{index + 1}/{len(runs)}] {sentence(runs[index], target)}{note}", flush=True)
     return ""
 
 
 def _attempt(run: Run, fit: Fit) -> tuple[Run, str]:
-    """Return the run with its figures or the reason of its failure, and the signal if one came."""
+    """Return the run with its figures or the reason of its failure, and the signal or ""."""
     if any((run.folder / name).exists() for name in ("config.json", "error.txt")):
-        # An attempt that did not come to its end.
-        shutil.rmtree(run.folder)
+        shutil.rmtree(run.folder)  # an earlier, incomplete attempt
     try:
         figures = fit(run.config)
     except Exception as error:
@@ -139,7 +138,7 @@ def _attempt(run: Run, fit: Fit) -> tuple[Run, str]:
 
 
 def train(config: TrainConfig) -> Mapping[str, Any]:
-    """Do one run in this process, on the Ray it is connected to, and return its figures."""
+    """Train one run in this process, on the Ray it is connected to, and return its figures."""
     from raydl.run.trainer import Trainer
 
     trainer = Trainer.from_config(config)
@@ -149,14 +148,14 @@ def train(config: TrainConfig) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _dataset(source: str, seed: int, input: InputConfig) -> Dataset:
-    """Read the data once for all methods of a seed."""
+    """Return the data, which all methods of a seed share."""
     from raydl.data import load
 
     return load(source, seed=seed, input=input)
 
 
 def _check_inputs(config: TrainConfig) -> None:
-    """Raise a RaydlError for what every run would stumble over: the data, the model's name."""
+    """Raise a RaydlError if the data or the model can not be used, before the first run."""
     from raydl.run.trainer import Trainer
 
     Trainer.from_config(config)
@@ -164,7 +163,7 @@ def _check_inputs(config: TrainConfig) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return one line; Ray's own errors carry a traceback, and the reason comes last."""
+    """Return one line; errors of Ray contain a traceback, whose last line is the reason."""
     lines = [line.strip() for line in redact(str(error)).splitlines() if line.strip()]
     if isinstance(error, RaydlError):
         return " ".join(lines)
@@ -172,7 +171,7 @@ def _reason(error: Exception) -> str:
 
 
 def _write_report(comparison: Comparison, runs: Sequence[Run], out: Path, command: str) -> None:
-    """Write ``comparison.json`` and ``comparison.md``, of all runs there are so far."""
+    """Write ``comparison.json`` and ``comparison.md`` with the runs so far."""
     target = comparison.target
     values = {
         "command": command,

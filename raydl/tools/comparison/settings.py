@@ -1,4 +1,4 @@
-"""The settings of a comparison: those that all runs share, and the runs they lead to."""
+"""The settings of a comparison, and the runs that follow from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from raydl.config import MethodConfig, RunConfig, TrainConfig
+from raydl.config.checks import require
 from raydl.errors import ConfigError
 from raydl.tools.comparison.figures import Run
 
@@ -19,16 +20,17 @@ _ENDS = ("samples", "seconds", "epochs", "steps")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Run methods under equal samples (or seconds, epochs), and report which came how far.
+    """Compare methods that train for equally many samples (or seconds, epochs, steps).
 
-    Every option of `raydl train` may be given, too, and holds for all runs: --data, --model,
-    --workers, --batch-size, --period, --lr, ... One of --samples, --seconds and --epochs must.
+    All options of `raydl train` are accepted, too, and apply to all runs: --data, --model,
+    --workers, --batch-size, --period, --lr, ... One of --samples, --seconds, --epochs and --steps
+    is required.
     """
 
     methods: str = "all"
-    """Names, separated by commas; module:Class for a rule of your own; or all."""
+    """Names, separated by commas; module:Class for your own rule; or all."""
     seeds: int = 3
-    """Runs of each method; the first takes --seed, 0 unless set, the next one more."""
+    """Runs of each method, with seeds that count up from --seed."""
     target: float = 0.985
     """Test accuracy of the center, in (0, 1], to which time and samples are counted."""
     out: str | None = None
@@ -37,26 +39,29 @@ class Comparison:
     """The settings that all runs share."""
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ConfigError("seeds", f"must be 1 or more, got {self.seeds}")
-        if not 0 < self.target <= 1:
-            raise ConfigError("target", f"must be in (0, 1], as 0.985 is, got {self.target}")
+        require(self.seeds >= 1, "seeds", "1 or more", self.seeds)
+        require(0 < self.target <= 1, "target", "in (0, 1], for example 0.985", self.target)
         if self.base.method.name != MethodConfig().name:
-            raise ConfigError("method.name", "is one method; a comparison takes --methods")
+            raise ConfigError("method.name", "can not be set in a comparison; use --methods")
         run = self.base.run
         if run.resume or run.run_dir is not None or run.storage_path is not None:
-            raise ConfigError("run.run_dir", "and the like give way to --out in a comparison")
+            settings = "run.run_dir, run.storage_path and run.resume"
+            raise ConfigError(settings, "can not be set in a comparison; use --out")
 
 
 def method_names(text: str) -> list[str]:
-    """Return the methods that ``--methods`` names, each once."""
+    """Return the methods of ``--methods``, without repetitions.
+
+    Raises:
+        ConfigError: if the text contains no name.
+    """
     from raydl.core.methods import METHODS  # imports torch
 
     if text.strip() == "all":
         return list(METHODS)
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError("methods", "names none; give names separated by commas, or all")
+        raise ConfigError("methods", "is empty; give names separated by commas, or all")
     return list(dict.fromkeys(names))
 
 
@@ -64,13 +69,14 @@ def plan(comparison: Comparison, out: Path) -> list[Run]:
     """Return all runs, seed by seed.
 
     Raises:
-        ConfigError: a method is unknown, or settings do not go together for one of them.
+        ConfigError: if a method is unknown, or settings contradict each other for a method.
     """
     from raydl.core.methods import filled_in, resolve
 
     training = comparison.base.training
     if all(getattr(training, end) is None for end in _ENDS):
-        raise ConfigError("training.samples", "or seconds or epochs must be set, equal for all")
+        problem = "or seconds, epochs or steps must be set, the same for all methods"
+        raise ConfigError("training.samples", problem)
     runs = []
     for seed in range(training.seed, training.seed + comparison.seeds):
         for name in method_names(comparison.methods):

@@ -1,14 +1,14 @@
-"""A run's curves and sentences, read back from its TensorBoard event files.
+"""Reads the curves and logged events of a run from its TensorBoard event files.
 
-Every start of a run writes a file of its own, and another one wherever that can not be written
-any more: only the first has a mark at its top. It says from how many samples on the
-points of earlier starts no longer count, and again wherever the center went back: what lies
-beyond is of a center that is gone. The seconds are those of training: they begin
-with the first generation of each start and go on where the checkpoint lay, so that the time
-between two starts does not count.
+Each start of a run writes its own file, and further files if the first can no longer be written.
+Only the first file of a start begins with a purge mark. A purge mark holds a number of samples:
+earlier points from there on are invalid, because the run resumed from a checkpoint or the center
+went back to an older copy. Seconds are seconds of training: each start counts from its first
+generation and continues from the time of its checkpoint, so the time between two starts does not
+count.
 
-A sentence's step may be some samples too high: a run writes sentences of one moment a sample
-apart, since TensorBoard shows one for each step. Here they get their own number back.
+The step of a logged event may be a few samples too high: TensorBoard shows one text per step, so a
+run writes simultaneous events one sample apart. This module restores their number of samples.
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _HEADER = struct.Struct("<QI")
-"""Length of a record and its checksum; behind the record lies another checksum, of 4 bytes."""
-_TEXT_SUFFIX = "/text_summary"
-_SENTENCES = "events"
-_MEMBERSHIP = "membership"
+"""Length of a record and a checksum of the length; a 4-byte checksum follows the record."""
 _ROW = re.compile(r"^\| (\d+) \| ([\d,]+) \| (\d+): ([^|]*) \|", re.MULTILINE)
-"""A row of the table of memberships: the generation, from which sample on, how many train, who."""
-_CENTER = "center/"
+"""A row of the table of memberships: generation, first sample, number of workers, worker ids."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of one tag, in the order of samples; all three of one length."""
+    """The points of one tag, in the order of samples; the three tuples have one length."""
 
     samples: tuple[int, ...] = ()
     """Training samples of all workers together."""
@@ -46,38 +42,38 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A sentence that the run said of itself."""
+class LoggedEvent:
+    """An event that the run logged, as a sentence."""
 
     sentence: str
     start: int
-    """Which start of the run said it, counted from 1."""
+    """The start of the run that logged it, from 1."""
     samples: int
     seconds: float
 
 
 @dataclass(frozen=True)
-class Formed:
-    """A membership as the run's own table has it."""
+class MembershipRow:
+    """A row of the run's table of memberships."""
 
     samples: int
-    """From which on it trained."""
+    """Samples trained before the membership."""
     worker_ids: tuple[str, ...]
-    """By rank; of many workers in short, ``w0 to w99``."""
+    """By rank; many workers are abbreviated, ``w0 to w99``."""
     num_workers: int = 0
 
 
 @dataclass(frozen=True)
 class History:
-    """All that the event files hold."""
+    """The content of a run's event files."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
-    told: tuple[Told, ...] = ()
-    formed: dict[tuple[int, int], Formed] = field(default_factory=dict)
-    """The memberships, by start and generation, as far as the run wrote it down."""
+    events: tuple[LoggedEvent, ...] = ()
+    memberships: dict[tuple[int, int], MembershipRow] = field(default_factory=dict)
+    """The recorded memberships by (start, generation)."""
     num_starts: int = 0
     damage: str = ""
-    """A sentence about files that could not be read to their end; empty: all could."""
+    """A sentence about damaged files, or empty if all files were read to their end."""
 
 
 @dataclass(frozen=True)
@@ -89,83 +85,87 @@ class _Point:
 
 
 @dataclass
-class _Stretch:
-    """Events of a start from one mark to the next."""
+class _Segment:
+    """The points that a start wrote between two purge marks."""
 
     purge_from: int | None = None
-    """From so many samples on, no point of before counts; None: all do."""
+    """Earlier points from this sample on are invalid; None: all are valid."""
     points: list[_Point] = field(default_factory=list)
 
 
 @dataclass
 class _Start:
-    stretches: list[_Stretch] = field(default_factory=lambda: [_Stretch()])
+    segments: list[_Segment] = field(default_factory=lambda: [_Segment()])
     texts: list[tuple[str, int, float]] = field(default_factory=list)
-    formed: dict[int, Formed] = field(default_factory=dict)
+    memberships: dict[int, MembershipRow] = field(default_factory=dict)
     num_files: int = 1
     num_damaged: int = 0
-    begins: bool = False
-    """Whether a mark stands before all else: another start's first file."""
+    is_first_file: bool = False
+    """Whether a purge mark precedes all values: only the first file of a start has one there."""
 
     @property
-    def sentences(self) -> Iterator[tuple[str, int, float]]:
-        """All that was said: (sentence, samples when it was said, wall clock in seconds)."""
-        first = self.stretches[0].purge_from
-        step, samples = (first - 1, first - 1) if first else (-1, 0)
-        for text, at, wall_s in self.texts:
-            if at != step + 1:  # else it was said with the one before it
-                samples = at
-            step = at
+    def events(self) -> Iterator[tuple[str, int, float]]:
+        """The logged events: (sentence, samples when it was logged, wall clock in seconds)."""
+        first = self.segments[0].purge_from
+        last_step, samples = (first - 1, first - 1) if first else (-1, 0)
+        for text, step, wall_s in self.texts:
+            if step != last_step + 1:  # else the two events were simultaneous
+                samples = step
+            last_step = step
             yield text, samples, wall_s
 
-    def add(self, other: _Start) -> None:
-        """Take over what this start wrote later, into another file."""
-        self.stretches += other.stretches
-        self.texts += other.texts
-        self.formed |= other.formed
-        self.num_files += other.num_files
-        self.num_damaged += other.num_damaged
+    def extend(self, later: _Start) -> None:
+        """Append the content of a later file of this start."""
+        self.segments += later.segments
+        self.texts += later.texts
+        self.memberships |= later.memberships
+        self.num_files += later.num_files
+        self.num_damaged += later.num_damaged
 
     def mark(self, purge_from: int) -> None:
-        """Begin a new stretch; a mark at the top belongs to the first."""
-        if self.stretches[-1].points:
-            self.stretches.append(_Stretch())
-        before = self.stretches[-1].purge_from
-        self.stretches[-1].purge_from = purge_from if before is None else min(before, purge_from)
+        """Begin a new segment, unless the current one has no points yet."""
+        if self.segments[-1].points:
+            self.segments.append(_Segment())
+        before = self.segments[-1].purge_from
+        self.segments[-1].purge_from = purge_from if before is None else min(before, purge_from)
 
 
 def read_history(files: Sequence[bytes]) -> History:
     """Return the content of a run's event files.
 
     Args:
-        files: their contents, oldest first. A last record that is cut off is left out: a run
-            that goes on is about to write the rest.
+        files: their contents, oldest first. An incomplete last record is ignored: a run that
+            still trains is about to complete it.
     """
-    past = _Past()
-    told: list[Told] = []
+    valid = _ValidPoints()
+    events: list[LoggedEvent] = []
     starts = _joined([_read_file(data) for data in files])
     for number, start in enumerate(starts, 1):
-        past.drop_from(start.stretches[0].purge_from)
-        clock = _Clock(start, past.seconds)
-        for stretch in start.stretches:
-            past.drop_from(stretch.purge_from)
-            past.add(stretch.points, clock)
-        told += [Told(text, number, n, clock.at(wall_s)) for text, n, wall_s in start.sentences]
+        valid.drop_from(start.segments[0].purge_from)
+        clock = _Clock(start, valid.seconds)
+        for segment in start.segments:
+            valid.drop_from(segment.purge_from)
+            valid.add(segment.points, clock)
+        events += [LoggedEvent(text, number, n, clock.at(wall)) for text, n, wall in start.events]
     return History(
-        curves={tag: _curve(points) for tag, points in sorted(past.curves.items()) if points},
-        told=tuple(dict.fromkeys(told)),
-        formed={(i, g): row for i, s in enumerate(starts, 1) for g, row in s.formed.items()},
+        curves={tag: _curve(points) for tag, points in sorted(valid.curves.items()) if points},
+        events=tuple(dict.fromkeys(events)),
+        memberships={
+            (number, generation): row
+            for number, start in enumerate(starts, 1)
+            for generation, row in start.memberships.items()
+        },
         num_starts=len(starts),
         damage=_damage(starts),
     )
 
 
 def _joined(files: Sequence[_Start]) -> list[_Start]:
-    """Return the starts that wrote some files."""
+    """Return the starts, each with the content of all its files."""
     starts: list[_Start] = []
     for file in files:
-        if starts and not file.begins:
-            starts[-1].add(file)
+        if starts and not file.is_first_file:
+            starts[-1].extend(file)
         else:
             starts.append(file)
     return starts
@@ -182,32 +182,32 @@ def _curve(points: list[tuple[int, float, float]]) -> Curve:
 
 
 class _Clock:
-    """Seconds of training for the wall clock of one start.
+    """Converts the wall clock of one start to seconds of training.
 
     Args:
-        start: its points and sentences.
+        start: its points and events.
         before_s: seconds of training of earlier starts.
     """
 
     def __init__(self, start: _Start, before_s: float) -> None:
         walls = [wall_s for text, _, wall_s in start.texts if text.startswith("generation")]
-        walls += [point.wall_s for stretch in start.stretches for point in stretch.points]
+        walls += [point.wall_s for segment in start.segments for point in segment.points]
         self._began_at = walls[0] if walls else 0.0
         self._before_s = before_s
 
     def at(self, wall_s: float) -> float:
-        """Return the seconds of training at a moment; before the first generation: none yet."""
+        """Return the seconds of training; those of earlier starts before the first generation."""
         return self._before_s + max(0.0, wall_s - self._began_at)
 
 
-class _Past:
-    """The valid events among those read so far."""
+class _ValidPoints:
+    """The points read so far that no purge mark has invalidated."""
 
     def __init__(self) -> None:
         self.curves: dict[str, list[tuple[int, float, float]]] = {}
-        """Of each tag (samples, seconds, value), as they came."""
+        """(samples, seconds, value) by tag, in the order of writing."""
         self._reached: dict[int, float] = {}
-        """When each number of samples was reached, in seconds of training."""
+        """Seconds of training at which each number of samples was reached."""
 
     @property
     def seconds(self) -> float:
@@ -215,13 +215,13 @@ class _Past:
         return max(self._reached.values(), default=0.0)
 
     def drop_from(self, samples: int | None) -> None:
-        """Forget what lies from a sample on; None: nothing."""
+        """Drop the points from a sample on; None: keep all."""
         if samples is not None:
             self.curves = {t: [p for p in c if p[0] < samples] for t, c in self.curves.items()}
             self._reached = {n: s for n, s in self._reached.items() if n < samples}
 
     def add(self, points: Sequence[_Point], clock: _Clock) -> None:
-        """Add what one start wrote."""
+        """Add points of one start."""
         self._reached |= {p.samples: clock.at(p.wall_s) for p in points if not _is_late(p)}
         reached = sorted(self._reached.items())
         for p in points:
@@ -231,9 +231,9 @@ class _Past:
 
 
 def _seconds_at(samples: int, reached: Sequence[tuple[int, float]]) -> float:
-    """Return when so many samples were reached, between two of which it is known.
+    """Return the seconds of training at a number of samples, interpolated between known ones.
 
-    A score counts then, not when it was written: it comes later.
+    A score belongs to that moment; it is written later, after the evaluation.
     """
     right = bisect.bisect_left(reached, (samples, -math.inf))
     if right == len(reached):
@@ -245,11 +245,11 @@ def _seconds_at(samples: int, reached: Sequence[tuple[int, float]]) -> float:
 
 
 def _is_late(point: _Point) -> bool:
-    return point.tag.startswith(_CENTER) and point.tag != "center/distance"
+    return point.tag.startswith("center/") and point.tag != "center/distance"
 
 
 def _read_file(data: bytes) -> _Start:
-    # Imported here: it costs half a second that only who reads events should pay.
+    # Imported here: the import takes half a second.
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto import event_pb2
 
@@ -261,16 +261,16 @@ def _read_file(data: bytes) -> _Start:
             start.num_damaged = 1
             break
         if event.HasField("session_log") and event.session_log.status == event.session_log.START:
-            start.begins |= not has_values
+            start.is_first_file |= not has_values
             start.mark(int(event.step))
         has_values |= bool(event.summary.value)
         for value in event.summary.value:
-            _take(start, event, value)
+            _add_value(start, event, value)
     return start
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file, each framed by its length and two checksums."""
+    """Yield the records of a file; each is framed by its length and two checksums."""
     at = 0
     while at + _HEADER.size <= len(data):
         length, _ = _HEADER.unpack_from(data, at)
@@ -281,15 +281,19 @@ def _records(data: bytes) -> Iterator[bytes]:
         at += length + 4
 
 
-def _take(start: _Start, event: Any, value: Any) -> None:
-    """Add a scalar or a sentence; whatever else an event holds is passed over."""
-    tag = value.tag.removesuffix(_TEXT_SUFFIX)
+def _add_value(start: _Start, event: Any, value: Any) -> None:
+    """Add a scalar, a logged event or a table of memberships; ignore any other value."""
+    tag = value.tag.removesuffix("/text_summary")
     if value.HasField("tensor") and value.tensor.string_val:
         text = b" ".join(value.tensor.string_val).decode(errors="replace").strip()
-        if tag == _SENTENCES:
+        if tag == "events":
             start.texts.append((text, int(event.step), event.wall_time))
-        elif tag.partition("/")[0] == _MEMBERSHIP:
-            start.formed |= dict(_rows(text))
+        elif tag.partition("/")[0] == "membership":
+            for generation, samples, count, ids in _ROW.findall(text):
+                row = MembershipRow(
+                    int(samples.replace(",", "")), tuple(ids.strip().split(", ")), int(count)
+                )
+                start.memberships[int(generation)] = row
         return
     if value.HasField("simple_value"):
         number = value.simple_value
@@ -299,10 +303,4 @@ def _take(start: _Start, event: Any, value: Any) -> None:
         return
     if math.isfinite(number):
         point = _Point(tag, int(event.step), event.wall_time, float(number))
-        start.stretches[-1].points.append(point)
-
-
-def _rows(table: str) -> Iterator[tuple[int, Formed]]:
-    for number, samples, count, who in _ROW.findall(table):
-        names = tuple(who.strip().split(", "))
-        yield int(number), Formed(int(samples.replace(",", "")), names, int(count))
+        start.segments[-1].points.append(point)

@@ -1,4 +1,4 @@
-"""Reads the facts of a run from its folder, for its page."""
+"""Reads the facts for the page of a run from its folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from raydl.metrics.tags import OF_COMPARISON
 from raydl.run.folder import open_run
 from raydl.run.status import RunStatus, from_json, to_dict
 from raydl.storage import Storage, parent_and_name
-from raydl.tools.report.events import Curve, Formed, History, Told, read_history
+from raydl.tools.report.events import Curve, History, LoggedEvent, MembershipRow, read_history
 
-_EVENTS = "events.out.tfevents"
 _GENERATION = re.compile(r"generation (\d+): (.*)", re.DOTALL)
 _NAMED = 3
-"""So many runs are named to a person who named the folder above them."""
+"""Runs that an error message names if the user gave their parent folder."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,18 @@ class Generation:
     number: int
     start: int
     seconds: float
-    """Of training, when it was decided."""
+    """Seconds of training when the membership was decided."""
     samples: int
     num_workers: int | None
-    """None: it was over before anything was recorded."""
+    """None: the generation ended before any record."""
     reason: str
     worker_ids: tuple[str, ...] = ()
-    """By rank; empty: it was not written down."""
+    """By rank; empty: not recorded."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as its folder tells it."""
+    """The content of a run's folder."""
 
     name: str
     root: str
@@ -53,83 +52,84 @@ class RunFacts:
     versions: Mapping[str, Any] = field(default_factory=dict)
     commit: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
-    """The figures of ``result.json``; empty: the run has not written it."""
+    """The content of ``result.json``; empty: the run has not written it."""
     status: RunStatus | None = None
     history: History = field(default_factory=History)
     checkpoints: tuple[Mapping[str, Any], ...] = ()
-    """Their manifests, oldest first."""
+    """Manifests, oldest first."""
     notes: tuple[str, ...] = ()
-    """Missing or damaged files, in sentences."""
+    """Sentences about missing or damaged files."""
 
     def curve(self, tag: str) -> Curve:
-        """Return the points of a tag; none if it was not recorded."""
+        """Return the points of a tag; an empty curve if it was not recorded."""
         return self.history.curves.get(tag, Curve())
 
     def setting(self, name: str) -> str:
-        """Return a setting for a person, by its dotted name."""
+        """Return the text of a setting, by its dotted name."""
         return plain(self.config.get(name))
 
     def figure(self, name: str) -> Any:
-        """Return a figure of ``result.json``, or the newest that status and curves have."""
-        found = self.result.get(name)
-        if found is None and self.status is not None and name in _IN_STATUS:
-            found = to_dict(self.status)[_IN_STATUS[name]]
-        if found is None and name in _IN_CURVES:
+        """Return a figure of ``result.json``, else the newest one of the status or the curves."""
+        figure = self.result.get(name)
+        if figure is None and self.status is not None and name in _IN_STATUS:
+            figure = to_dict(self.status)[_IN_STATUS[name]]
+        if figure is None and name in _IN_CURVES:
             values = self.curve(_IN_CURVES[name]).values
-            found = values[-1] if values else None
-        return found
+            figure = values[-1] if values else None
+        return figure
 
     @property
     def time_parts(self) -> dict[str, float]:
-        """Mean seconds per worker by part, as far as recorded."""
-        found = self.result.get("time_parts")
-        if isinstance(found, dict):
-            return {str(part): number(seconds) or 0.0 for part, seconds in found.items()}
+        """Mean seconds per worker, by recorded part."""
+        parts = self.result.get("time_parts")
+        if isinstance(parts, dict):
+            return {str(part): number(seconds) or 0.0 for part, seconds in parts.items()}
         curves = self.history.curves.items()
         return {tag.removeprefix("time/"): c.values[-1] for tag, c in curves if tag[:5] == "time/"}
 
     @property
     def ending(self) -> str:
-        """How the run ended or, if it has not, how it stood when it last told."""
+        """How the run ended, else its last reported state."""
         if self.status is None:
-            return "finished" if self.result else "unknown: it has told nothing"
+            return "finished" if self.result else "unknown: the run has reported no status"
         if self.status.is_final:
             return self.status.state
-        return f"not ended: {self.status.state}, as told at {moment(self.status.told_at)}"
+        return f"not ended: {self.status.state}, last reported at {moment(self.status.told_at)}"
 
     @property
     def generations(self) -> list[Generation]:
-        """The memberships in the order in which they were told."""
-        found = []
-        for told in self.history.told:
-            match = _GENERATION.match(told.sentence)
-            if match:
-                found.append(self._generation(int(match[1]), told, match[2]))
-        return found
+        """The memberships in the order in which they were logged."""
+        matches = ((event, _GENERATION.match(event.sentence)) for event in self.history.events)
+        return [self._generation(int(m[1]), event, m[2]) for event, m in matches if m]
 
-    def _generation(self, number: int, told: Told, reason: str) -> Generation:
-        formed = self.history.formed.get((told.start, number), Formed(told.samples, ()))
-        who = formed.worker_ids
-        num_workers = formed.num_workers or self._workers_of(number, told)
+    def _generation(self, number: int, event: LoggedEvent, reason: str) -> Generation:
+        unknown = MembershipRow(event.samples, ())
+        row = self.history.memberships.get((event.start, number), unknown)
         return Generation(
-            number, told.start, told.seconds, formed.samples, num_workers, reason, who
+            number=number,
+            start=event.start,
+            seconds=event.seconds,
+            samples=row.samples,
+            num_workers=row.num_workers or self._workers_of(number, event),
+            reason=reason,
+            worker_ids=row.worker_ids,
         )
 
-    def _workers_of(self, generation: int, told: Told) -> int | None:
-        """Return how many trained in a generation, by the first point recorded in it."""
+    def _workers_of(self, generation: int, event: LoggedEvent) -> int | None:
+        """Return the number of workers at the first point recorded in a generation, if any."""
         numbers, counts = self.curve("workers/generation"), self.curve("workers/count")
-        for at, samples in enumerate(numbers.samples):
-            if numbers.values[at] == generation and samples >= told.samples:
-                return round(counts.values[at]) if at < len(counts) else None
+        for i, samples in enumerate(numbers.samples):
+            if numbers.values[i] == generation and samples >= event.samples:
+                return round(counts.values[i]) if i < len(counts) else None
         return None
 
     @property
     def faults(self) -> list[str]:
-        """The faults that fired, each in a sentence."""
+        """The faults that fired, one sentence each."""
         fired = self.result.get("faults_fired")
         if isinstance(fired, list) and self.history.num_starts <= 1:
             return [str(sentence) for sentence in fired]
-        return [t.sentence for t in self.history.told if re.match(r"fault \d+: ", t.sentence)]
+        return [e.sentence for e in self.history.events if re.match(r"fault \d+: ", e.sentence)]
 
 
 _IN_STATUS = {
@@ -155,10 +155,10 @@ def read_run(run: str) -> RunFacts:
         run: its folder, a path or URI.
 
     Raises:
-        DataError: no run is there, or its folder can not be read.
+        DataError: if the folder contains no run or can not be read.
     """
     storage = open_run(run).storage
-    config = _read_config(storage)
+    root, config = storage.root, _read_config(storage)
     notes: list[str] = []
     status = _read_status(storage, notes)
     result = _read_result(storage, status, notes)
@@ -167,8 +167,8 @@ def read_run(run: str) -> RunFacts:
         history = History({"center/accuracy": _scores(result["evaluations"])})
     commit = config.get("commit")
     return RunFacts(
-        name=_name_of(storage.root),
-        root=storage.root,
+        name=parent_and_name(root if "://" in root else os.path.abspath(root))[1] or root,
+        root=root,
         config=dotted(config["config"]),
         versions=config["versions"] if isinstance(config.get("versions"), dict) else {},
         commit=commit if isinstance(commit, str) else "",
@@ -180,26 +180,23 @@ def read_run(run: str) -> RunFacts:
     )
 
 
-def _name_of(root: str) -> str:
-    return parent_and_name(root if "://" in root else os.path.abspath(root))[1] or root
-
-
 def _read_config(storage: Storage) -> dict[str, Any]:
     try:
         if not storage.exists("config.json"):
-            raise DataError(storage.root, f"no run is there: it has no config.json{_near(storage)}")
+            problem = f"contains no run, config.json is missing{_runs_below(storage)}"
+            raise DataError(storage.root, problem)
         values = json.loads(storage.read_bytes("config.json"))
     except OSError as error:
-        raise DataError(storage.root, f"it can not be read: {error}") from error
+        raise DataError(storage.root, f"can not be read: {error}") from error
     except ValueError as error:
-        raise DataError(storage.root, f"its config.json is damaged: {error}") from error
+        raise DataError(storage.root, f"config.json is damaged: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
-        raise DataError(storage.root, "its config.json is damaged: it holds no settings")
+        raise DataError(storage.root, "config.json is damaged: it contains no settings")
     return values
 
 
-def _near(storage: Storage) -> str:
-    """Return the runs that lie below a folder, for a person who meant one of them."""
+def _runs_below(storage: Storage) -> str:
+    """Return the end of a sentence that names runs in the subfolders, or nothing."""
     try:
         below = [n for n in storage.list_dir("") if storage.exists(f"{n}/config.json")]
     except OSError:
@@ -207,30 +204,30 @@ def _near(storage: Storage) -> str:
     if not below:
         return ""
     more = f" and {len(below) - _NAMED} more" if len(below) > _NAMED else ""
-    return f"; below it are {', '.join(below[:_NAMED])}{more}: name one or several of them"
+    return f"; name one or several of the runs in it: {', '.join(below[:_NAMED])}{more}"
 
 
 def _read_json(storage: Storage, name: str, notes: list[str]) -> dict[str, Any]:
     try:
         values = json.loads(storage.read_bytes(name)) if storage.exists(name) else {}
     except (OSError, ValueError) as error:
-        notes.append(f"Its {name} can not be read: {error}.")
+        notes.append(f"{name} can not be read: {error}.")
         return {}
     return values if isinstance(values, dict) else {}
 
 
 def _read_result(storage: Storage, status: RunStatus | None, notes: list[str]) -> dict[str, Any]:
-    """Return the newest start's results; empty if it wrote none."""
+    """Return the result of the newest start; empty if that start has written none."""
     result = _read_json(storage, "result.json", notes)
     if status is not None and result and _is_of_an_earlier_start(result, status):
         result = {}
     if not result:
-        notes.append("It has written no result yet: the figures are the newest it has recorded.")
+        notes.append("The run has written no result yet: the figures are the newest recorded ones.")
     return result
 
 
 def _is_of_an_earlier_start(result: Mapping[str, Any], status: RunStatus) -> bool:
-    """Whether a run that had written its result went on from there."""
+    """Whether the run was resumed after it had written this result."""
     if not status.is_final or status.state.startswith("failed"):
         return True
     samples = number(result.get("samples"))
@@ -241,39 +238,37 @@ def _read_status(storage: Storage, notes: list[str]) -> RunStatus | None:
     try:
         return from_json(storage.read_bytes("status.json"))
     except FileNotFoundError:
-        notes.append("It has no status.json: how it ended is not known.")
+        notes.append("status.json is missing: the end of the run is unknown.")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        notes.append(f"Its status.json can not be read: {error}.")
+        notes.append(f"status.json can not be read: {error}.")
     return None
 
 
 def _read_events(storage: Storage, notes: list[str]) -> History:
     try:
-        names = [name for name in storage.list_dir("") if name.startswith(_EVENTS)]
-        # A comparison adds files of its own, which are no starts of the run.
+        names = [name for name in storage.list_dir("") if name.startswith("events.out.tfevents")]
+        # A comparison adds its own files to the folder; they are not starts of the run.
         names = [name for name in names if not name.endswith(OF_COMPARISON)]
         history = read_history([storage.read_bytes(name) for name in names])
     except OSError as error:
-        notes.append(f"Its event files can not be read: {error}.")
+        notes.append(f"The event files can not be read: {error}.")
         return History()
     if not names:
-        notes.append("It has no event files, so there are no curves and no memberships to show.")
+        notes.append("Event files are missing: there are no curves and no memberships to show.")
     if history.damage:
-        notes.append(f"Of its curves a part is missing: {history.damage}.")
+        notes.append(f"The curves are incomplete: {history.damage}.")
     return history
 
 
 def _scores(evaluations: list[Any]) -> Curve:
-    """Return the scores of the center as ``result.json`` has them, for want of events."""
+    """Return the accuracies of the center in ``result.json``, used if there are no event files."""
+    keys = ("samples", "seconds", "accuracy")
     points = [
         (int(e["samples"]), float(e["seconds"]), float(e["accuracy"]))
         for e in evaluations
-        if isinstance(e, dict) and all(number(e.get(k)) is not None for k in _SCORE)
+        if isinstance(e, dict) and all(number(e.get(key)) is not None for key in keys)
     ]
     return Curve(*zip(*points, strict=True)) if points else Curve()
-
-
-_SCORE = ("samples", "seconds", "accuracy")
 
 
 def _read_checkpoints(storage: Storage, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
@@ -284,19 +279,19 @@ def _read_checkpoints(storage: Storage, notes: list[str]) -> tuple[Mapping[str, 
             if storage.exists(path):
                 found.append({"name": name, **_read_json(storage, path, notes)})
     except OSError as error:
-        notes.append(f"Its checkpoints can not be listed: {error}.")
+        notes.append(f"The checkpoints can not be listed: {error}.")
     return tuple(sorted(found, key=lambda manifest: number(manifest.get("round")) or 0))
 
 
 def number(value: object) -> float | None:
-    """Return a finite number, or None for any other value."""
+    """Return the value as a float, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def plain(value: object) -> str:
-    """Return a setting as a person reads it: ``none``, ``yes``, ``2, 4``, ``0.25``."""
+    """Return the text of a setting: ``none``, ``yes``, ``2, 4``, ``0.25``."""
     if value is None or value in ({}, []):
         return "none"
     if isinstance(value, bool):
@@ -307,5 +302,5 @@ def plain(value: object) -> str:
 
 
 def moment(unix_s: float) -> str:
-    """Return a moment as date and time, UTC."""
+    """Return the date and time of a Unix time, in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))

@@ -1,4 +1,4 @@
-"""HTML and SVG put together from elements; whatever is not an element already is escaped."""
+"""Builds HTML and SVG from elements and escapes all other text."""
 
 from __future__ import annotations
 
@@ -6,52 +6,45 @@ from html import escape
 
 from raydl.redaction import redact
 
-_VOID = ("meta",)
-
 
 class Html(str):
-    """Text that is markup, and safe to put into a page as it is."""
+    """Markup that goes into a page unescaped."""
 
     __slots__ = ()
 
 
 def element(name: str, /, *children: object, **attributes: object) -> Html:
-    """Return one element with its children inside.
+    """Return an element.
 
     Args:
-        name: of the tag.
-        children: elements stay as they are, None is left out, all else is escaped text.
-        attributes: ``class_`` becomes ``class`` and ``stroke_width`` ``stroke-width``; one
-            whose value is None is left out.
+        name: name of the tag.
+        children: content. Elements stay unchanged, None is omitted, other values are escaped.
+        attributes: attributes by name: ``class_`` becomes ``class`` and ``stroke_width`` becomes
+            ``stroke-width``. An attribute whose value is None is omitted.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_escaped(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    if name in _VOID:
+    if name == "meta":  # a void element has no end tag
         return Html(f"<{name}{written}>")
-    return Html(f"<{name}{written}>{join(children)}</{name}>")
-
-
-def join(parts: object) -> Html:
-    """Return elements and texts one after the other, the texts escaped."""
-    assert isinstance(parts, (list, tuple))
-    return Html(
-        "".join(p if isinstance(p, Html) else _escaped(str(p)) for p in parts if p is not None)
+    content = "".join(
+        c if isinstance(c, Html) else _escaped(str(c)) for c in children if c is not None
     )
+    return Html(f"<{name}{written}>{content}</{name}>")
 
 
 def table(
     head: list[str], rows: list[list[object]], *, numbers: tuple[str, ...] = (), kind: str = ""
 ) -> Html:
-    """Return a table that scrolls sideways where the page is narrow.
+    """Return a table that scrolls sideways on a narrow page.
 
     Args:
         head: names of the columns.
-        rows: texts or elements.
-        numbers: columns that are set flush right.
-        kind: a class for the style sheet.
+        rows: cells, texts or elements.
+        numbers: columns that are right-aligned.
+        kind: a class of the style sheet.
     """
     sides = ["n" if name in numbers else None for name in head]
     cells = [element("th", name, class_=side) for name, side in zip(head, sides, strict=True)]
@@ -69,17 +62,17 @@ def table(
 
 
 def folded(summary: str, *children: object) -> Html:
-    """Return something that a click unfolds."""
+    """Return a block that opens with a click on its summary."""
     return element("details", element("summary", summary), *children)
 
 
 def swatch(color: str, *, is_dashed: bool = False) -> Html:
-    """Return a small square in a colour of CSS; a pale one for a dashed line."""
+    """Return a small square in a CSS color, paler for a dashed line."""
     square = element("rect", x=0, y=1, width=12, height=12, rx=2, style=f"fill:{color}")
     kind = "swatch dashed" if is_dashed else "swatch"
     return element("svg", square, viewBox="0 0 12 14", class_=kind, aria_hidden="true")
 
 
 def _escaped(text: str) -> str:
-    """Return text as it may stand in a page, credentials of URIs left out."""
+    """Return the text escaped for HTML, without the credentials of URIs."""
     return escape(redact(text))

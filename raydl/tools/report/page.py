@@ -1,4 +1,4 @@
-"""The page as a whole: of one run, or of several side by side."""
+"""Puts the page together, for one run or for several."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from raydl.tools.report.sections import duration, speed, written
 from raydl.tools.report.style import CSS
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""The page's content security policy: a browser may fetch nothing."""
-_OWN = ("run.run_dir",)
-"""Settings that always differ between two runs."""
+"""Content security policy of the page: a browser fetches nothing."""
 
 
 def make_page(runs: Sequence[RunFacts], *, now: float | None = None) -> str:
     """Return the page.
 
     Args:
-        runs: one, or several to compare.
-        now: Unix time that the page names as its own; None: the clock's.
+        runs: one run, or several to compare.
+        now: Unix time at which the page is written; None: the current time.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    body = _of_one(runs[0]) if len(runs) == 1 else _of_several(list(runs))
+    body = _one_run(runs[0]) if len(runs) == 1 else _several_runs(list(runs))
     written_at = moment(time.time() if now is None else now)
     page = element(
         "html",
@@ -44,35 +42,33 @@ def make_page(runs: Sequence[RunFacts], *, now: float | None = None) -> str:
     return f"<!doctype html>\n{page}\n"
 
 
-def _of_one(run: RunFacts) -> list[Html | None]:
-    parts = sections.time_parts([run])
+def _one_run(run: RunFacts) -> list[Html | None]:
     return [
         element("h1", run.name),
         element("p", sections.subtitle(run), class_="sub"),
         sections.headline(run),
         sections.notes(run),
         *_curves([run]),
-        *_titled("Where the time went", parts),
+        *_titled("Where the time went", sections.time_parts([run])),
         *_details(run),
     ]
 
 
-def _of_several(runs: list[RunFacts]) -> list[Html | None]:
-    keys = legend([run.name for run in runs])
+def _several_runs(runs: list[RunFacts]) -> list[Html | None]:
     return [
         element("h1", f"{len(runs)} runs compared"),
         _comparison(runs),
         *_titled("Settings that differ", _differences(runs)),
-        *_curves(runs, keys),
+        *_curves(runs, legend([run.name for run in runs])),
         *_titled("Where the time went", sections.time_parts(runs)),
-        *(_section(run, at) for at, run in enumerate(runs)),
+        *(_section(run, number) for number, run in enumerate(runs)),
     ]
 
 
-def _section(run: RunFacts, at: int) -> Html:
+def _section(run: RunFacts, number: int) -> Html:
     return element(
         "section",
-        element("h2", line_swatch(at), " ", run.name),
+        element("h2", line_swatch(number), " ", run.name),
         element("p", sections.subtitle(run), class_="sub"),
         sections.headline(run),
         sections.notes(run),
@@ -104,19 +100,19 @@ def _titled(title: str, content: Html | None, level: str = "h2") -> list[Html]:
 
 
 def _comparison(runs: Sequence[RunFacts]) -> Html:
-    """Return a row of headline figures per run."""
+    """Return a table with the headline figures of each run."""
     head = ["run", "method", "center accuracy", "samples", "time", "samples/s", "workers",
             "communication", "ended"]  # fmt: skip
     rows: list[list[object]] = []
-    for at, run in enumerate(runs):
+    for number, run in enumerate(runs):
         rows.append([
-            element("span", line_swatch(at), " ", run.name, class_="key"),
+            element("span", line_swatch(number), " ", run.name, class_="key"),
             run.setting("method.name"),
             written(run.figure("center_accuracy"), "{:.2%}"),
             written(run.figure("samples"), "{:,.0f}"),
             duration(run.figure("seconds")),
             written(speed(run), "{:,.0f}"),
-            sections.most_workers(run),
+            sections.worker_range(run),
             written(run.figure("communication_share"), "{:.1%}"),
             run.ending,
         ])  # fmt: skip
@@ -124,8 +120,8 @@ def _comparison(runs: Sequence[RunFacts]) -> Html:
 
 
 def _differences(runs: Sequence[RunFacts]) -> Html | None:
-    """Return the settings in which the runs differ, or None."""
-    names = dict.fromkeys(name for run in runs for name in run.config if name not in _OWN)
+    """Return a table of the settings in which the runs differ, or None if they do not."""
+    names = dict.fromkeys(name for run in runs for name in run.config if name != "run.run_dir")
     rows: list[list[object]] = []
     for name in names:
         values = [run.setting(name) if name in run.config else "" for run in runs]

@@ -1,10 +1,9 @@
-"""The sections of the page of one run."""
+"""Makes the sections of the page about one run."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from raydl.metrics import TAGS, TIME_PARTS
 from raydl.metrics.charts import bar_in_page, words
@@ -15,23 +14,20 @@ from raydl.tools.report.facts import RunFacts, number, plain
 from raydl.tools.report.html import Html, element, folded, swatch, table
 
 _NONE = "-"
-_Row = TypeVar("_Row")
-_FOLDED_FROM = 12
-"""A table of more workers is folded away."""
-_MANY = 60
-"""And so is one of more generations."""
+_OPEN_WORKERS, _OPEN_GENERATIONS = 12, 60
+"""Rows of the tables of workers and generations that are shown without a click."""
 _MOST_ROWS = 1000
-"""Of longer tables the middle is left out: a run of days may have thousands of generations."""
+"""Longer tables omit the rows in the middle: a run of days may have thousands of generations."""
 
 
 def written(value: object, pattern: str) -> str:
-    """Return a number in a format, or a dash for any other value."""
-    found = number(value)
-    return _NONE if found is None else pattern.format(found)
+    """Return the value in a format, or a dash if it is not a finite number."""
+    finite = number(value)
+    return _NONE if finite is None else pattern.format(finite)
 
 
 def duration(value: object) -> str:
-    """Return seconds as a person reads them: ``4.9 s``, ``2:03 min``, ``1:02:03 h``."""
+    """Return the text of a time in seconds: ``4.9 s``, ``2:03 min``, ``1:02:03 h``."""
     seconds = number(value)
     if seconds is None:
         return _NONE
@@ -42,7 +38,7 @@ def duration(value: object) -> str:
 
 
 def byte_size(value: object) -> str:
-    """Return bytes with a fitting unit, decimal."""
+    """Return the text of a size in bytes, with a decimal unit."""
     size = number(value)
     if size is None:
         return _NONE
@@ -53,35 +49,37 @@ def byte_size(value: object) -> str:
 
 
 def subtitle(run: RunFacts) -> str:
-    """Return method, model and data in one line."""
+    """Return a line with method, model and data."""
     names = (run.setting(name) for name in ("method.name", "model", "data"))
     return "{} · {} · {}".format(*names)
 
 
-def most_workers(run: RunFacts) -> str:
-    """Return the fewest and the most workers that trained, or what was asked for."""
+def worker_range(run: RunFacts) -> str:
+    """Return the least and the greatest number of workers, or the number requested."""
     counts = [round(v) for v in run.curve("workers/count").values]
     if not counts:
-        return f"{run.setting('scaling.num_workers')} asked for"
+        return f"{run.setting('scaling.num_workers')} requested"
     low, high = min(counts), max(counts)
     return f"{low}" if low == high else f"{low} to {high}"
 
 
 def headline(run: RunFacts) -> Html:
-    """Return the figures that a reader looks for first."""
-    num_generations = len({g.number for g in run.generations})
+    """Return the most important figures."""
+    count = len({g.number for g in run.generations})
+    generations = f"{count} generation{'s' if count > 1 else ''}" if count else None
+    resumes = run.history.num_starts - 1
+    resumed = f"resumed {resumes} times" if resumes > 1 else "resumed once"
+    epochs = run.curve("train/epoch").values
+    seconds = duration(run.figure("seconds"))
     tiles: list[tuple[str, object, str | None]] = [
         _score(run),
         *_best(run),
-        ("Samples", written(run.figure("samples"), "{:,.0f}"), _epochs(run)),
-        (
-            "Training time",
-            duration(run.figure("seconds")),
-            written(speed(run), "{:,.0f} samples/s"),
-        ),
-        ("Workers", most_workers(run), counted(num_generations, "generation")),
-        ("Ended", run.ending, _resumed(run)),
-    ]
+        ("Samples", written(run.figure("samples"), "{:,.0f}"),
+         f"{epochs[-1]:.1f} epochs" if epochs else None),
+        ("Training time", seconds, written(speed(run), "{:,.0f} samples/s")),
+        ("Workers", worker_range(run), generations),
+        ("Ended", run.ending, resumed if resumes > 0 else None),
+    ]  # fmt: skip
     shown = [
         element("div", element("dt", name),
                 element("dd", value, element("small", more) if more else None,
@@ -92,7 +90,7 @@ def headline(run: RunFacts) -> Html:
 
 
 def _score(run: RunFacts) -> tuple[str, object, str | None]:
-    """Return the center's accuracy with its loss, or the loss alone of a task without accuracy."""
+    """Return the tile of the center's accuracy, or of its loss if the task has no accuracy."""
     accuracy, loss = run.figure("center_accuracy"), number(run.figure("center_loss"))
     if accuracy is None and loss is not None:
         return "Center loss", written(loss, "{:.4g}"), None
@@ -101,7 +99,7 @@ def _score(run: RunFacts) -> tuple[str, object, str | None]:
 
 
 def _best(run: RunFacts) -> list[tuple[str, object, str | None]]:
-    """Return the score of the center that was kept as the best, if one was."""
+    """Return the tile of the best center, if the run kept one."""
     best = run.result.get("best")
     if not isinstance(best, dict):
         return []
@@ -111,79 +109,64 @@ def _best(run: RunFacts) -> list[tuple[str, object, str | None]]:
     return [("Best center loss", written(best.get("loss"), "{:.4g}"), after)]
 
 
-def _epochs(run: RunFacts) -> str | None:
-    epochs = run.curve("train/epoch").values
-    return f"{epochs[-1]:.1f} epochs" if epochs else None
-
-
-def _resumed(run: RunFacts) -> str | None:
-    again = run.history.num_starts - 1
-    return f"resumed {again} times" if again > 1 else "resumed once" if again == 1 else None
-
-
-def counted(count: int, what: str) -> str | None:
-    """Return ``3 generations``, ``1 generation``; None for none."""
-    return f"{count} {what}{'s' if count > 1 else ''}" if count else None
-
-
 def speed(run: RunFacts) -> float | None:
-    """Return the samples per second over all of the run."""
+    """Return the samples per second of the whole run, or None if not recorded."""
     samples, seconds = number(run.figure("samples")), number(run.figure("seconds"))
     return samples / seconds if samples is not None and seconds else None
 
 
 def notes(run: RunFacts) -> Html | None:
-    """Return the section on missing or damaged files."""
+    """Return the warnings about missing or damaged files, or None if there are none."""
     if not run.notes:
         return None
     return element("div", *(element("p", note) for note in run.notes), class_="warn")
 
 
 def time_parts(runs: list[RunFacts]) -> Html | None:
-    """Return the eight parts of the time, as bars and as a table with their sentences."""
-    timed = [(run.name, run.time_parts) for run in runs]
-    longest = max(sum(parts.values()) for _, parts in timed)
+    """Return a bar per run and a table of the eight time parts, or None if not recorded."""
+    parts_of_runs = [(run.name, run.time_parts) for run in runs]
+    longest = max(sum(parts.values()) for _, parts in parts_of_runs)
     if longest <= 0:
         return None
-    again = any(run.history.num_starts > 1 for run in runs)
+    is_resumed = any(run.history.num_starts > 1 for run in runs)
     note = "Mean over the workers that trained at the end" + (
-        "; of a run that was resumed, since its last start." if again else "."
+        "; of a resumed run, since its last start." if is_resumed else "."
     )
-    return element(
-        "div", _bars(timed, longest), element("p", note, class_="note"), _part_table(timed)
-    )
-
-
-def _bars(timed: list[tuple[str, dict[str, float]]], longest: float) -> Html:
-    drawn = []
-    for name, parts in timed:
-        before = element("b", name, " ") if len(timed) > 1 else None
+    bars: list[Html] = []
+    for name, parts in parts_of_runs:
+        before = element("b", name, " ") if len(runs) > 1 else None
         total = f"{sum(parts.values()):,.1f} s per worker"
         bar = bar_in_page(parts, longest=longest).svg(f"time parts of {name}", is_stretched=True)
-        drawn += [element("p", before, total, class_="over"), Html(bar)]
-    return element("div", *drawn, class_="bars")
+        bars += [element("p", before, total, class_="over"), Html(bar)]
+    return element(
+        "div",
+        element("div", *bars, class_="bars"),
+        element("p", note, class_="note"),
+        _part_table(parts_of_runs),
+    )
 
 
-def _part_table(timed: list[tuple[str, dict[str, float]]]) -> Html:
-    names = ["seconds", "share"] if len(timed) == 1 else [name for name, _ in timed]
+def _part_table(parts_of_runs: list[tuple[str, dict[str, float]]]) -> Html:
+    is_one = len(parts_of_runs) == 1
+    names = ["seconds", "share"] if is_one else [name for name, _ in parts_of_runs]
     rows: list[list[object]] = []
     for part in STACK:
-        seconds = [parts.get(part, 0.0) for _, parts in timed]
+        seconds = [parts.get(part, 0.0) for _, parts in parts_of_runs]
         cells: list[object] = [f"{value:,.2f}" for value in seconds]
-        if len(timed) == 1:
-            cells.append(f"{seconds[0] / sum(timed[0][1].values()):.1%}")
+        if is_one:
+            cells.append(f"{seconds[0] / sum(parts_of_runs[0][1].values()):.1%}")
         key = element("span", swatch(f"var(--{part})"), " ", words(part), class_="key")
-        rows.append([explained(key, TIME_PARTS[part]), *cells])
+        rows.append([_explained(key, TIME_PARTS[part]), *cells])
     return table(["part", *names], rows, numbers=tuple(names))
 
 
-def explained(name: object, sentence: str) -> Html:
-    """Return a name with a sentence on it below."""
+def _explained(name: object, sentence: str) -> Html:
+    """Return a name with an explanation below it."""
     return element("span", name, element("small", sentence, class_="below"))
 
 
 def exchange(run: RunFacts) -> Html:
-    """Return the section on the cost of the exchanges."""
+    """Return a table of the cost of the exchanges."""
     waits = run.curve("exchange/seconds").values
     staleness = run.result.get("staleness")
     if staleness is None and len(run.curve("exchange/staleness")):
@@ -195,31 +178,28 @@ def exchange(run: RunFacts) -> Html:
         _cost("Bytes", byte_size(run.figure("exchange_bytes")), "exchange/bytes"),
         _cost("Communication share", written(run.figure("communication_share"), "{:.1%}"),
               "exchange/communication_share"),
-        _cost("Local steps before each", written(run.figure("period"), "{:,.1f}"),
+        _cost("Local steps per exchange", written(run.figure("period"), "{:,.1f}"),
               "exchange/period"),
         _cost("Staleness, mean", written(staleness, "{:.2f}"), "exchange/staleness"),
     ]  # fmt: skip
     pause = number(run.result.get("longest_pause_s"))
     if pause:
-        name = explained("Longest pause", "The longest time in which nobody trained.")
+        name = _explained("Longest pause", "The longest time in which no worker trained.")
         rows.append([name, duration(pause)])
-    return table(["what", "value"], rows + _allreduce(run), numbers=("value",))
+    allreduce = run.result.get("allreduce")
+    if isinstance(allreduce, dict):
+        seconds = written(allreduce.get("measured_s"), "{:.4g} s")
+        label = f"All-reduce, {allreduce.get('algorithm')}"
+        rows.append(_cost(label, seconds, "exchange/allreduce_s"))
+    return table(["what", "value"], rows, numbers=("value",))
 
 
 def _cost(name: str, value: str, tag: str) -> list[object]:
-    return [explained(name, TAGS[tag].sentence), value]
-
-
-def _allreduce(run: RunFacts) -> list[list[object]]:
-    found = run.result.get("allreduce")
-    if not isinstance(found, dict):
-        return []
-    seconds = written(found.get("measured_s"), "{:.4g} s")
-    return [_cost(f"All-reduce, {found.get('algorithm')}", seconds, "exchange/allreduce_s")]
+    return [_explained(name, TAGS[tag].sentence), value]
 
 
 def workers(run: RunFacts) -> Html | None:
-    """Return the curves of the workers, and a table of their times and speeds."""
+    """Return the curves of the workers and a table of their speeds, or None if not recorded."""
     rows: list[list[object]] = []
     for worker_id in worker_ids(run):
         steps = run.curve(f"worker_step_s/{worker_id}")
@@ -233,69 +213,58 @@ def workers(run: RunFacts) -> Html | None:
         return None
     head = ["worker", "first seen", "last seen", "a step, median", "waited in a round, median"]
     listed = table(head, rows, numbers=tuple(head[1:]))
-    shown = folded(f"All {len(rows)} workers", listed) if len(rows) > _FOLDED_FROM else listed
+    is_open = len(rows) <= _OPEN_WORKERS
+    shown = listed if is_open else folded(f"All {len(rows)} workers", listed)
     return element("div", *charts_of_workers(run), shown)
 
 
 def timeline(run: RunFacts) -> Html:
-    """Return one row per generation with its reason, and below all that the run told."""
+    """Return a table of the generations and a folded table of the logged events."""
     has_starts = run.history.num_starts > 1
     rows: list[list[object]] = []
-    generations, left_out = _ends(run.generations)
-    for g in generations:
-        who = f"{plain_count(g.num_workers)}{': ' if g.worker_ids else ''}{', '.join(g.worker_ids)}"
+    for g in run.generations:
+        count = _NONE if g.num_workers is None else str(g.num_workers)
+        names = f"{count}: {', '.join(g.worker_ids)}" if g.worker_ids else count
         start: list[object] = [g.start] if has_starts else []
-        rows.append([g.number, *start, duration(g.seconds), f"{g.samples:,}", who, g.reason])
+        rows.append([g.number, *start, duration(g.seconds), f"{g.samples:,}", names, g.reason])
     if not rows:
         return element("p", "No membership was recorded.", class_="note")
-    numbers = (*(["start"] if has_starts else []), "at", "samples")
-    head = ["generation", *numbers, "workers", "reason"]
-    listed = table(head, rows, numbers=numbers, kind="last")
-    is_long = len(rows) > _MANY
-    shown = folded(_title(len(rows), "generations", left_out), listed) if is_long else listed
-    return element("div", shown, _all_told(run))
+    head = ["generation", *(["start"] if has_starts else []), "at", "samples", "workers", "reason"]
+    events: list[list[object]] = [
+        [duration(e.seconds), f"{e.samples:,}", e.sentence] for e in run.history.events
+    ]
+    is_open = len(rows) <= _OPEN_GENERATIONS
+    return element(
+        "div",
+        _long_table("generations", head, rows, is_open=is_open),
+        _long_table("events", ["at", "samples", "event"], events, is_open=False),
+    )
 
 
-def _ends(rows: Sequence[_Row]) -> tuple[Sequence[_Row], int]:
-    """Return the first and the last rows of a long table, and how many lie between."""
-    if len(rows) <= _MOST_ROWS:
-        return rows, 0
-    half = _MOST_ROWS // 2
-    return [*rows[:half], *rows[-half:]], len(rows) - _MOST_ROWS
-
-
-def _title(count: int, what: str, left_out: int) -> str:
-    if not left_out:
-        return f"All {count} {what}"
-    return f"The first and the last {count // 2:,} of {count + left_out:,} {what}"
-
-
-def plain_count(count: int | None) -> str:
-    """Return a number of workers, or a dash where a generation was over too soon to count."""
-    return _NONE if count is None else str(count)
-
-
-def _all_told(run: RunFacts) -> Html:
-    told, left_out = _ends(run.history.told)
-    rows: list[list[object]] = [[duration(t.seconds), f"{t.samples:,}", t.sentence] for t in told]
-    listed = table(["at", "samples", "event"], rows, numbers=("at", "samples"), kind="last")
-    return folded(_title(len(told), "events", left_out), listed)
+def _long_table(what: str, head: list[str], rows: list[list[object]], *, is_open: bool) -> Html:
+    """Return a table of logged rows; of too many, only the first and the last."""
+    title, half = f"All {len(rows)} {what}", _MOST_ROWS // 2
+    if len(rows) > _MOST_ROWS:
+        title = f"The first and the last {half:,} of {len(rows):,} {what}"
+        rows = [*rows[:half], *rows[-half:]]
+    listed = table(head, rows, numbers=("start", "at", "samples"), kind="last")
+    return listed if is_open else folded(title, listed)
 
 
 def faults(run: RunFacts) -> Html:
-    """Return the faults that fired."""
+    """Return a list of the faults that fired."""
     fired = run.faults
     if fired:
         return element("ul", *(element("li", sentence) for sentence in fired))
     plan = run.config.get("run.fault_plan")
-    said = "None of the plan has fired." if plan else "No fault was planned."
-    return element("p", said, class_="note")
+    note = "No fault of the plan has fired." if plan else "No fault was planned."
+    return element("p", note, class_="note")
 
 
 def checkpoints(run: RunFacts) -> Html:
-    """Return the checkpoints that are kept."""
+    """Return a table of the checkpoints."""
     if not run.checkpoints:
-        return element("p", "None is there.", class_="note")
+        return element("p", "There are no checkpoints.", class_="note")
     rows: list[list[object]] = [
         [str(m["name"]), written(m.get("round"), "{:,.0f}"),
          written(m.get("num_samples"), "{:,.0f}"), duration(m.get("seconds")),
@@ -314,14 +283,14 @@ def _size(manifest: Any) -> float | None:
 
 
 def configuration(run: RunFacts) -> Html:
-    """Return versions and commit, and all settings folded away."""
-    about: list[list[object]] = [[name, str(version)] for name, version in run.versions.items()]
-    about.append(["commit of raydl", element("code", run.commit or "not known")])
+    """Return folded tables of the settings and of the versions."""
+    versions: list[list[object]] = [[name, str(version)] for name, version in run.versions.items()]
+    versions.append(["commit of raydl", element("code", run.commit or "unknown")])
     settings: list[list[object]] = [
         [element("code", name), plain(value)] for name, value in run.config.items()
     ]
     return element(
         "div",
         folded("All settings", table(["setting", "value"], settings, kind="facts")),
-        folded("Versions", table(["what", "version"], about, kind="facts")),
+        folded("Versions", table(["what", "version"], versions, kind="facts")),
     )

@@ -1,10 +1,10 @@
-"""The style sheet of the page: light and dark, on paper, and as narrow as a phone."""
+"""The style sheet of the page: light and dark, for print, and for narrow screens."""
 
 from raydl.metrics import STACK
 from raydl.metrics.charts import PALETTE
 
 _COLORS = (":root {", *(f"  --{n}: {color};" for n, color in (PALETTE | STACK).items()), "}")
-"""Those of all charts, by the names that the page's own charts use; the dark page mends some."""
+"""The colors of the charts, as CSS variables; the dark style overrides some of them."""
 
 _PAGE = """
 :root {
@@ -96,4 +96,4 @@ footer { margin-top: 48px; color: var(--soft); font-size: 13px; }
 """
 
 CSS = "\n".join((*_COLORS, _PAGE))
-"""It names no file and no font that would have to be fetched."""
+"""The style sheet; it needs no file and no font from elsewhere."""
