@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import textwrap
@@ -173,6 +174,7 @@ def _value(
     )
 
 
+@functools.cache
 def _with_flags(cls: type[Any], prefix: str = "") -> type[Any]:
     """Return a subclass of a config class whose fields carry their short flags for tyro."""
     hints = get_type_hints(cls, include_extras=True)

@@ -18,6 +18,7 @@ from clusters import free_port, free_ports
 from processes import command_of, environment_of, processes_that
 from repository import ROOT
 
+from jobs import weak_scaling
 from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
 
@@ -73,12 +74,11 @@ def test_weak_scaling_reports_speed_efficiency_and_time_parts(tmp_path):
         (["--run-dir", "x"], "run.run_dir and the like give way to --out"),
     ],
 )
-def test_a_mistake_in_weak_scaling_is_told_in_one_sentence(options, sentence):
-    words = [sys.executable, str(ROOT / "jobs/weak_scaling.py"), *options]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=BOUND_S, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {sentence}")
-    assert done.stderr.count("\n") == 1
+def test_a_mistake_in_weak_scaling_is_told_in_one_sentence(options, sentence, capsys):
+    assert weak_scaling.main(options) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {sentence}")
+    assert told.count("\n") == 1
 
 
 # real jobs
