@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# Each time a seed is set, torch writes down the stack for devices that are not in use.
+for device in (torch.cuda, torch.xpu):
+    device.traceback = types.SimpleNamespace(format_stack=lambda: [])  # type: ignore[attr-defined]
+
 # How long an example takes depends on the machine, and says nothing of what is promised.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -41,6 +46,13 @@ hypothesis.settings.load_profile("untimed")
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would survive a power failure is seen by no test but those that count these calls."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
 
 
 @pytest.fixture(autouse=True)
