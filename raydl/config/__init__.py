@@ -17,9 +17,10 @@ checks.py     what the checks are made of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from raydl.config.cluster import ALLREDUCES, ElasticConfig, ExchangeConfig, ScalingConfig
 from raydl.config.input import ON_BAD_SAMPLE, STREAMS, InputConfig
@@ -128,6 +129,9 @@ _FORMER_NAMES = {
 """Settings by the names that earlier versions wrote to a run's ``config.json``."""
 
 
+_hints_of = functools.cache(get_type_hints)
+
+
 def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
     """Build a configuration from what ``to_dict`` returned, perhaps through JSON.
 
@@ -136,7 +140,7 @@ def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
     Raises:
         ConfigError: a key is no setting of this version.
     """
-    hints = get_type_hints(cls)
+    hints = _hints_of(cast(type[Any], cls))
     arguments: dict[str, Any] = {}
     for written, value in values.items():
         key = _FORMER_NAMES.get((cls, written), written)

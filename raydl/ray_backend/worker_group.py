@@ -202,6 +202,8 @@ class RayWorkerGroup:
             for index in range(1, self._job.config.exchange.center_shards)
         ]
         self._shards = [center, *others]
+        for index in range(1, len(self._shards)):
+            self._starts.begin(f"shard {index}")
         self._is_open = False
         opened = center.start_center.remote(self._job, snapshot, others, optimizer)
         self._calls.expect(opened, "center", self._on_opened)
@@ -344,9 +346,7 @@ class RayWorkerGroup:
         self._look_at_the_silent()
         for who in self._heartbeats.expired():
             self._events += self._end_or_wait(who)
-        for who, waited_s in self._starts.look(
-            lambda who: place_held(self._workers[who]) is not None
-        ):
+        for who, waited_s in self._starts.look(self._is_there):
             self._events += self._give_up_start(who, waited_s)
         events, self._events = self._events, []
         return events
@@ -383,17 +383,22 @@ class RayWorkerGroup:
         setting = "elastic.max_busy_s" if is_busy else "elastic.lease_s"
         return self._lose(who, f"it did not answer for {silent_s:.0f} s ({setting}){why}")
 
-    def _is_there(self, worker_id: str) -> bool:
-        """Whether a node holds a worker's process."""
-        return place_held(self._workers[worker_id]) is not None
+    def _starting(self, who: str) -> ActorHandle:
+        """Return a worker, or a shard, that has not answered yet."""
+        worker = self._workers.get(who)
+        return self._shards[int(who.removeprefix("shard "))] if worker is None else worker
 
-    def _give_up_start(self, worker_id: str, waited_s: float) -> list[Event]:
+    def _is_there(self, who: str) -> bool:
+        """Whether a node holds the process of a worker or of a shard."""
+        return place_held(self._starting(who)) is not None
+
+    def _give_up_start(self, who: str, waited_s: float) -> list[Event]:
         """End a process that is there and does not come to run."""
-        place = place_held(self._workers[worker_id])
+        place = place_held(self._starting(who))
         if place is not None:  # it may be stopped, and hear no call
             kill_process(place, home=self._home)
         reason = f"its process has not answered since it began, {waited_s:.0f} s ago"
-        return self._lose(worker_id, f"{reason} (elastic.max_busy_s)")
+        return self._lose(who, f"{reason} (elastic.max_busy_s)")
 
     def _ask_for_news(self) -> None:
         """Ask everybody for news, unless that was just done."""
@@ -416,7 +421,8 @@ class RayWorkerGroup:
             if who not in asked:
                 ref = self._shards[index].ping.remote()
                 self._calls.expect(ref, who, self._on_ping, can_wait=True)
-                self._heartbeats.expect_answer(who)
+                if who in self._places:  # before its first answer it may import for long
+                    self._heartbeats.expect_answer(who)
         self._ask_the_evaluator()
         homes = {w: place[0] for w, place in self._places.items() if w in self._workers}
         self._events += [Draining(worker_id) for worker_id in self._notices.new(homes)]
@@ -446,6 +452,7 @@ class RayWorkerGroup:
     def _on_ping(self, answer: tuple[int, Place, Refused]) -> list[Event]:
         index, place, refused = answer
         self._places[f"shard {index}"] = place
+        self._starts.end(f"shard {index}")
         return [refused]
 
     def _is_question(self, call: Call) -> bool:

@@ -1,8 +1,14 @@
-"""A model that remembers in its replica which process it first trained in."""
+"""A model that remembers in its replica which process it first trained in.
+
+Its steps take their time and no core: a run lasts as long as what is done to it.
+"""
 
 import os
+import time
 
 import torch
+
+STEP_S = 0.01
 
 
 class Origin(torch.nn.Module):
@@ -14,8 +20,10 @@ class Origin(torch.nn.Module):
         self.register_buffer("process", torch.zeros((), dtype=torch.int64))
 
     def forward(self, images):
-        if self.training and not self.process:
-            self.process.fill_(os.getpid())
+        if self.training:
+            time.sleep(STEP_S)
+            if not self.process:
+                self.process.fill_(os.getpid())
         return self.linear(images.flatten(1))
 
 

@@ -13,6 +13,7 @@ from processes import stopped_processes
 from raydl.config import ElasticConfig, ScalingConfig
 from raydl.core.worker_group import Lost
 from raydl.elastic.heartbeat import Heartbeats
+from raydl.ray_backend import cluster
 from raydl.ray_backend.calls import Calls
 from raydl.ray_backend.cluster import Notices, node_here
 from raydl.ray_backend.liveness import Liveness
@@ -84,22 +85,23 @@ class Halted:
 class OneWorker(RayWorkerGroup):
     """A worker group that has no center, and takes up what is asked for as it does in a run."""
 
-    def __init__(self, patience_s):
+    def __init__(self, patience_s, home):
         self._job = SimpleNamespace(config=SimpleNamespace(
             scaling=ScalingConfig(num_workers=1), elastic=ElasticConfig(max_busy_s=patience_s)
         ))  # fmt: skip
-        self._home, self._asked_at = node_here(), time.monotonic() + 1e6
+        self._home, self._asked_at = home, time.monotonic() + 1e6
         self._calls, self._heartbeats, self._liveness = Calls(), Heartbeats(10.0), Liveness()
         self._starts, self._notices = Starts(patience_s), Notices()
         self._avoided, self._told_busy = set(), set()
         self._workers, self._places, self._events, self._late = {}, {}, [], []
-        self._train = self._prepare = self._untrained = None
+        self._train = self._prepare = self._untrained = self._evaluator = None
+        self._shards, self._is_open = [], False
 
 
 @pytest.mark.cluster
 def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster, monkeypatch):
     monkeypatch.setattr("raydl.ray_backend.worker_group.WorkerActor", Halted)
-    before, worker_group = stopped_processes(), OneWorker(patience_s=1.0)
+    before, worker_group = stopped_processes(), OneWorker(1.0, node_here())
     worker_group.request_worker("w0")
     deadline, events = time.monotonic() + BOUND_S, []
     while not events:
@@ -113,3 +115,27 @@ def test_a_worker_that_halts_as_it_starts_is_lost_and_leaves_no_process(cluster,
     while stopped_processes() - before:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+class Starting:
+    """A shard whose process imports what it needs, and has answered no call yet."""
+
+    def __init__(self):
+        self.ping = SimpleNamespace(remote=object)
+
+
+def test_a_shard_has_no_lease_to_keep_before_it_has_answered_once(monkeypatch):
+    monkeypatch.setattr(cluster, "draining_nodes", list)
+    worker_group = OneWorker(60.0, "here")
+    worker_group._shards = [None, Starting()]
+
+    def owed_after_a_question():
+        worker_group._asked_at = 0.0
+        worker_group._ask_for_news()
+        return worker_group._heartbeats.silent(-1.0)
+
+    assert owed_after_a_question() == []
+    (call,) = worker_group._calls
+    call.handle((1, ("here", 17), None))
+    worker_group._calls.forget(lambda _: True)
+    assert owed_after_a_question() == ["shard 1"]
