@@ -66,7 +66,7 @@ def parse(
         SystemExit: a value is missing, or help was asked for.
     """
     options, unknown = tyro.cli(
-        _with_flags(cast(type[Any], cls)),
+        _with_flags(cls),  # type: ignore[arg-type]  # mypy: not Hashable, which a class is
         args=list(arguments),
         prog=prog,
         description=description,

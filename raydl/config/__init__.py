@@ -20,7 +20,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from raydl.config.cluster import ALLREDUCES, ElasticConfig, ExchangeConfig, ScalingConfig
 from raydl.config.input import ON_BAD_SAMPLE, STREAMS, InputConfig
@@ -140,7 +140,7 @@ def from_dict(cls: type[_T], values: dict[str, Any]) -> _T:
     Raises:
         ConfigError: a key is no setting of this version.
     """
-    hints = _hints_of(cast(type[Any], cls))
+    hints = _hints_of(cls)  # type: ignore[arg-type]  # mypy: not Hashable, which a class is
     arguments: dict[str, Any] = {}
     for written, value in values.items():
         key = _FORMER_NAMES.get((cls, written), written)
