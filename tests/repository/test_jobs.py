@@ -205,14 +205,24 @@ class TestRealJobs:
         out = head.call(*submit, "jobs/evaluate.py", str(tmp_path / "digits"))
         assert f'"accuracy": {result["center_accuracy"]}' in out
 
-    def test_ctrl_c_leaves_the_job_and_a_stop_leaves_a_whole_checkpoint_to_resume(self, head):
-        run = head.run_of("stopped")
-        with head.submit("stopped", *options_for(100_000)) as (process, log):
+    def test_a_killed_driver_is_sent_again_ctrl_c_leaves_the_job_and_a_stop_a_run_to_resume(
+        self, head
+    ):
+        run, again = head.run_of("struck"), head.home / "again.log"
+        long = options_for(100_000)
+        with head.submit("struck", *long, own=("--retries", "1")) as (process, log):
             until(lambda: has_checkpoint(run), log.read_text)
+            [driver] = [
+                pid
+                for pid in processes_naming("raydl-runs/struck")
+                if "raydl\0train" in "\0".join(command_of(pid))
+            ]
+            os.kill(driver, signal.SIGKILL)
+            until(lambda: "resuming from round" in log.read_text(), log.read_text)
+            assert "the driver was killed (SIGKILL); sending it again" in log.read_text()
             process.send_signal(signal.SIGINT)
             assert process.wait(BOUND_S) == 130, log.read_text()
-            job_id = re.search(r"--follow (\S+)", log.read_text())[1]
-        again = head.home / "again.log"
+            job_id = re.findall(r"--follow (\S+)", log.read_text())[-1]
         follower = head.start("raydl", "submit", "--follow", job_id, log=again)
         head.call("ray", "job", "stop", job_id)
         assert follower.wait(BOUND_S) == 143, again.read_text()
@@ -222,24 +232,10 @@ class TestRealJobs:
         assert not sentences, "it is whole"
         samples = checkpoint.state["ledger"]["num_samples"]
         epochs = int(result_of(run)["samples"] / samples) + 3
-        with head.submit("stopped", *options_for(epochs), "--resume") as (process, log):
+        with head.submit("struck", *options_for(epochs), "--resume") as (process, log):
             assert process.wait(BOUND_S) == 0, log.read_text()
             assert "resuming from round" in log.read_text()
         assert result_of(run)["samples"] == epochs * samples
-
-    def test_a_killed_driver_is_sent_again_and_goes_on(self, head):
-        run = head.run_of("killed")
-        with head.submit("killed", *options_for(400), own=("--retries", "1")) as (process, log):
-            until(lambda: has_checkpoint(run), log.read_text)
-            [driver] = [
-                pid
-                for pid in processes_naming("raydl-runs/killed")
-                if "raydl\0train" in "\0".join(command_of(pid))
-            ]
-            os.kill(driver, signal.SIGKILL)
-            assert process.wait(BOUND_S) == 0, log.read_text()
-            assert "the driver was killed (SIGKILL); sending it again" in log.read_text()
-            assert "resuming from round" in log.read_text()
         assert result_of(run)["stopped_by"] == ""
 
     def test_a_client_without_the_token_and_without_a_cluster_is_told_so(self, head, tmp_path):
