@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 session.prepare()  # before any test imports Ray
 
-# Processes of a cluster import the classes that tests define.
-_FOLDERS = [HELPERS, *sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")})]
+# Processes of a cluster import the classes that tests define, and this checkout.
+_FOLDERS = [ROOT, HELPERS, *sorted({path.parent for path in (ROOT / "tests").rglob("test_*.py")})]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
@@ -41,6 +41,11 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: at the end nobody waits for it alone."""
+    items.sort(key=lambda item: "whole_runs" not in item.path.parts)
 
 
 @pytest.fixture(autouse=True)

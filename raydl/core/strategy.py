@@ -160,8 +160,11 @@ def plan_round(num_steps: int, *, fragments: int, delay: int) -> list[tuple[list
     """Return, for each local step of a round, the fragments that (begin, join) there.
 
     Fragments take effect at even distances, the last one in the last step; each begins
-    ``delay`` steps earlier. So nothing is under way between two rounds.
+    ``delay`` steps earlier. So nothing is under way between two rounds. A round without steps
+    has no exchange.
     """
+    if not num_steps:
+        return []
     plan: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_steps)]
     for fragment in range(fragments):
         join = -(-(fragment + 1) * num_steps // fragments) - 1

@@ -106,6 +106,19 @@ def test_workers_come_and_go_while_the_others_train(
     assert np.isfinite(run.ensemble.center().weights).all()
 
 
+@pytest.mark.parametrize(
+    ("vote", "outcome"), [("regroup", Outcome.REGROUP), ("stop", Outcome.STOPPED)]
+)
+def test_a_worker_that_comes_when_all_are_to_leave_takes_no_step_and_leaves(vote, outcome):
+    run = Open(job("async-easgd"), num_workers=2, num_first=1)
+    run.coordinator.vote(1, **{vote: 1.0})
+    run.change("w0", "w1")
+    before = run.ensemble.center().weights
+    assert run.workers["w1"].run_round() is outcome
+    assert run.workers["w1"].local_step == 0
+    assert np.array_equal(run.ensemble.center().weights, before)
+
+
 @pytest.mark.parametrize("method", ["async-easgd", "async-sgd", "hogwild-easgd"])
 def test_with_a_lossless_codec_a_newcomer_sees_the_center_itself(method):
     run = Open(job(method, compression="topk:1", center_shards=2), num_workers=2, num_first=1)

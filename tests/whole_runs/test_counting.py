@@ -17,7 +17,6 @@ from processes import stopped_processes
 from safetensors.torch import load_file
 
 from benchmarks import counting
-from benchmarks.programs import ROOT
 from raydl.checkpoint.store import CheckpointStore
 from raydl.storage import Storage
 
@@ -86,20 +85,17 @@ def counts_of(folder):
 
 
 @pytest.fixture(scope="module")
-def four_nodes():
-    path = os.environ.get("PYTHONPATH", "")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), path]))
-        with nodes(0) as cluster:
-            yield cluster
+def own_cluster():
+    with nodes(0) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def cluster(four_nodes):
+def cluster(own_cluster):
     """A head, and three nodes for a worker each."""
-    while len(four_nodes.worker_nodes) < 3:
-        four_nodes.add_node(num_cpus=1)
-    return four_nodes
+    while len(own_cluster.worker_nodes) < 3:
+        own_cluster.add_node(num_cpus=1)
+    return own_cluster
 
 
 @pytest.mark.parametrize("is_sync", [True, False], ids=["rounds", "messages"])
